@@ -197,7 +197,7 @@ class Client:
 
     @property
     def speaks_this_version(self) -> bool:
-        """Whether the engine understands these requests."""
+        """Return whether the engine understands these requests."""
         with suppress(CacheBlendError), self._connected() as connection:
             [status] = connection.request("status")
             return bool(status.get("protocol") == PROTOCOL)

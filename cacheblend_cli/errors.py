@@ -17,7 +17,7 @@ class ExitCode(IntEnum):
 
 
 class CacheBlendError(Exception):
-    """What happened, and what to do about it.
+    """Base class of errors with a message and a hint.
 
     `message` says what and why; `hint` names the next step and is printed on its own line.
     """

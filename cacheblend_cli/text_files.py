@@ -21,7 +21,7 @@ def read_text(path: Path) -> str:
 
 
 def decode_text(data: bytes, name: str) -> str:
-    """As read_text, from bytes. name: what the error calls them."""
+    """Decode bytes as read_text does. name: used in the error."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""What is found out once on a machine and remembered: small files in the user's cache directory."""
+"""Facts measured once on a machine: small files in the user's cache directory."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from platformdirs import user_cache_path
 
 
 def place(kind: str, *identity: object) -> Path:
-    """Where what is known of all that `told` says is kept. Nothing need be there."""
+    """Return the path of the file for these facts, which may not exist."""
     return user_cache_path("cacheblend") / kind / hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
 
 
 def recall(path: Path) -> str:
-    """What was kept; "" where nothing was, or it is no text."""
+    """Return the kept text; "" if there is none or it is not UTF-8."""
     with suppress(OSError, UnicodeDecodeError):
         return path.read_text(encoding="utf-8")
     return ""
 
 
 def keep(path: Path, text: str) -> None:
-    """As `replace`, but where nothing can be written, as in a read-only home, nothing is kept."""
+    """Write the file, unless that is impossible, as in a read-only home."""
     with suppress(OSError):
         replace(path, text)
 

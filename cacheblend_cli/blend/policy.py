@@ -25,7 +25,7 @@ from cacheblend_cli.types import BlendParams
 
 @dataclass(frozen=True)
 class BlendPolicy:
-    """Which tokens to recompute.
+    """Choice of the tokens to recompute.
 
     checks: (layer, ratio) pairs, layers ascending and ratios descending (gradual filtering); a selector that needs no
     check layer uses the first ratio before layer 0. deviation: "v", "k" or "kv". block, nucleus: see `selectors.choose`.
@@ -64,7 +64,7 @@ class BlendPolicy:
         return tuple(kind for kind, cls in kinds if any(isinstance(s, cls) for s in every))
 
     def is_scored(self, ratio: float, total: int, num_candidates: int, fresh: int = 0) -> bool:
-        """Whether candidates have to be scored to choose among them, see `select`."""
+        """Return whether candidates have to be scored to choose among them, see `select`."""
         count = self._count(ratio, total, fresh)
         return count > 0 and (count < num_candidates or self.nucleus > 0)
 

@@ -108,7 +108,7 @@ class BlendSteps(Observer):
 
     @property
     def is_scored(self) -> bool:
-        """Whether `choose_before` scores the candidates."""
+        """Return whether `choose_before` scores the candidates."""
         ratio, count = self._policy.checks[0][1], len(self._all)
         return self._policy.is_scored(ratio, count, count, len(self._fresh))
 

@@ -21,9 +21,9 @@ _Key = tuple[str, tuple[str, ...] | None]
 
 
 class Results:
-    """Where --resume keeps the answers of a batch: JSON lines in the order of the questions.
+    """Answers of a batch that --resume keeps: JSON lines in the order of the questions.
 
-    A line that was not written to its end is dropped; what it was to answer is asked again."""
+    An incomplete line is dropped, and its question is asked again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -43,7 +43,7 @@ class Results:
             raise UsageError(f"{path} cannot be written: {error.strerror}", "name another file for --resume") from error
 
     def left(self, questions: Sequence[QuestionInput]) -> list[QuestionInput]:
-        """Those of the questions that the file does not answer. One that is asked twice is answered twice."""
+        """Return the questions without an answer in the file. Duplicates count separately."""
         answered, found = Counter(self._answered), []
         for item in questions:
             key = (item.question, item.chunks)
@@ -69,7 +69,7 @@ def question_fields(question_input: QuestionInput) -> dict[str, Any]:
 
 
 def _answered_by(line: bytes, path: Path) -> _Key:
-    """What the record in the line answers. The same question over other chunks is another one."""
+    """Return the question and chunks that a record answers."""
     try:
         record = json.loads(line)
         question, chunks = record["question"], record.get("asked_chunks")

@@ -148,7 +148,7 @@ def _commanded(line: str, talk: Conversation, answering: Answering, output: Outp
 
 
 def _lines(interactive: bool) -> Iterator[str]:
-    """What is typed, a question or a command each."""
+    """Yield lines of input, each a question or a command."""
     lines = _typed() if interactive else _piped()
     return (line.strip() for line in lines if line.strip())
 

@@ -29,7 +29,7 @@ Record = tuple[bytes, bytes]
 
 @dataclass(frozen=True)
 class RemoteJob:
-    """What every worker needs. load: loads the model, in the driver's dtype. fingerprint: of the driver's model. tier: URL.
+    """Settings of every worker. load: loads the model, in the driver's dtype. fingerprint: of the driver's model. tier: URL.
     tier_key_file: path on the worker's machine, "" for none."""
 
     load: Callable[[], LoadedModel]

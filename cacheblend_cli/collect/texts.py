@@ -84,7 +84,7 @@ class Putting:
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing was stored under the document's name."""
+        """Return whether nothing was stored under the document's name."""
         return self._old is None
 
     def collect(self) -> bool:

@@ -104,7 +104,7 @@ def _pieces(text: str, encode: Encode, max_tokens: int, levels: tuple[re.Pattern
 
 
 def _fits(text: str, encode: Encode, max_tokens: int) -> bool:
-    """Whether the text has at most max_tokens tokens. Short ASCII texts (at most one token a character, plus one before the
+    """Return whether the text has at most max_tokens tokens. Short ASCII texts (at most one token a character, plus one before the
     text) and far too long ones are not encoded."""
     if len(text) < max_tokens and text.isascii():
         return True

@@ -49,7 +49,7 @@ class IgnoreRules:
         return IgnoreRules(tuple(new + old for new, old in zip(own, self.chains, strict=True)))
 
     def ignore(self, path: str) -> bool:
-        """Whether to ignore a real absolute path, with a trailing slash for a folder."""
+        """Return whether to ignore a real absolute path, with a trailing slash for a folder."""
         for chain in self.chains:
             for base, spec in chain:
                 verdict = spec.check_file(path.removeprefix(base)).include

@@ -26,7 +26,7 @@ _BATCH = 16384  # chunks whose texts are in memory at once
 
 
 class Place(NamedTuple):
-    """Where a chunk stands, and the context it was collected in. A chunk that documents share has several places.
+    """Position of a chunk in a document, and its context. A chunk shared by documents has several places.
 
     key, document: in hex; document is "" for a chunk of no document. source: the document's name, see corpus/places.py.
     """

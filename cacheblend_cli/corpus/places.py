@@ -36,7 +36,7 @@ def text_of(path: str) -> str:
 
 
 def is_file(name: str) -> bool:
-    """Whether the document is a file or stdin, and did not come over HTTP."""
+    """Return whether the document is a file or stdin, and did not come over HTTP."""
     return name.startswith("/")
 
 
@@ -52,7 +52,7 @@ def on_disk(name: str) -> str | None:
 
 
 def is_on_disk(name: str) -> bool:
-    """Whether the document's path exists."""
+    """Return whether the document's path exists."""
     return on_disk(name) is not None
 
 
@@ -61,7 +61,7 @@ def is_below(name: str, folder: str) -> bool:
 
 
 def is_within(name: str, path: str) -> bool:
-    """Whether it is that path or below it."""
+    """Return whether it is that path or below it."""
     return name == path or is_below(name, path)
 
 

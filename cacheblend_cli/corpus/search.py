@@ -148,7 +148,7 @@ def search(
 
 
 def is_weak(hits: Sequence[Hit], by: str) -> bool:
-    """Whether even the best hit says little of what was asked. The floors are measured, see docs/search.md."""
+    """Return whether even the best hit says little of what was asked. The floors are measured, see docs/search.md."""
     return max((hit.match for hit in hits), default=0.0) < WEAK_BELOW[by]
 
 

@@ -33,7 +33,7 @@ class Selection:
         return _rules(self.exclude)
 
     def excludes(self, path: str) -> bool:
-        """Whether to leave out a path, relative to the named folder, with a trailing slash for a folder."""
+        """Return whether to leave out a path, relative to the named folder, with a trailing slash for a folder."""
         if self._excluded.match_file(path):
             return True
         return self._included is not None and not path.endswith("/") and not self._included.match_file(path)

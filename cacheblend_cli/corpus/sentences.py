@@ -92,7 +92,7 @@ class SentenceModel:
 
 
 def is_sentence_model(folder: Path) -> bool:
-    """Whether sentence-transformers saved an encoder there (model2vec's directories have a modules.json, too)."""
+    """Return whether sentence-transformers saved an encoder there (model2vec's directories have a modules.json, too)."""
     return any(kind == "Transformer" for kind, _ in _modules(folder))
 
 

@@ -1,1 +1,1 @@
-"""What runs requests: schedule, load, prefill, decode, sample."""
+"""Running of requests: schedule, load, prefill, decode, sample."""

@@ -109,7 +109,7 @@ class AsyncEngine:
         return future
 
     def stats(self) -> EngineStats:
-        """As of the last step."""
+        """Statistics as of the last step."""
         with self._changed:
             return replace(self._stats, waiting=self._num_waiting)
 
@@ -121,7 +121,7 @@ class AsyncEngine:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether one step has been running for so long that it is not expected to end."""
+        """Return whether one step has been running for so long that it is not expected to end."""
         return self.busy_s > STUCK_S
 
     def close(self, grace_s: float = 0.0, give_up_s: float = STUCK_S) -> bool:
@@ -156,7 +156,7 @@ class AsyncEngine:
                 self._stats = self._snapshot()
 
     def _wait(self) -> bool:
-        """Until there is something to do. False: the service is closed."""
+        """Wait for work. Returns False when the engine is closed."""
         with self._changed:
             core = self._core
             self._changed.wait_for(lambda: core.busy or self._arrived or self._work or self._closing or core.may_refine)

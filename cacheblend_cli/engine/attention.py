@@ -1,4 +1,4 @@
-"""Which of its sources an answer looked at: the share of its attention that each chunk got while it was decoded."""
+"""Share of an answer's attention that each chunk of the prompt received while decoding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AttentionShares:
         self._found: Tensor | None = None
 
     def is_due(self) -> bool:
-        """Whether this step is to be watched. Ask once a step."""
+        """Return whether this step is to be watched. Ask once a step."""
         self._num_steps += 1
         return self._num_steps % EVERY == 1
 
@@ -38,7 +38,7 @@ class AttentionShares:
         self._found = weights if self._found is None else self._found + weights
 
     def of_chunks(self) -> list[float] | None:
-        """Of each chunk of the prompt, in order, its share of what was looked at in all of them; None before any step."""
+        """Return each chunk's share of the attention to all chunks, in prompt order; None before the first step."""
         if self._found is None:
             return None
         looks = [float(self._found[chunk.start : chunk.end].sum()) for chunk in self._plan.chunks]
@@ -47,7 +47,7 @@ class AttentionShares:
 
 
 class Watch(Observer):
-    """What the newest tokens of a decode attend to, a row a sequence, in the layer half way up, and in a deep model in the one
+    """Observer of the attention of a decode step's tokens (a row per sequence), in the middle layer, and in a deep model also the one
     three quarters up: only in layers without a sliding window, where there are any.
 
     sequences: None for those that are not watched. found: of each sequence [kv_len] fp32, None where it was not seen. Rows behind the

@@ -1,4 +1,4 @@
-"""Who gets blocks of the pool, and what is found in it."""
+"""Allocation of the pool's blocks to sequences, and lookups in the prefix cache."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class BlockManager:
 
     @property
     def most_tokens(self) -> int:
-        """Of a prompt and its answer, at most."""
+        """Maximum number of tokens of a prompt and its answer."""
         return (self._total - self._reserve) * self.space.block_size
 
     def can_allocate(self, num_tokens: int, headroom: int, found: Found, behind: int = 1) -> Allocation:
-        """Whether a prompt of num_tokens can begin, and `behind` more: now, later or, with an answer of `headroom`, never."""
+        """Return when a prompt of num_tokens can begin, and `behind` more: now, later or, with an answer of `headroom`, never."""
         size = self.space.blocks_for
         if size(num_tokens + headroom) > self._total - self._reserve:
             return Allocation.NEVER
@@ -57,7 +57,7 @@ class BlockManager:
         return allocator.num_free - (self._reserve if allocator.num_used > self._in_use else 0)
 
     def can_append(self, sequences: Collection[tuple[BlockTable, int]]) -> bool:
-        """Whether each of the (sequence, tokens it holds) can take one more token."""
+        """Return whether each of the (sequence, tokens it holds) can take one more token."""
         size, allocator = self.space.block_size, self.space.allocator
         new = sum(kv_len == s.capacity or allocator.is_shared(s.blocks[kv_len // size]) for s, kv_len in sequences)
         return allocator.can_append(new)
@@ -118,7 +118,7 @@ class BlockManager:
         return 0 if self._window is None else max(0, kv_len - max(1, self._window - 1)) // self.space.block_size
 
     def can_swap_in(self, num_tokens: int, gone: int = 0, held: int = 0) -> bool:
-        """Whether a sequence that holds so many tokens can go on. gone: blocks of it that are not wanted any more; held: those that
+        """Return whether a sequence that holds so many tokens can go on. gone: blocks of it that are not wanted any more; held: those that
         were swapped out, which may be more than it needs: there was a draft behind its prompt."""
         return max(self.space.blocks_for(num_tokens + 1) - gone, held) <= self._free
 

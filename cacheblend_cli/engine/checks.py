@@ -175,7 +175,7 @@ class _Leading(SequenceOutput):
 
 
 class Following(SequenceOutput):
-    """Is fed the tokens of another sequence, and compares its logits with that one's."""
+    """Sequence that is fed another one's tokens and compares the logits."""
 
     def __init__(self, lead: _Leading, runtime: Runtime) -> None:
         super().__init__(runtime, SamplingParams())

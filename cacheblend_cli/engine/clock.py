@@ -1,4 +1,4 @@
-"""How long this process has been running: what its user has waited for so far."""
+"""Seconds since this process started, which is how long its user has waited."""
 
 from __future__ import annotations
 

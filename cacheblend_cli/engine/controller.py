@@ -108,7 +108,7 @@ def deciding(runtime: Runtime, request: Request) -> Pieces[tuple[Request, AutoRe
 
 
 def learn_from(runtime: Runtime, report: AutoReport, done: PrefillReport) -> None:
-    """What an answer teaches; the report has its ttft_s. On a GPU a prefill is done when its token is there."""
+    """Update the measured speeds with an answer's ttft_s. On a GPU a prefill ends when its token is read."""
     assert report.ttft_s is not None
     after = report.ttft_s - report.before_s
     on_gpu = runtime.decoder.device.type == "cuda"
@@ -117,7 +117,7 @@ def learn_from(runtime: Runtime, report: AutoReport, done: PrefillReport) -> Non
 
 
 def workload(request: Request) -> Workload:
-    """What the prompt asks of the machine, blended as request.blend says."""
+    """Return the work of the prompt under request.blend."""
     model = request.collection.model
     plan, policy = request.plan, policy_of(request.blend, model.spec.num_kv_layers, request.lossless)
     probe_layers, draft_tokens = _probe(policy, model.spec.num_kv_layers)
@@ -163,7 +163,7 @@ def _probe(policy: BlendPolicy, num_layers: int) -> tuple[int, int]:
 
 
 def kv_bytes(request: Request) -> int:
-    """To load from the store, of all layers."""
+    """Bytes of KV to load from the store, all layers."""
     size = request.collection.chunk_bytes
     return sum(size(len(s.token_ids), s.codec) for s in request.plan.segments if s.cached and s.token_ids)
 

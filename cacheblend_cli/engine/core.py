@@ -73,7 +73,7 @@ class EngineCore:
 
     @property
     def may_refine(self) -> bool:
-        """Whether there is a blended prompt to refine while no request runs."""
+        """Return whether there is a blended prompt to refine while no request runs."""
         return not self.busy and (bool(self.refiner) or bool(self._states))
 
     def arrive(self, state: RequestState) -> None:
@@ -286,7 +286,7 @@ class EngineCore:
             self._give_back(sequence)
 
     def _decodes_elsewhere(self, sequence: Sequence) -> bool:
-        """Whether another engine decodes the sequence, which is given its KV before the first token there."""
+        """Return whether another engine decodes the sequence, which is given its KV before the first token there."""
         if self._runtime.decode_with.file is None:
             return False
         from cacheblend_cli.engine.connectors.llama_choice import hand_over
@@ -312,7 +312,7 @@ class EngineCore:
         self._outputs.sampled(draws)
 
     def _too_risky(self, sequence: Sequence, logits: Tensor) -> bool:
-        """Whether a full prefill has to come before the next token (--max-risk)."""
+        """Return whether a full prefill has to come before the next token (--max-risk)."""
         state = sequence.state
         exact = state.full is not None or state.provenance.exact_until >= state.num_tokens
         return state.gate is not None and not exact and state.gate.too_risky(logits)

@@ -1,4 +1,4 @@
-"""Whether another engine may decode (--decode-with, --decode-model). Looks for packages and files, and imports nothing of them."""
+"""Choice of another engine that decodes (--decode-with, --decode-model). Looks for packages and files, and imports nothing of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DecodeWith:
 
     @property
     def note(self) -> str | None:
-        """What decoding elsewhere costs, for people."""
+        """Message about the cost of decoding in another engine."""
         if self.file is None or (self.decided and self.engine is None):
             return None
         may = "" if self.engine is not None or not self.measured else " where that is faster"
@@ -42,7 +42,7 @@ class DecodeWith:
 
 
 def decode_with(config: EngineConfig, model: LoadedModel) -> DecodeWith:
-    """What the settings ask for with this model. Raises UsageError, NotFoundError where llama.cpp is demanded and cannot run."""
+    """Return the decoder that the settings name for this model. Raises UsageError, NotFoundError if llama.cpp is demanded and cannot run."""
     own = model.shown_path
     file = Path(config.decode_model).expanduser() if config.decode_model else own if own.suffix == ".gguf" else None
     reason = None

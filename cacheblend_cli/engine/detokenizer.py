@@ -1,4 +1,4 @@
-"""What a model says, told apart while it is said: its reasoning between think tags, its answer, and where a stop string ends that."""
+"""Incremental split of generated text into reasoning (between think tags) and answer, which a stop string ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Reasoning:
 
     @property
     def undecided(self) -> str:
-        """What may be the beginning of an answer, or of the tag."""
+        """Text that may begin the answer or the tag."""
         return self._held if self._place == "beginning" else ""
 
     @property
@@ -40,11 +40,11 @@ class Reasoning:
 
     @property
     def before_answer(self) -> bool:
-        """Whether all that was said is reasoning and what surrounds it."""
+        """Return whether all that was said is reasoning and what surrounds it."""
         return self._place in ("reasoning", "between")
 
     def push(self, piece: str) -> tuple[str, str]:
-        """What is certainly reasoning, and what is answer."""
+        """Return the text that is certainly (reasoning, answer)."""
         text, self._held, reasoning = self._held + piece, "", ""
         if self._place == "beginning":
             stripped = text.lstrip()
@@ -68,7 +68,7 @@ class Reasoning:
         return reasoning, text
 
     def flush(self) -> tuple[str, str]:
-        """What is held, at the end."""
+        """Return the text held back, at the end."""
         held, self._held = self._held, ""
         return (held, "") if self.open else ("", held)
 
@@ -140,7 +140,7 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def is_in(self, piece: str) -> bool:
-        """Whether pushing the piece would be a hit."""
+        """Return whether pushing the piece would be a hit."""
         return bool(self._search(piece)[1])
 
     def flush(self) -> str:
@@ -176,7 +176,7 @@ def _borders(text: str) -> list[int]:
 
 
 class Detokenizer:
-    """What ids say, in pieces that are certain: reasoning, and the answer up to a stop string."""
+    """Text of token ids, released once it is certain: reasoning, and the answer up to a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], opened: bool) -> None:
         self.reasoning = Reasoning(opened)
@@ -197,12 +197,12 @@ class Detokenizer:
 
     @property
     def closing(self) -> str:
-        """What is said for the model where its reasoning has used its tokens up."""
+        """Ids that close the reasoning when its token budget is used up."""
         return CLOSING if self._channels is None else FINAL
 
     @property
     def stopped(self) -> bool:
-        """Whether the answer has a stop string, in what is not certain yet, too."""
+        """Return whether the answer has a stop string, in what is not certain yet, too."""
         if self._stop.hit:
             return True
         return not self.reasoning.open and self._stop.is_in(self.reasoning.undecided + self._stream.held())

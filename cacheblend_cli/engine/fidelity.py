@@ -1,4 +1,4 @@
-"""How far a prompt's KV is from a full prefill of the same ids, seen from the answer it gives.
+"""Divergence of a prompt's KV from a full prefill of the same ids, measured over an answer.
 
 The answer is full prefill's own: its tokens are fed to both (teacher forcing), and the distributions are compared
 position by position, so that one early disagreement does not make the rest incomparable.

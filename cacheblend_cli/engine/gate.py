@@ -38,7 +38,7 @@ class Gate:
         return cls(fit, request.blend.max_risk)
 
     def too_risky(self, logits: Tensor) -> bool:
-        """Whether drawing the next token from these logits [vocab_size], of blended KV, would exceed the limit. Call it once a token,
+        """Return whether drawing the next token from these logits [vocab_size], of blended KV, would exceed the limit. Call it once a token,
         until it returns True."""
         token = float(self._fit.of_tokens(signals_of(logits[None]))[0])
         risk = 1 - (1 - self.found.estimate) * (1 - token)
@@ -53,7 +53,7 @@ class Gate:
 
 
 def _contexts(request: Request) -> list[str]:
-    """What the chunks that need repair were collected behind."""
+    """Return the contexts of the chunks that need repair."""
     keys = [s.key for s in request.plan.chunks if s.status == "blended" and s.key]
     assert request.store is not None
     return list({chunk.context for key in keys if (chunk := chunk_of(request.store, key)) is not None})

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Grammar:
-    """Where one answer stands in its form."""
+    """State of one answer in its grammar."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher

@@ -30,7 +30,7 @@ PROFILE_ROWS = (GPU_MLP_ROWS, 256)  # from GPU_MLP_ROWS on, a prefill's peak gro
 
 
 class Meter:
-    """What a GPU says of its memory, in bytes: PyTorch's allocator of peaks, the driver of what is used."""
+    """Memory of a GPU in bytes: peaks by PyTorch's allocator, use by the driver."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

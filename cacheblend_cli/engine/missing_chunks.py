@@ -17,7 +17,7 @@ from cacheblend_cli.prompt.kept import keep_wording
 
 
 def has_missing(done: PrefillReport) -> bool:
-    """Whether the prompt had chunks to compute or to take from the tier, and its store takes them."""
+    """Return whether the prompt had chunks to compute or to take from the tier, and its store takes them."""
     request, store = done.request, done.request.store
     can_store = store is not None and store.writable and request.blend.mode != "full"
     return can_store and (request.tiered is not None or any(s.status == "computed" for s in done.plan.chunks))
@@ -67,7 +67,7 @@ def _store_taken(done: PrefillReport, store: ChunkStore) -> Iterator[None]:
 
 
 def _planned(done: PrefillReport, store: ChunkStore, keys: Set[bytes]) -> list[PlannedChunk]:
-    """Those of the prompt's chunks, each once. Text and place in the document come from the question, or from the record under the
+    """Return those of the prompt's chunks, each once. Text and place in the document come from the question, or from the record under the
     key that the question named, which can be another model's."""
     planned: dict[bytes, PlannedChunk] = {}
     given = {chunk.key: chunk for chunk in done.request.given}

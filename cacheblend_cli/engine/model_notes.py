@@ -25,13 +25,13 @@ class BlendVerdict:
     ratio: float | None
 
     def __str__(self) -> str:
-        """In the words of the command line."""
+        """Return the note as the command line prints it."""
         if self.ratio is None:
             return "use --mode full"
         return "blend is safe" if self.ratio <= DEFAULT.ratio else f"blend needs --ratio {self.ratio:g}"
 
     def allows(self, blend: BlendParams) -> bool:
-        """Whether this way to blend is one that was found close to a full prefill, or was not measured."""
+        """Return whether this way to blend is one that was found close to a full prefill, or was not measured."""
         default = (blend.selector, blend.correction) == (DEFAULT.selector, DEFAULT.correction)
         if blend.mode != "blend" or not default or self.ratio == DEFAULT.ratio:  # of smaller ratios nothing is known
             return True

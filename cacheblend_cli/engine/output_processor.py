@@ -1,4 +1,4 @@
-"""What sampled tokens lead to: text that is streamed, answers that end, requests that are done, checked, or fail."""
+"""Processing of sampled tokens: streamed text, complete answers, and requests that finish, are checked, or fail."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class OutputProcessor:
 
     @property
     def storing(self) -> bool:
-        """Whether chunks are left to collect that finished requests had to compute."""
+        """Return whether chunks are left to collect that finished requests had to compute."""
         return bool(self._storing)
 
     def store_piece(self) -> None:

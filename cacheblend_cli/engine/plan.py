@@ -11,7 +11,7 @@ from cacheblend_cli.types import AskPlan
 
 
 def plan(runtime: Runtime, request: Request) -> AskPlan:
-    """What running the request would do. Raises UsageError for what would be refused."""
+    """Return what running the request would do. Raises UsageError if it would be refused."""
     return finish(planning(runtime, request))
 
 

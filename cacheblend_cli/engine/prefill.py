@@ -53,7 +53,7 @@ class PrefillInput:
 
 @dataclass(frozen=True)
 class PrefillOutput:
-    """What a step has computed. num_filled: leading positions whose KV is final. result, prefill_s (seconds of all steps): once
+    """Result of a step. num_filled: leading positions whose KV is final. result, prefill_s (seconds of all steps): once
     the prompt is done. loader: figures of loading, final then."""
 
     num_filled: int

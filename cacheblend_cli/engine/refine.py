@@ -21,7 +21,7 @@ class Refiner:
         self._prompts: dict[tuple[bytes, tuple[int, ...]], Request] = {}
 
     def __bool__(self) -> bool:
-        """Whether there is a prompt to compute."""
+        """Return whether there is a prompt to compute."""
         return bool(self._prompts)
 
     def note(self, request: Request, provenance: KVProvenance) -> None:

@@ -60,7 +60,7 @@ class Request:
 
     @property
     def source(self) -> KVSource | None:
-        """Where cached KV is read from."""
+        """Source of cached KV."""
         return self.tiered or self.store
 
     @cached_property
@@ -108,7 +108,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Preparation:
-    """How requests are prepared beside their own fields. say: callback for a message if there is no search by meaning. collect:
+    """Options of `resolve` that are not fields of a request. say: callback for a message if there is no search by meaning. collect:
     settings for cutting the request's documents. suffix_ids: token ids after the chunks, None for the template's."""
 
     say: Say | None = None

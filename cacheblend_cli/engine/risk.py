@@ -1,7 +1,7 @@
-"""How likely a token drawn over blended KV is another than over a full prefill's, told from what it is drawn from.
+"""Probability that blended KV changes a token, estimated from its logits.
 
-A logistic regression over what the model's own distribution says, fitted by `cacheblend eval --fit-risk` and kept in the
-user's data directory: a file a model, KV codec, context of collecting, and way to blend.
+A logistic regression over statistics of the distribution, fitted by `cacheblend eval --fit-risk` and kept in the
+user's data directory: a file per model, KV codec, collect context and blend settings.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RiskFit:
 
 
 def signals_of(logits: Tensor) -> Tensor:
-    """What is known of each token without a full prefill, [num_tokens, SIGNALS] fp64 on the CPU: by how much the likeliest token
+    """Return the features of each token, [num_tokens, SIGNALS] fp64 on the CPU: by how much the likeliest token
     leads the second in log-probability, the entropy in nats, and the square roots of both. logits: [num_tokens, vocab_size]."""
     found = torch.log_softmax(logits.float(), -1)
     first, second = found.topk(2).values.unbind(-1)
@@ -86,13 +86,13 @@ def fit_risk(answers: Sequence[tuple[Tensor, Sequence[bool]]]) -> RiskFit:
 
 @dataclass(frozen=True)
 class RiskFile:
-    """Where a fit is kept."""
+    """File of a fit."""
 
     path: Path
 
     @classmethod
     def of(cls, collection: Collection, contexts: Sequence[str], blend: BlendParams) -> RiskFile:
-        """Of the collection's model and codec, what chunks were collected behind, and how they are blended: all of that but the
+        """Return the file for the collection's model and codec, the chunks' contexts and the blend settings: all of these but the
         seed and the limit."""
         policy = {name: value for name, value in asdict(blend).items() if name not in ("seed", "max_risk")}
         identity = json.dumps(

@@ -1,4 +1,4 @@
-"""From logits to the next token: penalties, greedy or temperature, top-k, top-p, min-p, and log-probabilities on request."""
+"""Sampling of the next token: penalties, greedy or temperature, top-k, top-p, min-p, and log-probabilities on request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEAST_TEMPERATURE = 1e-5  # below it, logits in fp32 become infinite: it is as g
 
 
 def logprobs_of(logits: Tensor, token_ids: Tensor, num_top: int) -> list[TokenLogprob]:
-    """Of tokens that are there. logits: fp32 [num_tokens, vocab_size], what predicts each of token_ids [num_tokens] int64."""
+    """Return the log-probabilities of given tokens. logits: fp32 [num_tokens, vocab_size], predicting token_ids [num_tokens] int64."""
     logprobs = torch.log_softmax(logits, dim=-1)
     own, top = logprobs.gather(1, token_ids[:, None])[:, 0], logprobs.topk(num_top)
     parts = (token_ids, own, top.indices, top.values)

@@ -72,7 +72,7 @@ class Scheduler:
         return self.max_sequences - len(self.those(Status.RUNNING)) - len(self.those(Status.SWAPPED))
 
     def wave(self, num_left: int) -> int:
-        """How many of a request's num_left answers begin now: at most half of all places, so that other requests are admitted."""
+        """Return how many of a request's num_left answers start now: at most half of all places, so that other requests are admitted."""
         return max(1, min(num_left, self.num_places + 1, max(1, self.max_sequences // 2)))
 
     def preempt(self, sequence: Sequence) -> None:
@@ -107,7 +107,7 @@ class Scheduler:
 
 
 def _growing(decoding: list[Sequence]) -> list[tuple[BlockTable, int]]:
-    """Those whose next token's KV goes into blocks here, with the tokens they hold."""
+    """Return the sequences whose next token's KV goes into blocks here, with their numbers of tokens."""
     return [(s.paged, s.kv_len) for s in decoding if s.paged is not None and s.handed is None]
 
 

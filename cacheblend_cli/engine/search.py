@@ -105,7 +105,7 @@ def in_order(store: ChunkStore, hits: Sequence[Hit], keys: Collection[bytes], or
 
 
 def in_reading_order(hits: Sequence[Hit], keys: Collection[bytes]) -> list[list[bytes]]:
-    """Those of the keys by document, documents by their best hit, chunks of one document by their place."""
+    """Sort keys by document (best hit first), and within a document by place."""
     places: dict[str, dict[bytes, int]] = {}
     for hit in hits:
         if hit.key in keys:

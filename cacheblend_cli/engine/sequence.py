@@ -106,7 +106,7 @@ class Sequence:
 
     @property
     def behind(self) -> bool:
-        """Whether its leader has generated tokens that it was not fed yet."""
+        """Return whether its leader has generated tokens that it was not fed yet."""
         assert self.leader is not None
         assert self.leader.output is not None
         assert self.output is not None
@@ -114,7 +114,7 @@ class Sequence:
 
     @property
     def token_ids(self) -> list[int]:
-        """Of the prompt and of the answer."""
+        """Ids of the prompt and the answer."""
         generated = self.output.out.token_ids if self.output else []
         return [*self.state.request.plan.token_ids, *generated]
 
@@ -248,7 +248,7 @@ class RequestState:
 
     @property
     def num_tokens(self) -> int:
-        """To prefill."""
+        """Number of tokens to prefill."""
         return self.to_prefill.plan.num_tokens
 
     @property
@@ -287,7 +287,7 @@ class RequestState:
 
 
 def provenance_of(request: Request, slice_rows: int) -> KVProvenance:
-    """How the KV of a request's prompt is computed. slice_rows: of its slices, where only KV of the same slices counts; 0 where
+    """Return the provenance of the KV of a request's prompt. slice_rows: rows of its slices, where only KV of the same slices counts; 0 where
     exact KV of one tenant is the same whatever it was computed for. Where stored KV is in a codec that loses something, the
     provenance is of that codec."""
     plan = request.plan

@@ -36,7 +36,7 @@ class Generation:
 
     @property
     def mean_logprob(self) -> float:
-        """Of a token that was drawn, in nats, where they were asked for."""
+        """Mean log-probability of the sampled tokens in nats, if log-probabilities were requested."""
         return sum(p.logprob for p in self.logprobs) / max(1, len(self.logprobs))
 
     @property

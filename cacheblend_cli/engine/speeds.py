@@ -1,4 +1,4 @@
-"""How fast this machine is with a model: measured once, kept in the user's cache directory, refreshed by real prefills."""
+"""Speeds of this machine with a model: measured once, kept in the user's cache directory, updated by each prefill."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class SampleChunks:
         return self._neighbours.left(self._encode(context.text)) if kind == "neighbours" else ()
 
     def facts(self, context: str) -> dict[str, Any]:
-        """What the left contexts of that kind depend on beside the sample itself."""
+        """Return the settings on which left contexts of that kind depend, beside the sample itself."""
         facts: dict[str, Any] = {} if context == "sink" else {"window": self._window}
         if context == "neighbours":
             facts |= {"neighbours": self._options.neighbours, "corpus": self._corpus_digest}

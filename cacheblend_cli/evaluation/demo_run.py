@@ -49,13 +49,13 @@ class Compared:
     answers: Mapping[str, Answer]
 
     def is_right(self, setting: str) -> bool:
-        """Whether the answer contains the expected words."""
+        """Return whether the answer contains the expected words."""
         expected = re.findall(r" is (?:a )?(.+)\.$", self.question.answer) or [self.question.answer]
         return re.search(rf"\b{re.escape(expected[0])}\b", self.answers[setting].text, re.IGNORECASE) is not None
 
     @property
     def is_repaired(self) -> bool:
-        """Whether plain reuse is wrong and blending is right."""
+        """Return whether plain reuse is wrong and blending is right."""
         return self.is_right(BLENDED) and not self.is_right(REUSE)
 
     @property

@@ -36,12 +36,12 @@ class Setting:
 
     @property
     def is_full(self) -> bool:
-        """Whether this is the reference."""
+        """Return whether this is the reference."""
         return self.blend.mode == "full" and self.prefill is None
 
     @property
     def reuses(self) -> bool:
-        """Whether it uses KV from the store."""
+        """Return whether it uses KV from the store."""
         return self.blend.mode != "full"
 
     def to_dict(self) -> dict[str, Any]:

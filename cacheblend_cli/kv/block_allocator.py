@@ -51,7 +51,7 @@ class BlockAllocator:
         return len(self._refs)
 
     def can_append(self, count: int) -> bool:
-        """Whether there are so many blocks to be had."""
+        """Return whether so many blocks are free."""
         return count <= self.num_free
 
     def allocate(self, count: int, *, behind: int | None = None, headroom: int = 0) -> list[int]:
@@ -87,7 +87,7 @@ class BlockAllocator:
         return block in self._refs
 
     def keep(self, block: int, forget: Callable[[int], None]) -> None:
-        """What the used block holds is final, and wanted when it has no owner any more. forget: told when it is given away."""
+        """Keep a used block's contents after its last owner is gone. forget: called when the block is reused."""
         assert block in self._refs
         self._forget[block] = forget
 

@@ -97,7 +97,7 @@ def _values(held: Tensor, scale: Tensor | None, slots: slice | Tensor) -> Tensor
 
 
 def bytes_per_token(decoder: Decoder) -> float:
-    """Of a pool to answer in, all layers."""
+    """Bytes per token of a pool, all layers."""
     return decoder.spec.kv_bytes_per_token(decoder.dtype.itemsize if decoder.kv_scales is None else 1)
 
 
@@ -131,7 +131,7 @@ class PagedSequence(BlockTable):
         return self.block_table.long()[positions // size] * size + positions % size
 
     def slots_to(self, num_tokens: int) -> slice | Tensor:
-        """Of positions 0:num_tokens: a slice, which copies nothing, where the blocks are adjacent."""
+        """Return the slots of positions 0:num_tokens: a slice, which copies nothing, if the blocks are adjacent."""
         first = self.contiguous_slot
         if first >= 0:
             return slice(first, first + num_tokens)

@@ -19,7 +19,7 @@ from cacheblend_cli.kv.block_table import BlockSpace, BlockTable
 
 @dataclass(frozen=True)
 class KVProvenance:
-    """How a prompt's KV is computed. root: what all of it has in common, such as the tenant. exact_until: positions before it
+    """Provenance of a prompt's KV. root: common to all of it, such as the tenant. exact_until: positions before it
     hold exact KV. blended: tells the other positions' KV from that of other prompts. slices: how each slice of slice_rows
     positions before exact_until is filled; slice_rows 0: all exact KV is taken for the same."""
 
@@ -31,7 +31,7 @@ class KVProvenance:
 
     @property
     def is_exact(self) -> bool:
-        """Whether all positions hold exact KV."""
+        """Return whether all positions hold exact KV."""
         return not self.blended
 
     @property
@@ -46,7 +46,7 @@ class KVProvenance:
         return self.slices[(end - 1) // self.slice_rows] if self.slice_rows else b""
 
     def reusable(self, num_tokens: int) -> int:
-        """How many of the first num_tokens may serve another prompt: those of whole slices."""
+        """Return how many of the first num_tokens may serve another prompt: those of whole slices."""
         if not self.slice_rows:
             return num_tokens
         return min(num_tokens, self.exact_until) // self.slice_rows * self.slice_rows

@@ -50,7 +50,7 @@ class BadChunk(Exception):
 
 
 class TierUse(NamedTuple):
-    """What a tier did for one prompt. asked: chunks without KV in the store; found: of these in the tier; taken: loaded whole;
+    """Counts of a tier for one prompt. asked: chunks without KV in the store; found: of these in the tier; taken: loaded whole;
     lost: found, but late, unreadable or damaged. num_bytes, seconds: of the requests, from the first one to the last answer."""
 
     asked: int

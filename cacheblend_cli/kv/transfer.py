@@ -56,7 +56,7 @@ class Transfer(Protocol):
 
 
 class HostTransfer:
-    """For a pool in host memory: the worker itself writes what it loaded into the pool."""
+    """Transfer to a pool in host memory: the worker itself writes what it loaded into the pool."""
 
     most_workers, buffers_a_worker = 4, 1
     batch_bytes = 0  # each chunk by itself: it is still in the processor's cache
@@ -90,7 +90,7 @@ class HostTransfer:
 
 
 class StagedTransfer(HostTransfer):
-    """For a pool in the memory of a device without streams of its own (MPS): one worker copies to the device and writes there."""
+    """Transfer to a device without streams of its own (MPS): one worker copies to the device and writes there."""
 
     most_workers = 1
 

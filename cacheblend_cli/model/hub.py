@@ -109,7 +109,7 @@ def gguf_files(name: HubName) -> list[str]:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the hub's cache has config.json and all weights: another tool may have fetched only some files."""
+    """Return whether the hub's cache has config.json and all weights: another tool may have fetched only some files."""
     names = weight_names(path)
     return bool(names) and all((path / name).is_file() for name in ("config.json", "tokenizer.json", *names))
 

@@ -32,7 +32,7 @@ def bound_caches(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN can keep this weight in its own layout: on a CPU products are then about twice as fast in fp32,
+    """Return whether oneDNN can keep this weight in its own layout: on a CPU products are then about twice as fast in fp32,
     and a third faster in bf16 (benchmarks/README.md)."""
     return (
         weight.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""From `--model` to a loaded decoder: a local directory, a GGUF file or a hub id, its dtype, its fingerprint."""
+"""Loading of a model: a local directory, a GGUF file or a hub id, its dtype, its fingerprint."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def weight_names(model_dir: Path) -> list[str]:
 
 
 def is_converted(model_dir: Path) -> bool:
-    """Whether a directory stands for a GGUF file (see `gguf_files`)."""
+    """Return whether a directory stands for a GGUF file (see `gguf_files`)."""
     return (model_dir / GGUF_INDEX).is_file()
 
 

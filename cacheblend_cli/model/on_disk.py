@@ -41,7 +41,7 @@ def _in_hub_cache() -> list[tuple[str, Path]]:
 
 
 def is_model(gguf: Path) -> bool:
-    """Whether a GGUF file is a language model; the projector of a vision model is not."""
+    """Return whether a GGUF file is a language model; the projector of a vision model is not."""
     return not gguf.name.startswith("mmproj")
 
 

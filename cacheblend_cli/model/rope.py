@@ -94,7 +94,7 @@ class LayerRotations:
         self.switches_at: int | None = min(lengths, default=None)  # tokens up to which the frequencies are one set
 
     def regime(self, seq_len: int) -> int:
-        """What tells the frequencies of prompts of this length from others, over all layers; 0: of short prompts."""
+        """Return the id of the frequencies for prompts of this length, over all layers; 0 for short prompts."""
         return max(rope.regime(seq_len) for rope in self._each)
 
     def cos_sin(self, positions: Tensor, seq_len: int) -> tuple[CosSin, ...]:
@@ -102,7 +102,7 @@ class LayerRotations:
         return rows_of_tables(self.tables(seq_len), positions)
 
     def at(self, positions: Tensor, seq_len: int) -> tuple[CosSin, ...]:
-        """As `cos_sin`, of a few positions far away: no table is made."""
+        """Return `cos_sin` of a few distant positions without a table."""
         return tuple(rope.at(positions, seq_len) for rope in self._each)
 
     def tables(self, seq_len: int) -> tuple[CosSin, ...]:
@@ -153,7 +153,7 @@ def _llama3(rope: Rope, plain: Tensor) -> Tensor:
 
 
 def _yarn(rope: Rope, plain: Tensor, max_positions: int) -> tuple[Tensor, float]:
-    """As llama3, with a ramp over dimensions; and attention a little sharper (arXiv 2309.00071)."""
+    """Interpolate as `_llama3`, with a ramp over dimensions, and scale attention (arXiv 2309.00071)."""
     original, dim = rope["original_max_position_embeddings"], 2 * plain.shape[0]
     factor = rope["factor"] or max_positions / original
 

@@ -34,7 +34,7 @@ class SafetensorsFiles:
                 yield name, dtype, shape
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Under a mapping of its own: pages that are copied do not stay resident."""
+        """Read rows `start` to `stop` under a mapping of their own, so that copied pages do not stay resident."""
         with safe_open(self._file_of[name], framework="pt") as handle:
             return handle.get_slice(name)[start:stop]
 

@@ -43,17 +43,17 @@ class TextStream:
         return piece
 
     def held(self) -> str:
-        """What would be shown if no further token came."""
+        """Text that would be shown if no further token came."""
         return self._tokenizer.decode(self._ids)[self._shown :]
 
     def flush(self) -> str:
-        """What is held, at the end of the text."""
+        """Return the text held back, at the end."""
         text, self._ids, self._shown = self.held(), [], 0
         return text
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """What each id adds to the text of them all: nothing where only a later one ends a character."""
+    """Return the text that each id adds: empty if only a later one completes a character."""
     stream = TextStream(tokenizer)
     texts = [stream.push(token_id) for token_id in ids]
     if texts:

@@ -62,7 +62,7 @@ class Tokenizer:
         self._num_embeddings = self.vocab_size if num_embeddings is None else num_embeddings
 
     def to_json(self) -> str:
-        """As tokenizers writes it."""
+        """Return tokenizer.json as tokenizers writes it."""
         return str(self._tokenizer.to_str())
 
     @property
@@ -112,7 +112,7 @@ class Tokenizer:
         return first[: self._first_control(first)] + whole[self._first_control(whole) :]
 
     def holds_control(self, text: str) -> bool:
-        """Whether the text would contain a control token if it were part of the template."""
+        """Return whether the text would contain a control token if it were part of the template."""
         return not self.control_ids.isdisjoint(_ids(self._tokenizer, text))
 
     def _encode(self, tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
@@ -135,18 +135,18 @@ class Tokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def is_silent(self, token_id: int) -> bool:
-        """Whether `decode` skips the id: a special token, or not in the vocabulary (embeddings are padded)."""
+        """Return whether `decode` skips the id: a special token, or not in the vocabulary (embeddings are padded)."""
         return token_id in self._special_ids or self._tokenizer.id_to_token(token_id) is None
 
     def is_byte(self, token_id: int) -> bool:
-        """Whether the id is one byte, such as <0x0A>, of a run that `decode` takes as a whole."""
+        """Return whether the id is one byte, such as <0x0A>, of a run that `decode` takes as a whole."""
         return self._has_bytes and _BYTE.fullmatch(self._tokenizer.id_to_token(token_id) or "") is not None
 
     def token_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
 
     def knows(self, tag: str) -> bool:
-        """Whether the tag is a token, or occurs in the chat template."""
+        """Return whether the tag is a token, or occurs in the chat template."""
         return self.token_id(tag) is not None or tag in (self.template_source or "")
 
     def special(self, name: str) -> str | None:
@@ -210,6 +210,6 @@ def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
 
 
 def _unknown_id(model: dict[str, Any]) -> int | None:
-    """Of a tokenizer.json's model."""
+    """Return the unknown id of a tokenizer.json's model."""
     name = model.get("unk_token")
     return model.get("unk_id") if name is None else model["vocab"].get(name)

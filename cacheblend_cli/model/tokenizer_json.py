@@ -41,7 +41,7 @@ def _middle(stage: Stage | None) -> Stage | None:
 
 
 def is_local(decoder: Stage | None) -> bool:
-    """Whether a decoder of tokenizer.json looks no further than the neighbours of a token, but for the text's beginning.
+    """Return whether a decoder of tokenizer.json looks no further than the neighbours of a token, but for the text's beginning.
 
     False for a stage this does not know.
     """

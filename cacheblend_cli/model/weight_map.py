@@ -92,7 +92,7 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[Shape, str, int, Shape]]
 
 
 def num_parameters(spec: ModelSpec) -> int:
-    """Of a decoder of ours; a tied head is the embedding."""
+    """Number of parameters of a decoder; a tied head is the embedding."""
     shapes = {target: shape for _, target, _, shape in expected_shapes(spec).values()}
     return sum(math.prod(shape) for shape in shapes.values())
 

@@ -50,7 +50,7 @@ class Segment:
 
     @property
     def cached(self) -> bool:
-        """Whether its KV comes from the store."""
+        """Return whether its KV comes from the store."""
         return self.status in ("exact", "blended")
 
 

@@ -33,12 +33,12 @@ class PromptTemplate:
 
     @property
     def opens_reasoning(self) -> bool:
-        """Whether the template ends with an open think tag."""
+        """Return whether the template ends with an open think tag."""
         return self.after_question.rstrip().endswith(THINK)
 
     @property
     def may_reason(self) -> bool:
-        """Whether the model can reason: its tokenizer has think tags and the template has not closed them."""
+        """Return whether the model can reason: its tokenizer has think tags and the template has not closed them."""
         closed = self.after_question.rstrip().endswith(THOUGHT)
         return self.opens_reasoning or (any(map(self.tokenizer.knows, (THINK, THOUGHT, CHANNEL))) and not closed)
 

@@ -1,4 +1,4 @@
-"""From requests that were read to their reply: one object, or a stream. OpenAI's and Ollama's routes share it."""
+"""Replies to parsed requests, as one object or a stream; shared by OpenAI's and Ollama's routes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a request's body to a Request of the engine: its chunks, sampling parameters and origins."""
+"""Translation of a request's body to a Request of the engine: chunks, sampling parameters, origins."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ParsedRequest:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a chunk of the prompt is from: a document's id on the wire and its title."""
+    """Document of a chunk: its id on the wire and its title."""
 
     document: str
     title: str
@@ -147,7 +147,7 @@ def _named(runtime: Runtime, host: ServerState, parsed: ParsedRequest) -> list[b
 
 
 def _is_seen_by(runtime: Runtime, host: ServerState, manifest: ChunkManifest, tenant: Tenant) -> bool:
-    """Whether the tenant may read the chunk: where there are tenants, one of its own documents, or of its salt."""
+    """Return whether the tenant may read the chunk: where there are tenants, one of its own documents, or of its salt."""
     if not host.keyring.has_tenants:
         return True
     if manifest.source.startswith((SENT, PUT)):
@@ -166,7 +166,7 @@ def _origin(host: ServerState, key: bytes) -> Origin:
 
 
 def sampling_of(base: SamplingParams, body: AskBody, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-    """What the request says over what the server was started with. Raises UsageError."""
+    """Return the request's sampling parameters over the server's defaults. Raises UsageError."""
     given = {
         "max_tokens": max_tokens,
         "logprobs": logprobs,

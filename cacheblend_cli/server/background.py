@@ -72,7 +72,7 @@ def ask_status(path: Path) -> dict[str, Any] | None:
 
 
 def running(settings: Settings) -> list[dict[str, Any]]:
-    """What every engine over the store tells of itself. Raises NotFoundError when none runs."""
+    """Return the status of every engine over the store. Raises NotFoundError if none runs."""
     found = [reply for path in sockets_of(settings) if (reply := ask_status(path)) is not None]
     if not found:
         raise NotFoundError(f"no engine runs over {settings.store_path}", "start one: cacheblend serve --background")
@@ -104,7 +104,7 @@ def stop_all(settings: Settings, grace_s: float) -> list[int]:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether the process still runs. A child of this process that has ended is reaped; a zombie that its parent does not
+    """Return whether the process still runs. A child of this process that has ended is reaped; a zombie that its parent does not
     reap has ended."""
     try:
         if os.waitpid(pid, os.WNOHANG)[0] == pid:

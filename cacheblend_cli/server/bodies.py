@@ -56,7 +56,7 @@ class SearchIn(Struct, forbid_unknown_fields=True):
 
 
 class BlendIn(Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """How stored KV is used; fields left out keep the server's settings. See `cacheblend ask --help`."""
+    """Use of stored KV; fields left out keep the server's settings. See `cacheblend ask --help`."""
 
     mode: str | None = None
     ratio: float | str | None = None
@@ -296,7 +296,7 @@ def _check_unsupported(body: AskBody) -> None:
 
 
 def _depth(raw: bytes) -> int:
-    """How deep JSON's brackets nest."""
+    """Return the nesting depth of JSON's brackets."""
     depth = most = 0
     for bracket in re.sub(rb'"(?:[^"\\]|\\.)*"|[^\[\]{}"]', b"", raw):
         depth += 1 if bracket in b"[{" else -1

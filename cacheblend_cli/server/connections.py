@@ -94,7 +94,7 @@ class LimitedProtocol(H11Protocol):
 
     @property
     def _deadline(self) -> float:
-        """When the client must have sent what is awaited of it."""
+        """Time by which the client must send more."""
         limits, cycle = self._limits, self.cycle
         if cycle is not None and cycle.more_body and cycle.response_complete:
             return self._answered + limits.linger_s

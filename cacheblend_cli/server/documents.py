@@ -84,7 +84,7 @@ def delete(store: ChunkStore, tenant: Tenant, document_id: str) -> bool:
 
 
 def public_id(name: str) -> str:
-    """What a document is called on the wire: its id, or where it is a file one made of its path, which is not told."""
+    """Return a document's name on the wire: its id, or for a file a digest of its path, which stays private."""
     if name.startswith((PUT, SENT)):
         return name.split("/", 2)[2]
     return "file-" + hashlib.blake2b(name.encode(), digest_size=8).hexdigest()

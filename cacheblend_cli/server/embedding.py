@@ -61,7 +61,7 @@ class EmbedReply(Struct):
 
 
 def name_of(host: ServerState) -> str:
-    """What the embedding model is called on the wire, where paths are not told."""
+    """Return the embedding model's name on the wire, without its path."""
     name = host.settings.embeddings or _BUNDLED
     return PurePath(name).name or name
 

@@ -43,7 +43,7 @@ class StoreEngine:
         self._starting = anyio.Lock()
 
     def listens(self) -> bool:
-        """Whether it runs, or loads its model: requests then wait for it."""
+        """Return whether it runs, or loads its model: requests then wait for it."""
         connection = Connection.to(socket_of(self._settings))
         if connection is None:
             return False

@@ -93,7 +93,7 @@ class DocumentIn(BaseModel):
 
 
 async def _ready() -> None:
-    """For an engine that runs."""
+    """Do nothing: an engine runs already."""
 
 
 class Api:

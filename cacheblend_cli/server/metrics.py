@@ -1,4 +1,4 @@
-"""What Prometheus reads."""
+"""Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ class Metrics:
         self._loaded.inc(answer.kv_bytes_loaded)
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 class _Tier(Collector):
-    """What the shared tier counts itself."""
+    """Collector of the shared tier's counters."""
 
     def __init__(self, tier: SharedTier) -> None:
         self._tier = tier
@@ -110,7 +110,7 @@ class _Tier(Collector):
 
 
 class _Stats(Collector):
-    """What the engine counts itself."""
+    """Collector of the engine's counters."""
 
     def __init__(self, stats: Callable[[], EngineStats]) -> None:
         self._stats = stats

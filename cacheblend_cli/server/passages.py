@@ -46,7 +46,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class Sorted:
-    """What is left of messages. passages: None where they are not looked for. alone: they are the request's only chunks."""
+    """Messages without their passages. passages: None if not looked for. alone: they are the request's only chunks."""
 
     messages: Sequence[Message]
     passages: list[Passage] | None = None

@@ -1,4 +1,4 @@
-"""Where the socket of a running engine is. Imports neither torch nor numpy, as all that a warm question needs."""
+"""Path of a running engine's socket. Imports neither torch nor numpy, as a warm question must not."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _own_name() -> str:
 
 
 def _model(name: str) -> str:
-    """What tells models apart: a name, or the real path of a directory or a file."""
+    """Return a model's identity: a name, or the real path of a directory or a file."""
     if not name:
         from cacheblend_cli.model.named import default_model
 
@@ -80,7 +80,7 @@ def _model(name: str) -> str:
 
 
 def _content(path: str) -> str:
-    """What the prompt's file says; "" for none, and for one that cannot be read, which is told elsewhere."""
+    """Return the content of the prompt's file; "" for none, and for one that cannot be read (reported elsewhere)."""
     try:
         return Path(path).expanduser().read_text(encoding="utf-8") if path else ""
     except (OSError, UnicodeDecodeError):

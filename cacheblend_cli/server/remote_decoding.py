@@ -152,7 +152,7 @@ class RemoteEvents(RequestEvents):
 
 
 def decodes_elsewhere(runtime: Runtime, request: Request) -> bool:
-    """Whether an answer needs nothing but sampled tokens: no check against a full prefill, form, log-probabilities, second
+    """Return whether an answer needs nothing but sampled tokens: no check against a full prefill, form, log-probabilities, second
     answer or budget for its reasoning."""
     sampling = request.sampling
     return (

@@ -20,8 +20,8 @@ from cacheblend_cli.types import Answer, ChunkUse, TokenLogprob
 
 @dataclass(frozen=True)
 class Reply:
-    """How the answers to one request are written. chat: as messages, else as text. public: what is told of a note. usage: in a
-    stream, too. explain: tell what became of every token. echo: the prompt stands before the text; silent: nothing behind it. passages: found in
+    """Writer of the answers to one request. chat: as messages, else as text. public: returns a note without private paths. usage: in a
+    stream, too. explain: report each token's use. echo: put the prompt before the text; silent: nothing behind it. passages: found in
     the messages, None where they are not looked for."""
 
     chat: bool
@@ -91,7 +91,7 @@ class Reply:
                     }
 
     def blend(self, done: Done, prepared: Prepared) -> dict[str, Any]:
-        """What became of the chunks, and how long it took."""
+        """Return the chunks' use and the timing."""
         answer = done.answers[0]
         reported = answer.to_dict(explain=self.explain)
         chunks: list[dict[str, Any]] = [
@@ -189,7 +189,7 @@ class Reply:
 
 
 def unsaid(answer: Answer) -> Answer:
-    """As if nothing had been said: one token is always drawn."""
+    """Return the answer with no text: one token is always sampled."""
     return replace(answer, text="", finish_reason="length", generated_ids=[], logprobs=[])
 
 

@@ -77,7 +77,7 @@ def bind_unix(path: Path) -> socket.socket:
 
 
 def remover(path: Path) -> Callable[[], None]:
-    """What removes the socket that is at the path now. One that a later server has put there stays: the earlier one may
+    """Return a function that removes the socket now at the path. One put there by a later server stays: the earlier one may
     still finish answers when it begins."""
 
     def there() -> tuple[int, int] | None:
@@ -207,7 +207,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but signals are not raised again at the end, where store and engine are still to be closed."""
+        """Capture signals like uvicorn, without raising them again at the end, where store and engine are still to be closed."""
         before: dict[int, Any] = {}
         with suppress(ValueError):  # in a thread of a test there are no signals
             before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -1,4 +1,4 @@
-"""What a server is: the engine, its store and settings, who may ask, and what is counted."""
+"""State of a server: engine, store, settings, API keys and metrics."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ServerState:
 
     @property
     def model(self) -> str:
-        """What the model is called on the wire, where paths are not told."""
+        """Name of the model on the wire, without its path."""
         name = self.runtime.model.name
         return PurePath(name).name or name
 

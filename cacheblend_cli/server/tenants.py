@@ -1,4 +1,4 @@
-"""Who may ask: API keys, and whose KV each of them sees."""
+"""API keys, and the tenants whose KV they may use."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class Keyring:
 
     @property
     def is_open(self) -> bool:
-        """Whether no key is needed."""
+        """Return whether no key is needed."""
         return not self._known
 
     @property
     def has_tenants(self) -> bool:
-        """Whether there is another one than the store's own."""
+        """Return whether there is another one than the store's own."""
         return any(tenant.name for _, tenant in self._known)
 
     def tenant_of(self, authorization: str | None) -> Tenant | None:
-        """Whose request this is by its Authorization header, None for nobody's. Every key is compared, in constant time."""
+        """Return the tenant of an Authorization header, None if unknown. Every key is compared, in constant time."""
         if self.is_open:
             return self.own
         scheme, _, key = (authorization or "").partition(" ")
@@ -65,7 +65,7 @@ class Keyring:
 
 
 def read_keys(keys: Sequence[str], file: Path | None) -> list[str]:
-    """Those of the command line, and those of a file with one a line. Raises NotFoundError for a file that cannot be read."""
+    """Read API keys from the command line and from a file, one per line. Raises NotFoundError if the file cannot be read."""
     found = list(keys)
     if file is not None:
         try:

@@ -30,7 +30,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ChunkUse:
-    """How one chunk of the prompt got its KV. recomputed: its tokens whose KV was computed in the last layers. start: its
+    """Use of one chunk of the prompt. recomputed: its tokens whose KV was computed in the last layers. start: its
     first position. place, headings: where in the source a reader finds it, see the store's Locator. rank: its place
     among the chunks that were searched, from 1, None if it was named. attention: its share of the answer's attention to all
     chunks, None if that was not watched (see engine/attention.py)."""
@@ -154,7 +154,7 @@ class Answer:
     tier: Any = None
 
     def kinds(self, chunk: ChunkUse) -> list[str]:
-        """Of each token of one of the chunks, see TokenUse."""
+        """Return the kind of each token of a chunk, see TokenUse."""
         if chunk.status != "blended":
             return [chunk.status] * chunk.tokens
         chosen = set(self.chosen)
@@ -207,7 +207,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class AskPlan:
-    """What running a request would do. Tokens by kind, bytes of KV to load, the decision of --ratio auto (see blend/cost.py: AutoReport),
+    """Prediction of running a request: tokens by kind, bytes of KV to load, the decision of --ratio auto (see blend/cost.py: AutoReport),
     and messages for users."""
 
     prompt_tokens: int

@@ -13,7 +13,7 @@ DEVIATIONS = ("v", "k", "kv")
 
 @dataclass(frozen=True)
 class BlendParams:
-    """How stored KV is used. mode: blend, full or reuse. ratio: share of the reusable, inexact tokens to recompute; (layer, ratio)
+    """Use of stored KV. mode: blend, full or reuse. ratio: share of the reusable, inexact tokens to recompute; (layer, ratio)
     pairs in `checks` replace ratio and check_layer (gradual filtering). nucleus > 0: fewer tokens, when that share of the total
     score is covered. probe_layers: first and last layer whose attention `query` and `draft` observe, None for the middle half.
     draft_tokens: length of the answer that `draft` drafts. correction: of KV that is not recomputed, see blend/corrections.py, or
@@ -73,7 +73,7 @@ class BlendParams:
 
     @property
     def drafts(self) -> bool:
-        """Whether the selector drafts some of the answer behind the prompt."""
+        """Return whether the selector drafts some of the answer behind the prompt."""
         return any(part.partition(":")[0] == "draft" for part in self.selector.split("+"))
 
     def effective_ratio(self) -> float:

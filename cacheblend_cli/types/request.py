@@ -23,7 +23,7 @@ PLAIN = "{chunks}{question}"
 
 @dataclass(frozen=True)
 class SearchParams:
-    """How to search for chunks. k: number of chunks. scope: documents to search. by: "words", "meaning", "both", or "auto": both if
+    """Search for chunks. k: number of chunks. scope: documents to search. by: "words", "meaning", "both", or "auto": both if
     there are embedding weights. embeddings: these weights, "" for the installed ones. min_score, expand, context, order: see
     corpus/search.py: Lookup. query: text to search for, "" for the question. optional: answer without chunks if nothing is found.
     """
@@ -55,7 +55,7 @@ class TextDocument:
 
 @dataclass(frozen=True)
 class AskOptions:
-    """How a request is run, and what its answer reports.
+    """Options of running a request and of its report.
 
     verify: compare with a full prefill. confirm: the answer is a full prefill's, after the blended one was streamed. auto: the
     loading controller chooses the ratio, at least `BlendParams.ratio`, or a full prefill. save: store the KV of chunks that had to

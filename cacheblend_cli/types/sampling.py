@@ -14,7 +14,7 @@ MOST = 1_000_000  # of what is added to logits, or divides them: in fp32 what is
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to generate. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch the filters off, and so do 1 and twice 0
+    """Sampling parameters. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch the filters off, and so do 1 and twice 0
     the penalties (see `Penalties`), which greedy choices heed, too.
 
     logprobs: how many alternatives to report a token (0: the chosen one only), None: none at all. reasoning_tokens: what

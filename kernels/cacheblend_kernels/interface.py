@@ -75,7 +75,7 @@ class Slots:
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """What a layer's attention computes: softmax(cap(q k^T * scale) + alibi) v over the keys that a row sees.
+    """Parameters of a layer's attention: softmax(cap(q k^T * scale) + alibi) v over the keys that a row sees.
 
     sliding_window: a row at position p sees the keys at max(0, p - sliding_window + 1) .. p; None: at 0 .. p.
     soft_cap: logits become soft_cap * tanh(logits / soft_cap).
@@ -92,7 +92,7 @@ class AttentionParams:
 
     @property
     def plain(self) -> bool:
-        """Whether this is plain causal softmax attention: no window, cap, sinks or ALiBi."""
+        """Return whether this is plain causal softmax attention: no window, cap, sinks or ALiBi."""
         return self.sliding_window is None and self.soft_cap is None and self.sinks is None and self.alibi is None
 
 

@@ -38,7 +38,7 @@ def import_xformers() -> Any:
 
 
 def has_block_pointers() -> bool:
-    """Whether this Triton supports block pointers: in releases that removed them the function remains, and raises."""
+    """Return whether this Triton supports block pointers: in releases that removed them the function remains, and raises."""
     make = getattr(tl, "make_block_ptr", None)
     if make is None:
         return False
@@ -116,12 +116,12 @@ class XformersBackend(TritonBackend):
 
 
 def capturing(tensor: Tensor) -> bool:
-    """Whether launches now become part of a CUDA graph."""
+    """Return whether launches now become part of a CUDA graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def takes_decode(q: Tensor, cache: LayerCache) -> bool:
-    """Whether triton_splitk has a kernel for this shape."""
+    """Return whether triton_splitk has a kernel for this shape."""
     fits = cache.k.shape[1] % PAGE == 0 and q.shape[2] in DECODE_HEAD_DIMS
     return fits and q.dtype in HALVES and q.dtype == cache.k.dtype and cache.k.is_contiguous()
 

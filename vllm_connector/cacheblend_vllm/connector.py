@@ -42,7 +42,7 @@ class Load:
 
 @dataclass
 class Loads(KVConnectorMetadata):
-    """What the worker begins to load in a step."""
+    """Loads that the worker begins in a step."""
 
     loads: list[Load] = field(default_factory=list)
 

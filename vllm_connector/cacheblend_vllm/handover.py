@@ -32,7 +32,7 @@ class HandOverError(Exception):
 
 @dataclass(frozen=True)
 class HandOver:
-    """What a request's kv_transfer_params say. digest: of the prompt's token ids, see `digest_of`."""
+    """A request's kv_transfer_params. digest: of the prompt's token ids, see `digest_of`."""
 
     id: str
     num_tokens: int
@@ -50,7 +50,7 @@ class HandOver:
         return cls(name, count, digest)
 
     def is_of(self, prompt_ids: Sequence[int] | None) -> bool:
-        """Whether the KV is that of this prompt."""
+        """Return whether the KV is that of this prompt."""
         return prompt_ids is not None and len(prompt_ids) == self.num_tokens and digest_of(prompt_ids) == self.digest
 
 
@@ -99,7 +99,7 @@ class UrlSource:
 
 
 class Place:
-    """Where hand-overs are found: a directory of this host, or the URL of a cacheblend server."""
+    """Location of hand-overs: a directory of this host, or the URL of a cacheblend server."""
 
     def __init__(self, directory: str | None, url: str | None) -> None:
         if (directory is None) == (url is None):
@@ -107,7 +107,7 @@ class Place:
         self._directory, self._url = directory, url
 
     def has(self, name: str) -> bool:
-        """Whether it is worth trying to load it. A URL is not asked."""
+        """Return whether it is worth trying to load it. A URL is not asked."""
         return self._directory is None or self._file(name).is_file()
 
     def open(self, hand_over: HandOver) -> KVFile:

@@ -116,7 +116,7 @@ def _rows(table: LexborNode) -> Iterator[str]:
 
 
 def _has_block(node: LexborNode) -> bool:
-    """Whether an inline element such as <a> or <span> contains blocks."""
+    """Return whether an inline element such as <a> or <span> contains blocks."""
     return any((inner.tag or "") in _BLOCKS for inner in node.css("*"))
 
 

@@ -1,4 +1,4 @@
-"""Who decodes: llama.cpp where the settings say so or where it is faster, and only after its KV was compared with ours."""
+"""Choice of the engine that decodes: llama.cpp if the settings demand it or it is faster, after its KV was compared with ours."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def llama_engine(runtime: Runtime) -> LlamaCpp | None:
 
 
 def hand_over(runtime: Runtime, worker: Worker, sequence: Sequence) -> bool:
-    """Whether llama.cpp decodes this sequence, its KV being handed over before the first token there.
+    """Return whether llama.cpp decodes this sequence, its KV being handed over before the first token there.
 
     Full prefills that check answers are decoded here: they are compared with what is stored, not with another engine."""
     state, paged = sequence.state, sequence.paged

@@ -1,4 +1,4 @@
-"""How a checkpoint's weights are quantised, as quantization_config in config.json says: read, or refused by name."""
+"""Quantisation of a checkpoint by quantization_config in config.json: read, or refused by name."""
 
 from __future__ import annotations
 

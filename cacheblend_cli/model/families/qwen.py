@@ -54,7 +54,7 @@ def _later_windows(fields: ConfigFields, num_layers: int, first: int) -> tuple[i
 
 
 def _of_text(fields: ConfigFields) -> ConfigFields:
-    """With RoPE as it is over text alone."""
+    """Reduce multimodal RoPE to its form over text alone."""
     ropes = {name: fields.values[name] for name in ("rope_parameters", "rope_scaling") if name in fields.values}
     return ConfigFields(fields.values | {name: _without_sections(rope) for name, rope in ropes.items()})
 

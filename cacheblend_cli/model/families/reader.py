@@ -1,4 +1,4 @@
-"""What families share: typed access to the fields of config.json, and the decoder that all of them vary."""
+"""Base of the families: typed access to the fields of config.json, and the decoder that all of them vary."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ConfigFields:
         self.values = values
 
     def without_rope(self) -> ConfigFields:
-        """For families that give RoPE by kind of layer, see `rope_by_kind`."""
+        """Return the fields but RoPE's, for families that give RoPE by kind of layer, see `rope_by_kind`."""
         return ConfigFields(self.values | {"rope_parameters": None, "rope_scaling": None})
 
     def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:

@@ -1,4 +1,4 @@
-"""What config.json may say that no family implements: refused by the field's name, never read over."""
+"""Fields of config.json that no family implements: refused by name, never ignored."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def refuse_what_is_not_implemented(config: dict[str, Any], family: Family | Wrap
 
 
 def changes(name: str, value: Any) -> bool:
-    """Whether a field that a family does not know has a value that changes the forward pass."""
+    """Return whether a field that a family does not know has a value that changes the forward pass."""
     if name in REFUSED:
         return value not in REFUSED[name]
     if not any(part in name for part in CHANGES) or any(part in name for part in KEEPS):

@@ -1,4 +1,4 @@
-"""What config.json says of a model without a file in `families`: read by transformers' own class for it."""
+"""Spec of a model without a file in `families`, from config.json as read by transformers' own class."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class GenericLayer(DecoderLayer):
         )
 
     def _ordered(self, heads: Tensor, h: Tensor) -> Tensor:
-        """Of the rows' dtype: some models keep a part of a layer in fp32."""
+        """Reorder each head's dimensions to ours, in the rows' dtype: some models keep a part of a layer in fp32."""
         heads = heads.to(h.dtype)
         if self._order is None:
             return heads.contiguous()

@@ -1,4 +1,4 @@
-"""What config.json does not say of a layer, found out by calling it: heads, scale, window, and how RoPE turns q and k."""
+"""Properties of a layer that config.json lacks, measured by calling it: heads, scale, window, and RoPE's rotation of q and k."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TELLS_APART = 0.03  # of the largest entry: bf16 rounds to a tenth of it, and an
 
 @dataclass(frozen=True)
 class _Probe:
-    """What a layer projects at some positions, with RoPE and without."""
+    """Projections of a layer at some positions, with RoPE and without."""
 
     plain: Projected
     turned: Projected

@@ -39,7 +39,7 @@ class Parts:
         return not_generic(self.model_type, reason)
 
     def embed(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """What goes into the first layer: [num_rows] int64 -> [num_rows, hidden_size]."""
+        """Return the input of the first layer: [num_rows] int64 -> [num_rows, hidden_size]."""
 
         def stop(call: Call) -> Tensor:
             raise _Reached(call)
@@ -53,7 +53,7 @@ class Parts:
         raise self.refused("its layers are not called by its own forward pass")
 
     def calls(self, embedded: Tensor, positions: Tensor, implementation: str = NAME) -> list[Call]:
-        """What each layer is called with at these positions [num_rows] int64, by parameter's name. embedded: [num_rows,
+        """Return each layer's keyword arguments at these positions [num_rows] int64. embedded: [num_rows,
         hidden_size], whose values do not matter, but RoPE and masks come in its dtype."""
         found: list[Call] = []
 
@@ -67,7 +67,7 @@ class Parts:
         return found
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What follows the last layer: [num_rows, hidden_size] -> [num_rows, vocab_size] in the model's dtype."""
+        """Return the logits: [num_rows, hidden_size] -> [num_rows, vocab_size] in the model's dtype."""
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
         with self._edges(lambda call: hidden[None]):
             return self.model(input_ids=ids, use_cache=False).logits[0]

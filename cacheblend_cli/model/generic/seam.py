@@ -1,4 +1,4 @@
-"""Where we step into transformers' attention: its AttentionInterface, and the one beside it that makes masks.
+"""Hooks into transformers' attention: its AttentionInterface and its mask interface.
 
 A model whose attention implementation is NAME calls `_attention` with q and k as its layer has rotated them, and gets its
 masks from `_mask`, which makes none but keeps the rule by which keys are hidden.
@@ -20,7 +20,7 @@ NAME = "cacheblend"
 
 @dataclass(frozen=True)
 class Projected:
-    """What a layer gives attention. q: [num_rows, num_heads, head_dim]; k, v: [num_rows, num_kv_heads, head_dim], of v its own.
+    """Arguments of a layer's attention. q: [num_rows, num_heads, head_dim]; k, v: [num_rows, num_kv_heads, head_dim], of v its own.
     scale, soft_cap, sinks [num_heads]: as `AttentionParams` has them; scale None: head_dim ** -0.5."""
 
     q: Tensor
@@ -33,12 +33,12 @@ class Projected:
 
 @dataclass(frozen=True)
 class KeyRule:
-    """In place of a mask: which keys a position sees, as transformers' function of batch, head, query and key."""
+    """Rule in place of a mask: the keys that a position sees, as transformers' function of batch, head, query and key."""
 
     sees: Callable[..., Tensor]
 
     def window(self, length: int) -> int | None:
-        """How many positions a position of `length` sees back, itself included; None: all. Raises ValueError if keys are
+        """Return how many positions a position of `length` sees back, itself included; None = all. Raises ValueError if keys are
         hidden by another rule."""
         last = length - 1
         count = int(self._seen(last, length).sum())

@@ -17,7 +17,7 @@ LOCAL_THETA = 10000.0  # of a Gemma 3's layers with a window
 
 @dataclass(frozen=True)
 class Architecture:
-    """What `general.architecture` is for transformers.
+    """Mapping of a `general.architecture` to transformers.
 
     permuted: llama.cpp's converter has reordered the rows of Q and K. norm_offset: what it has added to the norms' weights.
     keys: what the file may say beside what all may. more: what is changed in the config that all have, which it is given.
@@ -66,7 +66,7 @@ def _gemma3(keys: Keys, config: Config) -> Config:
 
 
 def _scalar(config: Config, widest: int) -> int:
-    """What scores are divided by the root of. No file says it: llama.cpp goes by the number of layers, as its largest model
+    """Return the divisor of scores under the root. No file has it: llama.cpp goes by the number of layers, as its largest model
     has another one."""
     if config["num_hidden_layers"] == widest:
         return int(config["hidden_size"] // config["num_attention_heads"])

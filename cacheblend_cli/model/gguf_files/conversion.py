@@ -116,6 +116,6 @@ def _value(field: Any) -> Any:
 
 
 def _dtype(reader: GGUFReader) -> str:
-    """Of most weights: their own where they are not quantised, else bfloat16."""
+    """Return the dtype of most weights: their own if they are not quantised, else bfloat16."""
     kinds = [t.tensor_type.name for t in reader.tensors if len(t.shape) > 1]
     return DTYPES.get(max(set(kinds), key=kinds.count), "bfloat16")

@@ -1,4 +1,4 @@
-"""Where the tensors of a GGUF file stand in it, under transformers' names."""
+"""Index of a GGUF file's tensors by transformers' names."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def index_of(reader: GGUFReader, config: dict[str, Any], metadata: Metadata) -> 
 def _own_name(
     name: str, spec: ModelSpec, name_map: TensorNameMap, held: Mapping[str, ReaderTensor]
 ) -> tuple[str | None, int | None]:
-    """What the file calls a tensor of ours, and the number of the expert it is a part of: in one tensor with the others', or,
+    """Return the file's name of a tensor, and its expert's number: in one tensor with the others', or,
     in older files, in one of its own."""
     match = OF_EXPERT.fullmatch(name)
     if match is None or spec.experts is None:

@@ -65,7 +65,7 @@ def _llama3(theta: float, head_dim: int, context: int, factors: np.ndarray) -> d
 
 
 def _longrope(keys: Keys, theta: float, given: Factors) -> dict[str, Any]:
-    """Of a Phi-3, whose files say nothing of the type."""
+    """Return the RoPE parameters of a Phi-3, whose files lack the type."""
     return {
         "rope_type": "longrope",
         "rope_theta": theta,

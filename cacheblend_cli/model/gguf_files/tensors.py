@@ -41,7 +41,7 @@ def write_index(folder: Path, file: Path, tensors: dict[str, StoredTensor]) -> N
 
 
 def is_readable(kind: Any) -> bool:
-    """Whether the gguf package dequantises a GGMLQuantizationType."""
+    """Return whether the gguf package dequantises a GGMLQuantizationType."""
     from gguf.constants import GGML_QUANT_SIZES
     from gguf.quants import dequantize
 
@@ -87,7 +87,7 @@ class GGUFTensors:
         return torch.from_numpy(self._rows(tensor, first, last)[stored])
 
     def _rows(self, tensor: StoredTensor, start: int, stop: int) -> np.ndarray:
-        """As they are stored, float32."""
+        """Dequantise rows in stored order, float32."""
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 

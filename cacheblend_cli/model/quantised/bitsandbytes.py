@@ -47,7 +47,7 @@ class FourBits:
         return found.view(stop - start, columns)
 
     def _scales(self, first: int, last: int) -> Tensor:
-        """Of blocks `first` to `last`, float32."""
+        """Return the scales of blocks `first` to `last`, float32."""
         scales = self.stored.rows("weight.absmax", first, last)
         if "weight.nested_absmax" not in self.stored:
             return scales.float()

@@ -48,7 +48,7 @@ class Scaled:
         return points.float()
 
     def _spread(self, grid: Tensor, start: int, stop: int) -> Tensor:
-        """What of a grid of scales or zero points rows `start` to `stop` have."""
+        """Expand a grid of scales or zero points to rows `start` to `stop`."""
         if grid.numel() == 1:
             return grid.reshape(1, 1)
         if self.how.block is None:

@@ -1,4 +1,4 @@
-"""What the formats of quantised weights have in common: a module's tensors in the files, and the rows they stand for."""
+"""Base of the formats of quantised weights: a module's tensors in the files, and the rows they encode."""
 
 from __future__ import annotations
 

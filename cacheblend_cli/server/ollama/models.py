@@ -83,7 +83,7 @@ def tagged(name: str) -> str:
 
 
 def is_named(own: str, name: str) -> bool:
-    """Whether the name, with or without a tag, is that model's."""
+    """Return whether the name, with or without a tag, is that model's."""
     return tagged(name) in (tagged(own), tagged("cacheblend"))
 
 
@@ -181,7 +181,7 @@ def _shown_embedding(host: ServerState, model: Listed, own: embedding.Embedder) 
 
 
 def _count(parameters: int) -> str:
-    """As Ollama writes it: 134.52M, 8.0B."""
+    """Format a count as Ollama does: 134.52M, 8.0B."""
     return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M"
 
 

@@ -55,7 +55,7 @@ class GenerateReply(Numbers, omit_defaults=True, kw_only=True):
 
 @dataclass(frozen=True)
 class OllamaReply:
-    """How the answer to one request is written. chat: as a message, else as a response. model: its name in the request.
+    """Writer of the reply to one request. chat: as a message, else as a response. model: its name in the request.
     written: the reply of /v1 to the same request, which has the parts in common."""
 
     chat: bool

@@ -24,7 +24,7 @@ _INTERPRETER = threading.RLock()  # Triton's interpreter keeps its state in glob
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on CPU tensors."""
+    """Return whether kernels run in Triton's interpreter, on CPU tensors."""
     return bool(triton.knobs.runtime.interpret)
 
 

@@ -106,7 +106,7 @@ def prefill_configs(arch: int, head_dim: int, element_size: int, float8: bool = 
 
 
 def copies_tiles(config: TileConfig, head_dim: int, element_size: int, block_size: int, contiguous: bool) -> bool:
-    """Whether the copy engine can load a launch's key tiles as boxes: whole heads of 2-byte values, each in one block.
+    """Return whether the copy engine can load a launch's key tiles as boxes: whole heads of 2-byte values, each in one block.
 
     Only for a pool of q's dtype; float8 values are widened by the threads that read them.
     """

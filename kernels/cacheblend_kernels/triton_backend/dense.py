@@ -15,7 +15,7 @@ SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION
 
 
 def is_full(q: Tensor, cache: LayerCache, meta: AttentionMetadata) -> bool:
-    """Whether the rows are all positions of one sequence in adjacent blocks; decided on the host."""
+    """Return whether the rows are all positions of one sequence in adjacent blocks; decided on the host."""
     whole = meta.contiguous_slot >= 0 and 0 < meta.num_rows == meta.max_kv_len
     return whole and q.dtype in HALVES and q.dtype == cache.k.dtype
 

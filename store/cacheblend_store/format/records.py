@@ -85,7 +85,7 @@ class ChunkManifest:
 
     @property
     def evicted(self) -> bool:
-        """Whether the chunk had KV that was evicted."""
+        """Return whether the chunk had KV that was evicted."""
         return not self.has_kv and any(map(any, self.blob_digests))
 
     def without_kv(self) -> ChunkManifest:
