@@ -1,13 +1,19 @@
 """Blending by llama.cpp alone: time to the first token over a full prefill's, and KL from it, for runs of recomputed tokens.
 
-    python study/llama_alone.py [--model smollm2] [--file FILE.gguf] [--chunks 8] [--ratio 0.15] [--blocks 8,16,32] [--rounds 3]
+    python study/llama_alone.py --data FOLDER [--questions 12] [--model smollm2] [--file FILE.gguf] [--ratio 0.15] [--blocks 8,16,32]
 
 Chunks are states of sequences of their own, behind the prompt's prefix. For a prompt they are loaded, moved to their places and joined
 into one sequence; each run of chosen tokens is then decoded in a second sequence over what is before it, and replaces the old cells; the
 question follows. Runs are spread evenly, at the beginning of each chunk, or where this engine's `query` selector puts them
-(`--block`). Nothing else of cacheblend's is in the time. No correction is applied.
+(`--block`). Nothing else of cacheblend's is in the time.
 
---model: what cacheblend plans and selects with; --file: what llama.cpp computes with, by default the model's own GGUF file. Use a quiet machine.
+*corrected*: before the question the state is read, K and V of the tokens that were not recomputed are moved by this engine's regression
+(`blend/corrections.py`) from the changes of those that were, and the state is written back. Runs were computed over unmoved KV then: inside llama.cpp there
+is no moment between two layers.
+
+FOLDER has musique_dev.json; a question has its first four passages. KL is the mean over the first 16 tokens of each engine's own full prefill's
+greedy answer, each token fed to both. --model: what cacheblend plans and selects with; --file: what llama.cpp computes with, by
+default the model's own GGUF file. For the times use a quiet machine.
 """
 
 from __future__ import annotations
@@ -15,7 +21,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
+import struct
+import sys
 import time
 from collections.abc import Sequence
 from ctypes import c_int32, c_void_p
@@ -25,17 +32,21 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from cacheblend_store import ChunkStore
+from sets import musique
+from torch import Tensor
 
-from cacheblend_cli.collect.precompute import PrecomputeOptions
+from cacheblend_cli.blend.corrections import CHUNK, LENGTHS, NEAR, _noise, _solved
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.connectors.llama_library import library
+from cacheblend_cli.engine.connectors.llama_library import ROPE_NORM, library
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.types import Answer, AskOptions, AskRequest, BlendParams, SamplingParams
+from cacheblend_cli.evaluation.samples import Sample
+from cacheblend_cli.model.spec import ModelSpec
+from cacheblend_cli.types import Answer, AskOptions, AskRequest, BlendParams, SamplingParams, TextDocument
 
 PROMPT, WORK, LOADED = range(3)  # sequences
 BATCH = 512
-QUESTION = "Who leads the team, and since when?"
+ANSWER = 16  # tokens over which KL is a mean
+PASSAGES = 4
 Run = tuple[int, int]
 
 
@@ -49,7 +60,7 @@ class Chunk:
 class Alone:
     """A GGUF file in llama.cpp, driven by its sequences' operations."""
 
-    def __init__(self, file: Path, num_tokens: int, num_threads: int) -> None:
+    def __init__(self, file: Path, spec: ModelSpec, num_tokens: int, num_threads: int) -> None:
         self.llama = library()
         for name, more in (("seq_add", 1), ("seq_cp", 1)):
             bound = getattr(self.llama, f"llama_memory_{name}")
@@ -58,19 +69,23 @@ class Alone:
         self.vocab_size = self.llama.llama_vocab_n_tokens(self.llama.llama_model_get_vocab(model))
         self.context = self.llama.new_context(model, 3 * num_tokens, 3, num_threads, BATCH)
         self.memory, self.batch = self.llama.llama_get_memory(self.context), self.llama.llama_batch_init(BATCH, 0, 1)
+        self.form = StateForm(spec, self.llama.llama_model_rope_type(model) == ROPE_NORM)
 
-    def decode(self, ids: Sequence[int], start: int, sequence: int) -> torch.Tensor:
-        """Logits after the last of the ids, which stand at start and behind."""
+    def decode(self, ids: Sequence[int], start: int, sequence: int, wanted: int = 1) -> Tensor:
+        """Logits after the last `wanted` of the ids, which stand at start and behind; [wanted, vocab_size]."""
+        logits = []
         for first in range(0, len(ids), BATCH):
             part = ids[first : first + BATCH]
             self.batch.n_tokens = len(part)
             for row, token in enumerate(part):
                 self.batch.token[row], self.batch.pos[row], self.batch.n_seq_id[row] = token, start + first + row, 1
-                self.batch.seq_id[row][0], self.batch.logits[row] = sequence, first + row == len(ids) - 1
+                self.batch.seq_id[row][0], self.batch.logits[row] = sequence, first + row >= len(ids) - wanted
             if failed := self.llama.llama_decode(self.context, self.batch):
                 raise self.llama.error(f"llama.cpp failed to decode (code {failed})")
-        found = self.llama.llama_get_logits_ith(self.context, -1)
-        return torch.from_numpy(np.ctypeslib.as_array(found, (self.vocab_size,)).copy())
+            for row in range(max(0, len(ids) - wanted - first), len(part)):
+                found = self.llama.llama_get_logits_ith(self.context, row)
+                logits.append(torch.from_numpy(np.ctypeslib.as_array(found, (self.vocab_size,)).copy()))
+        return torch.stack(logits)
 
     def clear(self, sequence: int, start: int = -1, end: int = -1) -> None:
         self.llama.llama_memory_seq_rm(self.memory, sequence, start, end)
@@ -96,10 +111,17 @@ class Alone:
         return head, chunks
 
     def blend(
-        self, ids: Sequence[int], prefix: int, stored: tuple[np.ndarray, list[Chunk]], runs: list[Run]
-    ) -> torch.Tensor:
-        """Logits after the prompt. Everything between the chunks' places is computed."""
+        self,
+        ids: Sequence[int],
+        stored: tuple[np.ndarray, list[Chunk]],
+        runs: list[Run],
+        *,
+        answer: Sequence[int] = (),
+        corrected: bool = False,
+    ) -> Tensor:
+        """Logits after the prompt and after each token of the answer. Everything between the chunks' places is computed."""
         head, chunks = stored
+        prefix = chunks[0].start
         self.clear(PROMPT)
         self.load(head, PROMPT)
         for chunk in chunks:
@@ -114,11 +136,98 @@ class Alone:
             self.clear(PROMPT, start, end)
             self.llama.llama_memory_seq_cp(self.memory, WORK, PROMPT, start, end)
             self.clear(WORK)
-        return self.decode(ids[chunks[-1].end :], chunks[-1].end, PROMPT)
+        if corrected:
+            state = self.state(PROMPT)
+            self.form.correct(state, chunks, prefix, runs)
+            self.clear(PROMPT)
+            self.load(state, PROMPT)
+        return self.decode([*ids[chunks[-1].end :], *answer], chunks[-1].end, PROMPT, 1 + len(answer))
 
-    def full(self, ids: Sequence[int]) -> torch.Tensor:
+    def full(self, ids: Sequence[int], answer: Sequence[int] = ()) -> Tensor:
         self.clear(PROMPT)
-        return self.decode(ids, 0, PROMPT)
+        return self.decode([*ids, *answer], 0, PROMPT, 1 + len(answer))
+
+    def answer(self, ids: Sequence[int]) -> list[int]:
+        """The greedy answer of a full prefill, without its last token, which is fed to nobody."""
+        found = [int(self.full(ids)[-1].argmax())]
+        while len(found) < ANSWER - 1:
+            found.append(int(self.decode(found[-1:], len(ids) + len(found) - 1, PROMPT)[-1].argmax()))
+        return found
+
+
+@dataclass(frozen=True)
+class StateForm:
+    """Where a state (see `engine/connectors/llama_state.py`) has its rows. interleaved: RoPE turns channels 2i and 2i + 1."""
+
+    spec: ModelSpec
+    interleaved: bool
+
+    def rows(self, state: np.ndarray) -> tuple[Tensor, list[np.ndarray]]:
+        """Positions of the cells, int64 [cells]; K of each layer, then V of each: views of the state, fp16 [cells, width]."""
+        width, (cells,) = self.spec.num_kv_heads * self.spec.head_dim, struct.unpack_from("<I", state.tobytes(), 12)
+        positions = state[16 : 16 + 12 * cells].view("<i4").reshape(cells, 3)[:, 0].astype(np.int64)
+        header = struct.pack("<iQ", 1, 2 * width)
+        first, size = state.tobytes().find(header, 16 + 12 * cells), 2 * width * cells
+        starts = [first + len(header) + i * (len(header) + size) for i in range(2 * self.spec.num_layers)]
+        return torch.from_numpy(positions), [
+            state[at : at + size].view(np.float16).reshape(cells, width) for at in starts
+        ]
+
+    def turned(self, k: Tensor, positions: Tensor, sign: int) -> Tensor:
+        """Rotate K [n, width] by RoPE to these positions (sign 1), or back from them (-1)."""
+        heads, dim = k.view(len(k), -1, self.spec.head_dim), self.spec.head_dim
+        angle = positions[:, None] * self.spec.rope["rope_theta"] ** (-torch.arange(0, dim, 2) / dim)
+        cos, sin = angle.cos()[:, None], sign * angle.sin()[:, None]
+        pairs = heads.unflatten(-1, (-1, 2)) if self.interleaved else heads.unflatten(-1, (2, -1)).mT
+        a, b = pairs.unbind(-1)
+        moved = torch.stack((a * cos - b * sin, a * sin + b * cos), -1)
+        return (moved if self.interleaved else moved.mT).reshape(len(k), -1)
+
+    def correct(self, state: np.ndarray, chunks: list[Chunk], prefix: int, runs: list[Run]) -> None:
+        """Move the tokens of each chunk that no run recomputed, in the state."""
+        positions, new = self.rows(state)
+        place = {int(position): cell for cell, position in enumerate(positions)}
+        fresh = {position for start, end in runs for position in range(start, end)}
+        layers = self.spec.num_layers
+        for chunk in chunks[1:]:
+            here = torch.arange(chunk.start, chunk.end)
+            known = torch.tensor([int(position) in fresh for position in here])
+            if not known.any() or known.all():
+                continue
+            cells = torch.tensor([place[int(position)] for position in here])
+            there, stored = self.rows(chunk.state)
+            rows = torch.tensor([int((there == prefix + i).nonzero()) for i in range(len(here))])
+            for layer in range(layers):
+                old_k, old_v = (torch.from_numpy(stored[i][rows].astype(np.float32)) for i in (layer, layers + layer))
+                new_k, new_v = (torch.from_numpy(new[i][cells].astype(np.float32)) for i in (layer, layers + layer))
+                old = torch.cat((self.turned(old_k, there[rows], -1), old_v), -1)
+                moved = regress(old, torch.cat((self.turned(new_k, here, -1), new_v), -1), known)
+                k, v = moved.chunk(2, -1)
+                stale = cells[~known].numpy()
+                new[layer][stale] = self.turned(k, here, 1)[~known].numpy()
+                new[layers + layer][stale] = v[~known].numpy()
+
+
+def regress(old: Tensor, new: Tensor, known: Tensor) -> Tensor:
+    """Move a chunk's rows [n, 2 x width] as `blend.corrections.Regression` does: from the change of the known ones."""
+    apart = old - old.mean(0)
+    halves = apart.unflatten(-1, (2, -1))
+    squares = halves.square().sum(-1)
+    unit = squares.mean(0).clamp_min(1e-30)
+    distance = torch.stack(
+        [torch.cdist(h[known], h).square() / (2 * u) for h, u in zip(halves.unbind(1), unit, strict=True)]
+    )
+    offset = torch.arange(len(old))
+    steps = (offset[known, None] - offset).abs()
+    near = sum(torch.exp(-steps / length) for length in LENGTHS)
+    alike = torch.exp(-distance) + CHUNK + NEAR * near
+    change = (new - old)[known]
+    noise = torch.diag_embed(_noise(change[None], torch.full((1, len(change)), 1 / len(old)))[0])
+    parts = []
+    for i, part in enumerate(change.chunk(2, -1)):
+        weights = _solved((alike[i][:, known] + noise)[None], part[None])[0]
+        parts.append(old.chunk(2, -1)[i] + alike[i].mT @ weights)
+    return torch.cat(parts, -1)
 
 
 def gaps(prefix: int, chunks: Sequence[Chunk]) -> list[Run]:
@@ -145,58 +254,87 @@ def runs_of(positions: Sequence[int]) -> list[Run]:
     return [(positions[a], positions[b - 1] + 1) for a, b in pairwise([0, *cuts, len(positions)]) if a < b]
 
 
-def asked(engine: Engine, keys: list[bytes], blend: BlendParams, verify: bool = False) -> Answer:
+def asked(engine: Engine, sample: Sample, blend: BlendParams, verify: bool = False) -> Answer:
     """cacheblend's own answer, which says what it chose."""
+    documents = tuple(TextDocument(context.text, context.title) for context in sample.contexts)
     sampling, options = SamplingParams(max_tokens=1, ignore_eos=True), AskOptions(verify=verify, save=False)
-    return engine.ask(AskRequest(QUESTION, keys, blend, sampling, options=options))
+    return engine.ask(AskRequest(sample.question, (), blend, sampling, documents=documents, options=options))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A question's prompt, and the runs of each way to choose them."""
+
+    ids: list[int]
+    spans: list[Run]
+    runs: dict[str, list[Run]]
+    own_kl: float
+
+    @classmethod
+    def of(cls, engine: Engine, sample: Sample, ratio: float, blocks: Sequence[int]) -> Prompt:
+        default = asked(engine, sample, BlendParams(ratio=ratio), verify=True)
+        assert default.verify is not None
+        spans = [(chunk.start, chunk.start + chunk.tokens) for chunk in default.chunks]
+        runs: dict[str, list[Run]] = {"reuse": [], "first of chunk": beginnings(spans, ratio)}
+        for block in blocks:
+            chosen = asked(engine, sample, BlendParams(ratio=ratio, block=block)).chosen
+            runs[f"spread, {block}"], runs[f"query, {block}"] = spread(spans, block, ratio), runs_of(chosen)
+        return cls(list(default.prompt_ids), spans, runs, default.verify.answer_kl)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--questions", type=int, default=12)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--file", type=Path)
-    parser.add_argument("--documents", type=Path, default=Path(__file__).parent.parent / "cacheblend_cli/demo/handbook")
-    parser.add_argument("--chunks", type=int, default=8)
-    parser.add_argument("--chunk-tokens", type=int, default=256)
     parser.add_argument("--ratio", type=float, default=0.15)
     parser.add_argument("--blocks", default="8,16,32")
-    parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    engine, ratio = Engine.load(EngineConfig(arguments.model, decode_with="torch")), arguments.ratio
     blocks = [int(block) for block in arguments.blocks.split(",")]
-    with tempfile.TemporaryDirectory() as folder, ChunkStore.open(Path(folder), mode="write") as store, engine:
-        options = PrecomputeOptions(chunk_tokens=arguments.chunk_tokens, context="sink")
-        engine.precompute(store, [str(arguments.documents)], options, lambda event: None)
-        engine.use(store)
-        keys = sorted(manifest.key for manifest in store.chunks())[: arguments.chunks]
-        default = asked(engine, keys, BlendParams(ratio=ratio), verify=True)
-        chosen = {block: asked(engine, keys, BlendParams(ratio=ratio, block=block)).chosen for block in blocks}
-    ids, spans = default.prompt_ids, [(chunk.start, chunk.start + chunk.tokens) for chunk in default.chunks]
-    assert default.verify is not None
-    own_kl = default.verify.kl
-    alone = Alone(arguments.file or engine.model.shown_path, len(ids) + 64, torch.get_num_threads())
-    stored = alone.collect(ids, spans[0][0], spans)
-    rows: dict[str, list[Run]] = {"reuse": [], "all": [(start, end) for start, end in spans[1:]]}
-    rows["first of chunk"] = beginnings(spans, ratio)
-    for block in blocks:
-        rows[f"spread, {block}"], rows[f"query, {block}"] = spread(spans, block, ratio), runs_of(chosen[block])
-    expected = alone.full(ids).log_softmax(-1)
-    seconds: dict[str, list[float]] = {name: [] for name in ("full", *rows)}
-    kl = {}
-    for _ in range(arguments.rounds):
-        for name in seconds:
+    with Engine.load(EngineConfig(arguments.model, decode_with="torch")) as engine:
+        samples = musique(arguments.data, PASSAGES)[1::2][: arguments.questions]
+        prompts = [Prompt.of(engine, sample, arguments.ratio, blocks) for sample in samples]
+        file, spec = arguments.file or engine.model.shown_path, engine.model.spec
+    longest = max(len(prompt.ids) for prompt in prompts)
+    alone = Alone(file, spec, longest + ANSWER + 64, torch.get_num_threads())
+    ways = [
+        (name, corrected) for name in prompts[0].runs for corrected in (False, True) if name != "reuse" or not corrected
+    ]
+    kl: dict[tuple[str, bool], list[float]] = {way: [] for way in ways}
+    seconds: dict[tuple[str, bool], list[float]] = {way: [] for way in ways}
+    for number, prompt in enumerate(prompts, 1):
+        stored = alone.collect(prompt.ids, prompt.spans[0][0], prompt.spans)
+        answer = alone.answer(prompt.ids)
+        expected = alone.full(prompt.ids, answer).log_softmax(-1)
+        start = time.perf_counter()
+        alone.full(prompt.ids)
+        full_s = time.perf_counter() - start
+        for name, corrected in ways:
+            runs = prompt.runs[name]
+            found = alone.blend(prompt.ids, stored, runs, answer=answer, corrected=corrected).log_softmax(-1)
+            kl[name, corrected].append(float((expected.exp() * (expected - found)).sum(-1).mean()))
             start = time.perf_counter()
-            logits = alone.full(ids) if name == "full" else alone.blend(ids, spans[0][0], stored, rows[name])
-            seconds[name].append(time.perf_counter() - start)
-            found = logits.log_softmax(-1)
-            kl[name] = float((expected.exp() * (expected - found)).sum())
-    print(json.dumps({"tokens": len(ids), "chunks": len(spans), "library": alone.llama.name, "cacheblend_kl": own_kl}))
-    full_s = statistics.median(seconds["full"])
-    for name, times in seconds.items():
-        runs = rows.get(name, [])
-        share, median = sum(b - a for a, b in runs) / (spans[-1][1] - spans[1][0]), statistics.median(times)
+            alone.blend(prompt.ids, stored, runs, corrected=corrected)
+            seconds[name, corrected].append(full_s / (time.perf_counter() - start))
+        print(f"{number}/{len(prompts)}", file=sys.stderr)
+    own = [prompt.own_kl for prompt in prompts]
+    shape = {
+        "questions": len(prompts),
+        "tokens": round(statistics.mean(len(p.ids) for p in prompts)),
+        "ratio": arguments.ratio,
+    }
+    print(json.dumps(shape | {"library": alone.llama.name, "file": file.name, "threads": torch.get_num_threads()}))
+    print(
+        "| recomputed | corrected | sooner than full | KL mean | median | beside our default's mean |\n|---|---|---|---|---|---|"
+    )
+    print(f"| cacheblend's default | | | {statistics.mean(own):.3f} | {statistics.median(own):.3f} | 1 x |")
+    for (name, corrected), found in kl.items():
+        times = f"{statistics.median(seconds[name, corrected]):.1f} x"
+        mean = statistics.mean(found)
         print(
-            f"{name:16} runs {len(runs):4}  share {share:.3f}  {median:.3f} s  {full_s / median:5.2f} x  KL {kl[name]:.4f}"
+            f"| {name} | {'yes' if corrected else ''} | {times} | {mean:.3f} | {statistics.median(found):.3f} | "
+            f"{mean / statistics.mean(own):.1f} x |"
         )
 
 
