@@ -80,8 +80,8 @@ def evaluate(
     """
     settings = list(settings) if any(s.is_full for s in settings) else [FULL, *settings]
     labels = [s.label for s in settings]
-    if len(set(labels)) < len(labels):
-        raise UsageError("two settings have the same label", "use distinct settings")
+    if twice := {label for label in labels if labels.count(label) > 1}:
+        raise UsageError(f"two settings have the label {min(twice)!r}", "use distinct settings")
     options = options or EvaluateOptions()
     run = _Run(engine, store, samples, settings, options)
     last = {} if options.keep_chunks else run.last_uses(samples)

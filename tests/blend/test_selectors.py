@@ -105,7 +105,7 @@ def test_an_unknown_selector_says_what_is_known(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["draft:2+hkvd", "hkvd:2+draft", "first:1+draft:2+perturb"])
 def test_a_draft_and_a_check_layer_do_not_combine(name: str) -> None:
-    with pytest.raises(UsageError, match=r"draft looks before layer 0") as error:
+    with pytest.raises(UsageError, match="draft") as error:
         make_selector(name)
     assert "query" in error.value.hint
 
@@ -123,7 +123,7 @@ def test_check_layers_and_probe_layers_are_read() -> None:
         BlendParams(checks=((4, 0.3), (1, 0.1)))
     with pytest.raises(UsageError):
         policy_of(BlendParams(selector="query", probe_layers=(2, 9)), 4, True)
-    with pytest.raises(UsageError, match="check layer 0 is not among layers 1 to 3"):
+    with pytest.raises(UsageError, match="check layer 0 "):
         policy_of(BlendParams(selector="hkvd", checks=((0, 0.3), (2, 0.1))), 4, True)
     assert policy_of(BlendParams(selector="query"), 28, True).probe_layers == tuple(range(9, 23))
     assert policy_of(BlendParams(selector="query"), 1, True).probe_layers == (0,)

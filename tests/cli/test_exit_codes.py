@@ -20,7 +20,7 @@ from cacheblend_cli.cli.output import Output
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), 5, "fewer chunks"),
         (RuntimeError("CUDA error: an illegal memory access was encountered\nmore"), 5, "cacheblend doctor"),
-        (PermissionError(13, "Permission denied", "model.safetensors"), 2, "model.safetensors: Permission denied"),
+        (PermissionError(13, "Permission denied", "model.safetensors"), 2, "model.safetensors"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 1, "mat1 and mat2"),
     ],
 )

@@ -36,5 +36,5 @@ def test_it_is_a_setting_and_an_unknown_value_is_refused(cli: Cli, stored: list[
     (tmp_path / "cacheblend.toml").write_text('kv_pool_dtype = "int4"\n')
     refused = cli("ask", "who?", "--chunks", stored[0])
     assert refused.code == 2
-    assert "unknown KV pool dtype 'int4'" in refused.err
+    assert "'int4'" in refused.err
     assert "float8_e4m3" in refused.err

@@ -118,7 +118,7 @@ def test_an_unreadable_directory_is_an_error_lest_its_documents_pass_for_deleted
     (here / "docs/shut").mkdir(parents=True)
     real = Path.iterdir
     monkeypatch.setattr(Path, "iterdir", lambda p: refuse(p) if p.name == "shut" else real(p))
-    with pytest.raises(UsageError, match="cannot list docs/shut: Permission denied"):
+    with pytest.raises(UsageError, match="docs/shut"):
         read("docs")
 
 

@@ -162,7 +162,7 @@ def test_without_weights_words_are_searched_and_that_is_said(monkeypatch: pytest
         assert len(said) == count
     with pytest.raises(UsageError, match="model2vec"):
         Lookup.of(SearchParams(by="both", embeddings="somewhere"))
-    with pytest.raises(UsageError, match="unknown search"):
+    with pytest.raises(UsageError, match="feeling"):
         Lookup.of(SearchParams(by="feeling"))
 
 
@@ -284,7 +284,7 @@ def test_what_of_sentence_transformers_is_not_read_is_named(tmp_path: Path) -> N
         find_embedder(str(sentence_model(tmp_path / "pool", "pooling_mode_weightedmean_tokens")))
     whole = sentence_model(tmp_path / "whole")
     (whole / "model.safetensors").rename(whole / "pytorch_model.bin")
-    with pytest.raises(NotFoundError, match="no weights in safetensors"):
+    with pytest.raises(NotFoundError, match="safetensors"):
         find_embedder(str(whole))
 
 

@@ -116,7 +116,7 @@ def test_no_memory_for_a_graph_names_the_flag(engine: Engine) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     pool = pool_of(engine)
-    with pytest.raises(DeviceError, match="no memory left for a decode graph of 1 rows") as caught:
+    with pytest.raises(DeviceError, match="1 rows") as caught:
         run(engine, pool, SamplingParams(max_tokens=4), GraphRunner(engine.model.decoder, pool, full), False)
     assert "--eager" in str(caught.value.hint)
 

@@ -123,7 +123,7 @@ def test_a_full_prefill_changes_no_later_answer(house: House, fit: RiskFit) -> N
 
 
 def test_without_a_fit_it_is_said_how_to_get_one(house: House) -> None:
-    with pytest.raises(UsageError, match="never fitted") as caught:
+    with pytest.raises(UsageError, match="--max-risk") as caught:
         ask(house, asked(house, "who?", 0.1))
     assert "--fit-risk" in caught.value.hint
     exact = replace(asked(house, "who?", 0.1), keys=house.keys[:1])  # the first chunk needs no repair, and no fit
@@ -156,5 +156,5 @@ def test_a_fit_foresees_as_many_as_there_are() -> None:
     assert float((unseen - truth[2000:]).abs().mean()) < 0.03
     parted = fit_risk([(s, (s[:, 0] < 1).tolist()) for s, _ in answers])  # what the signals tell completely
     assert all(abs(w) < 100 for w in (*parted.weights, parted.bias))
-    with pytest.raises(UsageError, match="0 of 3 answers differ"):
+    with pytest.raises(UsageError, match="0 of 3 "):
         fit_risk([(s, [False] * 10) for s, _ in answers[:3]])

@@ -78,10 +78,10 @@ def test_bad_data_is_named_by_file_and_line(text: str, place: str) -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes('{"question": "caf\xe9"}'.encode("latin-1"))
-    for name, said in (("latin", "invalid UTF-8"), (".", "cannot read")):
-        with pytest.raises(UsageError, match=said):
+    for name in ("latin", "."):
+        with pytest.raises(UsageError, match=str(tmp_path / name)):
             read_samples(tmp_path / name)
-    with pytest.raises(NotFoundError, match="no such file"):
+    with pytest.raises(NotFoundError, match="gone"):
         read_samples(tmp_path / "gone")
 
 

@@ -177,28 +177,28 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
         (config(lora_alpha="16"), "r and lora_alpha of"),
         (config(rank_pattern=[1]), "rank_pattern"),
         (config(rank_pattern={"(": 1}), "is no pattern"),
-        (config(target_modules=["v_proj"]), "which target_modules does not name"),
+        (config(target_modules=["v_proj"]), "target_modules"),
         (tensors(lambda t: t.update({f"{Q}.lora_magnitude_vector": torch.ones(4)})), "lora_magnitude_vector"),
         (
             tensors(lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 4)})),
             "embed_tokens",
         ),
-        (tensors(lambda t: t.pop(f"{Q}.lora_B.weight")), "only lora_A.weight"),
-        (tensors(dict.clear), "is empty"),
+        (tensors(lambda t: t.pop(f"{Q}.lora_B.weight")), "lora_A.weight"),
+        (tensors(dict.clear), "adapter_model.safetensors"),
         (
             tensors(lambda t: t.update({f"{Q}.lora_B.weight": torch.ones(3, 4)})),
-            "as if it were [3, 64], and it is [64, 64]",
+            "[3, 64]",
         ),
         (
             tensors(lambda t: t.update({n.replace("rs.0.", "rs.9."): v.clone() for n, v in t.items() if "rs.0." in n})),
-            "layers.9.self_attn.q_proj, which the model has not",
+            "layers.9.self_attn.q_proj",
         ),
-        (lambda f: (f / "adapter_model.safetensors").write_bytes(b"x"), "is not a readable safetensors file"),
+        (lambda f: (f / "adapter_model.safetensors").write_bytes(b"x"), "adapter_model.safetensors"),
         (
             lambda f: (f / "adapter_model.safetensors").unlink(),
-            "is no LoRA adapter: it has no adapter_model.safetensors",
+            "adapter_model.safetensors",
         ),
-        (shutil.rmtree, "is no LoRA adapter: it has no adapter_config.json"),
+        (shutil.rmtree, "adapter_config.json"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(tmp_path: Path, damage: Callable[[Path], None], told: str) -> None:
@@ -224,5 +224,5 @@ def test_a_head_that_is_the_embedding_takes_none(tmp_path: Path) -> None:
             }
         )
     )(tmp_path / "lora")
-    with pytest.raises(CacheBlendError, match="lm_head, and adapters of the embedding are not implemented"):
+    with pytest.raises(CacheBlendError, match="lm_head"):
         load(tmp_path / "m", tmp_path / "lora")

@@ -42,10 +42,10 @@ def test_prompts_go_past_the_length_before_scaling_and_not_past_the_one_behind_i
         keys = [m.key for m in sorted(store.chunks(), key=lambda m: m.index)]
         answer = engine.run_alone(store, AskRequest("who?", keys[:3], BlendParams(), SamplingParams(max_tokens=4)))
         assert 64 < answer.prompt_tokens <= 252
-        with pytest.raises(UsageError, match=r"context of .* is 256"):
+        with pytest.raises(UsageError, match="256"):
             engine.run_alone(store, AskRequest("who?", keys[:3], BlendParams(), SamplingParams(max_tokens=256)))
         room = 256 - len(engine.runtime.template.prefix_ids)
-        with pytest.raises(UsageError, match=f"more than the {room} tokens"):
+        with pytest.raises(UsageError, match=f"{room} tokens"):
             engine.precompute(store, [str(document)], PrecomputeOptions(chunk_tokens=room + 1), lambda event: None)
 
 
@@ -77,5 +77,5 @@ def test_a_token_without_an_embedding_is_no_matter_until_a_text_needs_it(tmp_pat
 def test_a_template_that_needs_a_token_without_an_embedding_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", "llama-gqa")
     add_token(tmp_path / "model", "<turn>", "<turn>{{ messages[0]['content'] }}")
-    with pytest.raises(UsageError, match=r"'<turn>' has the id 320, and the model has 320 embeddings"):
+    with pytest.raises(UsageError, match=r"'<turn>'.* 320"):
         Engine.load(EngineConfig(prompt="{chunks}\n\n{question}", model=str(tmp_path / "model"), block_size=16))

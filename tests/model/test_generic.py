@@ -68,11 +68,11 @@ def scores_that_grow(layer: Any) -> None:
 
 
 TAMPERED: dict[str, tuple[str, Callable[[Any], object]]] = {
-    "the rows of an MLP see each other": ("depends on the rows beside it", lambda m: after(m.model.layers[1].mlp, shifted)),
+    "the rows of an MLP see each other": ("layer 1", lambda m: after(m.model.layers[1].mlp, shifted)),
     "tokens see each other": ("its tokens depend on those before", lambda m: after(m.model.embed_tokens, shifted)),
-    "another scale": ("layer 2 is not what transformers", lambda m: setattr(m.model.layers[2].self_attn, "scaling", 0.1)),
+    "another scale": ("layer 2 ", lambda m: setattr(m.model.layers[2].self_attn, "scaling", 0.1)),
     "the head sees a row beside": ("what follows its last layer", lambda m: after(m.lm_head, shifted)),
-    "scores grow with positions": ("layer 0 is not what transformers", lambda m: scores_that_grow(m.model.layers[0])),
+    "scores grow with positions": ("layer 0 ", lambda m: scores_that_grow(m.model.layers[0])),
 }  # fmt: skip
 
 
@@ -120,8 +120,8 @@ def test_weights_that_are_missing_or_too_many_are_named(tmp_path: Path) -> None:
     from hub_models import add, tensors
 
     for number, (change, told) in enumerate([
-        (add("model.layers.1.mlp.extra.weight", lambda held: torch.ones(4, 4)), "unexpected keys"),
-        (tensors(lambda held: held.pop("model.layers.1.mlp.up_proj.weight")), "missing keys"),
+        (add("model.layers.1.mlp.extra.weight", lambda held: torch.ones(4, 4)), r"layers\.1\.mlp\.extra\.weight"),
+        (tensors(lambda held: held.pop("model.layers.1.mlp.up_proj.weight")), r"layers\.1\.mlp\.up_proj\.weight"),
     ]):  # fmt: skip
         path = tmp_path / str(number)
         HubModel("m", OlmoConfig, change=change).write(path)
@@ -150,8 +150,8 @@ def test_an_adapter_is_merged_into_the_weights(olmo: Path, tmp_path: Path) -> No
 def test_an_adapter_of_another_model_is_refused(olmo: Path, tmp_path: Path) -> None:
     HubModel("m", LlamaConfig, {"hidden_size": 64}).write(tmp_path / "m")
     for name, checkpoint, module, told in (
-        ("a", tmp_path / "m", "q_proj", "as if it were"),
-        ("b", olmo, "embed_tokens", "embed_tokens, and that is no linear layer"),
+        ("a", tmp_path / "m", "q_proj", "q_proj"),
+        ("b", olmo, "embed_tokens", "embed_tokens"),
     ):
         write_adapter(tmp_path / name, checkpoint, [module])
         with pytest.raises(UsageError, match=told):
@@ -160,7 +160,7 @@ def test_an_adapter_of_another_model_is_refused(olmo: Path, tmp_path: Path) -> N
 
 def test_weights_of_whole_numbers_are_refused(olmo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_cli.model.loading.check_weight_dtype", lambda name, device: None)  # of any machine
-    with pytest.raises(UsageError, match="--weight-dtype int8 is not implemented"):
+    with pytest.raises(UsageError, match="--weight-dtype int8"):
         load_model(olmo, "m", CPU, Precision("float32", "int8"), "torch")
 
 
@@ -187,7 +187,7 @@ def test_a_rule_that_hides_other_keys_is_no_window() -> None:
 
 
 def test_what_transformers_does_not_know_is_unknown() -> None:
-    with pytest.raises(UsageError, match="unknown model_type 'no-such-model'"):
+    with pytest.raises(UsageError, match="no-such-model"):
         spec_from_config({"model_type": "no-such-model"})
 
 

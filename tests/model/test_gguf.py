@@ -218,7 +218,7 @@ def test_a_folder_with_one_gguf_file_is_a_model(tmp_path: Path) -> None:
     (folder / "mmproj-m.gguf").write_bytes(b"GGUF")
     assert load(folder).spec.num_layers == 4
     write_gguf(tmp_path / "m", folder / "n.gguf", "llama", "Q8_0")
-    with pytest.raises(CacheBlendError, match="holds 2 GGUF files") as refused:
+    with pytest.raises(CacheBlendError, match="2 GGUF") as refused:
         resolve_model(str(folder))
     assert "m.gguf" in str(refused.value.hint)
 
@@ -233,7 +233,7 @@ def test_weights_of_transformers_come_before_a_gguf_file_beside_them(tmp_path: P
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "experts for all": ({"expert_shared_count": 1}, "llama.expert_shared_count = 1"),
-    "experts, how many a token gets": ({"expert_count": 8}, "lacks llama.expert_used_count"),
+    "experts, how many a token gets": ({"expert_count": 8}, "llama.expert_used_count"),
     "logit scale": ({"logit_scale": 0.5}, "llama.logit_scale"),
     "attention scale": ({"attention.scale": 0.5}, "llama.attention.scale"),
     "window": ({"attention.sliding_window": 128}, "llama.attention.sliding_window = 128"),
@@ -241,7 +241,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "yarn's attention factor": ({"rope.scaling.type": "yarn", "rope.scaling.attn_factor": 0.5}, "rope.scaling.attn_factor"),
     "partial rotary": ({"rope.dimension_count": 8}, "llama.rope.dimension_count = 8"),
     "heads that differ": ({"attention.head_count_kv": [2, 2, 1, 2]}, "llama.attention.head_count_kv"),
-    "no width": ({"embedding_length": None}, "lacks llama.embedding_length"),
+    "no width": ({"embedding_length": None}, "llama.embedding_length"),
     "a width of nothing": ({"embedding_length": 0}, "llama.embedding_length = 0"),
 }  # fmt: skip
 
@@ -307,7 +307,7 @@ def test_a_tokenizer_that_cuts_in_an_unknown_way_is_refused(pre: str, tmp_path: 
 
 @pytest.mark.parametrize(
     ("arch", "dtype", "message"),
-    [("mamba", np.float32, "unknown architecture 'mamba'"), ("llama", np.float64, "tensors of the type F64")],
+    [("mamba", np.float32, "'mamba'"), ("llama", np.float64, "F64")],
 )
 def test_architectures_and_tensors_without_a_reader_are_named(
     arch: str, dtype: type[np.generic], message: str, tmp_path: Path
@@ -337,7 +337,7 @@ def test_damaged_files_are_told(tmp_path: Path) -> None:
             load(tmp_path / f"{name}.gguf")
         assert told.value.exit_code == 2
         assert f"{name}.gguf" in told.value.message
-    with pytest.raises(NotFoundError, match=r"no model directory \./none\.gguf|none\.gguf"):
+    with pytest.raises(NotFoundError, match=r"none\.gguf"):
         resolve_model(str(tmp_path / "none.gguf"))
 
 

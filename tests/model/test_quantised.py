@@ -108,8 +108,8 @@ def test_it_is_transformers_with_the_dequantised_weights(
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        ({"quant_method": "fbgemm_fp8"}, "(fbgemm_fp8), which is not implemented"),
-        (FP8 | {"fmt": "e5m2"}, "(fp8), and its fmt = 'e5m2' is not implemented"),
+        ({"quant_method": "fbgemm_fp8"}, "fbgemm_fp8"),
+        (FP8 | {"fmt": "e5m2"}, "fmt = 'e5m2'"),
         (FP8 | {"weight_block_size": [128]}, "weight_block_size = [128]"),
         (FP8 | {"expert_dtype": "fp4"}, "expert_dtype = 'fp4'"),
         (compressed("channel", "int", num_bits=4), "num_bits = 4"),
@@ -147,19 +147,19 @@ Q = "model.layers.0.self_attn.q_proj"
         (
             "int8 rows",
             lambda t: t.pop(f"{Q}.weight_scale"),
-            f"{Q}.weight_scale is not read: it is missing",
+            f"{Q}.weight_scale ",
         ),
-        ("int8 rows", lambda t: t.update({f"{Q}.weight_scale": torch.ones(5, 1)}), "it has the shape [5, 1]"),
-        ("fp8 blocks", lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(2, 2)}), "it has the shape [2, 2]"),
-        ("gptq asym", lambda t: t.pop(f"{Q}.qzeros"), f"{Q}.qzeros is not read: it is missing"),
-        ("gptq asym", lambda t: t.pop(f"{Q}.qweight"), f"{Q}.qweight is not read: it is missing"),
+        ("int8 rows", lambda t: t.update({f"{Q}.weight_scale": torch.ones(5, 1)}), "[5, 1]"),
+        ("fp8 blocks", lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(2, 2)}), "[2, 2]"),
+        ("gptq asym", lambda t: t.pop(f"{Q}.qzeros"), f"{Q}.qzeros "),
+        ("gptq asym", lambda t: t.pop(f"{Q}.qweight"), f"{Q}.qweight "),
         (
             "gptq in the order of activations",
             lambda t: t.update({f"{Q}.g_idx": t[f"{Q}.g_idx"] + 1}),
-            "names group 2, and there are 2",
+            "group 2",
         ),
-        ("awq", lambda t: t.update({f"{Q}.scales": torch.ones(1, 8)}), "it has the shape [1, 8]"),
-        ("awq", lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"].float()}), "it is F32"),
+        ("awq", lambda t: t.update({f"{Q}.scales": torch.ones(1, 8)}), "[1, 8]"),
+        ("awq", lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"].float()}), "F32"),
     ],
 )
 def test_parts_that_do_not_fit_are_told(
@@ -186,7 +186,7 @@ def test_biases_of_zeros_that_the_model_has_not_are_left_out(tmp_path: Path) -> 
     save_file(held | {bias: torch.zeros(128)}, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
     load_model(tmp_path / "m", "m", torch.device("cpu"), Precision("float32"), "torch")
     save_file(held | {bias: torch.ones(128)}, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CacheBlendError, match=f"unexpected tensor {bias}"):
+    with pytest.raises(CacheBlendError, match=bias):
         load_model(tmp_path / "m", "m", torch.device("cpu"), Precision("float32"), "torch")
 
 

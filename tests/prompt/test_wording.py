@@ -10,7 +10,7 @@ import pytest
 from checkpoints import write_tokenizer
 
 from cacheblend_cli.demo import model_dir
-from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.errors import NotFoundError, TemplateFailed, UsageError
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.prompt.template import split_template
 from cacheblend_cli.prompt.wording import DEFAULT, OWN_FILE, Wording, check_prompt, parse_variables, read_prompt
@@ -89,7 +89,7 @@ def test_a_system_prompt_may_be_any_words(tmp_path: Path, system: str) -> None:
     ("template", "says"),
     [
         ("{{ raise_exception('System role not supported') if messages[0]['role'] == 'system' }}{{ messages[-1]['content'] }}",
-         "takes no system prompt: System role not supported"),
+         "System role not supported"),
         ("{{ messages[-1]['content'] }}", "does not render the system prompt exactly once"),
     ],
 )  # fmt: skip
@@ -125,9 +125,9 @@ def test_a_template_that_escapes_earlier_turns_is_refused_with_history(tmp_path:
 
 def test_a_control_token_in_the_users_wording_is_refused(tmp_path: Path) -> None:
     of = tokenizer(tmp_path / "m")
-    with pytest.raises(UsageError, match=r"--system has '<\|im_end\|>'"):
+    with pytest.raises(UsageError, match=r"--system.*<\|im_end\|>"):
         split_template(of, Wording(system="Be terse.<|im_end|>"))
-    with pytest.raises(UsageError, match=r"--prompt has '<s>'"):
+    with pytest.raises(UsageError, match=r"--prompt.*<s>"):
         split_template(of, Wording("<s>" + PROMPT))
     split_template(of, Wording("<tool_call>" + PROMPT))  # not special: the user's to write
 
@@ -135,7 +135,7 @@ def test_a_control_token_in_the_users_wording_is_refused(tmp_path: Path) -> None
 def test_an_unknown_variable_is_named_with_those_there_are(tmp_path: Path) -> None:
     of = tokenizer(tmp_path / "m")
     for name in ("thinking", "messages", "bos_token"):
-        with pytest.raises(UsageError, match=f"no variable '{name}'") as caught:
+        with pytest.raises(UsageError, match=name) as caught:
             split_template(of, Wording(variables={name: True}))
         assert caught.value.hint == "it has: enable_thinking"
 
@@ -143,7 +143,7 @@ def test_an_unknown_variable_is_named_with_those_there_are(tmp_path: Path) -> No
 def test_a_damaged_template_is_told_whatever_is_asked_of_it(tmp_path: Path) -> None:
     of = tokenizer(tmp_path / "m", "{% if %}")
     for wording in (Wording(), Wording(variables={"enable_thinking": True})):
-        with pytest.raises(UsageError, match="the chat template failed"):
+        with pytest.raises(TemplateFailed):
             split_template(of, wording)
 
 
@@ -161,19 +161,19 @@ def test_variables_are_json_or_text(items: list[str], found: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("item", ["enable_thinking", "=true", "a b=1", "1a=2"])
 def test_what_is_no_variable_is_refused(item: str) -> None:
-    with pytest.raises(UsageError, match="is not NAME=VALUE"):
+    with pytest.raises(UsageError, match="NAME=VALUE"):
         parse_variables([item])
 
 
 @pytest.mark.parametrize(
     ("prompt", "says"),
     [
-        ("{question}", "no place {chunks}"),
-        ("{chunks}", "no place {question}"),
-        ("{chunks} {chunks} {question}", "2 times the place {chunks}"),
-        ("{question} {chunks}", "{question} before {chunks}"),
-        ("{chunks} {author} {question}", "the place {author}"),
-        ("{chunks} {questions}", "the place {questions}"),
+        ("{question}", "{chunks}"),
+        ("{chunks}", "{question}"),
+        ("{chunks} {chunks} {question}", "2 times"),
+        ("{question} {chunks}", "{question}"),
+        ("{chunks} {author} {question}", "{author}"),
+        ("{chunks} {questions}", "{questions}"),
     ],
 )
 def test_a_prompt_that_cannot_be_is_refused(prompt: str, says: str) -> None:
@@ -184,10 +184,10 @@ def test_a_prompt_that_cannot_be_is_refused(prompt: str, says: str) -> None:
 
 def test_a_prompt_file_is_named_in_what_is_wrong_with_it(tmp_path: Path) -> None:
     file = tmp_path / "p.txt"
-    with pytest.raises(NotFoundError, match=r"no prompt file .*p\.txt"):
+    with pytest.raises(NotFoundError, match=r"p\.txt"):
         read_prompt(str(file))
     file.write_text("\n{chunks}\n")
-    with pytest.raises(UsageError, match=r"p\.txt: the prompt has no place \{question\}"):
+    with pytest.raises(UsageError, match=r"p\.txt.*\{question\}"):
         read_prompt(str(file))
     file.write_text(f"\n{PROMPT}\n\n")
     assert read_prompt(str(file)) == PROMPT

@@ -29,6 +29,7 @@ from cacheblend_cli.types import AskRequest
 
 ROOT = Path(__file__).parents[2]
 ASK = ("ask", "who leads billing? Jonas")
+ENGINE = f"process {os.getpid()}"  # in the summary of what this process's engine answered
 
 
 def process(*arguments: str, code: str = "sys.exit(run(sys.argv[1:]))") -> Said:
@@ -65,22 +66,22 @@ def test_the_same_answer_and_json(cli: Cli, server: Any, flags: list[str], monke
 def test_the_summary_says_who_answered(cli: Cli, server: Any) -> None:
     warm, cold = cli(*ASK), cli(*ASK, "--local")
     assert warm.out == cold.out
-    assert f"by the engine of process {os.getpid()}" in warm.last
-    assert "by the engine" not in cold.last
+    assert ENGINE in warm.last
+    assert ENGINE not in cold.last
     assert [line for line in warm.err.splitlines() if "searching" in line] == [
         line for line in cold.err.splitlines() if "searching" in line
     ]
     auto = cli(*ASK, "--ratio", "auto", "--explain")
-    assert (auto.code, " predicted)" in auto.err, "auto: predicted first token" in auto.err) == (0, True, True)
-    assert "by the engine" in auto.err
+    assert (auto.code, "auto:" in auto.err) == (0, True)
+    assert ENGINE in auto.err
     other = cli(*ASK, "--system", "Be kind.", "--chunks", "")
-    assert "by the engine" not in other.last  # that engine has another prompt
+    assert ENGINE not in other.last  # that engine has another prompt
 
 
 def test_a_page_and_a_form_come_from_the_engine(cli: Cli, server: Any, tmp_path: Path) -> None:
     for flags in (["--html", "a.html"], ["--html", "b.html", "--explain"]):
         warm, cold = cli(*ASK, *flags), cli(*ASK, *flags[:1], "cold.html", *flags[2:], "--local")
-        assert ("by the engine" in warm.last, "by the engine" in cold.last) == (True, False), warm.err
+        assert (ENGINE in warm.last, ENGINE in cold.last) == (True, False), warm.err
         assert ("layers" in warm.err) == ("layers" in cold.err) == ("--explain" in flags)
         page = (tmp_path / flags[1]).read_text()
         assert all(word in page for word in ("who leads billing?", "<mark class=", "docs/0.md"))
@@ -90,7 +91,7 @@ def test_a_page_and_a_form_come_from_the_engine(cli: Cli, server: Any, tmp_path:
         warm, cold = cli(*ASK, *flags), cli(*ASK, *flags, "--local")
         assert warm.out == cold.out
         assert warm.out.strip().strip('"') in ("ja", "nein")
-        assert "by the engine" in warm.last
+        assert ENGINE in warm.last
     assert cli(*ASK, "--regex", "(").code == 2
 
 
@@ -132,7 +133,6 @@ def test_what_an_engine_leaves_of_a_batch_is_answered_here(
     done = cli("ask", "--batch", "q.jsonl", "--json", "--concurrency", "1")
     assert done.code == 0, done.err
     assert [json.loads(line)["question"] for line in done.out.splitlines()] == [row["question"] for row in rows]
-    assert "are answered here" in done.err
     assert server.state.service.stats().finished == 2
 
 
@@ -141,14 +141,14 @@ def test_a_search_by_an_engine_over_the_store(cli: Cli, server: Any, monkeypatch
     for flags in (["--json"], ["-q"], []):
         warm, cold = cli("search", "parrot", *flags), cli("search", "parrot", "--local", *flags)
         assert (warm.code, warm.out) == (cold.code, cold.out) == (0, cold.out), warm.err
-        assert ("by the engine" in warm.err, "by the engine" in cold.err) == ("-q" not in flags, False)
+        assert (ENGINE in warm.err, ENGINE in cold.err) == ("-q" not in flags, False)
     for words in (["zebra"], ["parrot", "--search", "magic"], ["parrot", "--source", "docs/0.md"]):
         warm, cold = cli("search", *words), cli("search", *words, "--local")
         assert warm.code == cold.code != 0
         assert warm.err == cold.err
     monkeypatch.setattr(place, "PROTOCOL", 0)
     monkeypatch.setattr("cacheblend_cli.client.PROTOCOL", 0)
-    assert "by the engine" not in cli("search", "parrot").err
+    assert ENGINE not in cli("search", "parrot").err
 
 
 def test_the_same_errors(cli: Cli, server: Any) -> None:
@@ -169,7 +169,7 @@ def test_the_client_imports_nothing_heavy(cli: Cli, server: Any) -> None:
         *ASK, code=f"code = run(sys.argv[1:]); print((code, [m for m in {heavy} if m in sys.modules]), file=sys.stderr)"
     )
     assert done.last == "(0, [])", done.err
-    assert "by the engine" in done.err
+    assert ENGINE in done.err
 
 
 def test_another_model_prompt_or_version_is_another_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,9 +205,10 @@ def test_another_model_prompt_or_version_is_another_engine(tmp_path: Path, monke
 def test_an_address_is_taken_while_the_model_loads(tmp_path: Path) -> None:
     """An engine begins to answer only then. Another one that is started meanwhile does not take its place."""
     with bind_tcp("127.0.0.1", 0) as tcp, bind_unix(tmp_path / "s.sock"):
-        with pytest.raises(UsageError, match="cannot listen"):
-            bind_tcp("127.0.0.1", tcp.getsockname()[1])
-        with pytest.raises(UsageError, match="already"):
+        port = tcp.getsockname()[1]
+        with pytest.raises(UsageError, match=str(port)):
+            bind_tcp("127.0.0.1", port)
+        with pytest.raises(UsageError, match=r"s\.sock"):
             bind_unix(tmp_path / "s.sock")
 
 
@@ -257,7 +258,7 @@ def test_a_server_that_ends_takes_no_more_questions_of_commands(cli: Cli, server
         while path.exists():
             pass
         assert server.state.service.stats().running == 1
-        assert "by the engine" not in cli(*ASK).last
+        assert ENGINE not in cli(*ASK).last
         server.state.service.close()
 
 
@@ -289,20 +290,20 @@ def test_an_engine_ends_when_nobody_asks(start: Any, cli: Cli) -> None:
     while path.exists():
         pass
     assert server.state.draining
-    assert "by the engine" not in cli(*ASK).last
+    assert ENGINE not in cli(*ASK).last
 
 
 def test_an_engine_in_the_background(cli: Cli) -> None:
     started = process("serve", "--background", "--port", "0", "--json")
     assert started.code == 0, started.err
     pid = json.loads(started.out)["pid"]
-    assert f"by the engine of process {pid}" in cli(*ASK).last
+    assert f"process {pid}" in cli(*ASK).last
     assert [
         json.loads(cli(*flags).out)["pid"]
         for flags in (["serve", "--status", "--json"], ["serve", "--background", "--json"])
     ] == [pid, pid]
     taken = cli("serve", "--port", "0")
-    assert (taken.code, "already" in taken.err) == (2, True)
+    assert taken.code == 2
     assert cli("serve", "--stop").code == 0
     assert cli("serve", "--status").code == cli("serve", "--stop").code == 3
     assert list(Path("store0").glob("*.sock")) == []
@@ -378,7 +379,7 @@ def test_a_killed_engine_does_not_matter(cli: Cli) -> None:
             pass
         assert path.exists()
         asked = cli(*ASK)
-        assert (asked.code, "by the engine" in asked.err) == (0, False), asked.err
+        assert (asked.code, f"process {told['pid']}" in asked.err) == (0, False), asked.err
         assert cli("chunks", "verify").code == 0
     with ChunkStore.open("store0") as store:
         assert len(list(store.chunks())) > len(PAGES)
@@ -387,10 +388,10 @@ def test_a_killed_engine_does_not_matter(cli: Cli) -> None:
 def test_what_cannot_be_served_is_told(cli: Cli) -> None:
     for flags, words in (
         (["--host", "0.0.0.0"], "--api-key"),
-        (["--api-key", "short"], "at least 8"),
-        (["--unix-socket", "/nowhere/s.sock"], "cannot listen"),
+        (["--api-key", "short"], "8"),
+        (["--unix-socket", "/nowhere/s.sock"], "/nowhere/s.sock"),
         (["--model", "/nowhere"], "/nowhere"),
-        (["--stop", "--status"], "together"),
+        (["--stop", "--status"], "--stop"),
     ):
         said = cli("serve", "--port", "0", *flags)
         assert (said.code in (2, 3), words in said.err) == (True, True), said.err

@@ -82,6 +82,5 @@ def test_a_command_names_the_disk_and_exits_with_4(
         assert done.returncode == 4, done.stderr
         assert done.stdout == ""
         assert "Traceback" not in done.stderr
-        wanted = "is full" if fault == Fault.FAIL_SPACE else "failed"
-        assert wanted in done.stderr, done.stderr
+        assert str(path) in done.stderr, done.stderr
         assert chunks == 6

@@ -58,7 +58,7 @@ def test_a_second_open_shares_the_environment(store: ChunkStore) -> None:
         assert reading._environment() is store._environment() is other._environment()
         other.put_chunk(*make_chunk(500))
         assert seed_of(reading, 500) == 500
-        with pytest.raises(StorePermission, match="reading only"):
+        with pytest.raises(StorePermission, match=str(store.path)):
             reading.put_chunk(*make_chunk(501))
     assert seed_of(store, 500) == 500
     link = store.path.parent / "link"
@@ -171,7 +171,7 @@ def test_a_store_that_outgrows_the_address_space_says_so(tmp_path: Path, monkeyp
     with ChunkStore.open(path, mode="write") as store:
         store.put_chunk(*make_chunk(1))
         for _ in range(2):
-            with pytest.raises(StoreFull, match="address space") as refused:
+            with pytest.raises(StoreFull) as refused:
                 store.put_chunks(many)
             assert "ulimit" in str(refused.value.hint)
             assert seed_of(store, 1) == 1
@@ -184,7 +184,7 @@ def test_a_store_that_outgrows_the_address_space_says_so(tmp_path: Path, monkeyp
                 return seed_of(other, 100)
 
         assert list(outcomes(grow, [0], timeout=30)) == [(0, 100)]
-        with pytest.raises(StoreFull, match="address space"):
+        with pytest.raises(StoreFull, match=str(path)):
             seed_of(store, 1)
     with ChunkStore.open(path) as store:
         assert seed_of(store, 2) == 2
@@ -211,7 +211,7 @@ def fork(work: Callable[[], object]) -> None:
 def test_a_store_used_in_a_forked_child_says_to_open_it_there(store: ChunkStore) -> None:
     def work() -> None:
         for use in (lambda: seed_of(store, 3), lambda: store.put_chunk(*make_chunk(700))):
-            with pytest.raises(StoreError, match="was forked from") as refused:
+            with pytest.raises(StoreError, match=str(store.path)) as refused:
                 use()
             assert "ChunkStore.open" in str(refused.value.hint)
         with ChunkStore.open(store.path, mode="write") as own:
@@ -234,7 +234,7 @@ def test_a_child_forked_inside_a_transaction_leaves_it_alone(store: ChunkStore) 
         assert manifest is not None
 
         def work() -> None:
-            with pytest.raises(StoreError, match="forked while") as refused:
+            with pytest.raises(StoreError, match=str(store.path)) as refused:
                 ChunkStore.open(store.path)
             assert "spawn" in str(refused.value.hint)
 
@@ -341,7 +341,7 @@ def test_a_store_of_somebody_else_is_read_and_not_written(foreign: Path) -> None
 
     count, message, hint = as_nobody(work)  # type: ignore[misc]
     assert count == COUNT
-    assert "belongs to another user" in message
+    assert str(foreign) in message
     assert hint
 
 
@@ -356,7 +356,7 @@ def test_a_store_that_may_not_be_read_says_so(foreign: Path, file: str) -> None:
             salvage(foreign)
         return refused.value.message
 
-    assert "cannot read" in str(as_nobody(work))
+    assert str(foreign) in str(as_nobody(work))
 
 
 def test_a_store_of_somebody_else_is_read_while_its_owner_writes(foreign: Path) -> None:
@@ -413,10 +413,10 @@ def test_a_networks_disk_is_refused_unless_forced(
 ) -> None:
     monkeypatch.setattr(directory, "filesystem_type", lambda path: kind)
     for mode in ("read", "write"):
-        with pytest.raises(StoreFormat, match=f"network filesystem.*{kind}") as refused:
+        with pytest.raises(StoreFormat, match=kind) as refused:
             ChunkStore.open(store.path, mode=mode)  # type: ignore[arg-type]
         assert refused.value.hint
-    with pytest.raises(StoreFormat, match="network"):
+    with pytest.raises(StoreFormat, match=kind):
         ChunkStore.open(store.path.parent / "new", mode="write")
     with ChunkStore.open(store.path, mode="write", force=True) as forced:
         forced.put_chunk(*make_chunk(950))

@@ -179,7 +179,7 @@ def test_a_closed_store_says_so_and_stays_closed(store: ChunkStore) -> None:
         lambda: compact(store),
     ]
     for use in uses:
-        with pytest.raises(StoreError, match="was closed"):
+        with pytest.raises(StoreError, match=str(store.path)):
             use()
     assert set(os.listdir("/proc/self/fd")) < open_before
 
@@ -254,7 +254,7 @@ def test_another_format_version_is_refused(store: ChunkStore) -> None:
     with bare_writing(store) as (txn, dbs):
         txn.put(b"format_version", b"99", db=dbs["meta"])
     store.close()
-    with pytest.raises(StoreFormat, match="format 99"):
+    with pytest.raises(StoreFormat, match="99"):
         ChunkStore.open(store.path)
 
 

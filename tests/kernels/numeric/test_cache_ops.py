@@ -122,13 +122,13 @@ def test_refusals(device: torch.device) -> None:
     slots = torch.zeros(3, dtype=torch.int64, device=device)
     cache = pools(2, 32, torch.float32, device)
     good = Slots(slots, cos, cos)
-    with pytest.raises(KernelError, match="float32, contiguous"):
+    with pytest.raises(KernelError, match="float32"):
         rope(x, cos.double(), cos)
-    with pytest.raises(KernelError, match=r"slots are \[3\] int64"):
+    with pytest.raises(KernelError, match="int64"):
         rope_and_cache(None, x, x, cache, replace(good, slots=slots.int()))
-    with pytest.raises(KernelError, match="scales are for"):
+    with pytest.raises(KernelError, match="scales"):
         rope_and_cache(None, x, x, replace(cache, k_scale=cos[0], v_scale=cos[0]), good)
-    with pytest.raises(KernelError, match="slots of"):
+    with pytest.raises(KernelError, match="slots"):
         rope_and_cache(None, x[:, :1], x[:, :1], cache, good)
 
 
@@ -139,7 +139,7 @@ def test_what_passed_once_is_no_pass_for_others(device: torch.device) -> None:
     cache = pools(2, 32, torch.float32, device)
     for _ in range(2):
         rope_and_cache(None, x, x, cache, good)
-        with pytest.raises(KernelError, match="packed"):
+        with pytest.raises(KernelError, match="strides"):
             rope_and_cache(None, x.transpose(1, 2).contiguous().transpose(1, 2), x, cache, good)
         with pytest.raises(KernelError, match="int64"):
             rope_and_cache(None, x, x, cache, replace(good, slots=good.slots.int()))

@@ -65,7 +65,7 @@ def test_deviation_of_no_rows_and_of_an_unknown_kind(device: torch.device) -> No
     cache = LayerCache(pool, pool)
     slots = torch.zeros(0, dtype=torch.int64, device=device)
     assert kv_deviation(none, none, cache, slots).shape == (0,)
-    with pytest.raises(KernelError, match="unknown deviation"):
+    with pytest.raises(KernelError, match="'q'"):
         kv_deviation(none, none, cache, slots, "q")
 
 
@@ -130,11 +130,11 @@ def test_act_and_mul(activation: str, width: int, dtype: torch.dtype, device: to
 
 def test_refusals(device: torch.device) -> None:
     x = torch.randn(3, 64, device=device)
-    with pytest.raises(KernelError, match="unknown activation"):
+    with pytest.raises(KernelError, match="relu"):
         act_and_mul(x, "relu")
     with pytest.raises(KernelError, match="weight"):
         rms_norm(x, x[0, :32].contiguous(), 1e-5)
     with pytest.raises(KernelError, match="residual"):
         add_rms_norm(x, x[:2], x[0], 1e-5)
-    with pytest.raises(KernelError, match="strides"):
+    with pytest.raises(KernelError, match="stride"):
         rms_norm(x.t(), x[:, 0].contiguous(), 1e-5)

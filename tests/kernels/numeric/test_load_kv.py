@@ -69,16 +69,16 @@ def test_refusals(device: torch.device) -> None:
     plain = StoredKV(codes.k.float(), codes.v.float())
     pools = [torch.zeros(2, BLOCK_SIZE, 2, 32, device=device) for _ in range(2)]
     cache, slots = LayerCache(*pools), moved(Slots(torch.arange(5), *rope_tables(5, 32)), device)
-    with pytest.raises(KernelError, match="needs k_zero"):
+    with pytest.raises(KernelError, match="k_zero"):
         load_kv(replace(codes, k_zero=None), cache, slots)
-    with pytest.raises(KernelError, match="needs k_scale"):
+    with pytest.raises(KernelError, match="k_scale"):
         load_kv(replace(codes, group_size=2), cache, slots)
-    with pytest.raises(KernelError, match="takes no scales"):
+    with pytest.raises(KernelError, match="float32"):
         load_kv(replace(plain, k_scale=codes.k_scale), cache, slots)
-    with pytest.raises(KernelError, match="past the pool"):
+    with pytest.raises(KernelError, match="slots"):
         load_kv(plain, cache, replace(slots, first_slot=12))
     float8 = [pool.to(torch.float8_e4m3fn) for pool in pools]
-    with pytest.raises(KernelError, match="a float8 pool needs v_scale"):
+    with pytest.raises(KernelError, match="v_scale"):
         load_kv(plain, LayerCache(*float8, k_scale=torch.ones(2, device=device)), slots)
-    with pytest.raises(KernelError, match="several devices"):
+    with pytest.raises(KernelError, match="device"):
         load_kv(plain, cache, replace(slots, slots=slots.slots.to("meta")))
