@@ -9,8 +9,11 @@ from cacheblend_cli.model.model_files import checkpoint_files, is_converted, rea
 from cacheblend_cli.model.tensor_source import SafetensorsFiles, TensorSource
 
 
-def tensor_source(model_dir: Path, *, experts: bool = False) -> TensorSource:
-    """Return the source for a model directory. experts: whether experts may be in one tensor. Raises as `checkpoint_files`."""
+def tensor_source(model_dir: Path, *, experts: bool = False, stacked: bool = False) -> TensorSource:
+    """Return the source for a model directory. experts: whether experts may be in one tensor; stacked: see `SplitExperts`.
+
+    Raises as `checkpoint_files`.
+    """
     if is_converted(model_dir):
         from cacheblend_cli.model.gguf_files.tensors import GGUFTensors
 
@@ -22,7 +25,7 @@ def tensor_source(model_dir: Path, *, experts: bool = False) -> TensorSource:
     if quantisation is None or quantisation.method == "mxfp4":
         from cacheblend_cli.model.split_experts import SplitExperts
 
-        return SplitExperts(files)
+        return SplitExperts(files, stacked)
     from cacheblend_cli.model.quantised.source import DequantisedTensors
 
     return DequantisedTensors(files, quantisation)

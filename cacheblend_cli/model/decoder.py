@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from cacheblend_kernels import AttentionParams, KernelBackend
 from torch import Tensor
 
-from cacheblend_cli.model.experts import Experts
+from cacheblend_cli.model.altup import AltUp, LowRank, Streams
+from cacheblend_cli.model.experts import Experts, ExpertsBeside
 from cacheblend_cli.model.linear import linear
 from cacheblend_cli.model.mlp import MLP
 from cacheblend_cli.model.rope import LayerRotations
@@ -90,8 +91,14 @@ class DecoderLayer:
         self._token_input = TokenInput(spec, get, kernels, weight_dtype) if spec.token_width else None
         self._o = linear(get["o_proj.weight"], get.get("o_proj.bias"), weight_dtype=weight_dtype)
         experts = spec.experts if spec.experts is not None and index in spec.experts.layers else None
-        self.mlp = MLP(spec, get, kernels, weight_dtype) if experts is None else Experts(spec, experts, get, kernels)
         norms = {p: Norm(spec, kernels, get[f"{p}.weight"], get.get(f"{p}.bias")) for p, _ in spec.norms}
+        beside = experts is not None and experts.beside
+        self._beside = ExpertsBeside(spec, experts, get, kernels, norms) if experts is not None and beside else None
+        dense = experts is None or beside
+        sparsity = spec.sparsity[index] if spec.sparsity else 0.0
+        self.mlp = MLP(spec, get, kernels, weight_dtype, sparsity) if dense else Experts(spec, experts, get, kernels)
+        self.altup = AltUp(spec, spec.streams, get, kernels) if spec.streams is not None else None
+        self._low_rank = LowRank(spec, get, kernels, weight_dtype) if spec.streams is not None else None
         self.attention_in, self._attention_out = norms.get("attention_in"), norms.get("attention_out")
         self._mlp_in, self._mlp_out = norms.get("mlp_in"), norms.get("mlp_out")
         self.q_norm, self.k_norm = get.get("q_norm"), get.get("k_norm")
@@ -139,8 +146,13 @@ class DecoderLayer:
             return delta + self.mlp(norm(residual)), residual
         if self._attention_out is not None:
             delta = self._attention_out(delta)
+        if self.altup is not None:
+            assert token_ids is not None
+            return self._finish_streams(self.altup, delta, residual, token_ids), residual
         h, residual = add_and_norm(self._mlp_in, delta, residual)
         delta = self.mlp(h)
+        if self._beside is not None:
+            delta = self._beside(delta, residual)
         delta = delta if self._mlp_out is None else self._mlp_out(delta)
         if self._token_input is not None:
             assert token_ids is not None
@@ -150,6 +162,17 @@ class DecoderLayer:
         if self._scalar is not None:
             delta, residual = delta * self._scalar, residual.mul_(self._scalar)
         return delta, residual
+
+    def _finish_streams(self, altup: AltUp, attended: Tensor, predicted: Tensor, token_ids: Tensor) -> Tensor:
+        """Everything after attention's norm, in a model with several streams [num_rows, streams, hidden_size]. Returns the streams."""
+        assert self.attention_in is not None and self._mlp_in is not None and self._mlp_out is not None  # noqa: PT018
+        assert self._low_rank is not None and self._token_input is not None and self.token_inputs is not None  # noqa: PT018
+        active = predicted[:, altup.active].contiguous()
+        h = (active + attended + self._low_rank(self.attention_in(active))) * 0.5**0.5
+        corrected = altup.correct(predicted, h + self._mlp_out(self.mlp(self._mlp_in(h))))
+        of_token = self._token_input(altup.scaled(corrected), self.token_inputs.of_layer(token_ids, self.index))
+        corrected[:, 1:] += of_token[:, None]
+        return corrected
 
     def _clipped(self, x: Tensor) -> Tensor:
         most = self.spec.qkv_clip
@@ -201,6 +224,7 @@ class Decoder:
             inputs = TokenInputs(spec, weights, kernels, self.embed, weight_dtype)
             for layer in self.layers:
                 layer.token_inputs = inputs
+        self._streams = Streams(spec, weights, weight_dtype) if spec.streams is not None else None
         self.kv_scales: KVScales | None = None  # of the float8 pools prompts get; None: pools of the compute dtype
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -211,14 +235,21 @@ class Decoder:
         return h if scale == 1 else h * float(torch.tensor(scale, dtype=self.dtype))  # rounded, as in transformers
 
     def input_norm(self, layer: DecoderLayer, delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The layer's normed input and the residual stream with `delta` added (residual None: the first layer)."""
+        """The layer's normed input and the residual stream with `delta` added (residual None: the first layer).
+
+        With several streams delta and residual are [num_rows, streams, hidden_size], delta after a layer all of them.
+        """
+        if self._streams is not None:
+            assert layer.altup is not None and layer.attention_in is not None  # noqa: PT018
+            predicted = layer.altup.predict(self._streams.split(delta) if residual is None else delta)
+            return layer.attention_in(predicted[:, layer.altup.active].contiguous()), predicted
         if residual is None:
             return (delta if layer.attention_in is None else layer.attention_in(delta)), delta
         return add_and_norm(layer.attention_in, delta, residual)
 
     def logits(self, delta: Tensor, residual: Tensor) -> Tensor:
         """fp32 logits [num_rows, vocab_size] from the last layer's output."""
-        h, _ = self.norm.add(delta, residual)
+        h = self.norm.add(delta, residual)[0] if self._streams is None else self.norm(self._streams.merge(delta))
         logits, cap = self._head(h).float(), self.spec.logit_soft_cap
         if self.spec.logit_scale != 1:
             logits *= self.spec.logit_scale

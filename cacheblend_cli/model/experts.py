@@ -1,6 +1,8 @@
-"""Mixture of experts in place of a layer's MLP."""
+"""Mixture of experts in place of a layer's MLP, or beside it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -27,18 +29,23 @@ class Experts:
         self._shared_gate = weights.get("shared_gate.weight")
         self._up, self._down = (_each(experts.count, weights, name) for name in ("experts_up", "experts_down"))
         self._shared = MLP(spec, weights, kernels) if experts.shared_width else None
+        self._expert_scale = weights.get("expert_scale")
 
-    def __call__(self, h: Tensor) -> Tensor:
-        """[num_rows, hidden_size] -> the same."""
-        out = torch.cat([self._rows(part) for part in h.split(MOST_ROWS)]) if len(h) > MOST_ROWS else self._rows(h)
+    def __call__(self, h: Tensor, router_input: Tensor | None = None) -> Tensor:
+        """[num_rows, hidden_size] -> the same. router_input: what the experts are chosen by, the same shape; None: h."""
+        parts = zip(h.split(MOST_ROWS), (h if router_input is None else router_input).split(MOST_ROWS), strict=True)
+        out = torch.cat([self._rows(*part) for part in parts])
         if self._shared is None or self._shared_gate is None:
             return out
         return out + torch.sigmoid(F.linear(h, self._shared_gate)) * self._shared(h)
 
-    def _rows(self, h: Tensor) -> Tensor:
-        weights, chosen = self._router(h).softmax(-1, dtype=torch.float32).topk(self._spec.per_token, dim=-1)
+    def _rows(self, h: Tensor, router_input: Tensor) -> Tensor:
+        scores = self._router(router_input).softmax(-1, dtype=torch.float32)
+        weights, chosen = scores.topk(self._spec.per_token, dim=-1)
         if self._spec.normed:
             weights = weights / weights.sum(-1, keepdim=True)
+        if self._expert_scale is not None:
+            weights = weights * self._expert_scale[chosen]
         order = chosen.flatten().argsort(stable=True)
         rows, shares = order // self._spec.per_token, weights.flatten()[order].to(h.dtype)
         counts = torch.bincount(chosen.flatten(), minlength=self._spec.count).tolist()
@@ -60,6 +67,30 @@ class Experts:
         gate, up = gate_up.chunk(2, dim=-1)
         gate = gate.clamp(max=limit)
         return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+class ExpertsBeside:
+    """Experts beside a layer's MLP (Gemma 4): norm(MLP's output) + norm(experts of the normed residual stream).
+
+    norms: "dense_out", "experts_in" and "experts_out" of the layer.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        experts: ExpertsSpec,
+        weights: dict[str, Tensor],
+        kernels: KernelBackend,
+        norms: Mapping[str, Callable[[Tensor], Tensor]],
+    ) -> None:
+        self._experts, self._kernels, self._eps = Experts(spec, experts, weights, kernels), kernels, spec.rms_norm_eps
+        self._router_norm = weights["router_scale"].float() * spec.hidden_size**-0.5
+        self._dense_out, self._in, self._out = (norms[n] for n in ("dense_out", "experts_in", "experts_out"))
+
+    def __call__(self, dense: Tensor, residual: Tensor) -> Tensor:
+        """dense: the MLP's output; residual: its input before the norm; [num_rows, hidden_size]."""
+        routed = self._kernels.rms_norm(residual, self._router_norm, self._eps)
+        return self._dense_out(dense) + self._out(self._experts(self._in(residual), routed))
 
 
 def _steady(own: Tensor, num_rows: int) -> Tensor:

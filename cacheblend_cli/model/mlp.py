@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from statistics import NormalDist
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +25,20 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP:
-    """Gate, up, activation and down; or up, activation and down if the spec has no gate."""
+    """Gate, up, activation and down; or up, activation and down if the spec has no gate.
+
+    sparsity: share of a row's gate that is cut off, see `sparse`.
+    """
 
     def __init__(
-        self, spec: ModelSpec, weights: Mapping[str, Tensor], kernels: KernelBackend, weight_dtype: str = "auto"
+        self,
+        spec: ModelSpec,
+        weights: Mapping[str, Tensor],
+        kernels: KernelBackend,
+        weight_dtype: str = "auto",
+        sparsity: float = 0.0,
     ) -> None:
+        self._deviations = NormalDist().inv_cdf(sparsity) if sparsity else None
         self._gated, self._activation, self._kernels = spec.gated_mlp, spec.activation, kernels
         self._up = linear(weights["gate_up_proj.weight"], weights.get("gate_up_proj.bias"), weight_dtype=weight_dtype)
         self._down = linear(weights["down_proj.weight"], weights.get("down_proj.bias"), weight_dtype=weight_dtype)
@@ -48,6 +58,17 @@ class MLP:
 
     def _rows(self, h: Tensor) -> Tensor:
         up = self._up(h)
+        if self._deviations is not None:
+            gate, up = up.chunk(2, dim=-1)
+            return self._down(ACTIVATIONS[self._activation](sparse(gate, self._deviations)) * up)
         if self._gated:
             return self._down(self._kernels.act_and_mul(up, self._activation))
         return self._down(ACTIVATIONS[self._activation](up))
+
+
+def sparse(gate: Tensor, deviations: float) -> Tensor:
+    """What of a row's channels is more than `deviations` standard deviations above their mean, 0 elsewhere (Gaussian top-k, Spark
+    Transformer, arXiv 2506.06644). gate: [num_rows, width]."""
+    wide = gate.float()
+    std, mean = torch.std_mean(wide, dim=-1, keepdim=True, unbiased=False)
+    return F.relu(wide - (mean + deviations * std)).to(gate.dtype)

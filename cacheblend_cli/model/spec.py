@@ -27,6 +27,8 @@ class ExpertsSpec:
     what chooses; base: where in a layer they are. bias: router and experts have biases.
     clamped: (alpha, limit) of a SwiGLU as gpt-oss has it, (up + 1) * gate * sigmoid(alpha * gate), where gate is at most
     limit and up within -limit and limit; None: the activation of the spec.
+    beside: as Gemma 4 has them: the experts' output is added to that of the layer's MLP, each normed; the router norms its
+    input, scales it by channel, and scales what it gives by expert.
     """
 
     count: int
@@ -40,6 +42,7 @@ class ExpertsSpec:
     router: str = "gate"
     bias: bool = False
     clamped: tuple[float, float] | None = None
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,17 @@ class LayerShapes:
     def first(self, num_layers: int) -> LayerShapes:
         """The shapes of the first layers alone."""
         return LayerShapes(*(values[:num_layers] for values in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class StreamsSpec:
+    """Several residual streams (see `altup`). count: streams; active: the one that layers compute with; scaled: the active one is
+    scaled by channel where a layer's input by token is added; low_rank: of the branch beside attention."""
+
+    count: int
+    active: int
+    scaled: bool
+    low_rank: int
 
 
 @dataclass(frozen=True)
@@ -94,6 +108,8 @@ class ModelSpec:
     - v_norm: V's heads are normed, without a weight; layer_scale: a layer's output is multiplied by a number of its own;
     - token_width, token_vocab: numbers that every layer gets of a token by itself, of a second embedding with that vocabulary;
       0: there is none (see `token_input.TokenInputs`);
+    - streams: of a model with several residual streams;
+    - sparsity: for each layer the share of the gate's channels that are cut off, taking them for normally distributed (0: none);
     - generic: its layers are transformers' (see `generic`), and what says how a layer computes says nothing here."""
 
     architecture: str
@@ -147,6 +163,8 @@ class ModelSpec:
     layer_scale: bool = False
     token_width: int = 0
     token_vocab: int = 0
+    streams: StreamsSpec | None = None
+    sparsity: tuple[float, ...] = ()
     other_parts: tuple[str, ...] = ()
     experts: ExpertsSpec | None = None
     generic: bool = False
@@ -228,4 +246,5 @@ class ModelSpec:
             return plain
         of_row = 3 * self.hidden_size * (experts.per_token * experts.width + experts.shared_width)
         sparse = len(experts.layers) / self.num_layers
-        return round(sparse * (of_row + experts.count * self.hidden_size) + (1 - sparse) * plain)
+        dense = 1 if experts.beside else 1 - sparse
+        return round(sparse * (of_row + experts.count * self.hidden_size) + dense * plain)

@@ -1,7 +1,8 @@
 """Experts stored in one tensor, exposed as a source with one tensor per part of each expert.
 
 gpt-oss: gate_up_proj [count, in, 2 * width] with gate and up interleaved, down_proj [count, width, out], transposed,
-and their biases without the inputs. In MXFP4 (OCP Microscaling Formats, version 1.0) a weight is `_blocks`
+and their biases without the inputs. Gemma 4 (`stacked`): gate_up_proj [count, 2 * width, in], gate above up, down_proj
+[count, out, width]. In MXFP4 (OCP Microscaling Formats, version 1.0) a weight is `_blocks`
 [count, out, in / 32, 16] uint8, two 4-bit values in each, the first in the low bits, and `_scales` [count, out, in / 32],
 the exponent of the block's factor, biased by 127.
 """
@@ -35,10 +36,10 @@ class _Part(NamedTuple):
 
 
 class SplitExperts:
-    """A `TensorSource` over another one, whose other tensors are passed on."""
+    """A `TensorSource` over another one, whose other tensors are passed on. stacked: Gemma 4's layout, else gpt-oss's."""
 
-    def __init__(self, source: TensorSource) -> None:
-        self._source, self._parts = source, dict[str, _Part]()
+    def __init__(self, source: TensorSource, stacked: bool = False) -> None:
+        self._source, self._parts, self._stacked = source, dict[str, _Part](), stacked
         self.block_bytes = source.block_bytes
 
     def headers(self) -> Iterator[Header]:
@@ -61,14 +62,17 @@ class SplitExperts:
             yield from self._split(match, name, "F32" if match["kind"] == "_blocks" else kind, shape)
 
     def _split(self, match: re.Match[str], name: str, kind: str, shape: tuple[int, ...]) -> Iterator[Header]:
-        of_expert = {"_bias": shape[1:], "": shape[:0:-1], "_blocks": (shape[1], 32 * shape[-2])}[match["kind"]]
+        plain = shape[1:] if self._stacked else shape[:0:-1]
+        of_expert = {"_bias": shape[1:], "": plain, "_blocks": (shape[1], 32 * shape[-2])}[match["kind"]]
         names = ("gate_proj", "up_proj") if match["name"] == "gate_up_proj" else ("down_proj",)
         part_of = "bias" if match["kind"] == "_bias" else "weight"
         for expert in range(shape[0]):
             for first, part in enumerate(names):
                 own = f"{match['base']}{expert}.{part}.{part_of}"
-                self._parts[own] = _Part(name, match["kind"], expert, first, len(names))
-                yield own, kind, (of_expert[0] // len(names), *of_expert[1:])
+                rows = of_expert[0] // len(names)
+                first_row, step = (first * rows, 1) if self._stacked else (first, len(names))
+                self._parts[own] = _Part(name, match["kind"], expert, first_row, step)
+                yield own, kind, (rows, *of_expert[1:])
 
     def whole(self, name: str) -> Tensor | None:
         return None if name in self._parts else self._source.whole(name)
@@ -80,7 +84,7 @@ class SplitExperts:
         rows = slice(part.first + part.step * start, part.first + part.step * stop, part.step)
         held = self._source.read(part.stored, part.expert, part.expert + 1)[0]
         if part.kind != "_blocks":
-            return held.T[rows] if held.dim() == 2 else held[rows]
+            return held.T[rows] if held.dim() == 2 and not self._stacked else held[rows]
         scales = self._source.read(part.stored.removesuffix("_blocks") + "_scales", part.expert, part.expert + 1)[0]
         return dequantised(held[rows], scales[rows])
 

@@ -1,9 +1,10 @@
-"""Inputs of each layer that are of the token alone, as Gemma 4 has them (per-layer embeddings)."""
+"""Inputs of each layer that are of the token alone, as Gemma 4 and 3n have them (per-layer embeddings)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
 
+import torch
 import torch.nn.functional as F
 from cacheblend_kernels import KernelBackend
 from torch import Tensor
@@ -37,9 +38,10 @@ class TokenInputs:
 
     def of_layer(self, token_ids: Tensor, layer: int) -> Tensor:
         """[num_rows, token_width]."""
+        known = torch.where(token_ids < len(self._embedding), token_ids, 0)  # 3n's vocabulary is larger than this one
         columns = slice(layer * self._width, (layer + 1) * self._width)
         projected = self._project[layer](self._embed(token_ids)) * self._scales[0]
-        own = F.embedding(token_ids, self._embedding[:, columns]).to(projected.dtype) * self._scales[1]
+        own = F.embedding(known, self._embedding[:, columns]).to(projected.dtype) * self._scales[1]
         return (self._kernels.rms_norm(projected, self._norm, self._eps) + own) * 2**-0.5
 
 

@@ -34,9 +34,12 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[Shape, str, int, Shape]]
     `i.attention_in.weight` and the other norms of the spec, `i.q_norm`, `i.k_norm`, and the biases the spec has.
     Of a model with inputs by token `token_embed` [token_vocab, layers * token_width] and `token_model`, `token_norm`, and of its
     layers `i.token_gate`, `i.token_projection`, `i.token_out`. A layer that uses another layer's K and V has q alone.
+    Of a model with several streams `streams_in.i`, `streams_out.i` [hidden, hidden], and of its layers `i.streams_router`,
+    `i.streams_norm`, `i.streams_predict`, `i.streams_correct`, `i.streams_scale`, `i.laurel_left`, `i.laurel_right`, `i.laurel_norm`.
     Of attention with sinks `i.sinks` [heads]. Of a layer with experts `i.router.weight` [count, hidden],
     `i.experts_up.weight` [count * 2 * width, hidden], gate and up of each in turn, `i.experts_down.weight`
-    [count * hidden, width], and with one for all tokens that one's MLP and `i.shared_gate.weight`.
+    [count * hidden, width], with one for all tokens that one's MLP and `i.shared_gate.weight`, and with experts beside the MLP
+    the MLP, `i.router_scale` [hidden] and `i.expert_scale` [count].
     """
     hidden, shapes, names = spec.hidden_size, dict[str, tuple[Shape, str, int, Shape]](), NAMES | dict(spec.renamed)
 
@@ -59,6 +62,10 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[Shape, str, int, Shape]]
         whole("model.embed_tokens_per_layer.weight", TOKEN_EMBEDDING, spec.token_vocab, width)
         whole("model.per_layer_model_projection.weight", "token_model.weight", width, hidden)
         whole("model.per_layer_projection_norm.weight", "token_norm.weight", spec.token_width)
+    if spec.streams is not None:
+        for i in range(1, spec.streams.count):
+            whole(f"model.altup_projections.{i - 1}.weight", f"streams_in.{i}.weight", hidden, hidden)
+            whole(f"model.altup_unembed_projections.{i - 1}.weight", f"streams_out.{i}.weight", hidden, hidden)
     for i in range(spec.num_layers):
         base = f"{outer.get('model.layers', 'model.layers')}.{i}"
         for place, name in spec.norms:
@@ -79,7 +86,22 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[Shape, str, int, Shape]]
             whole(f"{base}.per_layer_input_gate.weight", f"{i}.token_gate.weight", spec.token_width, hidden)
             whole(f"{base}.per_layer_projection.weight", f"{i}.token_projection.weight", hidden, spec.token_width)
             whole(f"{base}.post_per_layer_input_norm.weight", f"{i}.token_out.weight", hidden)
-        mlp = _mlp(spec, i) if experts is None else _experts(hidden, experts)
+        if spec.streams is not None:
+            count, rank = spec.streams.count, spec.streams.low_rank
+            whole(f"{base}.altup.modality_router.weight", f"{i}.streams_router.weight", count, hidden)
+            whole(f"{base}.altup.router_norm.weight", f"{i}.streams_norm.weight", hidden)
+            whole(f"{base}.altup.prediction_coefs.weight", f"{i}.streams_predict.weight", count * count, count)
+            whole(f"{base}.altup.correction_coefs.weight", f"{i}.streams_correct.weight", count, count)
+            whole(f"{base}.altup.correct_output_scale", f"{i}.streams_scale", hidden)
+            whole(f"{base}.laurel.linear_left.weight", f"{i}.laurel_left.weight", rank, hidden)
+            whole(f"{base}.laurel.linear_right.weight", f"{i}.laurel_right.weight", hidden, rank)
+            whole(f"{base}.laurel.post_laurel_norm.weight", f"{i}.laurel_norm.weight", hidden)
+        mlp = [] if experts is None else _experts(hidden, experts)
+        if experts is None or experts.beside:
+            mlp += _mlp(spec, i)
+        if experts is not None and experts.beside:
+            whole(f"{base}.router.scale", f"{i}.router_scale", hidden)
+            whole(f"{base}.router.per_expert_scale", f"{i}.expert_scale", experts.count)
         for target, parts, width, bias in _attention(spec, i) + mlp:
             start, total = 0, sum(rows for _, rows in parts)
             for part, rows in parts:
@@ -124,15 +146,16 @@ def _mlp(spec: ModelSpec, layer: int) -> list[Product]:
 
 def _experts(hidden: int, experts: ExpertsSpec) -> list[Product]:
     """The router, and the experts one below another; the one for all tokens takes the place of the MLP."""
-    base, width, bias, (gate, up, down) = experts.base, experts.width, experts.bias, experts.names
-    each = [f"{base}.experts.{e}" for e in range(experts.count)]
+    base, width, bias, (gate, up, down) = f"{experts.base}.", experts.width, experts.bias, experts.names
+    base = base.lstrip(".")  # experts beside the MLP are parts of the layer itself
+    each = [f"{base}experts.{e}" for e in range(experts.count)]
     products = [
-        ("router", [(f"{base}.{experts.router}", experts.count)], hidden, bias),
+        ("router", [(f"{base}{experts.router}", experts.count)], hidden, bias),
         ("experts_up", [(f"{one}.{part}", width) for one in each for part in (gate, up)], hidden, bias),
         ("experts_down", [(f"{one}.{down}", hidden) for one in each], width, bias),
     ]
     if inner := experts.shared_width:
-        shared = f"{base}.shared_expert"
+        shared = f"{base}shared_expert"
         products += [
             ("gate_up_proj", [(f"{shared}.gate_proj", inner), (f"{shared}.up_proj", inner)], hidden, False),
             ("down_proj", [(f"{shared}.down_proj", hidden)], inner, False),

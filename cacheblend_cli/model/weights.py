@@ -82,7 +82,8 @@ def load_weights(
     folded = spec.residual_scale != 1 or head_order(spec) is not None or spec.qkv_by_group
     embedding = embedding_name(spec)
     stays = device.type == "cpu" and not deltas and spec.experts is None and not folded
-    source = tensor_source(model_dir, experts=spec.experts is not None)
+    experts = spec.experts
+    source = tensor_source(model_dir, experts=experts is not None, stacked=experts is not None and experts.beside)
     for stored, kind, found in source.headers():
         name = _name_in(shapes, stored)
         if name is None:

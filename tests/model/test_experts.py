@@ -11,7 +11,7 @@ from cacheblend_kernels.torch_backend import TorchBackend
 from torch import Tensor
 
 from cacheblend_cli.model import experts
-from cacheblend_cli.model.experts import Experts
+from cacheblend_cli.model.experts import Experts, ExpertsBeside
 from cacheblend_cli.model.families import spec_from_config
 from cacheblend_cli.model.spec import ExpertsSpec
 from cacheblend_cli.model.weight_map import expected_shapes
@@ -75,6 +75,31 @@ def test_a_row_reads_its_own_experts_alone() -> None:
         each = held[f"{name}.weight"].view(COUNT, -1)
         each[[e for e in range(COUNT) if e not in chosen]] = torch.nan
     torch.testing.assert_close(layer(held)(h), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_experts_beside_the_mlp_are_chosen_by_the_normed_input() -> None:
+    """Gemma 4's router norms its input, scales each channel of it, and scales what an expert gives."""
+    spec = replace(SPEC, rms_norm_eps=1e-6)
+    of_two = ExpertsSpec(count=3, per_token=1, width=WIDTH, layers=(0,), beside=True)
+    torch.manual_seed(0)
+    held = {
+        "router.weight": torch.eye(3, HIDDEN),
+        "router_scale": torch.ones(HIDDEN),
+        "expert_scale": torch.tensor([1.0, 0.0, 3.0]),
+        "experts_up.weight": torch.randn(3 * 2 * WIDTH, HIDDEN),
+        "experts_down.weight": torch.randn(3 * HIDDEN, WIDTH),
+    }
+    held["router_scale"][0] = 0.0
+    norms = {"dense_out": lambda x: 2 * x, "experts_in": lambda x: x, "experts_out": lambda x: 5 * x}
+    beside = ExpertsBeside(spec, of_two, dict(held), TorchBackend(), norms)
+    h = torch.zeros(2, HIDDEN)
+    h[0, :2], h[1, [0, 2]] = torch.tensor([9.0, 1.0]), torch.tensor([9.0, 1.0])  # channel 0 chooses nothing
+    dense = torch.randn(2, HIDDEN)
+    out = beside(dense, h)
+    torch.testing.assert_close(out[0], 2 * dense[0])
+    up, down = held["experts_up.weight"].view(3, -1, HIDDEN)[2], held["experts_down.weight"].view(3, HIDDEN, WIDTH)[2]
+    gate, value = (up @ h[1]).chunk(2)
+    torch.testing.assert_close(out[1], 2 * dense[1] + 15 * (down @ (F.silu(gate) * value)), atol=1e-4, rtol=1e-4)
 
 
 def test_a_row_does_not_depend_on_where_others_are_sent() -> None:

@@ -22,6 +22,7 @@ from cacheblend_cli.model.spec import ModelSpec
 
 LEFT_OVER = {  # what no config class of transformers has as a field any more, and configs still have
     "llama": {"max_window_layers"}, "mistral": {"max_window_layers"}, "ministral": {"max_window_layers"},
+    "gemma3n_text": {"rope_local_base_freq"},
     "gemma3_text": {"sliding_window_pattern", "rope_local_base_freq"}, "cohere2": {"sliding_window_pattern"},
     "smollm3": {"max_window_layers", "pretraining_tp"}, "gpt_oss": {"experts_per_token"}, "qwen3_moe": {"max_window_layers", "num_local_experts"},
     "bloom": {
@@ -29,6 +30,7 @@ LEFT_OVER = {  # what no config class of transformers has as a field any more, a
         "masked_softmax_fusion", "offset_alibi", "skip_bias_add", "skip_bias_add_qkv",
     },
     "gemma4_text": {"global_head_dim", "num_global_key_value_heads", "per_layer_config"},
+    "gemma4_unified_text": {"global_head_dim", "num_global_key_value_heads", "per_layer_config"},
     "mpt": {"hidden_size", "num_hidden_layers", "num_attention_heads"}, "falcon": {"n_embed", "n_layer", "n_head"},
 }  # fmt: skip
 SIZES = {
@@ -73,14 +75,15 @@ def test_a_missing_field_of_a_fused_decoder_is_what_transformers_takes_for_it(na
     assert (spec.alibi is None) == (name == "falcon")
 
 
-def test_a_missing_field_of_gemma_4_is_what_transformers_takes_for_it() -> None:
-    config, spec = CONFIG_MAPPING["gemma4_text"](), spec_from_config({"model_type": "gemma4_text"})
+@pytest.mark.parametrize("name", ["gemma4_text", "gemma4_unified_text"])
+def test_a_missing_field_of_gemma_4_is_what_transformers_takes_for_it(name: str) -> None:
+    config, spec = CONFIG_MAPPING[name](), spec_from_config({"model_type": name})
     layers = [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
     assert [spec.heads_of(i) for i in range(spec.num_layers)] == [(c.num_key_value_heads, c.head_dim) for c in layers]
-    assert (spec.token_width, spec.token_vocab) == (
-        config.hidden_size_per_layer_input,
-        config.vocab_size_per_layer_input,
-    )
+    inputs = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
+    assert (spec.token_width, spec.token_vocab) == tuple(getattr(config, field, 0) for field in inputs)
+    assert spec.max_context == config.max_position_embeddings
+    assert set(spec.sliding_windows) == {None, config.sliding_window}
     kinds = ["full_attention" if window is None else "sliding_attention" for window in spec.sliding_windows]
     assert kinds == config.layer_types
     assert ropes_of(spec) == {kind: whole(rope) for kind, rope in config.rope_parameters.items()}
@@ -91,7 +94,9 @@ def test_a_missing_field_of_gemma_4_is_what_transformers_takes_for_it() -> None:
     )
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in (*FUSED, "gemma4_text")])
+@pytest.mark.parametrize(
+    "name", [name for name in FAMILIES if name not in (*FUSED, "gemma4_text", "gemma4_unified_text")]
+)
 def test_a_missing_field_is_what_transformers_takes_for_it(name: str) -> None:
     config = CONFIG_MAPPING[name](**SIZES)
     spec = spec_from_config({"model_type": name, **SIZES})

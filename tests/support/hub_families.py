@@ -14,9 +14,12 @@ from transformers import (
     FalconConfig,
     Gemma2Config,
     Gemma3Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4Config,
     Gemma4TextConfig,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedTextConfig,
     GemmaConfig,
     Glm4Config,
     GlmConfig,
@@ -89,6 +92,12 @@ def bare(held: dict[str, torch.Tensor]) -> None:
 
 def gemma4(**shape: Any) -> PretrainedConfig:
     return Gemma4Config(text_config=Gemma4TextConfig(**shape).to_dict(), vision_config=GEMMA4_EYES, audio_config=None)
+
+
+def gemma4_unified(**shape: Any) -> PretrainedConfig:
+    text = Gemma4UnifiedTextConfig(**shape).to_dict()
+    eyes = {"mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 32, "patch_size": 2}
+    return Gemma4UnifiedConfig(text_config=text, vision_config=eyes, audio_config=None)
 
 
 GEMMA4_EYES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -167,6 +176,10 @@ GEMMA4_SMALL = GEMMA4 | {
     "vocab_size_per_layer_input": 320,
     "num_kv_shared_layers": 3,
 }
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24}
+GEMMA4_UNIFIED = {name: value for name, value in GEMMA4.items() if name != "hidden_size_per_layer_input"}
+GEMMA3N = {"head_dim": 16, "num_hidden_layers": 6, "sliding_window": 20, "hidden_size_per_layer_input": 12, "laurel_rank": 8,
+           "vocab_size_per_layer_input": 320, "num_kv_shared_layers": 3, "layer_types": GEMMA4["layer_types"]}  # fmt: skip
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 20}
 
 RUN = [
@@ -207,7 +220,17 @@ RUN = [
     HubModel("gemma-4-e2b", Gemma4TextConfig, GEMMA4_SMALL | {"use_double_wide_mlp": True}),
     HubModel("gemma-4-e4b, a cap", Gemma4TextConfig, GEMMA4_SMALL | {"final_logit_softcapping": 3.0, "num_key_value_heads": 1},
              {"per_layer_config": DROP, "global_head_dim": 32}, shard_size="20KB"),
+    HubModel("gemma-4-26b-a4b", Gemma4TextConfig, GEMMA4 | GEMMA4_EXPERTS | {"use_bidirectional_attention": "vision"}),
+    HubModel("gemma-4-26b-a4b, inside another", gemma4, GEMMA4 | GEMMA4_EXPERTS | {"top_k_experts": 3, "pad_token_id": 0}),
+    HubModel("gemma-4-12b", Gemma4UnifiedTextConfig, GEMMA4_UNIFIED | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    HubModel("gemma-4-12b, inside another", gemma4_unified, GEMMA4_UNIFIED | {"num_kv_shared_layers": 3, "pad_token_id": 0}),
     HubModel("gemma-4-e2b, inside another", gemma4, GEMMA4_SMALL | {"use_double_wide_mlp": True, "pad_token_id": 0}),
+    # Gemma 3n
+    HubModel("gemma-3n-e4b", Gemma3nTextConfig, GEMMA3N | {"activation_sparsity_pattern": [0.95, 0.6, *[0.0] * 4]}),
+    HubModel("gemma-3n-e2b, widths", Gemma3nTextConfig, GEMMA3N | {"num_kv_shared_layers": 2, "altup_num_inputs": 3,
+             "altup_active_idx": 1, "intermediate_size": [48, 48, 64, 48, 48, 40]}, {"rope_parameters": DROP, "rope_theta": 1e6}),
+    HubModel("gemma-3n, no shared layers, no scale", Gemma3nTextConfig, GEMMA3N | {"num_kv_shared_layers": 0, "final_logit_softcapping": 3.0,
+             "altup_correct_scale": False, "vocab_size_per_layer_input": 290}, shard_size="20KB"),
     # Phi
     HubModel("phi-3-mini-4k", Phi3Config, {"sliding_window": 30, "num_key_value_heads": 4}, old(10000.0) | {"num_key_value_heads": DROP}),
     HubModel("phi-3-mini-128k", Phi3Config, {"head_dim": 8, "original_max_position_embeddings": 64},
@@ -307,7 +330,7 @@ REFUSED = [
         ("falcon_h1", "some of its layers are recurrent"), ("nemotron_h", "some of its layers are recurrent"),
         ("granitemoehybrid", "some of its layers are recurrent"), ("gpt2", "its positions are learned"),
         ("opt", "its positions are learned"), ("bert", "it is an encoder"), ("t5", "its decoder attends to an encoder"),
-        ("gemma4_unified", "it is a form of Gemma 4"), ("gemma3n", "it has several residual streams"),
+        ("gemma4_assistant", "it drafts for another model"),
         ("deepseek_v3", "it keeps K and V as a latent vector"),
     )),
     fault("bloom, other residual", "apply_residual_connection_post_layernorm = true", BloomConfig,
@@ -319,7 +342,13 @@ REFUSED = [
     fault("falcon, uneven heads", "does not divide into 5 attention heads", FalconConfig, num_attention_heads=5),
     fault("falcon, two norms of an old decoder", "num_ln_in_parallel_attn in config.json is 2", FalconConfig,
           num_ln_in_parallel_attn=2),
-    fault("gemma 4 with experts", "enable_moe_block = true", Gemma4TextConfig, enable_moe_block=True),
+    HubModel("gemma 3n, the fifth stream of four", Gemma3nTextConfig, GEMMA3N, {"altup_active_idx": 4},
+             refused="altup_active_idx in config.json is 4"),
+    HubModel("gemma 3n, layers without a sparsity", Gemma3nTextConfig, GEMMA3N, {"activation_sparsity_pattern": [0.5]},
+             refused="activation_sparsity_pattern in config.json is [0.5]"),
+    fault("gemma 4, more experts than there are", "top_k_experts in config.json is 9", Gemma4TextConfig, **GEMMA4_EXPERTS | {"top_k_experts": 9}),
+    fault("gemma 4, text in both directions", "use_bidirectional_attention in config.json is 'all'", Gemma4TextConfig,
+          use_bidirectional_attention="all"),
     fault("gemma 4, all layers use another's K and V", "num_kv_shared_layers in config.json is 3", Gemma4TextConfig,
           num_kv_shared_layers=3),
     fault("both directions", "use_bidirectional_attention = true", use_bidirectional_attention=True),

@@ -16,7 +16,8 @@ from cacheblend_cli.model.families.cohere import COHERE, COHERE2
 from cacheblend_cli.model.families.exaone4 import EXAONE4
 from cacheblend_cli.model.families.falcon import FALCON
 from cacheblend_cli.model.families.gemma import GEMMA, GEMMA2, GEMMA3
-from cacheblend_cli.model.families.gemma4 import GEMMA4
+from cacheblend_cli.model.families.gemma3n import GEMMA3N
+from cacheblend_cli.model.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from cacheblend_cli.model.families.glm import GLM, GLM4
 from cacheblend_cli.model.families.gpt_oss import GPT_OSS
 from cacheblend_cli.model.families.granite import GRANITE
@@ -45,7 +46,7 @@ FAMILIES = {
         LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, QWEN2, QWEN3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3,
         OLMO2, OLMO3, GLM, GLM4, STARCODER2, STABLELM, COHERE, COHERE2, EXAONE4,
         QWEN2_MOE, QWEN3_MOE, MIXTRAL, GPT_OSS, BLOOM, MPT, FALCON,
-        GEMMA4,
+        GEMMA3N, GEMMA4, GEMMA4_UNIFIED,
     )
 }  # fmt: skip
 

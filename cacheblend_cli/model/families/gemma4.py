@@ -1,28 +1,33 @@
 """Gemma 4: a Gemma 3 whose layers with full attention have heads of their own size and number, and whose V is normed.
 
 In its small models (E2B, E4B) the last layers attend to the K and V of an earlier one, with an MLP twice as wide, and every layer
-gets an input of the token alone; in the large one V of full attention is made of K's projection. The models with experts (26B-A4B)
-are refused by name.
+gets an input of the token alone; in the large one V of full attention is made of K's projection; 26B-A4B has experts beside each
+layer's MLP. gemma4_unified_text (12B) is the same decoder without inputs by token and without experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.families.gemma import AROUND
+from cacheblend_cli.model.families.moe import checked
 from cacheblend_cli.model.families.reader import ConfigFields, Family, plain_decoder, windows_by_pattern
 from cacheblend_cli.model.families.rope_fields import KINDS, rope_parameters
 from cacheblend_cli.model.families.values import wrong_value
-from cacheblend_cli.model.spec import LayerShapes, ModelSpec
+from cacheblend_cli.model.spec import ExpertsSpec, LayerShapes, ModelSpec
 
 FIELDS = (
     "attention_bias", "hidden_activation", "sliding_window", "layer_types", "final_logit_softcapping", "attention_k_eq_v",
     "global_head_dim", "num_global_key_value_heads", "num_kv_shared_layers", "use_double_wide_mlp", "hidden_size_per_layer_input",
-    "vocab_size_per_layer_input", "per_layer_config",
-    "num_experts", "top_k_experts", "moe_intermediate_size",  # read where enable_moe_block says so, which is refused
+    "vocab_size_per_layer_input", "per_layer_config", "use_bidirectional_attention",
+    "enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size",
 )  # fmt: skip
+UNIFIED_FIELDS = tuple(
+    name for name in FIELDS if "per_layer_input" not in name and "experts" not in name and "moe" not in name
+)
 MISSING = {
     "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072,
@@ -32,18 +37,51 @@ ROPES = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
+AROUND_EXPERTS = (
+    *AROUND,
+    ("dense_out", "post_feedforward_layernorm_1"),
+    ("experts_in", "pre_feedforward_layernorm_2"),
+    ("experts_out", "post_feedforward_layernorm_2"),
+)
 UNUSED = ("k_proj", "v_proj", "k_norm")  # of layers that use another layer's K and V, where a checkpoint has them
 
 
 def read(fields: ConfigFields) -> ModelSpec:
-    spec = plain_decoder(fields.without_rope(), MISSING, activation="hidden_activation")
-    windows = windows_by_pattern(fields, spec.num_layers, every=6, window=512)
+    spec = _decoder(fields, MISSING, window=512)
+    spec = replace(
+        spec,
+        token_width=fields.integer("hidden_size_per_layer_input", 256, least=0),
+        token_vocab=fields.integer("vocab_size_per_layer_input", 262144),
+    )
+    if not fields.flag("enable_moe_block"):
+        return spec
+    experts = ExpertsSpec(
+        count=fields.integer("num_experts"),
+        per_token=fields.integer("top_k_experts"),
+        width=fields.integer("moe_intermediate_size"),
+        layers=tuple(range(spec.num_layers)),
+        base="",
+        router="router.proj",
+        beside=True,
+    )
+    return replace(spec, norms=AROUND_EXPERTS, experts=checked(experts, "top_k_experts"))
+
+
+def read_unified(fields: ConfigFields) -> ModelSpec:
+    return _decoder(fields, MISSING | {"max_position_embeddings": 262144}, window=1024)
+
+
+def _decoder(fields: ConfigFields, missing: Mapping[str, Any], window: int) -> ModelSpec:
+    both = fields.values.get("use_bidirectional_attention")
+    if both not in (None, "vision"):  # "vision": pictures alone are seen in both directions, and they are not read
+        raise wrong_value("use_bidirectional_attention", both, 'null or "vision": text has to be causal')
+    spec = plain_decoder(fields.without_rope(), missing, activation="hidden_activation")
+    windows = windows_by_pattern(fields, spec.num_layers, every=6, window=window)
     spec = replace(
         spec, sliding_windows=(*windows[:-1], None)
     )  # transformers gives the last layer none, whatever is said
     spec = replace(spec, shapes=_shapes(fields, spec))
     spec = replace(spec, **_ropes(fields, spec))
-    shared = [layer for layer in range(spec.num_layers) if spec.kv_layer(layer) != layer]
     return replace(
         spec,
         norms=AROUND,
@@ -53,36 +91,53 @@ def read(fields: ConfigFields) -> ModelSpec:
         attention_scale=1.0,
         embedding_scale=spec.hidden_size**0.5,
         logit_soft_cap=fields.optional_factor("final_logit_softcapping", None),
-        token_width=fields.integer("hidden_size_per_layer_input", 256, least=0),
-        token_vocab=fields.integer("vocab_size_per_layer_input", 262144),
-        other_parts=tuple(
-            f"{base}layers.{layer}.self_attn.{part}."
-            for base in ("", "model.", "model.language_model.", "language_model.model.")
-            for layer in shared
-            for part in UNUSED
-        ),
+        other_parts=unused_projections(spec),
+    )
+
+
+def unused_projections(spec: ModelSpec) -> tuple[str, ...]:
+    """Prefixes of tensors of layers that use another layer's K and V."""
+    return tuple(
+        f"{base}layers.{layer}.self_attn.{part}."
+        for base in ("", "model.", "model.language_model.", "language_model.model.")
+        for layer in range(spec.num_layers)
+        if spec.kv_layer(layer) != layer
+        for part in UNUSED
     )
 
 
 def _shapes(fields: ConfigFields, spec: ModelSpec) -> LayerShapes:
     full = [window is None for window in spec.sliding_windows]
     heads = [_heads(fields, spec, layer, is_full) for layer, is_full in enumerate(full)]
-    shared = fields.integer("num_kv_shared_layers", 0, least=0)
+    kv_layers = shared_kv_layers(fields, spec, default=0)
+    wide = 2 if fields.flag("use_double_wide_mlp") else 1
+    widths = (
+        spec.intermediate_size if source == i else wide * spec.intermediate_size for i, source in enumerate(kv_layers)
+    )
+    same = fields.flag("attention_k_eq_v")
+    return LayerShapes(
+        kv_heads=tuple(number for number, _ in heads),
+        head_dims=tuple(dim for _, dim in heads),
+        kv_layers=kv_layers,
+        mlp_widths=tuple(widths),
+        values_of_keys=tuple(same and is_full for is_full in full),
+    )
+
+
+def shared_kv_layers(fields: ConfigFields, spec: ModelSpec, default: int) -> tuple[int, ...]:
+    """For each layer the one whose K and V it attends to: the last ones' is the last before them of their kind of attention.
+
+    default: num_kv_shared_layers where the config does not say.
+    """
+    full = [window is None for window in spec.sliding_windows]
+    shared = fields.integer("num_kv_shared_layers", default, least=0)
     own = spec.num_layers - shared
     if shared and (own < 1 or set(full[:own]) != set(full)):
         raise wrong_value(
             "num_kv_shared_layers", shared, "less: a layer of each kind of attention has K and V of its own"
         )
     sources = [max(i for i in range(own) if full[i] == full[layer]) for layer in range(own, spec.num_layers)]
-    wide = 2 if fields.flag("use_double_wide_mlp") else 1
-    same = fields.flag("attention_k_eq_v")
-    return LayerShapes(
-        kv_heads=tuple(number for number, _ in heads),
-        head_dims=tuple(dim for _, dim in heads),
-        kv_layers=(*range(own), *sources),
-        mlp_widths=(spec.intermediate_size,) * own + (wide * spec.intermediate_size,) * shared,
-        values_of_keys=tuple(same and is_full for is_full in full),
-    )
+    return (*range(own), *sources)
 
 
 def _heads(fields: ConfigFields, spec: ModelSpec, layer: int, full: bool) -> tuple[int, int]:
@@ -126,3 +181,6 @@ def _ropes(fields: ConfigFields, spec: ModelSpec) -> dict[str, Any]:
 
 
 GEMMA4 = Family("gemma4_text", ("Gemma4ForCausalLM", "Gemma4TextModel"), FIELDS, read)
+GEMMA4_UNIFIED = Family(
+    "gemma4_unified_text", ("Gemma4UnifiedForCausalLM", "Gemma4UnifiedTextModel"), UNIFIED_FIELDS, read_unified
+)

@@ -75,9 +75,10 @@ def _experts(fields: ConfigFields, num_layers: int, count: int, per_token: int, 
     )
 
 
-def checked(experts: ExpertsSpec) -> ExpertsSpec:
+def checked(experts: ExpertsSpec, name: str = "num_experts_per_tok") -> ExpertsSpec:
+    """The experts. name: the field of per_token."""
     if experts.per_token > experts.count:
-        raise wrong_value("num_experts_per_tok", experts.per_token, f"at most {experts.count}, which is all of them")
+        raise wrong_value(name, experts.per_token, f"at most {experts.count}, which is all of them")
     return experts
 
 

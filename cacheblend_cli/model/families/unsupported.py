@@ -10,8 +10,7 @@ LEARNED = "its positions are learned and added to the tokens: K and V cannot be 
 ENCODER = "it is an encoder: it writes no text"
 CROSS = "its decoder attends to an encoder (cross attention), which is not implemented"
 LATENT = "it keeps K and V as a latent vector (MLA), which is not implemented"
-SEVERAL_STREAMS = "it has several residual streams (AltUp) and layers of low rank (Laurel), which are not implemented"
-UNIFIED = "it is a form of Gemma 4 that is not implemented"
+ASSISTANT = "it drafts for another model, and attends to that model's K and V: it has none of its own"
 
 _TYPES = {
     RECURRENT: """
@@ -25,8 +24,7 @@ _TYPES = {
         roformer
     """,
     CROSS: "t5 mt5 umt5 bart mbart pegasus marian m2m_100 whisper mllama t5gemma t5gemma2 led longt5 blenderbot bert-generation",
-    UNIFIED: "gemma4_unified gemma4_unified_text",
-    SEVERAL_STREAMS: "gemma3n gemma3n_text",
+    ASSISTANT: "gemma4_assistant gemma4_unified_assistant",
     LATENT: "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k25 minicpm3 longcat_flash glm4_moe_lite glm_moe_dsa axk1 youtu",
 }
 UNSUPPORTED = {model_type: reason for reason, types in _TYPES.items() for model_type in types.split()}

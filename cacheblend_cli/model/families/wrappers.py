@@ -13,6 +13,7 @@ from cacheblend_cli.model.families.values import wrong_value
 FIELDS = (
     "text_config", "tie_word_embeddings", "vision_config", "multimodal_projector_bias", "projector_hidden_act",
     "vision_feature_layer", "spatial_merge_size", "mm_tokens_per_image", "audio_config", "vision_soft_tokens_per_image",
+    "audio_soft_tokens_per_image",
 )  # fmt: skip
 EYES = tuple(
     f"{base}{part}."
@@ -21,6 +22,7 @@ EYES = tuple(
         "visual",
         "vision_tower",
         "vision_model",
+        "vision_embedder",
         "multi_modal_projector",
         "audio_tower",
         "embed_vision",
@@ -66,6 +68,8 @@ WRAPPERS = {
         Wrapper("qwen2_5_vl", ("Qwen2_5_VLForConditionalGeneration",), "qwen2_5_vl_text", flat=True),
         Wrapper("qwen3_vl", ("Qwen3VLForConditionalGeneration",), "qwen3_vl_text"),
         Wrapper("gemma4", ("Gemma4ForConditionalGeneration",), "gemma4_text", tied=True),
+        Wrapper("gemma3n", ("Gemma3nForConditionalGeneration",), "gemma3n_text", tied=True),
+        Wrapper("gemma4_unified", ("Gemma4UnifiedForConditionalGeneration",), "gemma4_unified_text", tied=True),
         Wrapper("gemma3", ("Gemma3ForConditionalGeneration",), "gemma3_text", tied=True),
     )
 }
