@@ -21,7 +21,7 @@ FIELDS = (
     "altup_num_inputs", "altup_active_idx", "altup_correct_scale", "altup_coef_clip",  # the last one: for training
     "activation_sparsity_pattern",
 )  # fmt: skip
-MISSING = {
+MISSING: dict[str, Any] = {
     "vocab_size": 262400, "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 35, "num_attention_heads": 8,
     "num_key_value_heads": 2, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
