@@ -129,7 +129,7 @@ def measure_compute(decoder: Decoder, block_size: int, seconds: float = PROBE_S)
         spent += sum(times)
     layers = depth - 1 + kv_share(spec) if depth > 1 else 1.0
     layer_s, row_s, pair_s = fit([n for n, _ in found], [t / layers for _, t in found])
-    hidden = torch.zeros(1, spec.hidden_size, dtype=decoder.dtype, device=decoder.device)
+    hidden = torch.zeros(1, *spec.row_shape, dtype=decoder.dtype, device=decoder.device)
     times = yield from _runs(lambda: decoder.logits(hidden, hidden), decoder, seconds / 10)
     moved_s = yield from _moved_row_s(shallow, block_size, seconds / 20)
     return Speeds(layer_s, row_s, pair_s, statistics.median(times[1:]), moved_s=moved_s)

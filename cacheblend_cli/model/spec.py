@@ -190,6 +190,11 @@ class ModelSpec:
         return layer if self.shapes is None else self.shapes.kv_layers[layer]
 
     @property
+    def row_shape(self) -> tuple[int, ...]:
+        """A row of the residual stream, or of several."""
+        return (self.hidden_size,) if self.streams is None else (self.streams.count, self.hidden_size)
+
+    @property
     def num_kv_layers(self) -> int:
         """Layers with K and V of their own: the first ones."""
         return self.num_layers if self.shapes is None else len(set(self.shapes.kv_layers))
