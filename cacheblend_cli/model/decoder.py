@@ -92,11 +92,15 @@ class DecoderLayer:
         self._o = linear(get["o_proj.weight"], get.get("o_proj.bias"), weight_dtype=weight_dtype)
         experts = spec.experts if spec.experts is not None and index in spec.experts.layers else None
         norms = {p: Norm(spec, kernels, get[f"{p}.weight"], get.get(f"{p}.bias")) for p, _ in spec.norms}
-        beside = experts is not None and experts.beside
-        self._beside = ExpertsBeside(spec, experts, get, kernels, norms) if experts is not None and beside else None
-        dense = experts is None or beside
         sparsity = spec.sparsity[index] if spec.sparsity else 0.0
-        self.mlp = MLP(spec, get, kernels, weight_dtype, sparsity) if dense else Experts(spec, experts, get, kernels)
+        self._beside: ExpertsBeside | None = None
+        self.mlp: MLP | Experts
+        if experts is None or experts.beside:
+            self.mlp = MLP(spec, get, kernels, weight_dtype, sparsity)
+        else:
+            self.mlp = Experts(spec, experts, get, kernels)
+        if experts is not None and experts.beside:
+            self._beside = ExpertsBeside(spec, experts, get, kernels, norms)
         self.altup = AltUp(spec, spec.streams, get, kernels) if spec.streams is not None else None
         self._low_rank = LowRank(spec, get, kernels, weight_dtype) if spec.streams is not None else None
         self.attention_in, self._attention_out = norms.get("attention_in"), norms.get("attention_out")

@@ -21,7 +21,7 @@ TEXTS = [
     "Jonas keeps a parrot at home near the harbor " * 2,
 ]
 QUESTION, NEW = "where does Mara work?", 8
-NAMES = ["qwen3", "gemma-3-4b", "glm-4-9b", "mistral, narrow window"]
+NAMES = ["qwen3", "gemma-3-4b", "gemma-3n-e4b", "glm-4-9b", "mistral, narrow window"]
 MODELS = [model for model in (*hub_models.RUN, *hub_families.RUN) if model.name in NAMES]
 
 

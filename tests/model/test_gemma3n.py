@@ -1,4 +1,4 @@
-"""Gemma 3n: the text half of the whole model's checkpoint, and tokens that the second embedding has not."""
+"""Gemma 3n: the text half of the whole model's checkpoint, tokens that the second embedding has not, and its speed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from cacheblend_kernels.torch_backend import TorchBackend
 from hub_families import newer_names
 from hub_models import tensors
 
+from cacheblend_cli.engine.speeds import measure_compute
+from cacheblend_cli.kv.forward import finish
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.spec import ModelSpec
@@ -68,3 +70,11 @@ def test_a_token_without_a_row_in_the_second_embedding_gets_the_first_row(text: 
     weights_of_first, embed = inputs.of_layer(torch.tensor([0]), 1), inputs._embed
     inputs._embed = lambda ids: embed(torch.zeros_like(ids))  # the main embedding aside
     torch.testing.assert_close(inputs.of_layer(torch.tensor([310]), 1), weights_of_first)
+
+
+def test_its_speed_can_be_measured(text: Path) -> None:
+    """--ratio auto times a copy of the first layers, and the head behind all streams."""
+    spec = read_spec(text)
+    decoder = Decoder(spec, load_weights(spec, text, torch.float32, torch.device("cpu")), TorchBackend())
+    speeds = finish(measure_compute(decoder, 16, seconds=0.05))
+    assert min(speeds.row_s, speeds.head_s, speeds.moved_s) > 0
