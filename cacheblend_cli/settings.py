@@ -129,6 +129,7 @@ class Settings:
     gpu_memory_utilization: float = _setting(0.9, "Share of the GPU's memory to use, including weights.")
     eager: bool = _setting(False, "Decode without CUDA graphs.", flag="--eager")
     kv_pool_dtype: str = _setting("auto", "Format of KV on the device: auto (as computed) or float8_e4m3.", shown=False)
+    weights_cache_gb: float = _setting(4.0, "Disk for weights packed for this CPU, in GB; 0: none.")
 
     @property
     def store_path(self) -> Path:
@@ -158,6 +159,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "cutting": ("chunk_tokens", "window", "overlap", "neighbours"),
     "store": ("store", "lock_timeout", "force_store", "max_size"),
     "tier": ("tier", "tier_key_file", "tier_deadline"),
+    "start": ("weights_cache_gb",),
 }  # fmt: skip
 """Settings by topic. Commands choose their flags by group; server/place.py uses the groups that define an engine."""
 
@@ -193,6 +195,7 @@ _LEAST = {
     "threads": 1,
     "lock_timeout": 0,
     "seed": -(2**63),
+    "weights_cache_gb": 0,
 }  # not checked elsewhere
 _MOST = {"threads": 4096, "expand": 10_000}  # other integers: 64 bits
 _WORDS = {"ratio": "auto"}  # words allowed in place of a number

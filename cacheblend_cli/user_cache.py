@@ -9,10 +9,18 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
+PACKED_WEIGHTS = "packed"
+"""Kind of the files that model/packed_cache.py keeps: the only large ones."""
+
+
+def folder(kind: str) -> Path:
+    """Directory of one kind of files. It need not exist."""
+    return user_cache_path("cacheblend") / kind
+
 
 def place(kind: str, *identity: object) -> Path:
     """Return the path of the file for these facts, which may not exist."""
-    return user_cache_path("cacheblend") / kind / hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
+    return folder(kind) / hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
 
 
 def recall(path: Path) -> str:

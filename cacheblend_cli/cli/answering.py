@@ -15,6 +15,7 @@ from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.warm import WarmEngine
 from cacheblend_cli.client import EngineLost
 from cacheblend_cli.corpus.scopes import EVERYTHING
+from cacheblend_cli.model.read_ahead import read_ahead
 from cacheblend_cli.settings import Resolved
 from cacheblend_cli.types import AskOptions, AskRequest, BlendParams, SearchParams, sampling_of
 
@@ -35,6 +36,8 @@ class LocalEngine:
             from cacheblend_cli.cli.tier import share
 
             share(store, resolved.settings, output)
+        settings = resolved.settings
+        read_ahead(settings.model, (settings.dtype, settings.weight_dtype))
         options.import_engine()
         from cacheblend_cli.blend.policy import check_names
 

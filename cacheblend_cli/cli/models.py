@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cacheblend_cli import user_cache
 from cacheblend_cli.cli import completion, options
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size
@@ -124,6 +125,21 @@ def check(settings: Settings, model: Model, json: options.Json = False) -> None:
 
 
 app.command("check")(check)
+
+
+@app.command("clear")
+def clear(json: options.Json = False) -> None:
+    """Remove the packed weights that starts are faster with (setting weights_cache_gb). The models stay."""
+
+    output, folder = Output(), user_cache.folder(user_cache.PACKED_WEIGHTS)
+    files = list(folder.iterdir()) if folder.is_dir() else []
+    size = sum(file.stat().st_size for file in files)
+    for file in files:
+        file.unlink(missing_ok=True)
+    if json:
+        output.json({"removed": len(files), "bytes": size})
+    else:
+        output.text(f"{format_size(size)} of packed weights removed from {folder}")
 
 
 def _facts(model: str, output: Output, lora: str) -> dict[str, Any]:

@@ -21,7 +21,8 @@ class EngineConfig:
     kv_pool_dtype: what K and V are kept in while a question is answered, "auto" for the compute dtype. prompt: the user's
     message with {chunks} and {question}, "" for the model's own or the default; system: the system prompt, "" for none;
     template_var: NAME=VALUE for the chat template. decode_with: torch, llama.cpp, or auto for the faster of the two where both can;
-    decode_model: the GGUF file that llama.cpp decodes with, "" for the model's own."""
+    decode_model: the GGUF file that llama.cpp decodes with, "" for the model's own. weights_cache_gb: disk for packed weights of all models
+    (model/packed_cache.py), 0 for none."""
 
     model: str | None = None
     lora: str | None = None
@@ -40,6 +41,7 @@ class EngineConfig:
     template_var: tuple[str, ...] = ()
     decode_with: str = "auto"
     decode_model: str = ""
+    weights_cache_gb: float = 4.0
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):

@@ -35,6 +35,7 @@ from cacheblend_cli.model.generic.decoder import GenericDecoder
 from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_device, resolve_model
 from cacheblend_cli.model.model_files import unused_adapter
 from cacheblend_cli.model.named import default_model
+from cacheblend_cli.model.read_ahead import remember
 from cacheblend_cli.prompt import dates
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.template import PromptTemplate, split_template
@@ -85,13 +86,14 @@ class Runtime:
             progress(f"loading {name}")
         path = resolve_model(name, say)
         lora = Path(config.lora).expanduser() if config.lora else None
-        precision = Precision(config.dtype, config.weight_dtype)
+        precision = Precision(config.dtype, config.weight_dtype, round(config.weights_cache_gb * 2**30))
         runtime = cls(load_model(path, name, device, precision, config.attention_backend, lora), config)
         if isinstance(runtime.decoder, GenericDecoder):
             check_once(runtime.decoder, runtime.model.fingerprint)
         if config.kv_pool_dtype == "float8_e4m3":
             prefix_ids = runtime.template.prefix_ids
             runtime.decoder.kv_scales = calibrate(runtime.decoder, prefix_ids, config.block_size)
+        remember(config.model or "", (config.dtype, config.weight_dtype), runtime.model.files)
         runtime.load_s = time.perf_counter() - start
         runtime.progress, runtime.say = progress or runtime.progress, say or runtime.say
         if slower := fallback_reason(config.attention_backend, device):

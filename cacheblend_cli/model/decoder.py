@@ -108,7 +108,9 @@ class DecoderLayer:
         self.q_norm, self.k_norm = get.get("q_norm"), get.get("k_norm")
         scale = self.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
         sinks = get["sinks"].float() if spec.sinks else None
-        alibi = None if spec.alibi is None else torch.tensor(spec.alibi, device=get["o_proj.weight"].device)
+        alibi = (
+            None if spec.alibi is None else torch.tensor(spec.alibi, device=next(iter(norms.values())).weight.device)
+        )
         self.attention = AttentionParams(scale, spec.sliding_windows[index], spec.attention_soft_cap, sinks, alibi)
 
     def project_qkv(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -214,7 +216,7 @@ class Decoder:
             else None
         )
         head = weights.pop("lm_head")
-        self.device, self.dtype = head.device, head.dtype
+        self.device, self.dtype = self.norm.weight.device, head.dtype
         # packing a tied head that is in memory would make a second copy
         apart = in_file is not None or head.data_ptr() != self.embedding.data_ptr()
         small = head.numel() * head.itemsize <= SMALL_HEAD

@@ -33,9 +33,10 @@ def bound_caches(environment: MutableMapping[str, str] = os.environ) -> None:
 
 def can_pack(weight: Tensor) -> bool:
     """Return whether oneDNN can keep this weight in its own layout: on a CPU products are then about twice as fast in fp32,
-    and a third faster in bf16 (benchmarks/README.md)."""
+    and a third faster in bf16 (benchmarks/README.md). A meta tensor stands for a weight on the CPU whose packed form is read later
+    (model/packed_cache.py)."""
     return (
-        weight.device.type == "cpu"
+        weight.device.type in ("cpu", "meta")
         and weight.dtype in PACKABLE
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -49,7 +50,16 @@ class Linear:
         self.bias = bias
         self.num_bytes = weight.numel() * weight.element_size() + (0 if bias is None else bias.numel() * bias.itemsize)
         self.packed = pack and can_pack(weight)
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self.packed else weight
+        self.weight = weight
+        if self.packed and not weight.is_meta:
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+        self._memory: object = None
+
+    scales: Tensor | None = None
+
+    def restore(self, weight: Tensor, scales: Tensor | None, memory: object) -> None:
+        """Take a weight that was packed before. memory: what it lies in, held as long as this product."""
+        self.weight, self._memory = weight, memory
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_rows, in] -> [num_rows, out]."""
@@ -72,15 +82,27 @@ class Int8Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._bias, self.dtype = bias, weight.dtype
         self._from = self.dtype if self.dtype in PACKABLE else torch.float32  # what oneDNN gives
-        whole, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
+        place = weight.device
+        whole, scales = (
+            torch.empty(weight.shape, dtype=torch.int8, device=place),
+            torch.empty(len(weight), device=place),
+        )
+        self._memory: object = None
         at_once = max(1, NUMBERS_AT_ONCE // weight.shape[1])
         for part, ints, scale in zip(*(t.split(at_once) for t in (weight, whole, scales)), strict=True):
+            if weight.is_meta:
+                break
             rows = part.float()
             scale.copy_(rows.abs().amax(1).clamp_min_(LEAST).div_(127))
             ints.copy_((rows / scale[:, None]).round_())
-        self.weight = torch.ops.onednn.qlinear_prepack(whole, None)
-        self._scales, self._zeros = scales, torch.zeros(len(scales), dtype=torch.int64)
+        self.weight = whole.t() if weight.is_meta else torch.ops.onednn.qlinear_prepack(whole, None)  # [in, out]
+        self.scales, self._zeros = scales, torch.zeros(len(scales), dtype=torch.int64)
         self.num_bytes = whole.numel() + scales.numel() * 4 + (0 if bias is None else bias.numel() * bias.itemsize)
+
+    def restore(self, weight: Tensor, scales: Tensor | None, memory: object) -> None:
+        """Take a weight that was packed before, and its scales. memory: what they lie in, held as long as this product."""
+        assert scales is not None
+        self.weight, self.scales, self._memory = weight, scales, memory
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_rows, in] -> [num_rows, out]."""
@@ -89,7 +111,7 @@ class Int8Linear:
         scale = rows.abs().amax(1, keepdim=True).clamp_min_(LEAST).div_(127).to(self._from)
         whole = (rows / scale).add_(128.5).to(torch.uint8)  # 128 is zero; what is behind the point is cut off
         out: Tensor = torch.ops.onednn.qlinear_pointwise(
-            whole, 1.0, 128, self.weight, self._scales, self._zeros, None, 1.0, 0, self._from, "none", [], ""
+            whole, 1.0, 128, self.weight, self.scales, self._zeros, None, 1.0, 0, self._from, "none", [], ""
         )
         out = out.mul_(scale).to(self.dtype)
         return out if self._bias is None else out.add_(self._bias)

@@ -26,6 +26,7 @@ from cacheblend_cli.model.hub import HubName, cached, fetch
 from cacheblend_cli.model.linear import bound_caches, check_weight_dtype
 from cacheblend_cli.model.model_files import checkpoint_files, gguf_file_of, is_converted, read_object, weight_names
 from cacheblend_cli.model.named import named_model
+from cacheblend_cli.model.packed_cache import PackedCache
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tensor_source import SafetensorsFiles
 from cacheblend_cli.model.tokenizer import Tokenizer
@@ -43,7 +44,7 @@ class LoadedModel:
 
     `fingerprint` covers architecture, weights, RoPE, dtypes and adapter. fingerprints: of the same model, by compute
     dtype. lora: the adapter merged into the weights, lora_digest: digest of its content. generation_config: contents of
-    the model's file, unchecked.
+    the model's file, unchecked. files: which the weights were read from.
     """
 
     name: str
@@ -57,6 +58,7 @@ class LoadedModel:
     lora: Path | None = None
     lora_digest: str = ""
     weight_dtype: str = "auto"
+    files: tuple[Path, ...] = ()
 
     @property
     def shown_path(self) -> Path:
@@ -70,10 +72,14 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class Precision:
-    """Compute dtype ("auto": by checkpoint and machine), and storage of the weights ("auto": the compute dtype; "int8")."""
+    """Compute dtype ("auto": by checkpoint and machine), and storage of the weights ("auto": the compute dtype; "int8").
+
+    cache_bytes: of packed weights that are kept on disk, of all models together.
+    """
 
     dtype: str = "auto"
     weights: str = "auto"
+    cache_bytes: int = 0
 
 
 def load_model(
@@ -108,32 +114,39 @@ def load_model(
             "transformers holds (generic path)",
             "leave it at auto",
         )
+
+    def fingerprint_of(spec: ModelSpec, dtype: torch.dtype) -> str:
+        return model_fingerprint(spec, path, dtype, lora_digest, precision.weights)
+
+    def build(*, hollow: bool = False) -> Decoder:
+        weights = load_weights(spec, path, compute_dtype, device, adapter, hollow)
+        return Decoder(spec, weights, kernels, precision.weights)
+
+    cache = None
+    if device.type == "cpu" and adapter is None and spec.experts is None and not spec.generic and precision.cache_bytes:
+        cache = PackedCache(fingerprint_of(spec, compute_dtype), precision.cache_bytes)
     try:
         if spec.generic:
             decoder: Decoder = load_generic(spec, path, compute_dtype, device, kernels, adapter)
         else:
-            weights = load_weights(spec, path, compute_dtype, device, adapter)
-            decoder = Decoder(spec, weights, kernels, precision.weights)
+            decoder = build() if cache is None else cache.decoder(build)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             f"the weights do not fit on {device}: {error}", "use a smaller model or --device cpu"
         ) from error
-    fingerprints = {
-        name: model_fingerprint(decoder.spec, path, dtype, lora_digest, precision.weights)
-        for name, dtype in DTYPES.items()
-    }
     return LoadedModel(
         name=name,
         path=path,
         decoder=decoder,
         tokenizer=tokenizer,
-        fingerprint=fingerprints[str(compute_dtype).removeprefix("torch.")],
-        fingerprints=fingerprints,
+        fingerprint=fingerprint_of(decoder.spec, compute_dtype),
+        fingerprints={name: fingerprint_of(decoder.spec, dtype) for name, dtype in DTYPES.items()},
         eos_ids=_eos_ids(path, generation, spec.config, tokenizer),
         generation_config=generation,
         lora=lora,
         lora_digest=lora_digest,
         weight_dtype=precision.weights,
+        files=(cache.path,) if cache is not None and cache.is_used else tuple(_read_files(path)),
     )
 
 
@@ -240,6 +253,10 @@ def model_fingerprint(
         parts += repr(quantisation)
     parts += "" if weight_dtype == "auto" else weight_dtype
     return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
+
+
+def _read_files(path: Path) -> list[Path]:
+    return [gguf_file_of(path)] if is_converted(path) else checkpoint_files(path)
 
 
 def _eos_ids(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.model_files import AGAIN
+
+SMALL = 1 << 18  # numbers
 
 
 class SafetensorsFiles:
@@ -20,6 +23,7 @@ class SafetensorsFiles:
 
     def __init__(self, files: list[Path]) -> None:
         self._files, self._file_of = files, dict[str, Path]()
+        self._small, self._open = set[str](), dict[Path, Any]()  # small tensors are read from a file that stays open
 
     def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         for file in self._files:
@@ -31,11 +35,19 @@ class SafetensorsFiles:
                 raise UsageError(f"{file} is not a readable safetensors file: {error}", AGAIN) from error
             for name, (dtype, shape) in found.items():
                 self._file_of.setdefault(name, file)
+                if math.prod(shape) <= SMALL:
+                    self._small.add(name)
                 yield name, dtype, shape
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Read rows `start` to `stop` under a mapping of their own, so that copied pages do not stay resident."""
-        with safe_open(self._file_of[name], framework="pt") as handle:
+        """Read rows `start` to `stop`; of large tensors under a mapping of their own, so that copied pages do not stay resident."""
+        file = self._file_of[name]
+        if name in self._small:
+            if file not in self._open:
+                self._open[file] = safe_open(file, framework="pt")
+            rows: Tensor = self._open[file].get_slice(name)[start:stop]
+            return rows
+        with safe_open(file, framework="pt") as handle:
             return handle.get_slice(name)[start:stop]
 
     def columns(self, name: str, start: int, stop: int) -> Tensor:

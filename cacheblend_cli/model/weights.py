@@ -40,7 +40,7 @@ class Weights(dict[str, Tensor]):
     def __init__(self) -> None:
         super().__init__()
         self._rest: dict[str, list[Tensor]] = {}
-        self._rooms: dict[str, Tensor] = {}
+        self._rooms: dict[tuple[str, Shape], Tensor] = {}
 
     def put_parts(self, name: str, parts: Mapping[int, Tensor]) -> None:
         """Write a tensor in blocks of rows, by first row."""
@@ -54,13 +54,19 @@ class Weights(dict[str, Tensor]):
         parts, kind = (first, *rest), name.split(".", 1)[-1]
         if not can_pack(first):
             return torch.cat(parts)
-        if kind not in self._rooms:
-            self._rooms[kind] = _room((sum(map(len, parts)), *first.shape[1:]), first.dtype, first.device)
-        return torch.cat(parts, out=self._rooms[kind])
+        shape = sum(map(len, parts)), *first.shape[1:]  # of one kind, too, layers may differ
+        if (kind, shape) not in self._rooms:
+            self._rooms[kind, shape] = _room(shape, first.dtype, first.device)
+        return torch.cat(parts, out=self._rooms[kind, shape])
 
 
 def load_weights(
-    spec: ModelSpec, model_dir: Path, dtype: torch.dtype, device: torch.device, adapter: LoraAdapter | None = None
+    spec: ModelSpec,
+    model_dir: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    adapter: LoraAdapter | None = None,
+    hollow: bool = False,
 ) -> Weights:
     """Every tensor of the model under our names, in `dtype` on `device`; norms with an offset in float32.
 
@@ -69,6 +75,7 @@ def load_weights(
     added to each block, in float32, on the way. On a CPU large parts that are in the file as they are to be stay there, mapped,
     until they are taken out; and the embedding, of which a prompt needs few rows, for good, where the file has plain numbers,
     in the file's dtype, under the name IN_FILE.
+    hollow: matrices from OWN_MAPPING bytes on are not read but for embeddings: meta tensors stand for them.
     Of a tied model the file may hold the embedding, the head or both; two that differ are both used, as transformers does.
     Raises UsageError on a missing tensor, a wrong shape, one that is no part of the model, quantised weights, and an
     adapter of another model.
@@ -123,6 +130,10 @@ def load_weights(
                 weights[TOKEN_EMBEDDING] = in_file
                 seen.add(name)
                 continue
+        if hollow and _may_be_hollow(spec, name, target) and _is_large(full_shape, dtype):
+            weights.setdefault(target, torch.empty(full_shape, dtype=dtype, device="meta"))
+            seen.add(name)
+            continue
         part = source.whole(stored) if stays and math.prod(full_shape) * dtype.itemsize >= OWN_MAPPING else None
         if part is not None and part.dtype == dtype:
             mapped.setdefault(target, {})[start] = part
@@ -140,7 +151,10 @@ def load_weights(
         for start, part in parts.items():  # others of its parts are of another dtype
             weights[target][start : start + len(part)] = part
     if spec.tied and (embedding in seen or HEAD in seen):
-        _tie(weights, dtype)
+        if hollow and IN_FILE in weights:
+            weights["lm_head"] = torch.empty_like(weights[IN_FILE], dtype=dtype, device="meta")
+        else:
+            _tie(weights, dtype)
         seen |= {embedding, HEAD}
     missing = sorted(set(shapes) - seen)
     if missing:
@@ -150,6 +164,15 @@ def load_weights(
         )
     fold(spec, weights)
     return weights
+
+
+def _may_be_hollow(spec: ModelSpec, name: str, target: str) -> bool:
+    """Whether nothing but products uses this weight."""
+    return target not in ("embed", TOKEN_EMBEDDING) and not (spec.tied and name == HEAD)
+
+
+def _is_large(shape: Shape, dtype: torch.dtype) -> bool:
+    return len(shape) == 2 and math.prod(shape) * dtype.itemsize >= OWN_MAPPING
 
 
 def _room(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,0 +1,121 @@
+"""Packed weights on disk: what a start would pack again is mapped instead.
+
+A file holds the weights of one model in one precision, as one version of torch packs them for one CPU. The files together take
+no more than a limit; the one that was used longest ago goes first.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from cacheblend_cli import user_cache
+from cacheblend_cli.model.compute_dtype import cpu_name
+from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.packed_file import (
+    PackedFile,
+    PackedMismatch,
+    Product,
+    hollow_products,
+    members_of,
+    num_bytes,
+    write,
+)
+
+FORMAT = 1
+LEAST_BYTES = 64 << 20  # of a file: less is packed as fast
+FREE_SHARE = 4  # a file takes this part of the free disk at most
+_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+
+
+class Build(Protocol):
+    """Makes the decoder; `hollow`: with meta tensors in the place of large weights."""
+
+    def __call__(self, *, hollow: bool) -> Decoder: ...
+
+
+class PackedCache:
+    """fingerprint: of the model, with its dtypes. max_bytes: of all files. least_bytes: of one that is worth keeping."""
+
+    def __init__(self, fingerprint: str, max_bytes: int, least_bytes: int = LEAST_BYTES) -> None:
+        self._max_bytes, self._least_bytes = max_bytes, least_bytes
+        self.is_used = False  # after `decoder`: whether the file was there
+        self.path = user_cache.place(
+            user_cache.PACKED_WEIGHTS, FORMAT, fingerprint, torch.__version__, cpu_name(), *_machine()
+        )
+
+    def decoder(self, build: Build) -> Decoder:
+        """Return the decoder with weights of the file, or with weights packed now, which are written beside what follows."""
+        with suppress(OSError, PackedMismatch, KeyError, TypeError, AttributeError):
+            file = PackedFile(self.path)
+            with ThreadPoolExecutor(1) as beside:
+                whole = beside.submit(file.is_whole)
+                decoder = build(hollow=True)
+                file.fill(hollow_products(decoder))
+                if whole.result():
+                    self.is_used = True
+                    with suppress(OSError):
+                        os.utime(self.path)
+                    return decoder
+        decoder = build(hollow=False)
+        threading.Thread(target=self._keep, args=(decoder, build), name="cacheblend-packed").start()
+        return decoder
+
+    def _keep(self, decoder: Decoder, build: Build) -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # behind the first answer
+        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        with suppress(OSError, PackedMismatch, AttributeError, RuntimeError):
+            own = dict(members_of(decoder))
+            products = dict[str, Product]()
+            hollow = hollow_products(build(hollow=True))
+            for name in hollow:
+                product = own.get(name)
+                if isinstance(product, torch.Tensor) or product is None or not product.weight.is_mkldnn:
+                    return
+                products[name] = product
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not self._has_room(num_bytes(products)):
+                return
+            try:
+                write(temporary, products)
+                PackedFile(temporary).fill(hollow)  # as the next start does
+                temporary.replace(self.path)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+    def _has_room(self, size: int) -> bool:
+        """Whether a file of this size may be written. Removes the files that were used longest ago, and what an interrupted
+        process left."""
+        if (
+            not self._least_bytes
+            <= size
+            <= min(self._max_bytes, shutil.disk_usage(self.path.parent).free // FREE_SHARE)
+        ):
+            return False
+        used = sorted(
+            ((s.st_mtime, s.st_size, p) for p in self.path.parent.iterdir() for s in [p.stat()]), reverse=True
+        )
+        kept = size
+        for _, own, path in used:
+            kept += own
+            if path.suffix or kept > self._max_bytes:  # names without a suffix are whole files
+                kept -= own
+                path.unlink(missing_ok=True)
+        return True
+
+
+def _machine() -> list[str | None]:
+    """What decides on the layout beside the CPU's name: its instructions, and those that the user allows."""
+    lines = []
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return [flags, *(os.environ.get(name) for name in _VARIABLES)]

@@ -1,0 +1,166 @@
+"""Packed weights on disk: a start that maps them computes what a start that packs does."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+
+from cacheblend_cli import user_cache
+from cacheblend_cli.cli.main import run
+from cacheblend_cli.model import linear, packed_cache, weights
+from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.linear import Int8Linear
+from cacheblend_cli.model.loading import LoadedModel, Precision, load_model
+from cacheblend_cli.model.packed_file import members_of
+
+CPU = torch.device("cpu")
+PLENTY = 1 << 30
+needs_vnni = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="a CPU without VNNI")
+
+
+@pytest.fixture(autouse=True)
+def _small_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices of tiny models count as large ones."""
+    monkeypatch.setattr(weights, "OWN_MAPPING", 1 << 10)
+    cache = packed_cache.PackedCache
+    monkeypatch.setattr("cacheblend_cli.model.loading.PackedCache", lambda *args: cache(*args, least_bytes=0))
+
+
+@pytest.fixture
+def packings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the weights that were packed."""
+    packed: list[tuple[int, ...]] = []
+
+    def noted(init: Callable[..., None]) -> Callable[..., None]:
+        def __init__(self: Any, weight: torch.Tensor, *args: Any, **more: Any) -> None:
+            if not weight.is_meta:
+                packed.append(tuple(weight.shape))
+            init(self, weight, *args, **more)
+
+        return __init__
+
+    for kind in (linear.Linear, linear.Int8Linear):
+        monkeypatch.setattr(kind, "__init__", noted(kind.__init__))
+    return packed
+
+
+def load(path: Path, precision: Precision) -> LoadedModel:
+    """The model, and what is written beside is written."""
+    model = load_model(path, "m", CPU, precision, "torch")
+    for thread in threading.enumerate():
+        if thread.name == "cacheblend-packed":
+            thread.join()
+    return model
+
+
+def products(decoder: Decoder) -> list[torch.Tensor]:
+    """What every product of the decoder gives for the same rows."""
+    found = []
+    for _, product in sorted((n, p) for n, p in members_of(decoder) if not isinstance(p, torch.Tensor)):
+        columns = product.weight.shape[0 if isinstance(product, Int8Linear) else 1]
+        rows = torch.randn(5, columns, generator=torch.Generator().manual_seed(1))
+        found.append(product(rows.to(decoder.dtype)))
+    return found
+
+
+def files() -> list[Path]:
+    folder = user_cache.folder(user_cache.PACKED_WEIGHTS)
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "weight_dtype"),
+    [
+        ("qwen2", "float32", "auto"),
+        pytest.param("llama-mha-tied-bias", "bfloat16", "int8", marks=needs_vnni),
+        ("bloom", "bfloat16", "auto"),
+        ("gemma4", "float32", "auto"),
+    ],
+)
+def test_a_second_start_packs_nothing_and_computes_the_same(
+    family: str, dtype: str, weight_dtype: str, tmp_path: Path, packings: list[tuple[int, ...]]
+) -> None:
+    write_checkpoint(tmp_path / "m", family)
+    plain = products(load(tmp_path / "m", Precision(dtype, weight_dtype)).decoder)
+    first = load(tmp_path / "m", Precision(dtype, weight_dtype, PLENTY))
+    packings.clear()
+    second = load(tmp_path / "m", Precision(dtype, weight_dtype, PLENTY))
+    assert packings == []
+    assert len(files()) == 1
+    for found in (products(first.decoder), products(second.decoder)):
+        assert all(map(torch.equal, plain, found))
+        assert len(found) == len(plain)
+    assert second.fingerprint == first.fingerprint
+
+
+@pytest.mark.parametrize("damage", ["a bit", "cut", "empty", "another file"])
+def test_a_damaged_file_is_packed_and_written_anew(
+    damage: str, tmp_path: Path, packings: list[tuple[int, ...]]
+) -> None:
+    write_checkpoint(tmp_path / "m", "llama-gqa")
+    plain = products(load(tmp_path / "m", Precision("float32", "auto", PLENTY)).decoder)
+    [file] = files()
+    content = file.read_bytes()
+    middle = len(content) // 2
+    file.write_bytes(
+        {
+            "a bit": content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :],
+            "cut": content[:middle],
+            "empty": b"",
+            "another file": b"x" * len(content),
+        }[damage]
+    )
+    packings.clear()
+    assert all(map(torch.equal, plain, products(load(tmp_path / "m", Precision("float32", "auto", PLENTY)).decoder)))
+    assert packings
+    assert file.read_bytes() == content
+
+
+def test_other_weights_in_the_same_place_are_another_file(tmp_path: Path) -> None:
+    found = []
+    for seed in (0, 1):
+        write_checkpoint(tmp_path / "m", "llama-gqa", seed)
+        found.append(products(load(tmp_path / "m", Precision("float32", "auto", PLENTY)).decoder))
+    assert len(files()) == 2
+    assert not torch.equal(found[0][0], found[1][0])
+
+
+def test_files_stay_within_the_limit_and_the_oldest_goes(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m", "llama-gqa")
+    load(tmp_path / "m", Precision("float32", "auto", PLENTY))
+    [oldest] = files()
+    size = oldest.stat().st_size
+    os.utime(oldest, (1, 1))
+    left = oldest.with_name(f"{oldest.name}.123")  # by a process that was killed
+    left.write_bytes(b"half")
+    write_checkpoint(tmp_path / "n", "llama-gqa", 1)
+    load(tmp_path / "n", Precision("float32", "auto", size + size // 2))
+    [other] = files()
+    assert other != oldest
+    load(tmp_path / "m", Precision("float32", "auto", size // 2))
+    assert files() == [other]  # one that is larger than the limit removes nothing
+
+
+def test_what_one_start_uses_stays_when_it_is_removed(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m", "llama-gqa")
+    plain = products(load(tmp_path / "m", Precision("float32", "auto", PLENTY)).decoder)
+    decoder = load(tmp_path / "m", Precision("float32", "auto", PLENTY)).decoder
+    [file] = files()
+    file.unlink()
+    assert all(map(torch.equal, plain, products(decoder)))
+
+
+def test_the_cache_is_cleared_by_a_command(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m", "llama-gqa")
+    load(tmp_path / "m", Precision("float32", "auto", PLENTY))
+    assert files()
+    assert run(["models", "clear"]) == 0
+    assert files() == []
+    assert run(["models", "clear"]) == 0
