@@ -129,6 +129,9 @@ class Settings:
     gpu_memory_utilization: float = _setting(0.9, "Share of the GPU's memory to use, including weights.")
     eager: bool = _setting(False, "Decode without CUDA graphs.", flag="--eager")
     kv_pool_dtype: str = _setting("auto", "Format of KV on the device: auto (as computed) or float8_e4m3.", shown=False)
+    keep_alive: str = _setting(
+        "", "Answer by an engine in the background, which ends after so long without a question, such as 10m. 0: off."
+    )
     weights_cache_gb: float = _setting(4.0, "Disk for weights packed for this CPU, in GB; 0: none.")
 
     @property
@@ -159,7 +162,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "cutting": ("chunk_tokens", "window", "overlap", "neighbours"),
     "store": ("store", "lock_timeout", "force_store", "max_size"),
     "tier": ("tier", "tier_key_file", "tier_deadline"),
-    "start": ("weights_cache_gb",),
+    "start": ("weights_cache_gb", "keep_alive"),
 }  # fmt: skip
 """Settings by topic. Commands choose their flags by group; server/place.py uses the groups that define an engine."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from cacheblend_cli import user_cache
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.answers import End, Result, Streams
 from cacheblend_cli.cli.inputs import QuestionInput
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from cacheblend_cli.engine.async_engine import AsyncEngine
     from cacheblend_cli.engine.request import Request
     from cacheblend_cli.types import Answer, AskPlan
+
+_LARGE = 200_000_000  # bytes of a model that takes long to load
 
 
 class LocalEngine:
@@ -45,6 +48,16 @@ class LocalEngine:
         self._store, self._engine = store, options.load_engine(resolved.settings, output)
         self._service: AsyncEngine | None = None
         self._say = cache(output.note)  # once, of however many questions
+
+    @property
+    def load_s(self) -> float:
+        """Seconds that loading the model took."""
+        return self._engine.runtime.load_s
+
+    @property
+    def model_bytes(self) -> int:
+        """Bytes of the files that its weights were read from."""
+        return sum(file.stat().st_size for file in self._engine.model.files if file.exists())
 
     def begin(self, ask: AskRequest) -> End:
         """Resolve the request, and after `serve` queue it; otherwise it runs when its answer is waited for."""
@@ -110,6 +123,7 @@ class Answering:
         self._sampling = sampling or {}
         self.store, self.scope = store, EVERYTHING
         self._here: LocalEngine | None = None
+        self._keep_alive_s = _seconds(resolved.settings.keep_alive)
 
     def ask(self, question_input: QuestionInput, streams: Streams | None = None, history: Sequence[str] = ()) -> Result:
         """Raises what `ask` fails of, and EngineLost where a running engine ended in the middle of the answer."""
@@ -124,7 +138,7 @@ class Answering:
 
     def plan(self, question_input: QuestionInput) -> AskPlan:
         ask_request = self._request(question_input)
-        return (self._warm() or self._loaded()).plan(ask_request)
+        return (self._running() or self._loaded()).plan(ask_request)
 
     def plans(self, questions: Sequence[QuestionInput]) -> Iterator[Answered]:
         return _in_order(questions, lambda item: lambda streams: self.plan(item), 1)
@@ -154,7 +168,33 @@ class Answering:
         if self._here is not None:
             self._here.close()
 
+    def suggest_background(self) -> None:
+        """Say once, on a terminal, how the next question is spared loading a model as large as this one's."""
+        if self._here is None or self._output.quiet or not self._output.err_tty or self._here.model_bytes < _LARGE:
+            return
+        place = user_cache.place("said", "background")
+        if not user_cache.recall(place):
+            user_cache.keep(place, "said\n")
+            self._output.note(
+                f"loading took {self._here.load_s:.1f} s: `cacheblend serve --background` keeps the model loaded for the next ask, "
+                "and so does `cacheblend config set keep_alive 10m`"
+            )
+
     def _warm(self) -> WarmEngine | None:
+        """Return the running engine; with keep_alive it is started. Raises CacheBlendError where it cannot start."""
+        if (found := self._running()) is not None or self._local or self._here or not self._keep_alive_s:
+            return found
+        from cacheblend_cli.cli.serve import check_installed
+        from cacheblend_cli.server.background import start_own
+
+        check_installed()
+        start_own(self._resolved.settings, self._keep_alive_s, options.flags_of(self._resolved, options.ENGINE))
+        self._output.note(
+            f"an engine stays in the background for {self._resolved.settings.keep_alive}: cacheblend serve --stop ends it"
+        )
+        return self._running()
+
+    def _running(self) -> WarmEngine | None:
         return None if self._local or self._here else WarmEngine.of(self._resolved.settings, self.store)
 
     def _loaded(self) -> LocalEngine:
@@ -173,6 +213,13 @@ class Answering:
             history=tuple(history),
             options=self._options,
         )
+
+
+def _seconds(keep_alive: str) -> float:
+    """Raises UsageError."""
+    from cacheblend_cli.cli.sizes import parse_age
+
+    return 0.0 if keep_alive in ("", "0") else parse_age(keep_alive, "--keep-alive")
 
 
 def _in_order(

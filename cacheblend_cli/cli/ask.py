@@ -23,7 +23,7 @@ from cacheblend_cli.types import AskOptions, sampling_of
 _ANSWER, _MACHINE = "The answer", "This machine and the store"  # panels of the help
 
 
-@options.with_settings(*options.asking())
+@options.with_settings(*options.asking(), "keep_alive")
 def ask(
     resolved: Resolved,
     question: Annotated[str | None, typer.Argument(help="The question. Default, and for -: stdin.")] = None,
@@ -142,6 +142,7 @@ def ask(
             result = answering.ask(questions[0], None if json else streams)
             streams.end_reasoning()
             show(questions[0], result, {})
+            answering.suggest_background()
     if results is not None:
         results.close()
     if failed := [code for code in codes if code]:

@@ -54,7 +54,7 @@ class Conversation:
         return [text for turn in self.turns for text in turn]
 
 
-@options.with_settings(*options.asking())
+@options.with_settings(*options.asking(), "keep_alive")
 def chat(
     resolved: Resolved,
     chunks: Annotated[

@@ -11,12 +11,12 @@ import typer
 from cacheblend_cli.cli import options
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.extras import install_hint
-from cacheblend_cli.settings import API_KEY_VARIABLE, Resolved, grouped
+from cacheblend_cli.settings import API_KEY_VARIABLE, GROUPS, Resolved
 
-_ENGINE = grouped("prompt", "model", "machine", "memory", but=("block_size",))
+_ENGINE = tuple(name for name in options.ENGINE if name not in GROUPS["tier"])
 
 
-@options.with_settings("store", *_ENGINE, "lock_timeout")
+@options.with_settings(*_ENGINE)
 def mcp(
     resolved: Resolved,
     url: Annotated[
@@ -32,7 +32,7 @@ def mcp(
 
     It uses the running engine of the store, and starts one in the background at the first call if none runs.
     """
-    flags = options.flags_of(resolved)
+    flags = options.flags_of(resolved, _ENGINE)
     if url is not None and flags:
         raise UsageError(
             f"--url and {flags[0]} were given together", "give the setting to the server: cacheblend serve"

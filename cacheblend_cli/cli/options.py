@@ -53,7 +53,7 @@ _PANEL = {
     for panel, groups in zip(
         PANELS,
         (
-            ("search",), ("cutting",), ("sampling",), ("prompt",), ("model", "machine", "memory", "tenant", "store", "tier"),
+            ("search",), ("cutting",), ("sampling",), ("prompt",), ("model", "machine", "memory", "tenant", "store", "tier", "start"),
             ("blend",),
         ),
         strict=True,
@@ -99,10 +99,19 @@ def with_settings(*names: str, **help_of: str) -> Callable[[Callable[..., T]], C
     return decorate
 
 
-def flags_of(resolved: Resolved) -> list[str]:
-    """The flags that set the settings which were given as flags, as a list of arguments."""
+ENGINE = (
+    "store",
+    *grouped("prompt", "model", "machine", "memory", but=("block_size",)),
+    "lock_timeout",
+    *GROUPS["tier"],
+)
+"""Settings with a flag that an engine starts with; all others come with each question."""
+
+
+def flags_of(resolved: Resolved, names: Sequence[str]) -> list[str]:
+    """The flags that set those of these settings which were given as flags, as a list of arguments."""
     found: list[str] = []
-    for name in (name for name, origin in resolved.origin.items() if origin == "flag"):
+    for name in (name for name, origin in resolved.origin.items() if origin == "flag" and name in names):
         flag, value = (
             _FIELDS[name].metadata["flag"].split("/")[0] or f"--{name.replace('_', '-')}",
             getattr(resolved.settings, name),

@@ -13,6 +13,7 @@ from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.extras import install_hint
+from cacheblend_cli.model.read_ahead import read_ahead
 from cacheblend_cli.settings import API_KEY_VARIABLE, Resolved
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def serve(
         for reply in running(settings):
             _show(reply, _status_line(reply), output, json=json)
         return
-    _check_installed()
+    check_installed()
     if decode_url is not None and background:
         raise UsageError("--background was given with --decode-url", "leave it out; a service manager keeps it running")
     if background:
@@ -113,6 +114,7 @@ def serve(
     keyring = Keyring(read_keys(api_key or (), api_key_file), settings.salt)
     if keyring.is_open and host not in _LOOPBACK and unix_socket is None:
         raise UsageError(f"{host} is open to others, and there is no --api-key", "give one, or leave --host out")
+    read_ahead(settings.model, (settings.dtype, settings.weight_dtype))
     from cacheblend_cli.cli.tier import share
     from cacheblend_cli.engine.async_engine import AsyncEngine, Limits
     from cacheblend_cli.engine.sampling import as_the_model
@@ -190,7 +192,7 @@ def _decoder(url: str, key: str | None, directory: Path) -> RemoteDecoder:
     return RemoteDecoder(url, HandOverDirectory(directory.expanduser().absolute()), key)
 
 
-def _check_installed() -> None:
+def check_installed() -> None:
     """Raises UsageError that says how to install what serving needs."""
     from importlib.util import find_spec
 

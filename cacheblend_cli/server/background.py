@@ -13,7 +13,7 @@ from typing import Any
 
 from cacheblend_cli.client import Connection
 from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError
-from cacheblend_cli.server.place import make_folder, socket_of, sockets_of
+from cacheblend_cli.server.place import folder_of, make_folder, socket_of, sockets_of
 from cacheblend_cli.settings import Settings
 
 _START_S = 300.0
@@ -33,6 +33,26 @@ def start(settings: Settings, idle_exit_s: float, arguments: Sequence[str] | Non
     path = socket_of(settings)
     make_folder(path.parent)
     return ask_status(path) or _started(path, path.with_suffix(".log"), idle_exit_s, arguments)
+
+
+def start_own(settings: Settings, idle_exit_s: float, flags: Sequence[str]) -> None:
+    """Start the engine of the settings for this user alone, without an address, and return once it replies. flags: those of `serve`
+    that give these settings. Another process may start it meanwhile. Raises CacheBlendError as `start`."""
+    public = folder_of(settings) / socket_of(settings).name.replace("engine-", "http-")
+    try:
+        start(settings, idle_exit_s, ["serve", "--unix-socket", str(public), *flags])
+    except CacheBlendError:
+        if not listens(settings):
+            raise
+
+
+def listens(settings: Settings) -> bool:
+    """Whether the engine of the settings runs, or loads its model: requests then wait for it."""
+    connection = Connection.to(socket_of(settings))
+    if connection is None:
+        return False
+    connection.__exit__()
+    return True
 
 
 def _started(path: Path, log: Path, idle_exit_s: float, arguments: Sequence[str]) -> dict[str, Any]:

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 import anyio.to_thread
 import httpx2
 
-from cacheblend_cli.client import Connection
-from cacheblend_cli.errors import CacheBlendError, UsageError
+from cacheblend_cli.errors import UsageError
 from cacheblend_cli.server import background
 from cacheblend_cli.server.mcp_tools import Api, make_server
-from cacheblend_cli.server.place import folder_of, socket_of
+from cacheblend_cli.server.place import socket_of
 from cacheblend_cli.settings import Settings
 
 _TIMEOUT = httpx2.Timeout(None, connect=10.0)  # an answer may take minutes; clients cancel
@@ -44,11 +43,7 @@ class StoreEngine:
 
     def listens(self) -> bool:
         """Return whether it runs, or loads its model: requests then wait for it."""
-        connection = Connection.to(socket_of(self._settings))
-        if connection is None:
-            return False
-        connection.__exit__()
-        return True
+        return background.listens(self._settings)
 
     async def ready(self) -> None:
         """Start it unless it listens. Raises CacheBlendError with the engine's own message when it cannot start."""
@@ -57,10 +52,4 @@ class StoreEngine:
                 await anyio.to_thread.run_sync(self._start, abandon_on_cancel=True)
 
     def _start(self) -> None:
-        public = folder_of(self._settings) / socket_of(self._settings).name.replace("engine-", "http-")
-        arguments = ["serve", "--unix-socket", str(public), *self._flags]
-        try:
-            background.start(self._settings, self._idle_exit_s, arguments)
-        except CacheBlendError:
-            if not self.listens():  # another process may have started it meanwhile
-                raise
+        background.start_own(self._settings, self._idle_exit_s, self._flags)

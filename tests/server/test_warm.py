@@ -309,6 +309,54 @@ def test_an_engine_in_the_background(cli: Cli) -> None:
     assert list(Path("store0").glob("*.sock")) == []
 
 
+def test_keep_alive_leaves_an_engine_running(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_KEEP_ALIVE", "10m")
+    for flags in (["--local"], ["--dry-run"]):
+        assert cli(*ASK, *flags).code == 0
+        assert cli("serve", "--status").code == 3
+    assert cli(*ASK, "--keep-alive", "soon").code == 2
+    assert cli(*ASK, "--model", "/nowhere", "--chunks", "").code == 3
+    first = cli(*ASK, "--ids", "--json", "--ratio", "0.3")
+    [pid] = [json.loads(line)["pid"] for line in cli("serve", "--status", "--json").out.splitlines()]
+    assert pid != os.getpid()
+    assert f"by the engine of process {pid}" in cli(*ASK).last
+    assert cli("serve", "--stop").code == 0
+    monkeypatch.setenv("CACHEBLEND_KEEP_ALIVE", "0")
+    assert (
+        json.loads(first.out)["generated_ids"]
+        == json.loads(cli(*ASK, "--ids", "--json", "--ratio", "0.3").out)["generated_ids"]
+    )
+    assert cli("serve", "--status").code == 3
+
+
+def test_an_engine_that_keep_alive_starts_has_the_flags_of_the_question(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = list[tuple[float, list[str]]]()
+
+    def note(settings: Settings, idle_exit_s: float, flags: list[str]) -> None:
+        started.append((idle_exit_s, flags))
+
+    monkeypatch.setattr(background, "start_own", note)  # none runs then: the answer is this process's
+    answered = cli(
+        *ASK,
+        "--keep-alive",
+        "90s",
+        "--system",
+        "Be kind.",
+        "--threads",
+        "1",
+        "--max-tokens",
+        "2",
+        "--top-k",
+        "1",
+        "--chunks",
+        "",
+    )
+    assert answered.code == 0, answered.err
+    assert started == [(90.0, ["--system=Be kind.", "--threads=1"])]
+
+
 def test_an_engine_over_a_new_store_in_the_background(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
