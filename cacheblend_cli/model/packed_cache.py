@@ -92,7 +92,7 @@ class PackedCache:
                 temporary.unlink(missing_ok=True)
 
     def _has_room(self, size: int) -> bool:
-        """Whether a file of this size may be written. Removes the files that were used longest ago, and what an interrupted
+        """Return whether a file of this size may be written. Removes the files that were used longest ago, and what an interrupted
         process left."""
         if (
             not self._least_bytes

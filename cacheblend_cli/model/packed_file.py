@@ -125,7 +125,7 @@ class PackedFile:
             raise PackedMismatch(str(path)) from error
 
     def is_whole(self) -> bool:
-        """Whether the content is what was written. Reads all of it, without Python's lock."""
+        """Return whether the content is what was written. Reads all of it, without Python's lock."""
         view = memoryview(self._map)
         with view, view[:-DIGEST_BYTES] as content, view[-DIGEST_BYTES:] as digest:
             return xxhash.xxh3_128(content).digest() == bytes(digest)

@@ -167,7 +167,7 @@ def load_weights(
 
 
 def _may_be_hollow(spec: ModelSpec, name: str, target: str) -> bool:
-    """Whether nothing but products uses this weight."""
+    """Return whether nothing but products uses this weight."""
     return target not in ("embed", TOKEN_EMBEDDING) and not (spec.tied and name == HEAD)
 
 

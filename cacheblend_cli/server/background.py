@@ -47,7 +47,7 @@ def start_own(settings: Settings, idle_exit_s: float, flags: Sequence[str]) -> N
 
 
 def listens(settings: Settings) -> bool:
-    """Whether the engine of the settings runs, or loads its model: requests then wait for it."""
+    """Return whether the engine of the settings runs, or loads its model: requests then wait for it."""
     connection = Connection.to(socket_of(settings))
     if connection is None:
         return False
