@@ -16,8 +16,7 @@ settings.load_profile("repeatable")  # `make torture` looks for new faults: --hy
 sys.path.insert(0, str(Path(__file__).parent / "support"))  # for `checkpoints`; the root stays off the path
 os.environ["CACHEBLEND_MODEL"] = "handbook"  # of commands without --model: small, and there whatever is installed
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads, before it is imported: others work beside this one
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch, before it is imported: models here are tiny, and threads spin
 
 for _module in (
     "xllamacpp",

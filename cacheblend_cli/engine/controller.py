@@ -20,7 +20,7 @@ _LOAD_AGAIN = 16  # full prefills in a row
 
 
 class Controller:
-    """The speeds of one model on this machine for one codec. `measured` measures what is not known; say is told so."""
+    """The speeds of one model on this machine for one codec. `measured` measures what is not known, after a message to `say`."""
 
     def __init__(self, runtime: Runtime, codec: str) -> None:
         self._runtime, self._file = runtime, SpeedFile.of(runtime.model, codec)

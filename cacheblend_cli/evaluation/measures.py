@@ -159,7 +159,7 @@ def run_setting(
 def prefill_in_pieces(runtime: Runtime, request: Request, *, headroom: int = 0) -> Prefilled:
     """Run a full prefill in several passes over the prompt: the same mathematics in another tiling.
 
-    Its difference from full prefill is the noise floor of the compute dtype, below which settings cannot be told apart.
+    Its difference from full prefill is the noise floor of the compute dtype, below which settings are indistinguishable.
     """
     request, decoder = request.in_full(), runtime.decoder
     plan = request.plan

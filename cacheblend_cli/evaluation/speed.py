@@ -139,7 +139,7 @@ def ceiling(plan: PromptPlan, layers: int, blend: BlendParams) -> float:
 
 
 def in_turn(
-    cases: Mapping[str, Callable[[], T]], rounds: int, on_run: Callable[[int, int, str], None] = lambda *told: None
+    cases: Mapping[str, Callable[[], T]], rounds: int, on_run: Callable[[int, int, str], None] = lambda *_: None
 ) -> dict[str, list[T]]:
     """Run every case once per round, so that all see the same machine; the first of rounds + 1 is a warm-up.
 

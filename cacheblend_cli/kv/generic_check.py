@@ -1,7 +1,7 @@
 """Check of models on the generic path against transformers, on random tokens, when a model is first loaded.
 
 Finds what no config states, for any architecture: rows that depend on their neighbours, positions added to tokens,
-scores changed by something attention is not told about. A model that fails is refused.
+scores changed by something outside attention's arguments. A model that fails is refused.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class PrefixCache:
 
 
 def _digest(parent: bytes, ids: tuple[int, ...], how: bytes) -> bytes:
-    told = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for part in (parent, how, np.asarray(ids, dtype=np.int64).tobytes()):
-        told.update(len(part).to_bytes(4, "little") + part)
-    return told.digest()
+        digest.update(len(part).to_bytes(4, "little") + part)
+    return digest.digest()

@@ -96,7 +96,7 @@ def load_model(
     check_weight_dtype(precision.weights, device)
     if attention_backend not in ("auto", *BACKENDS):
         raise UsageError(f"unknown attention backend {attention_backend!r}", f"known: auto, {', '.join(BACKENDS)}")
-    checkpoint_files(path)  # a directory of another format is told so, and not that it lacks a tokenizer
+    checkpoint_files(path)  # names another format before a missing tokenizer
     compute_dtype = resolve_dtype(precision.dtype, device, spec, path)
     adapter = None if lora is None else LoraAdapter.read(lora)
     lora_digest = "" if adapter is None else adapter.digest
@@ -152,7 +152,7 @@ def load_model(
 
 def resolve_model(name: str, say: Callable[[str], None] | None = None) -> Path:
     """A model with a name; a local directory as it is, or the one that stands for a GGUF file; else one of the hub, from its
-    cache when it is there (see `HubName`). say: told when a GGUF file is read for the first time."""
+    cache when it is there (see `HubName`). say: called when a GGUF file is read for the first time."""
     local = named_model(name) or Path(name).expanduser()
     if local.is_dir():
         gguf = None if weight_names(local) else gguf_in(local)

@@ -168,7 +168,7 @@ class Tokenizer:
     ) -> str:
         """The chat template over the messages with the generation prompt. Without a template: bos and the plain content.
 
-        strftime_now: what a template calls for the date, with the format it is to have. variables: what else it is told;
+        strftime_now: what a template calls for the date, with the format it is to have. variables: its other variables;
         enable_thinking is False where they do not say. Raises UsageError for one that the template does not have, and
         TemplateFailed.
         """

@@ -37,7 +37,7 @@ _SUFFIXES = {
 
 
 async def put_document(request: Request, host: ServerState) -> Response:
-    """Store a document; its KV is computed at once. A client that accepts text/event-stream is told the progress."""
+    """Store a document; its KV is computed at once. A client that accepts text/event-stream receives the progress."""
     document_id = request.path_params["id"]
     if not document_id.strip() or len(document_id) > 256 or not document_id.isprintable():
         raise bad("the id of a document is 1 to 256 printable characters", "id")

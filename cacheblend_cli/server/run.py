@@ -179,7 +179,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let answers finish, refuse new ones, and keep listening meanwhile, so that /ready is seen at 503. What is left after
-        grace_s is cancelled and told so; a client that does not read that is cut off."""
+        grace_s is cancelled with an error; a client that does not read that is cut off."""
         warm = asyncio.create_task(self._warm.stop(self._grace_s))
         await self._requests_end(self._grace_s)
         if self._host.active and not self.force_exit:

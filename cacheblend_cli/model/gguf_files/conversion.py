@@ -38,7 +38,7 @@ def gguf_in(folder: Path) -> Path | None:
 
 
 def model_dir_of(file: Path, say: Callable[[str], None] | None = None) -> Path:
-    """The directory that stands for a GGUF file. say: told when the file is read for the first time.
+    """The directory that stands for a GGUF file. say: called when the file is read for the first time.
 
     Raises UsageError, which names what cannot be read.
     """

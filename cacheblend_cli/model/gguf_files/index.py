@@ -34,7 +34,7 @@ def index_of(reader: GGUFReader, config: dict[str, Any], metadata: Metadata) -> 
     for name, (shape, *_) in expected_shapes(spec).items():
         own, expert = _own_name(name, spec, name_map, held)
         if own not in held or (expert is not None and expert >= held[own].shape[-1]):
-            continue  # what is missing is told where the weights are loaded
+            continue  # loading the weights reports what is missing
         part = name.split(".")[-2]
         index[name] = _stored(
             held[own],

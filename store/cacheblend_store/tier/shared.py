@@ -51,7 +51,7 @@ class TierCounts:
 class SharedTier:
     """Reads and writes of one process. Any thread. Raises nothing of the tier's.
 
-    deadline_s: to find out which chunks are there. say: told once of each kind of failure. latency_s, bytes_per_s: measured;
+    deadline_s: to find out which chunks are there. say: called once for each kind of failure. latency_s, bytes_per_s: measured;
     0 if unknown.
     """
 
