@@ -207,7 +207,11 @@ def test_a_client_that_does_not_read_is_cut_off(start: Any, log: Any) -> None:
         connection.connect((server.client.base_url.host, server.client.base_url.port))
         head = HEAD.replace(b"/v1/search", b"/v1/chat/completions") + b"Content-Length: %d\r\n\r\n" % len(body)
         connection.sendall(head + body)
-        other = {**LONG, "max_tokens": 60, "stream": False}  # side by side: the eight have about as many tokens each when it ends
+        other = {
+            **LONG,
+            "max_tokens": 60,
+            "stream": False,
+        }  # side by side: the eight have about as many tokens each when it ends
         assert server.client.post("/v1/chat/completions", json=other).status_code == 200
         server.end()
         server.thread.join(20)
