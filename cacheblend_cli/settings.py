@@ -125,6 +125,9 @@ class Settings:
     tier_deadline: float = _setting(0.05, "Seconds to find out which chunks the tier has.")
     salt: str = _setting("", "Keep the chunks of this tenant separate.")
     threads: int | None = _setting(None, "CPU threads.")
+    tensor_parallel: int = _setting(
+        1, "Processes that compute the model together, each on a GPU of its own or on CPU cores."
+    )
     block_size: int = 64
     gpu_memory_utilization: float = _setting(0.9, "Share of the GPU's memory to use, including weights.")
     eager: bool = _setting(False, "Decode without CUDA graphs.", flag="--eager")
@@ -156,7 +159,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "prompt": ("prompt", "system", "template_var"),
     "model": ("model", "lora"),
-    "machine": ("device", "dtype", "weight_dtype", "attention_backend", "threads", "decode_with", "decode_model"),
+    "machine": (
+        "device", "dtype", "weight_dtype", "attention_backend", "threads", "tensor_parallel", "decode_with", "decode_model",
+    ),
     "memory": ("kv_dtype", "kv_pool_dtype", "gpu_memory_utilization", "eager", "block_size"),
     "tenant": ("salt",),
     "cutting": ("chunk_tokens", "window", "overlap", "neighbours"),
@@ -196,11 +201,12 @@ _LEAST = {
     "top_k": 1,
     "expand": 0,
     "threads": 1,
+    "tensor_parallel": 1,
     "lock_timeout": 0,
     "seed": -(2**63),
     "weights_cache_gb": 0,
 }  # not checked elsewhere
-_MOST = {"threads": 4096, "expand": 10_000}  # other integers: 64 bits
+_MOST = {"threads": 4096, "tensor_parallel": 1024, "expand": 10_000}  # other integers: 64 bits
 _WORDS = {"ratio": "auto"}  # words allowed in place of a number
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 PATHS = ("store", "model", "lora", "prompt", "embeddings", "tier_key_file", "decode_model")

@@ -58,21 +58,25 @@ class MeanShift:
         [num_repaired, num_kv_heads, head_dim]."""
         old_k, old_v = old_kv(layer, self._repaired)
         stale_k, stale_v = old_kv(layer, self._stale)
-        moved_k, moved_v = stale_k + self._mean(k.float() - old_k), stale_v + self._mean(v.float() - old_v)
+        moved_k, moved_v = (
+            stale_k + self._mean(layer, k.float() - old_k),
+            stale_v + self._mean(layer, v.float() - old_v),
+        )
         write_kv(layer, moved_k, moved_v, self._stale)
 
-    def _mean(self, change: Tensor) -> Tensor:
+    def _mean(self, layer: DecoderLayer, change: Tensor) -> Tensor:
         """change: fp32 [num_repaired, num_kv_heads, head_dim]. The shift of every stale row, fp32."""
         device, chunks = change.device, self._num_chunks
         ones = torch.ones(len(change), device=device)
         count = torch.zeros(chunks, device=device).index_add_(0, self._chunk, ones)
         total = torch.zeros(chunks, *change.shape[1:], device=device).index_add_(0, self._chunk, change)
         mean = total / count.clamp_min(1)[:, None, None]
-        apart = (change - mean[self._chunk]).square().sum((1, 2))
+        apart = _over_heads(layer, (change - mean[self._chunk]).square().sum((1, 2)))
         spread = torch.zeros(chunks, device=device).index_add_(0, self._chunk, apart)
         variance = spread.cumsum(0) / (count - 1).clamp_min(0).cumsum(0).clamp_min(1)  # this chunk and those before it
         noise = variance / count.clamp_min(1)
-        keep = (1 - noise / mean.square().sum((1, 2)).clamp_min(1e-30)).clamp_min(0)
+        size = _over_heads(layer, mean.square().sum((1, 2)))
+        keep = (1 - noise / size.clamp_min(1e-30)).clamp_min(0)
         return (mean * keep[:, None, None])[self._stale_chunk]
 
 
@@ -171,13 +175,18 @@ class _Part:
         old = torch.cat((turned.flatten(1), old_v.flatten(1)), -1).view(num_chunks, num_rows, -1)
         apart = old - self.share @ old
         halves = apart.unflatten(-1, (2, -1))  # of K and of V
-        squares = torch.linalg.vector_norm(halves, dim=-1).square_()
+        squares = _over_heads(layer, torch.linalg.vector_norm(halves, dim=-1).square_())
         unit = (self.share @ squares).clamp_min_(1e-30)  # their mean squared distance from their mean
         far = torch.baddbmm(self.unlike, squares, 0.5 / unit.mT)
         near = (halves[:, known] / unit[..., None]).flatten(2)
-        alike = torch.baddbmm(far[:, known] + far.mT, near, apart.mT, beta=-1).exp_().add_(self.placed)
+        if layer.shard is None:
+            alike = torch.baddbmm(far[:, known] + far.mT, near, apart.mT, beta=-1)
+        else:
+            alike = _over_heads(layer, near @ apart.mT) - far[:, known] - far.mT
+        alike = alike.exp_().add_(self.placed)
         change = fresh.index_select(0, self.own.flatten()).view(num_chunks, num_known, -1).sub_(old[:, known])
-        noise = torch.diag_embed(_noise(change, self.share[:, 0, known]))
+        sizes = _over_heads(layer, torch.linalg.vector_norm(change, dim=-1).square_())
+        noise = torch.diag_embed(_noise(sizes, self.share[:, 0, known]))
         weights = _solved(alike[:, :, known] + noise, change)
         halves_moved = zip(old[:, stale].chunk(2, -1), weights.chunk(2, -1), strict=True)
         k, v = (torch.baddbmm(o, alike[:, :, stale].mT, w).view(-1, *old_k.shape[1:]) for o, w in halves_moved)
@@ -201,13 +210,17 @@ def _by_triangles(lower: Tensor, b: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(lower.mT, half, upper=True)
 
 
-def _noise(change: Tensor, share: Tensor) -> Tensor:
+def _over_heads(layer: DecoderLayer, x: Tensor) -> Tensor:
+    """Sums over the KV heads of all ranks, of sums over those of this one."""
+    return x if layer.shard is None else layer.shard.sum_of_kv(x, layer.index)
+
+
+def _noise(size: Tensor, share: Tensor) -> Tensor:
     """Noise variance of each known token's change, fp32 [C, M].
 
     Proportional to its square, so that a few tokens that change far more than the others (attention sinks) do not
-    dominate. change: [C, M, width]; share: [C, M], 0 for padding.
+    dominate. size: these squares, [C, M]; share: [C, M], 0 for padding.
     """
-    size = torch.linalg.vector_norm(change, dim=-1).square_()
     mean = (size * share).sum(1, keepdim=True) / share.sum(1, keepdim=True)
     return NOISE * (size / mean.clamp_min(1e-30)).clamp_min_(LEAST_NOISE)
 

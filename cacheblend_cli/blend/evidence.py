@@ -22,7 +22,7 @@ from cacheblend_cli.kv.forward import (
 )
 from cacheblend_cli.kv.pool import upload
 from cacheblend_cli.kv.rows import Rows, positions_of, rows_of
-from cacheblend_cli.model.decoder import DecoderLayer
+from cacheblend_cli.model.decoder import Decoder, DecoderLayer
 
 LOGITS_AT_ONCE = 1 << 25
 """Numbers of a probe layer that a GPU holds at once, 128 MiB: all its heads in one product where the prompt is not long. On
@@ -73,7 +73,7 @@ class BeforeLayers:
     def _attention(self, candidates: Candidates) -> Pass[Tensor]:
         look = _Look(self.prompt, self._probe_layers, candidates, stop=max(self._probe_layers, default=0))
         yield from self._run_fresh(look)
-        return look.found
+        return largest_over_ranks(self.prompt.decoder, look.found)
 
     def _draft(self, candidates: Candidates) -> Pass[Tensor]:
         prompt, sequence, decoder = self.prompt, self.prompt.sequence, self.prompt.decoder
@@ -85,7 +85,7 @@ class BeforeLayers:
             token = hidden.logits(decoder, slice(-1, None)).argmax(-1)
             rows = rows_of(decoder, sequence, upload([at], decoder.device), at + 1, at + 1)
             hidden, at = (yield from layer_by_layer(decoder, rows, token, look, look)), at + 1
-        return look.found
+        return largest_over_ranks(decoder, look.found)
 
     def _run_fresh(self, look: _Look) -> Pass[Hidden | None]:
         prompt = self.prompt
@@ -139,13 +139,16 @@ class AtCheckLayer:
     def deviation(self, candidates: Candidates) -> Tensor:
         """Squared distance of fresh from old K, V or both, [n] fp32 (CacheBlend, arXiv 2405.16444, section 4.3)."""
         cache = self._prompt.pool.layers[self._layer.index]
-        return self._layer.kernels.kv_deviation(self._k, self._v, cache, self._candidates.slots, self._kind)
+        own = self._layer.kernels.kv_deviation(self._k, self._v, cache, self._candidates.slots, self._kind)
+        shard = self._prompt.decoder.shard
+        return own if shard is None else shard.sum_of_kv(own, self._layer.index)
 
     def attention(self, candidates: Candidates) -> Tensor:
         """The largest attention weight of the suffix at this layer on the old KV of each candidate, [n] fp32."""
         q, positions = self._suffix_queries()
         keys = self._prompt.keys(self._layer.index, self._prompt.plan.num_tokens)
-        return attention_peaks(self._layer, q, positions, keys, candidates)
+        peaks = attention_peaks(self._layer, q, positions, keys, candidates)
+        return largest_over_ranks(self._prompt.decoder, peaks)
 
     def draft(self, candidates: Candidates) -> Tensor:
         raise AssertionError("a draft is made before layer 0")
@@ -168,10 +171,16 @@ class AtCheckLayer:
             distance = (v.square().sum(-1) - 2 * out @ v.T + out.square().sum(-1, keepdim=True)).clamp_min(0).sqrt()
             moved = (rows @ dk[:, head].T).abs() * layer.attention.scale * distance
             total += (p[..., candidates.positions] * (moved + dv[:, head].norm(dim=-1))).sum((0, 1))
-        return total
+        shard = self._prompt.decoder.shard
+        return total if shard is None else shard.ranks.sum(total)  # query heads are on one rank each
 
     def _suffix_queries(self) -> tuple[Tensor, Tensor]:
         return queries(self._layer, self._h, self._suffix), self._suffix.positions
+
+
+def largest_over_ranks(decoder: Decoder, found: Tensor) -> Tensor:
+    """The maximum of what each rank has found with its heads."""
+    return found if decoder.shard is None else decoder.shard.ranks.largest(found)
 
 
 def attention_peaks(layer: DecoderLayer, q: Tensor, positions: Tensor, keys: Tensor, candidates: Candidates) -> Tensor:

@@ -128,6 +128,9 @@ class BlendSteps(Observer):
 
     def _choose(self, ratio: float, evidence: Evidence) -> None:
         kept = self._policy.select(ratio, len(self._all), self.candidates, evidence, len(self._fresh))
+        shard = self._prompt.decoder.shard
+        if shard is not None:  # one rank chooses: rounding cannot split them
+            kept = shard.ranks.of_first(kept)
         self._keep(self.candidates.take(kept))
 
     def _keep(self, candidates: Candidates) -> None:

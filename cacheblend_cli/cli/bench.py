@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _COLUMNS = ("setting", "first token", "faster than full", "ceiling", "measured/ceiling", "KV loaded", "load", "stall")
 
 
-@options.with_settings(*grouped("model", "machine"), "kv_dtype")
+@options.with_settings(*grouped("model", "machine", but=["tensor_parallel"]), "kv_dtype")
 def bench(
     settings: Settings,
     tokens: Annotated[

@@ -33,7 +33,7 @@ _MAX_TOKENS = 32
     "window",
     "neighbours",
     *grouped("blend", but=["mode", "ratio", "selector", "gradual", "max_risk"]),
-    *grouped("prompt", "model", "machine"),
+    *grouped("prompt", "model", "machine", but=["tensor_parallel"]),
     "kv_dtype",
     "lock_timeout",
     "top_k",

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin, get_type_hints
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, get_origin, get_type_hints
 
 import typer
 
 from cacheblend_cli.cli import completion
 from cacheblend_cli.cli.help import PANELS
-from cacheblend_cli.errors import NotFoundError
+from cacheblend_cli.errors import CacheBlendError, NotFoundError
 from cacheblend_cli.settings import GROUPS, Resolved, Settings, grouped, of_settings, resolve
 
 if TYPE_CHECKING:
@@ -200,4 +201,13 @@ def load_engine(settings: Settings, output: Output) -> Engine:
     config = of_settings(
         EngineConfig, settings, model=settings.model or None, lora=settings.lora or None, prompt=prompt
     )
-    return Engine.load(config, progress=output.note if output.err_tty else None, notice=output.note)
+    engine = Engine.load(config, progress=output.note if output.err_tty else None, notice=output.note)
+    if engine.runtime.driver is not None:
+        engine.runtime.driver.group.on_lost = partial(_end, output)
+    return engine
+
+
+def _end(output: Output, error: CacheBlendError) -> NoReturn:
+    """End this process, from any thread, when a rank is lost: an exchange with the others may never return."""
+    output.error(error.message, error.hint)
+    os._exit(error.exit_code)

@@ -200,6 +200,8 @@ def _cluster(
     """Return the cluster to compute on, not yet started. Raises TierErrors."""
     if ray is None:
         return nullcontext()
+    if engine.runtime.driver is not None:
+        raise UsageError("--ray is not implemented with --tensor-parallel", "leave one of the two out")
     from cacheblend_cli.collect.cluster import Cluster
     from cacheblend_cli.collect.remote_worker import RemoteJob
     from cacheblend_cli.engine.runtime import load_worker_model

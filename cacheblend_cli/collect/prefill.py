@@ -6,9 +6,12 @@ products to be efficient, small enough to keep memory flat.
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 from cacheblend_kernels import Slots, StoredKV
 from torch import Tensor
@@ -137,20 +140,76 @@ def _pieces(sequence: CollectSequence, most: int) -> Iterator[tuple[int, int]]:
             start = end
 
 
+class NewPlace(msgspec.Struct, tag=True):
+    """Tells other ranks to make a place. model, place: name them; gone: places that are not needed any more."""
+
+    model: int
+    place: int
+    gone: list[int]
+    prefix_ids: list[int]
+    pack: list[CollectSequence]
+
+
+class CollectPieces(msgspec.Struct, tag=True):
+    """Tells other ranks to prefill pieces of a place's sequences."""
+
+    model: int
+    place: int
+    pieces: list[tuple[int, int]]
+
+
+class Places:
+    """The places of another rank than the first."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, _Place] = {}
+
+    def do(self, decoder: Decoder, message: NewPlace | CollectPieces) -> None:
+        if isinstance(message, CollectPieces):
+            self._places[message.place].collect(message.pieces)
+            return
+        for place in message.gone:
+            self._places.pop(place, None)
+        shapes = [(len(message.prefix_ids), *heads) for heads in decoder.spec.kv_shapes]
+        kv = ([torch.empty(shape, dtype=decoder.dtype, device=decoder.device) for shape in shapes] for _ in range(2))
+        prefix = PrefixKV(tuple(message.prefix_ids), ChunkKV(b"", *kv))
+        self._places[message.place] = _Place(decoder, prefix, message.pack)
+
+
 class _Place:
-    """A pack of sequences of one RoPE regime in a pool of its own, behind the prefix."""
+    """A pack of sequences of one RoPE regime in a pool of its own, behind the prefix. With tensor parallelism rank 0's has its like
+    on every rank."""
+
+    _numbers, _gone = itertools.count(), list[int]()
 
     def __init__(self, decoder: Decoder, prefix: PrefixKV, pack: Sequence[CollectSequence]) -> None:
         self._decoder, self._pack, self._first = decoder, pack, len(prefix.token_ids)
+        self._number, self._ranks = next(self._numbers), None if decoder.shard is None else decoder.shard.ranks
+        if self._ranks is None or self._ranks.rank:
+            self._fill(prefix)
+            return
+        weakref.finalize(self, self._gone.append, self._number)
+        gone = [self._gone.pop() for _ in [*self._gone]]
+        with self._ranks.telling(NewPlace(decoder.number, self._number, gone, [*prefix.token_ids], [*pack])):
+            self._fill(prefix)
+
+    def _fill(self, prefix: PrefixKV) -> None:
+        decoder, pack = self._decoder, self._pack
         lengths = [self._first + len(s.token_ids) for s in pack]
         blocks = sum(-(-n // BLOCK_SIZE) for n in lengths)
-        pool = KVPool(decoder.spec, blocks, BLOCK_SIZE, decoder.dtype, decoder.device)
+        pool = KVPool(decoder.own_spec, blocks, BLOCK_SIZE, decoder.dtype, decoder.device)
         self._held, self._rope_len = [pool.new_sequence(n) for n in lengths], max(lengths)
         if prefix.token_ids:
             _place_prefix(decoder, pool, self._held, prefix, self._rope_len)
 
     def collect(self, pieces: Sequence[tuple[int, int]]) -> list[ChunkKV]:
         """Prefill tokens start:end of each sequence, after all tokens before them. Returns the kept KV, in order."""
+        if self._ranks is None:
+            return self._collect(pieces)
+        with self._ranks.telling(CollectPieces(self._decoder.number, self._number, [*pieces])):
+            return self._collect(pieces)
+
+    def _collect(self, pieces: Sequence[tuple[int, int]]) -> list[ChunkKV]:
         parts, kept, ids, base = [], list[tuple[bytes, slice]](), list[int](), 0
         for sequence, held, (start, end) in zip(self._pack, self._held, pieces, strict=True):
             positions = torch.arange(self._first + start, self._first + end, device=self._decoder.device)
@@ -160,7 +219,7 @@ class _Place:
             kept += [(k.key, slice(base + k.start - start, base + k.end - start)) for k in inside]
             base += end - start
         rows = packed_rows(self._decoder, parts, self._rope_len)
-        keeper = _Keeper([ChunkKV(key) for key, _ in kept], [where for _, where in kept])
+        keeper = _Keeper(self._decoder, [ChunkKV(key) for key, _ in kept], [where for _, where in kept])
         run_layers(
             self._decoder, rows, torch.tensor(ids, device=self._decoder.device), KVOnly(self._decoder, rows), keeper
         )
@@ -168,15 +227,18 @@ class _Place:
 
 
 class _Keeper(Observer):
-    """Keeps each chunk's rows of every layer's K and V. rows: of each chunk, in the launch."""
+    """Keeps each chunk's rows of every layer's K and V, with the heads of all ranks. rows: of each chunk, in the launch."""
 
-    def __init__(self, chunks: list[ChunkKV], rows: list[slice]) -> None:
-        self.chunks, self._rows = chunks, rows
+    def __init__(self, decoder: Decoder, chunks: list[ChunkKV], rows: list[slice]) -> None:
+        self._shard, self.chunks, self._rows = decoder.shard, chunks, rows
 
     def fresh(self, fresh: FreshKV) -> None:
+        k, v = fresh.k, fresh.v
+        if self._shard is not None:
+            k, v = (self._shard.all_heads(x, fresh.layer.index) for x in (k, v))
         for chunk, rows in zip(self.chunks, self._rows, strict=True):
-            chunk.k.append(fresh.k[rows].clone())
-            chunk.v.append(fresh.v[rows].clone())
+            chunk.k.append(k[rows].clone())
+            chunk.v.append(v[rows].clone())
 
 
 def _place_prefix(
@@ -188,4 +250,8 @@ def _place_prefix(
         places = sequence.slots(positions)
         slots = [Slots(places, cos, sin) for cos, sin in rotations]
         for layer, (k, v) in enumerate(zip(prefix.kv.k, prefix.kv.v, strict=True)):
+            if decoder.shard is not None:
+                decoder.shard.ranks.share(k)
+                decoder.shard.ranks.share(v)
+                k, v = decoder.shard.own_heads(k, layer), decoder.shard.own_heads(v, layer)
             decoder.kernels.load_kv(StoredKV(k, v), pool.layers[layer], slots[decoder.rope.of_layer[layer]])

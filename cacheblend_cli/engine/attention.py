@@ -67,6 +67,8 @@ class Watch(Observer):
         for row, sequence in enumerate(self._sequences):
             if sequence is not None:
                 weights, known = _weights(layer, q[row], sequence, int(rows.positions[row]) + 1), self.found[row]
+                if layer.shard is not None:
+                    weights = layer.shard.ranks.sum(weights) / layer.shard.ranks.size
                 self.found[row] = weights if known is None else known + weights
 
 

@@ -94,6 +94,8 @@ def deciding(runtime: Runtime, request: Request) -> Pieces[tuple[Request, AutoRe
     blend = request.blend
     if blend.mode != "blend":
         return request, None
+    if runtime.driver is not None:
+        raise UsageError("--ratio auto is not implemented with --tensor-parallel", "give a ratio, such as 0.15")
     if blend.checks:
         raise UsageError("--ratio auto chooses one ratio, and several check layers were given", "give a ratio to each")
     controller, resolved = controller_of(runtime, request), time.perf_counter()

@@ -21,6 +21,7 @@ from cacheblend_cli.engine.memory import DeviceMemory
 from cacheblend_cli.engine.output_processor import Emit, OutputProcessor, listener
 from cacheblend_cli.engine.pools import lasting_pool, pool_for
 from cacheblend_cli.engine.prefill import PrefillReport
+from cacheblend_cli.engine.rank_worker import worker_of
 from cacheblend_cli.engine.refine import Refiner
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
@@ -28,7 +29,7 @@ from cacheblend_cli.engine.scheduler import Scheduler
 from cacheblend_cli.engine.sequence import RequestState, Sequence, Snapshot, Status, SwappedKV, provenance_of
 from cacheblend_cli.engine.sequence_output import NOBODY, Generation, SequenceOutput
 from cacheblend_cli.engine.speeds import Pieces
-from cacheblend_cli.engine.worker import DecodeInput, TableInput, Worker
+from cacheblend_cli.engine.worker import DecodeInput, TableInput
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.block_allocator import Allocation
 from cacheblend_cli.kv.forward import finish
@@ -47,7 +48,7 @@ class EngineCore:
         self._runtime, self._emit = runtime, emit
         watermark = 0.02 if memory is None else 0.0
         memory, decoder = memory or lasting_pool(runtime, limits), runtime.decoder
-        self.worker = Worker(decoder, memory)
+        self.worker = worker_of(runtime, memory)
         caches = limits.enable_prefix_caching and decoder.rope.switches_at is None  # else KV is that of a length
         windows = [layer.attention.sliding_window for layer in decoder.layers]
         window = None if None in windows else max(w for w in windows if w is not None)
@@ -140,6 +141,7 @@ class EngineCore:
         """Give all blocks back; no request is answered any more."""
         for state in list(self._states):
             self._outputs.remove(state)
+        self.worker.close()
 
     def _refine(self, state: Refine) -> None:
         with suppress(UsageError):  # it does not fit the pool

@@ -190,9 +190,10 @@ def bucket(count: int, least: int) -> int:
 
 def make_runner(decoder: Decoder, pool: KVPool, eager: bool = False) -> DecodeRunner:
     """Graphs on a GPU whose backend can be captured, unless `eager`; not where RoPE changes with the length, nor with experts,
-    nor with transformers' layers."""
+    nor with transformers' layers, nor with tensor parallelism."""
     capturable = decoder.device.type == "cuda" and decoder.kernels.name in CAPTURABLE
     alike = decoder.rope.switches_at is None and decoder.spec.experts is None and not decoder.spec.generic  # every step
+    alike = alike and decoder.shard is None  # an exchange between ranks is not captured
     return GraphRunner(decoder, pool) if capturable and alike and not eager else EagerRunner(decoder, pool)
 
 

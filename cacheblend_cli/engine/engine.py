@@ -23,7 +23,9 @@ from cacheblend_cli.engine.chunk_inputs import chunk_of
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core import answer_one
 from cacheblend_cli.engine.events import Done, Event, Failed, Limits, Reasoning, Text, Token
+from cacheblend_cli.engine.outer_ranks import outer_ranks
 from cacheblend_cli.engine.plan import plan
+from cacheblend_cli.engine.rank_worker import serve_rank
 from cacheblend_cli.engine.request import Preparation, Request, resolve
 from cacheblend_cli.engine.runtime import Runtime, Say
 from cacheblend_cli.engine.search import Retrieved, retrieve
@@ -85,7 +87,11 @@ class Engine:
         settings: by the names of `cacheblend config show` (device, dtype, threads, ratio, max_tokens, ...); files and environment
         variables are not read. model may also be an EngineConfig. progress: callback for what takes time; notice: for what takes
         time once on a machine. Raises NotFoundError, UsageError or DeviceError.
+
+        In a process that torchrun started as another rank than 0 this does not return: it serves rank 0 until that ends, and exits.
         """
+        if (outer := outer_ranks()) is not None and outer[0]:
+            serve_rank()
         if isinstance(model, EngineConfig):
             config, resolved = model, overridden(DEFAULTS, settings)
         else:

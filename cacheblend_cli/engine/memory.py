@@ -83,6 +83,8 @@ def reserve(decoder: Decoder, config: EngineConfig, *, meter: Meter | None = Non
     profile = measure(decoder, block_size, meter or Meter(decoder.device))
     per_token, context = bytes_per_token(decoder), decoder.spec.max_context
     num_blocks = blocks_that_fit(profile, config.gpu_memory_utilization, per_token, context, block_size, at_once)
+    if decoder.shard is not None:  # block tables are the same on every rank
+        num_blocks = -int(decoder.shard.ranks.largest(torch.tensor([-num_blocks], device=decoder.device)))
     try:
         pool = KVPool.of(decoder, num_blocks, block_size)
     except torch.OutOfMemoryError as error:
@@ -116,7 +118,7 @@ def warm_up(decoder: Decoder, pool: KVPool, codec: str = "auto") -> None:
 
 def warm_up_attention(decoder: Decoder, pool: KVPool) -> None:
     """Attention of every kind of layer there is, for any number of rows over contexts as long as one may get."""
-    spec, capacity = decoder.spec, len(pool.layers[0].k) * pool.block_size
+    spec, capacity = decoder.own_spec, len(pool.layers[0].k) * pool.block_size
     kinds = {}
     for layer, cache in zip(decoder.layers, pool.layers, strict=True):
         params = layer.attention

@@ -21,9 +21,10 @@ from cacheblend_cli.engine.memory import out_of_memory
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import logprobs_of
+from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.forward import LayerStep, Pass, finish, run_layers
 from cacheblend_cli.kv.loader import KVLoader
-from cacheblend_cli.kv.loading import make_loader
+from cacheblend_cli.kv.loading import agree, make_loader
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
 from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.kv.source import BadChunk, KVSource
@@ -117,6 +118,10 @@ def prefill(
     Raises UsageError when the prompt is longer than the context, DeviceError when it does not fit the memory.
     """
     decoder = runtime.decoder
+    if runtime.driver is not None:
+        raise UsageError(
+            "measures and prefills outside of the engine run in one process", "leave --tensor-parallel out"
+        )
     while True:
         plan = request.plan
         runtime.check_length(plan.num_tokens, headroom)
@@ -192,13 +197,16 @@ class PrefillState:
     def whole(self, output_positions: Tensor) -> PrefillOutput:
         """Compute the prompt in one go. output_positions: where logits are wanted."""
         start = time.perf_counter()
-        return self._output(finish(self._blend(self._plan, output_positions.to(self._decoder.device))), start)
+        result = finish(self._blend(self._plan, output_positions.to(self._decoder.device)))
+        agree(self._decoder, self._plan, self._loader.bad)
+        return self._output(result, start)
 
     @torch.inference_mode()
     def advance(self) -> PrefillOutput:
         """Compute the next slice, or some layers of what is blended."""
         start, piece = time.perf_counter(), self._slices[self._done]
         result = self._next_layers(piece) if piece.blended else self._next_slice(piece)
+        agree(self._decoder, self._plan, self._loader.bad)
         return self._output(result, start)
 
     def _next_slice(self, piece: Slice) -> PrefillResult | None:

@@ -21,8 +21,11 @@ from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.decode import DecodeRunner, EagerRunner
 from cacheblend_cli.engine.decode_with import decode_with
 from cacheblend_cli.engine.detokenizer import CLOSING_ROOM
+from cacheblend_cli.engine.driver import Driver, config_of_ranks
 from cacheblend_cli.engine.grammar import form_tokenizer
 from cacheblend_cli.engine.memory import DeviceMemory, reserve
+from cacheblend_cli.engine.outer_ranks import num_ranks
+from cacheblend_cli.engine.rank_group import group_of, rank_device
 from cacheblend_cli.errors import PromptTooLong
 from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.kv.forward import Observer
@@ -58,7 +61,7 @@ class Runtime:
 
     Compute runs in one thread at a time. Templates, collections and token limits are read from any thread: they change
     with their arguments only, and the date that a template prints is one of them. load_s: what loading took. say: told what takes time once on a machine. progress: told what takes time. memory: a
-    lasting pool to begin with.
+    lasting pool to begin with. driver: of the other ranks, with tensor parallelism.
     """
 
     def __init__(self, model: LoadedModel, config: EngineConfig, memory: DeviceMemory | None = None) -> None:
@@ -66,6 +69,7 @@ class Runtime:
         wording = Wording.of(model.path, config.prompt, config.system, config.template_var)
         self.template = split_template(model.tokenizer, wording)
         self.load_s = 0.0
+        self.driver: Driver | None = None
         self.say: Say = lambda text: None
         self.progress: Say = lambda text: None
         self.controllers: dict[str, Any] = {}  # a loading controller for each codec, see controller.py
@@ -87,12 +91,18 @@ class Runtime:
         path = resolve_model(name, say)
         lora = Path(config.lora).expanduser() if config.lora else None
         precision = Precision(config.dtype, config.weight_dtype, round(config.weights_cache_gb * 2**30))
-        runtime = cls(load_model(path, name, device, precision, config.attention_backend, lora), config)
+        if (size := num_ranks(config.tensor_parallel)) > 1:
+            config = config_of_ranks(config, size, path, device)
+            driver = Driver(group_of(size, rank_device(device, 0)))
+            runtime = cls(driver.load(path, name, config), config)
+            runtime.driver = driver
+        else:
+            runtime = cls(load_model(path, name, device, precision, config.attention_backend, lora), config)
         if isinstance(runtime.decoder, GenericDecoder):
             check_once(runtime.decoder, runtime.model.fingerprint)
         if config.kv_pool_dtype == "float8_e4m3":
-            prefix_ids = runtime.template.prefix_ids
-            runtime.decoder.kv_scales = calibrate(runtime.decoder, prefix_ids, config.block_size)
+            measured = runtime.decoder, runtime.template.prefix_ids, config.block_size
+            runtime.decoder.kv_scales = (runtime.driver.calibrate if runtime.driver else calibrate)(*measured)
         remember(config.model or "", (config.dtype, config.weight_dtype), runtime.model.files)
         runtime.load_s = time.perf_counter() - start
         runtime.progress, runtime.say = progress or runtime.progress, say or runtime.say
@@ -119,7 +129,8 @@ class Runtime:
         """
         if self._memory is None and self.decoder.device.type == "cuda":
             self.progress("warming the GPU up: a first run on a machine compiles the kernels, later ones find them")
-            self._memory = reserve(self.decoder, self.config, at_once=at_once)
+            take = reserve if self.driver is None else self.driver.reserve
+            self._memory = take(self.decoder, self.config, at_once=at_once)
         return self._memory
 
     def new_sequence(self, num_tokens: int) -> PagedSequence:

@@ -15,6 +15,7 @@ from cacheblend_cli.collect.collector import PlannedChunk, chunk_manifest, prefi
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.speeds import SpeedFile, kv_share
+from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.source import TieredSource
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import ChunkInput
@@ -43,6 +44,10 @@ def ask_tier(
         wanted.append(chunk_manifest(collection, prefix_chunk(collection)))
     if not wanted:
         return None
+    if runtime.driver is not None:
+        raise UsageError(
+            "--tier is not implemented with --tensor-parallel", "fetch the chunks first: cacheblend chunks pull"
+        )
     _recall_speed(tier)
     source = TieredSource(store, tier, wanted, full_prefill_s(runtime, collection.codec, num_tokens))
     return source

@@ -120,5 +120,8 @@ class Worker(BlockSpace):
         """A reader of the KV of a sequence's first num_tokens positions, valid while it holds its blocks."""
         return export(self._decoder, self._view(table), num_tokens)
 
+    def close(self) -> None:
+        """Do nothing any more."""
+
     def _view(self, table: TableInput) -> SequenceView:
         return SequenceView(self._pool, list(table.blocks), table.gone)

@@ -12,15 +12,19 @@ from typing import Self
 
 import torch
 
+from cacheblend_cli.kv.source import BadChunk
+
 
 class KVLoader(ABC):
     """Loads layer by layer, ahead of compute, while its context is entered.
 
     num_bytes: read from the source. load_s: from the start until the last layer was loaded. stall_s: how much of that
-    computing waited for. All three are final after the last wait; on a GPU, reading the seconds synchronises.
+    computing waited for. All three are final after the last wait; on a GPU, reading the seconds synchronises. bad: with tensor
+    parallelism, a chunk that this rank could not read, in whose place zeros are.
     """
 
     num_bytes = 0
+    bad: BadChunk | None = None
 
     @property
     def load_s(self) -> float:
@@ -38,7 +42,7 @@ class KVLoader(ABC):
 
     @abstractmethod
     def wait(self, layer: int) -> None:
-        """Return when the layer's KV is in the pool for the work queued next. Raises BadChunk."""
+        """Return when the layer's KV is in the pool for the work queued next. Raises BadChunk, without tensor parallelism."""
 
 
 class NothingToLoad(KVLoader):

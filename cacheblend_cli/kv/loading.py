@@ -14,7 +14,7 @@ from torch import Tensor
 from cacheblend_cli.kv.batch import KVBatch, batches_of
 from cacheblend_cli.kv.loader import KVLoader, LoadQueue, NothingToLoad, num_workers, workers
 from cacheblend_cli.kv.pool import PagedSequence
-from cacheblend_cli.kv.source import KVReader, KVSource
+from cacheblend_cli.kv.source import BadChunk, KVReader, KVSource
 from cacheblend_cli.kv.stored_prompt import StoredPrompt
 from cacheblend_cli.kv.transfer import CudaTransfer, HostTransfer, StagedTransfer, Transfer
 from cacheblend_cli.model.decoder import Decoder
@@ -91,7 +91,12 @@ class StoredLoader(KVLoader):
             try:
                 reader.copy_layer(self._stored.manifests[batch.first + index], layer, batch.targets(index, memory))
             except StoreError as error:
-                raise self._stored.bad(batch.first + index, error) from error
+                bad = self._stored.bad(batch.first + index, error)
+                if self._stored.decoder.shard is None:
+                    raise bad from error
+                self.bad = bad  # the other ranks know nothing of it: the pass goes on
+                for target in batch.targets(index, memory).values():
+                    target[:] = bytes(len(target))
 
     def _place(self, layer: int, batch: KVBatch, slots: tuple[Slots, ...], staged: Tensor) -> None:
         self._stored.place(layer, batch.tensors(staged), slots)
@@ -104,8 +109,39 @@ def make_loader(decoder: Decoder, source: KVSource | None, sequence: PagedSequen
     """
     if not any(s.cached and s.token_ids for s in plan.segments):
         return NothingToLoad()
-    assert source is not None, "what is cached is cached somewhere"
-    return StoredLoader(StoredPrompt.find(decoder, source, sequence, plan), transfer_to(decoder.device))
+    missing: BadChunk | None = None
+    try:
+        stored = None if source is None else StoredPrompt.find(decoder, source, sequence, plan)
+    except BadChunk as error:
+        stored, missing = None, error
+    if stored is None and missing is None:
+        key = next(s.key for s in plan.segments if s.cached and s.token_ids)
+        assert key is not None, "what is cached has a key"
+        missing = BadChunk(key, "the store cannot be read")
+    agree(decoder, plan, missing)
+    assert stored is not None
+    return StoredLoader(stored, transfer_to(decoder.device))
+
+
+def agree(decoder: Decoder, plan: PromptPlan, bad: BadChunk | None) -> None:
+    """Raise BadChunk on all ranks where one of them could not read a chunk. bad: what this one could not read."""
+    shard = decoder.shard
+    if shard is None:
+        if bad is not None:
+            raise bad
+        return
+    cached = [s for s in plan.segments if s.cached and s.token_ids]
+    if not cached:
+        return
+    ranks = shard.ranks
+    own = 0 if bad is None else 1 + next(i for i, s in enumerate(cached) if s.key == bad.key)
+    code = int(ranks.largest(torch.tensor([own * ranks.size + ranks.rank if own else 0], device=decoder.device)))
+    if code:
+        key = cached[code // ranks.size - 1].key
+        assert key is not None
+        raise (
+            bad if bad is not None and bad.key == key else BadChunk(key, f"rank {code % ranks.size} could not read it")
+        )
 
 
 def transfer_to(device: torch.device) -> Transfer:

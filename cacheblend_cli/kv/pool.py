@@ -46,7 +46,7 @@ class KVPool(BlockSpace):
     @classmethod
     def of(cls, decoder: Decoder, num_blocks: int, block_size: int) -> KVPool:
         """A pool to answer in: of the decoder's dtype, or float8 where it has scales."""
-        return cls(decoder.spec, num_blocks, block_size, decoder.dtype, decoder.device, decoder.kv_scales)
+        return cls(decoder.own_spec, num_blocks, block_size, decoder.dtype, decoder.device, decoder.kv_scales)
 
     def read(self, layer: int, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
         """K (rotated) and V of slots [n] int64 at a layer, fp32 [n, num_kv_heads, head_dim]; of a slice of an fp32 pool they are
@@ -98,7 +98,7 @@ def _values(held: Tensor, scale: Tensor | None, slots: slice | Tensor) -> Tensor
 
 def bytes_per_token(decoder: Decoder) -> float:
     """Bytes per token of a pool, all layers."""
-    return decoder.spec.kv_bytes_per_token(decoder.dtype.itemsize if decoder.kv_scales is None else 1)
+    return decoder.own_spec.kv_bytes_per_token(decoder.dtype.itemsize if decoder.kv_scales is None else 1)
 
 
 class PagedSequence(BlockTable):

@@ -42,7 +42,10 @@ class KVSource(Protocol):
 
 
 class BadChunk(Exception):
-    """A cached chunk whose KV cannot be used: missing, damaged or foreign. The caller computes it instead."""
+    """A cached chunk whose KV cannot be used: missing, damaged or foreign. The caller computes it instead. is_agreed: with tensor
+    parallelism all ranks raise it, see `loading.agree`."""
+
+    is_agreed = True
 
     def __init__(self, key: bytes, reason: str) -> None:
         super().__init__(reason)

@@ -69,7 +69,9 @@ class StoredPrompt:
 
     def place(self, layer: int, tensors: Mapping[str, Tensor], slots: tuple[Slots, ...]) -> None:
         """Write stored rows to their slots of a layer. tensors: see `blobs.blob_spec`; slots: see `slots`."""
-        cache = self.sequence.pool.layers[layer]
+        cache, shard = self.sequence.pool.layers[layer], self.decoder.shard
+        if shard is not None:
+            tensors = {name: shard.own_heads(tensor, layer) for name, tensor in tensors.items()}
         self.decoder.kernels.load_kv(
             StoredKV(**tensors, group_size=GROUP), cache, slots[self.decoder.rope.of_layer[layer]]
         )

@@ -20,7 +20,7 @@ class ZeroLoader(KVLoader):
     """Places zeros for the plan's cached segments, in the waiting thread. codec: the format to dequantise from."""
 
     def __init__(self, decoder: Decoder, sequence: PagedSequence, plan: PromptPlan, codec: str) -> None:
-        spec = decoder.spec
+        spec = decoder.own_spec
         self._kernels, self._pool = decoder.kernels, sequence.pool
         self._rope_of = decoder.rope.of_layer
         self._rows = []

@@ -13,6 +13,7 @@ from cacheblend_cli.model.altup import AltUp, LowRank, Streams
 from cacheblend_cli.model.experts import Experts, ExpertsBeside
 from cacheblend_cli.model.linear import linear
 from cacheblend_cli.model.mlp import MLP
+from cacheblend_cli.model.parallel import Shard
 from cacheblend_cli.model.rope import LayerRotations
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.token_input import TokenInput, TokenInputs
@@ -67,6 +68,8 @@ class DecoderLayer:
     (after QK-norm, where the family has one): the form that is stored. rope: index of the decoder's RoPE for q and k.
     weight_dtype: storage of the weights, see `linear`; experts stay in the compute dtype.
     """
+
+    shard: Shard | None = None
 
     def __init__(
         self,
@@ -149,14 +152,15 @@ class DecoderLayer:
         if self.spec.parallel:
             norm = self._mlp_in or self.attention_in
             assert norm is not None
-            return delta + self.mlp(norm(residual)), residual
+            return self._summed(delta + self.mlp(norm(residual))), residual
+        delta = self._summed(delta)
         if self._attention_out is not None:
             delta = self._attention_out(delta)
         if self.altup is not None:
             assert token_ids is not None
             return self._finish_streams(self.altup, delta, residual, token_ids), residual
         h, residual = add_and_norm(self._mlp_in, delta, residual)
-        delta = self.mlp(h)
+        delta = self._summed(self.mlp(h))
         if self._beside is not None:
             delta = self._beside(delta, residual)
         delta = delta if self._mlp_out is None else self._mlp_out(delta)
@@ -184,29 +188,54 @@ class DecoderLayer:
         most = self.spec.qkv_clip
         return x if most is None else x.clamp(-most, most)
 
+    def _summed(self, partial: Tensor) -> Tensor:
+        """The sum over the ranks of what each has computed with its part of the weights."""
+        return partial if self.shard is None else self.shard.ranks.sum(partial)
+
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(x.shape[0], -1, self.head_dim)
 
     def _normed_heads(self, x: Tensor, weight: Tensor | None) -> Tensor:
         if weight is None:
             return self._heads(x)
+        if self.spec.qk_norm_over_all and self.shard is not None:
+            return self._heads(self._norm_over_ranks(x, weight, self.shard))
         x = x.contiguous() if self.spec.qk_norm_over_all else self._heads(x)
         return self._heads(self.kernels.rms_norm(x, weight, self.spec.rms_norm_eps).flatten(1))
+
+    def _norm_over_ranks(self, x: Tensor, weight: Tensor, shard: Shard) -> Tensor:
+        """RMSNorm of q or k over the heads of all ranks."""
+        wide, whole = x.float(), shard.whole
+        squares = wide.square().sum(-1, keepdim=True)
+        if weight is self.q_norm:
+            mean = shard.ranks.sum(squares) / whole.q_size
+        else:
+            mean = shard.sum_of_kv(squares, self.index) / whole.kv_size
+        wide = wide * torch.rsqrt(mean + self.spec.rms_norm_eps)
+        return weight * wide.to(x.dtype) if weight.dtype == x.dtype else (weight * wide).to(x.dtype)
 
 
 class Decoder:
     """A decoder-only model: embedding, layers, final norm, output head, RoPE tables, and their kernel backend.
 
     weights: as returned by `load_weights`; they are popped from it. weight_dtype: storage of the weights, see `linear`.
-    steady: with STEADY_ROWS rows or more, a row's result does not depend on the number of rows (on a CPU).
+    steady: with STEADY_ROWS rows or more, a row's result does not depend on the number of rows (on a CPU). shard: the part of the
+    model that this rank computes; its layers have the rank's heads alone, their inputs and results are those of the whole model.
     """
 
     steady = True
+    shard: Shard | None = None
+    number = 0  # names it in messages to other ranks
 
     def __init__(
-        self, spec: ModelSpec, weights: dict[str, Tensor], kernels: KernelBackend, weight_dtype: str = "auto"
+        self,
+        spec: ModelSpec,
+        weights: dict[str, Tensor],
+        kernels: KernelBackend,
+        weight_dtype: str = "auto",
+        shard: Shard | None = None,
     ) -> None:
-        self.spec, self.kernels = spec, kernels
+        self.spec, self.kernels, self.shard = spec, kernels, shard
         in_file = weights.get(IN_FILE)
         self.embedding = weights["embed"] if in_file is None else in_file
         self.norm = Norm(spec, kernels, weights["norm.weight"], weights.get("norm.bias"))
@@ -224,8 +253,11 @@ class Decoder:
         del head
         self.rope = LayerRotations(spec, self.device)
         self.layers = [
-            DecoderLayer(i, spec, weights, kernels, rope, weight_dtype) for i, rope in enumerate(self.rope.of_layer)
+            DecoderLayer(i, self.own_spec, weights, kernels, rope, weight_dtype)
+            for i, rope in enumerate(self.rope.of_layer)
         ]
+        for layer in self.layers:
+            layer.shard = shard
         if spec.token_width:
             inputs = TokenInputs(spec, weights, kernels, self.embed, weight_dtype)
             for layer in self.layers:
@@ -233,12 +265,25 @@ class Decoder:
         self._streams = Streams(spec, weights, weight_dtype) if spec.streams is not None else None
         self.kv_scales: KVScales | None = None  # of the float8 pools prompts get; None: pools of the compute dtype
 
+    @property
+    def own_spec(self) -> ModelSpec:
+        """Shape of what this rank computes and keeps; without tensor parallelism the model's."""
+        return self.spec if self.shard is None else self.shard.own
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """[num_rows] int64 -> [num_rows, hidden_size]."""
-        h, scale = F.embedding(token_ids, self.embedding).to(self.dtype), self.spec.embedding_scale
+        h, scale = self._embedded(token_ids), self.spec.embedding_scale
         if self._embedding_norm is not None:
             h = self._embedding_norm(h)
         return h if scale == 1 else h * float(torch.tensor(scale, dtype=self.dtype))  # rounded, as in transformers
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        if self.shard is None:
+            return F.embedding(token_ids, self.embedding).to(self.dtype)
+        first, end = self.shard.vocabulary
+        other = (token_ids < first) | (token_ids >= end)
+        own = F.embedding((token_ids - first).masked_fill(other, 0), self.embedding).to(self.dtype)
+        return self.shard.ranks.sum(own.masked_fill_(other[:, None], 0))
 
     def input_norm(self, layer: DecoderLayer, delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """The layer's normed input and the residual stream with `delta` added (residual None: the first layer).
@@ -256,7 +301,8 @@ class Decoder:
     def logits(self, delta: Tensor, residual: Tensor) -> Tensor:
         """fp32 logits [num_rows, vocab_size] from the last layer's output."""
         h = self.norm.add(delta, residual)[0] if self._streams is None else self.norm(self._streams.merge(delta))
-        logits, cap = self._head(h).float(), self.spec.logit_soft_cap
+        logits, cap = self._head(h), self.spec.logit_soft_cap
+        logits = (logits if self.shard is None else self.shard.gathered_logits(logits)).float()
         if self.spec.logit_scale != 1:
             logits *= self.spec.logit_scale
         return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -27,7 +27,7 @@ class Experts:
         self._spec, self._activation, self._kernels = experts, spec.activation, kernels
         self._router = Linear(weights["router.weight"], weights.get("router.bias"), pack=False)
         self._shared_gate = weights.get("shared_gate.weight")
-        self._up, self._down = (_each(experts.count, weights, name) for name in ("experts_up", "experts_down"))
+        self._up, self._down = (_each(len(experts.on_rank), weights, name) for name in ("experts_up", "experts_down"))
         self._shared = MLP(spec, weights, kernels) if experts.shared_width else None
         self._expert_scale = weights.get("expert_scale")
 
@@ -49,8 +49,9 @@ class Experts:
         order = chosen.flatten().argsort(stable=True)
         rows, shares = order // self._spec.per_token, weights.flatten()[order].to(h.dtype)
         counts = torch.bincount(chosen.flatten(), minlength=self._spec.count).tolist()
-        out, start = torch.zeros_like(h), 0
-        for up, down, count in zip(self._up, self._down, counts, strict=True):
+        held = self._spec.on_rank
+        out, start = torch.zeros_like(h), sum(counts[: held.start])
+        for up, down, count in zip(self._up, self._down, counts[held.start : held.stop], strict=True):
             if not count:
                 continue
             mine = slice(start, start + count)

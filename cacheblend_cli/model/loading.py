@@ -27,6 +27,8 @@ from cacheblend_cli.model.linear import bound_caches, check_weight_dtype
 from cacheblend_cli.model.model_files import checkpoint_files, gguf_file_of, is_converted, read_object, weight_names
 from cacheblend_cli.model.named import named_model
 from cacheblend_cli.model.packed_cache import PackedCache
+from cacheblend_cli.model.parallel import Shard
+from cacheblend_cli.model.ranks import Ranks
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tensor_source import SafetensorsFiles
 from cacheblend_cli.model.tokenizer import Tokenizer
@@ -89,10 +91,20 @@ def load_model(
     precision: Precision,
     attention_backend: str,
     lora: Path | None = None,
+    *,
+    ranks: Ranks | None = None,
 ) -> LoadedModel:
-    """Load the checkpoint in `path`. lora: directory of an adapter to merge. Raises UsageError, NotFoundError, DeviceError."""
+    """Load the checkpoint in `path`, with ranks this one's part of it. lora: directory of an adapter to merge. Raises UsageError,
+    NotFoundError, DeviceError."""
     bound_caches()
     spec = read_spec(path)
+    shard = None if ranks is None else Shard(spec, ranks)
+    if shard is not None and precision.weights != "auto":
+        raise UsageError(
+            f"--weight-dtype {precision.weights} is not implemented with --tensor-parallel: activations are rounded by the largest of a "
+            "row, of which a rank has a part",
+            "leave one of the two out",
+        )
     check_weight_dtype(precision.weights, device)
     if attention_backend not in ("auto", *BACKENDS):
         raise UsageError(f"unknown attention backend {attention_backend!r}", f"known: auto, {', '.join(BACKENDS)}")
@@ -107,7 +119,7 @@ def load_model(
         raise DeviceError(error.message, error.hint) from error
     if device.type == "cuda":
         make_current(device)
-        check_room(spec, compute_dtype, device, torch.cuda.mem_get_info(device)[0])
+        check_room(spec if shard is None else shard.own, compute_dtype, device, torch.cuda.mem_get_info(device)[0])
     if spec.generic and precision.weights != "auto":
         raise UsageError(
             f"--weight-dtype {precision.weights} is not implemented for model_type {spec.config['model_type']!r}, whose weights "
@@ -119,11 +131,12 @@ def load_model(
         return model_fingerprint(spec, path, dtype, lora_digest, precision.weights)
 
     def build(*, hollow: bool = False) -> Decoder:
-        weights = load_weights(spec, path, compute_dtype, device, adapter, hollow)
-        return Decoder(spec, weights, kernels, precision.weights)
+        weights = load_weights(spec, path, compute_dtype, device, adapter, hollow, shard=shard)
+        return Decoder(spec, weights, kernels, precision.weights, shard)
 
     cache = None
-    if device.type == "cpu" and adapter is None and spec.experts is None and not spec.generic and precision.cache_bytes:
+    alone = adapter is None and shard is None  # the cache knows neither adapters nor parts
+    if device.type == "cpu" and alone and spec.experts is None and not spec.generic and precision.cache_bytes:
         cache = PackedCache(fingerprint_of(spec, compute_dtype), precision.cache_bytes)
     try:
         if spec.generic:

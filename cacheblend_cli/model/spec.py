@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 # RoPE types whose factor lengthens the context. For llama3 and longrope `max_position_embeddings` is the longer one.
@@ -28,7 +28,8 @@ class ExpertsSpec:
     clamped: (alpha, limit) of a SwiGLU as gpt-oss has it, (up + 1) * gate * sigmoid(alpha * gate), where gate is at most
     limit and up within -limit and limit; None: the activation of the spec.
     beside: as Gemma 4 has them: the experts' output is added to that of the layer's MLP, each normed; the router norms its
-    input, scales it by channel, and scales what it gives by expert.
+    input, scales it by channel, and scales what it gives by expert. held: first of the experts that this
+    rank has, and how many; None: all (see `parallel.Shard`).
     """
 
     count: int
@@ -43,6 +44,13 @@ class ExpertsSpec:
     bias: bool = False
     clamped: tuple[float, float] | None = None
     beside: bool = False
+    held: tuple[int, int] | None = field(default=None, repr=False)  # no part of a model's fingerprint
+
+    @property
+    def on_rank(self) -> range:
+        """Experts whose weights this rank has."""
+        first, count = self.held or (0, self.count)
+        return range(first, first + count)
 
 
 @dataclass(frozen=True)

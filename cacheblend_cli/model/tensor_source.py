@@ -39,16 +39,18 @@ class SafetensorsFiles:
                     self._small.add(name)
                 yield name, dtype, shape
 
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Read rows `start` to `stop`; of large tensors under a mapping of their own, so that copied pages do not stay resident."""
+    def read(self, name: str, start: int, stop: int, columns: slice | None = None) -> Tensor:
+        """Read rows `start` to `stop`, and of a matrix some columns alone; of large tensors under a mapping of their own, so that copied
+        pages do not stay resident."""
         file = self._file_of[name]
         if name in self._small:
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt")
             rows: Tensor = self._open[file].get_slice(name)[start:stop]
-            return rows
+            return rows if columns is None else rows[:, columns]
         with safe_open(file, framework="pt") as handle:
-            return handle.get_slice(name)[start:stop]
+            part = handle.get_slice(name)
+            return part[start:stop] if columns is None else part[start:stop, columns]
 
     def columns(self, name: str, start: int, stop: int) -> Tensor:
         """Columns `start` to `stop` of a matrix."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from cacheblend_cli.model.spec import ExpertsSpec, ModelSpec
 
@@ -113,6 +114,14 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[Shape, str, int, Shape]]
     return shapes
 
 
+def name_in(shapes: Mapping[str, object], stored: str) -> str | None:
+    """The model's name of a stored tensor: a bare model (LlamaModel, BloomModel) is saved without the `model.` or
+    `transformer.` prefix, and a language model inside another with `language_model.` before or after it."""
+    own = stored.replace("language_model.", "")
+    known = (own, f"model.{own}", f"transformer.{own}", own.removeprefix("model."))
+    return next((name for name in known if name in shapes), None)
+
+
 def num_parameters(spec: ModelSpec) -> int:
     """Number of parameters of a decoder; a tied head is the embedding."""
     shapes = {target: shape for _, target, _, shape in expected_shapes(spec).values()}
@@ -148,7 +157,7 @@ def _experts(hidden: int, experts: ExpertsSpec) -> list[Product]:
     """The router, and the experts one below another; the one for all tokens takes the place of the MLP."""
     base, width, bias, (gate, up, down) = f"{experts.base}.", experts.width, experts.bias, experts.names
     base = base.lstrip(".")  # experts beside the MLP are parts of the layer itself
-    each = [f"{base}experts.{e}" for e in range(experts.count)]
+    each = [f"{base}experts.{e}" for e in experts.on_rank]
     products = [
         ("router", [(f"{base}{experts.router}", experts.count)], hidden, bias),
         ("experts_up", [(f"{one}.{part}", width) for one in each for part in (gate, up)], hidden, bias),

@@ -18,9 +18,11 @@ from cacheblend_cli.model.adapter import Delta, LoraAdapter
 from cacheblend_cli.model.checkpoint import tensor_source
 from cacheblend_cli.model.linear import can_pack
 from cacheblend_cli.model.model_files import checkpoint_files
+from cacheblend_cli.model.parallel import Shard
+from cacheblend_cli.model.sharded import ShardedTensors, cut_deltas
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tensor_source import TensorSource
-from cacheblend_cli.model.weight_map import HEAD, TOKEN_EMBEDDING, Shape, embedding_name, expected_shapes
+from cacheblend_cli.model.weight_map import HEAD, TOKEN_EMBEDDING, Shape, embedding_name, expected_shapes, name_in
 
 # Parts of the names of tensors that the language model does not compute with: RoPE's frequencies, and the heads of
 # reward models.
@@ -67,8 +69,11 @@ def load_weights(
     device: torch.device,
     adapter: LoraAdapter | None = None,
     hollow: bool = False,
+    *,
+    shard: Shard | None = None,
 ) -> Weights:
-    """Every tensor of the model under our names, in `dtype` on `device`; norms with an offset in float32.
+    """Every tensor of the model under our names, in `dtype` on `device`; norms with an offset in float32. With a shard the
+    rank's part of each.
 
     Names: see `weight_map.expected_shapes`. What can be put into the weights is (see `fold`).
     Each part is copied from its file into its place, in blocks of rows; nothing is held twice. What an adapter adds is
@@ -80,10 +85,13 @@ def load_weights(
     Raises UsageError on a missing tensor, a wrong shape, one that is no part of the model, quantised weights, and an
     adapter of another model.
     """
+    whole, spec = spec, spec if shard is None else shard.own
     shapes = expected_shapes(spec)
+    deltas = {} if adapter is None else deltas_of(whole, adapter, expected_shapes(whole))
+    if shard is not None:
+        deltas = cut_deltas(deltas, shard)
     if spec.tied:
         shapes[HEAD] = ((spec.vocab_size, spec.hidden_size), "lm_head", 0, (spec.vocab_size, spec.hidden_size))
-    deltas = {} if adapter is None else deltas_of(spec, adapter, shapes)
     weights, seen = Weights(), set[str]()
     mapped: dict[str, dict[int, Tensor]] = {}
     folded = spec.residual_scale != 1 or head_order(spec) is not None or spec.qkv_by_group
@@ -91,8 +99,10 @@ def load_weights(
     stays = device.type == "cpu" and not deltas and spec.experts is None and not folded
     experts = spec.experts
     source = tensor_source(model_dir, experts=experts is not None, stacked=experts is not None and experts.beside)
+    if shard is not None:
+        source = ShardedTensors(source, shard)
     for stored, kind, found in source.headers():
-        name = _name_in(shapes, stored)
+        name = name_in(shapes, stored)
         if name is None:
             if any(part in stored for part in NOT_THE_MODEL) or stored.startswith(spec.other_parts):
                 continue
@@ -185,14 +195,6 @@ def _room(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.frombuffer(room, dtype=dtype).view(shape)
 
 
-def _name_in(shapes: Mapping[str, object], stored: str) -> str | None:
-    """The model's name of a stored tensor: a bare model (LlamaModel, BloomModel) is saved without the `model.` or
-    `transformer.` prefix, and a language model inside another with `language_model.` before or after it."""
-    own = stored.replace("language_model.", "")
-    known = (own, f"model.{own}", f"transformer.{own}", own.removeprefix("model."))
-    return next((name for name in known if name in shapes), None)
-
-
 def _tie(weights: dict[str, Tensor], dtype: torch.dtype) -> None:
     """Use one tensor for embedding and head, unless the file holds two different ones."""
     if IN_FILE in weights:
@@ -227,7 +229,7 @@ def deltas_of(
     deltas = {}
     for module, delta in adapter.deltas.items():
         stored = f"{module}.weight"
-        name = _name_in(shapes, stored)
+        name = name_in(shapes, stored)
         if name is None and stored.startswith(spec.other_parts):
             continue
         if name is None:

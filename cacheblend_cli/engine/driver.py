@@ -1,0 +1,129 @@
+"""Driver: rank 0's model on all ranks of tensor parallelism."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import torch
+
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.memory import DeviceMemory, reserve
+from cacheblend_cli.engine.rank_group import RankGroup
+from cacheblend_cli.errors import DeviceError, UsageError
+from cacheblend_cli.kv.calibration import calibrate
+from cacheblend_cli.model.decoder import Decoder, KVScales
+from cacheblend_cli.model.families import read_spec
+from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_dtype
+from cacheblend_cli.model.parallel import check_divisible
+from cacheblend_cli.model.ranks import Ranks
+
+
+class LoadModel(msgspec.Struct, tag=True):
+    """model: names it in messages. path: where it is. threads: of a rank."""
+
+    model: int
+    path: str
+    config: EngineConfig
+
+
+class Calibrate(msgspec.Struct, tag=True):
+    model: int
+    prefix_ids: tuple[int, ...]
+
+
+class Reserve(msgspec.Struct, tag=True):
+    """Take the pool of a GPU."""
+
+    model: int
+    at_once: int
+
+
+class Drop(msgspec.Struct, tag=True):
+    """Models and workers that rank 0 has no more."""
+
+    models: list[int]
+    workers: list[int]
+
+
+class Driver:
+    """Rank 0's model on all ranks. model: its number."""
+
+    numbers = itertools.count()
+    gone_models, gone_workers = list[int](), list[int]()
+
+    def __init__(self, group: RankGroup) -> None:
+        self.group, self.model = group, next(self.numbers)
+        weakref.finalize(self, self.gone_models.append, self.model)
+
+    @contextmanager
+    def telling(self, message: msgspec.Struct) -> Iterator[None]:
+        """Send the message, then compute what it asks for. An error that the other ranks do not know of ends them."""
+        ranks = self.group.ranks
+        with ranks.lock:
+            if self.gone_models or self.gone_workers:
+                models, workers = ([gone.pop() for _ in [*gone]] for gone in (self.gone_models, self.gone_workers))
+                ranks.tell(Drop(models, workers))
+            with ranks.telling(message):
+                yield
+
+    def load(self, path: Path, name: str, config: EngineConfig) -> LoadedModel:
+        """Load the model on every rank. Raises what one of them raises."""
+        ranks = self.group.ranks
+        with ranks.lock:
+            ranks.tell(LoadModel(self.model, str(path), config))
+            loaded = load_part(path, name, config, self.group.device, ranks)
+        loaded.decoder.number = self.model
+        return loaded
+
+    def reserve(self, decoder: Decoder, config: EngineConfig, at_once: int) -> DeviceMemory:
+        """Take the pool of every rank's GPU."""
+        with self.telling(Reserve(self.model, at_once)):
+            return reserve(decoder, config, at_once=at_once)
+
+    def calibrate(self, decoder: Decoder, prefix_ids: tuple[int, ...], block_size: int) -> KVScales:
+        """Compute the scales of every rank's float8 pools."""
+        with self.telling(Calibrate(self.model, prefix_ids)):
+            return calibrate(decoder, prefix_ids, block_size)
+
+
+def load_part(path: Path, name: str, config: EngineConfig, device: torch.device, ranks: Ranks) -> LoadedModel:
+    """Load this rank's part of a model. Raises DeviceError where another rank could not."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    lora, failed = Path(config.lora) if config.lora else None, 1
+    try:
+        precision = Precision(config.dtype, config.weight_dtype)
+        loaded = load_model(path, name, device, precision, config.attention_backend, lora, ranks=ranks)
+        failed = 0
+    finally:  # nobody waits for a rank that has no model
+        other = int(ranks.largest(torch.tensor([failed * (ranks.rank + 1)], device=device)))
+    if other:
+        raise DeviceError(f"rank {other - 1} could not load the model", "see what it wrote above")
+    return loaded
+
+
+def config_of_ranks(config: EngineConfig, size: int, path: Path, device: torch.device) -> EngineConfig:
+    """The configuration that every rank loads the model in `path` with: nothing in it is left to be measured. Raises UsageError for
+    what is not implemented on several ranks."""
+    spec = read_spec(path)
+    check_divisible(spec, size)
+    for name, value, known in (
+        ("--weight-dtype int8", config.weight_dtype, ("auto",)),
+        ("--decode-with llama.cpp", config.decode_with, ("auto", "torch")),
+    ):
+        if value not in known:
+            raise UsageError(f"{name} is not implemented with --tensor-parallel", "leave one of the two out")
+    return replace(
+        config,
+        tensor_parallel=size,
+        decode_with="torch",
+        dtype=str(resolve_dtype(config.dtype, device, spec, path)).removeprefix("torch."),
+        lora=str(Path(config.lora).expanduser().absolute()) if config.lora else None,
+        threads=config.threads or (max(1, torch.get_num_threads() // size) if device.type == "cpu" else None),
+    )

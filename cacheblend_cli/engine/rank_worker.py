@@ -1,0 +1,259 @@
+"""Tensor parallelism in the engine: rank 0 sends what its worker is told to the workers of all ranks.
+
+A message is msgpack of one of the structs here, or of `collect.prefill`; it begins what all ranks then compute together. Sampling,
+scheduling, block tables and writing to the store are rank 0's alone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+import torch
+from cacheblend_store import ChunkStore, StoreError
+from torch import Tensor
+
+from cacheblend_cli.collect.prefill import CollectPieces, NewPlace, Places
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.decode import BatchRunner
+from cacheblend_cli.engine.driver import Calibrate, Driver, Drop, LoadModel, Reserve, load_part
+from cacheblend_cli.engine.memory import DeviceMemory, reserve
+from cacheblend_cli.engine.outer_ranks import outer_ranks
+from cacheblend_cli.engine.prefill import PrefillInput, PrefillOutput
+from cacheblend_cli.engine.rank_group import join
+from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.worker import DecodeInput, DecodeOutput, TableInput, Worker
+from cacheblend_cli.errors import CacheBlendError, ExitCode, UsageError
+from cacheblend_cli.kv.calibration import calibrate
+from cacheblend_cli.kv.export import KVReader
+from cacheblend_cli.kv.pool import KVPool
+from cacheblend_cli.kv.source import KVSource
+from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.ranks import Ranks, is_agreed
+
+
+class NewWorker(msgspec.Struct, tag=True):
+    worker: int
+    model: int
+    num_blocks: int
+    block_size: int
+
+
+class Begin(msgspec.Struct, tag=True):
+    """store: folder of the store that KV is loaded from, "" for none."""
+
+    worker: int
+    given: PrefillInput
+    store: str
+
+
+class Prefill(msgspec.Struct, tag=True):
+    worker: int
+    number: int
+
+
+class End(msgspec.Struct, tag=True):
+    worker: int
+    number: int
+
+
+class Decode(msgspec.Struct, tag=True):
+    worker: int
+    given: DecodeInput
+
+
+class CopyBlocks(msgspec.Struct, tag=True):
+    worker: int
+    source: list[int]
+    target: list[int]
+
+
+class SwapOut(msgspec.Struct, tag=True):
+    worker: int
+    number: int
+    blocks: list[int]
+
+
+class SwapIn(msgspec.Struct, tag=True):
+    worker: int
+    number: int
+    blocks: list[int]
+
+
+class Forget(msgspec.Struct, tag=True):
+    worker: int
+    number: int
+
+
+Message = (
+    LoadModel | Calibrate | Reserve | NewWorker | Begin | Prefill | End | Decode | CopyBlocks | SwapOut | SwapIn | Forget
+    | Drop | NewPlace | CollectPieces
+)  # fmt: skip
+_decode = msgspec.msgpack.Decoder(Message).decode
+
+
+class RankedWorker(Worker):
+    """Rank 0's worker: the workers of all ranks do what it does."""
+
+    def __init__(self, driver: Driver, decoder: Decoder, memory: DeviceMemory) -> None:
+        self._driver, self._number = driver, next(driver.numbers)
+        pool = memory.pool
+        with driver.telling(NewWorker(self._number, driver.model, pool.allocator.num_blocks, pool.block_size)):
+            super().__init__(decoder, memory)
+        self._gone = weakref.finalize(self, driver.gone_workers.append, self._number)
+
+    def close(self) -> None:
+        self._gone()
+
+    def begin(
+        self, given: PrefillInput, source: KVSource | None, on_logits: Callable[[Tensor], None] = lambda logits: None
+    ) -> None:
+        folder = str(source.path.absolute()) if isinstance(source, ChunkStore) else ""
+        with self._driver.telling(Begin(self._number, given, folder)):
+            super().begin(given, source, on_logits)
+
+    def prefill(self, number: int) -> PrefillOutput:
+        with self._driver.telling(Prefill(self._number, number)):
+            return super().prefill(number)
+
+    def end(self, number: int) -> None:
+        if number in self._prefills:
+            with self._driver.telling(End(self._number, number)):
+                super().end(number)
+
+    def decode(self, given: DecodeInput) -> DecodeOutput:
+        with self._driver.telling(Decode(self._number, given)):
+            return super().decode(given)
+
+    def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
+        with self._driver.telling(CopyBlocks(self._number, [*source], [*target])):
+            super().copy_blocks(source, target)
+
+    def swap_out(self, number: int, blocks: Sequence[int]) -> None:
+        with self._driver.telling(SwapOut(self._number, number, [*blocks])):
+            super().swap_out(number, blocks)
+
+    def swap_in(self, number: int, blocks: Sequence[int]) -> None:
+        with self._driver.telling(SwapIn(self._number, number, [*blocks])):
+            super().swap_in(number, blocks)
+
+    def forget(self, number: int) -> None:
+        with self._driver.telling(Forget(self._number, number)):
+            super().forget(number)
+
+    def export_kv(self, table: TableInput, num_tokens: int) -> KVReader:
+        raise UsageError("KV of a model on several ranks cannot be handed over", "leave --tensor-parallel out")
+
+
+def worker_of(runtime: Runtime, memory: DeviceMemory) -> Worker:
+    """Return the worker of a core with this pool."""
+    if runtime.driver is None:
+        return Worker(runtime.decoder, memory)
+    return RankedWorker(runtime.driver, runtime.decoder, memory)
+
+
+class Follower:
+    """A rank beside rank 0: does what it is told, until it is told to end."""
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self._ranks, self._device = ranks, device
+        self._models: dict[int, tuple[Decoder, EngineConfig]] = {}
+        self._memories: dict[int, DeviceMemory] = {}  # of GPUs
+        self._workers: dict[int, Worker] = {}
+        self._stores: dict[tuple[int, int], ChunkStore] = {}
+        self._places = Places()
+
+    def run(self) -> None:
+        while message := self._ranks.receive():
+            try:
+                self._do(_decode(message))
+            except Exception as error:
+                if not is_agreed(error):
+                    raise
+
+    def _do(self, message: Message) -> None:
+        match message:
+            case LoadModel(model, path, config):
+                with suppress(CacheBlendError):  # rank 0 says so
+                    loaded = load_part(Path(path), path, config, self._device, self._ranks)
+                    self._models[model] = loaded.decoder, config
+            case Calibrate(model, prefix_ids):
+                decoder, config = self._models[model]
+                decoder.kv_scales = calibrate(decoder, prefix_ids, config.block_size)
+            case Reserve(model, at_once):
+                self._memories[model] = reserve(*self._models[model], at_once=at_once)
+            case NewWorker(worker, model, num_blocks, block_size):
+                decoder, memory = self._models[model][0], self._memories.get(model)
+                if memory is None:
+                    pool = KVPool.of(decoder, num_blocks, block_size)
+                    memory = DeviceMemory(pool, BatchRunner(decoder, pool))
+                self._workers[worker] = Worker(decoder, memory)
+            case Begin(worker, given, store):
+                self._begin(worker, given, store)
+            case Prefill(worker, number):
+                self._workers[worker].prefill(number)
+            case End(worker, number):
+                self._workers[worker].end(number)
+                if (worker, number) in self._stores:
+                    self._stores.pop((worker, number)).close()
+            case Decode(worker, given):
+                self._workers[worker].decode(given)
+            case CopyBlocks(worker, source, target):
+                self._workers[worker].copy_blocks(source, target)
+            case SwapOut(worker, number, blocks):
+                self._workers[worker].swap_out(number, blocks)
+            case SwapIn(worker, number, blocks):
+                self._workers[worker].swap_in(number, blocks)
+            case Forget(worker, number):
+                self._workers[worker].forget(number)
+            case Drop(models, workers):
+                for number in workers:
+                    self._workers.pop(number, None)
+                for number in models:
+                    self._models.pop(number, None)
+                    self._memories.pop(number, None)
+            case NewPlace() | CollectPieces():
+                self._places.do(self._models[message.model][0], message)
+
+    def _begin(self, worker: int, given: PrefillInput, folder: str) -> None:
+        store = None
+        if folder and any(s.cached for s in given.plan.segments):
+            try:
+                store = ChunkStore.open(Path(folder), mode="read", force=True)
+            except StoreError:
+                store = None  # what is cached is missing then, on all ranks
+        try:
+            self._workers[worker].begin(given, store)
+        except BaseException:
+            if store is not None:
+                store.close()
+            raise
+        if store is not None:
+            self._stores[worker, given.number] = store
+
+
+def serve_rank() -> NoReturn:
+    """Be a rank beside rank 0."""
+    outer = outer_ranks()
+    assert outer is not None
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 is told, too, and ends all
+    try:
+        with torch.inference_mode():
+            Follower(*join(*outer)).run()
+    except Exception as error:
+        message = error.message if isinstance(error, CacheBlendError) else f"{type(error).__name__}: {error}"
+        sys.stderr.write(f"rank {outer[0]}: {message}\n")
+        sys.stderr.flush()
+        os._exit(ExitCode.DEVICE)
+    os._exit(0)  # the interpreter would wait for gloo's threads
+
+
+if __name__ == "__main__":
+    serve_rank()

@@ -1,0 +1,245 @@
+"""Tensor parallelism: the part of a model that one rank computes (Megatron-LM, arXiv 1909.08053, as vLLM names the layers).
+
+A rank's layers are those of a smaller model (`Shard.own`): some of the heads, a part of the MLP's width, some of the experts, some
+rows of the vocabulary. What its projections need of the checkpoint is a `Cut` of each tensor:
+
+| layer | tensors | cut |
+|---|---|---|
+| QKVParallelLinear | q, k, v, apart or fused | rows by head; a KV head is on several ranks where there are fewer heads than ranks |
+| MergedColumnParallelLinear | gate and up, apart or fused | rows of each |
+| RowParallelLinear | o_proj, down_proj | columns, the sum is reduced; the bias on rank 0 |
+| VocabParallelEmbedding, ParallelLMHead | embedding, head | rows; the sum is reduced, the logits are gathered |
+| experts | | whole experts; the sum is reduced |
+
+All other tensors are on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+from torch import Tensor
+
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.ranks import Ranks, padded
+from cacheblend_cli.model.spec import ModelSpec
+from cacheblend_cli.model.weight_map import HEAD, embedding_name, expected_shapes
+
+VOCABULARY = 64  # rows of the vocabulary on a rank are padded to a multiple
+# Fields of a spec whose meaning for a rank is known. A model with another one is refused.
+_KNOWN = {
+    "architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "activation",
+    "rms_norm_eps", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tied", "max_position_embeddings", "sliding_windows", "rope", "config",
+    "local_rope", "unrotated", "interleaved", "norms", "parallel", "layer_norm", "norm_bias", "norm_offset", "qk_norm_over_all",
+    "gated_mlp", "sinks", "attention_scale", "attention_soft_cap", "embedding_scale", "residual_scale", "logit_scale", "logit_soft_cap",
+    "fused", "renamed", "outer", "alibi", "embedding_norm", "qkv_clip", "qkv_by_group", "shapes", "v_norm", "layer_scale", "token_width",
+    "token_vocab", "other_parts", "experts",
+}  # fmt: skip
+_KNOWN_OF_EXPERTS = {
+    "count", "per_token", "width", "layers", "normed", "shared_width", "base", "names", "router", "bias", "clamped", "held",
+}  # fmt: skip
+Runs = tuple[tuple[int, int], ...]
+"""Half-open ranges of rows, in order."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a rank needs of a tensor. rows: None for all; columns: None for all. is_zero: zeros in its place (a bias that another rank
+    adds)."""
+
+    rows: Runs | None = None
+    columns: tuple[int, int] | None = None
+    is_zero: bool = False
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        rows = whole[:1] if self.rows is None else (sum(end - start for start, end in self.rows),)
+        return rows + (whole[1:] if self.columns is None else (self.columns[1] - self.columns[0],))
+
+
+class Shard:
+    """The part of a model on this rank. whole: the model's spec; own: the spec of the rank's part.
+
+    Raises UsageError for a model that cannot be divided so, with what can.
+    """
+
+    def __init__(self, spec: ModelSpec, ranks: Ranks) -> None:
+        check_divisible(spec, ranks.size)
+        self.whole, self.ranks = spec, ranks
+        rank, size = ranks.rank, ranks.size
+        heads = spec.num_heads // size
+        shapes = None
+        if spec.shapes is not None:
+            shapes = replace(
+                spec.shapes,
+                kv_heads=tuple(max(1, n // size) for n in spec.shapes.kv_heads),
+                mlp_widths=tuple(n // size for n in spec.shapes.mlp_widths),
+            )
+        experts = None
+        if spec.experts is not None:
+            held = spec.experts.count // size
+            experts = replace(
+                spec.experts, held=(rank * held, held), shared_width=spec.experts.shared_width // size
+            )  # fmt: skip
+        first, end = self.vocabulary
+        self.own = replace(
+            spec,
+            vocab_size=end - first,
+            num_heads=heads,
+            num_kv_heads=max(1, spec.num_kv_heads // size),
+            intermediate_size=spec.intermediate_size // size,
+            alibi=None if spec.alibi is None else spec.alibi[rank * heads : (rank + 1) * heads],
+            shapes=shapes,
+            experts=experts,
+        )
+
+    # vocabulary
+
+    @cached_property
+    def vocabulary_width(self) -> int:
+        """Rows of a rank; the last one may have fewer in its weights."""
+        size, count = self.ranks.size, self.whole.vocab_size
+        even = -(-count // size)
+        rounded = -(-even // VOCABULARY) * VOCABULARY
+        return rounded if (size - 1) * rounded < count else even
+
+    @property
+    def vocabulary(self) -> tuple[int, int]:
+        """Token ids whose embedding and logits are on this rank: first, end."""
+        first = self.ranks.rank * self.vocabulary_width
+        return first, min(first + self.vocabulary_width, self.whole.vocab_size)
+
+    def gathered_logits(self, logits: Tensor) -> Tensor:
+        """[n, own vocabulary] of each rank -> [n, vocab_size]."""
+        return self.ranks.gather(padded(logits, self.vocabulary_width), -1)[..., : self.whole.vocab_size]
+
+    # heads
+
+    def copies(self, layer: int) -> int:
+        """Ranks that have the same KV heads of a layer."""
+        return max(1, self.ranks.size // self.whole.heads_of(layer)[0])
+
+    def kv_heads(self, layer: int) -> tuple[int, int]:
+        """The layer's KV heads on this rank: first, end."""
+        count = max(1, self.whole.heads_of(layer)[0] // self.ranks.size)
+        first = self.ranks.rank // self.copies(layer) * count
+        return first, first + count
+
+    def sum_of_kv(self, x: Tensor, layer: int) -> Tensor:
+        """Sum over the ranks what each has summed over its KV heads of a layer; a head that several ranks have counts once."""
+        return self.ranks.sum(x if self.ranks.rank % self.copies(layer) == 0 else x.new_zeros(x.shape))
+
+    def own_heads(self, x: Tensor, layer: int) -> Tensor:
+        """The rank's KV heads of a tensor with those of all ranks: [n, num_kv_heads, ...], or [num_kv_heads]."""
+        first, end = self.kv_heads(layer)
+        return x.narrow(min(1, x.dim() - 1), first, end - first).contiguous()
+
+    def all_heads(self, x: Tensor, layer: int) -> Tensor:
+        """[n, own KV heads, head_dim] of each rank -> [n, num_kv_heads, head_dim]."""
+        return self.ranks.gather(x, 1, self.copies(layer))
+
+    # weights
+
+    @cached_property
+    def cuts(self) -> dict[str, Cut]:
+        """By name in the checkpoint, what this rank needs of each tensor that it needs at all."""
+        spec, own = self.whole, expected_shapes(self.own)
+        cuts = {
+            name: self._cut(target, shape, start, full)
+            for name, (shape, target, start, full) in expected_shapes(spec).items()
+            if name in own
+        }
+        if spec.tied:
+            cuts[HEAD] = cuts[embedding_name(spec)]
+        return cuts
+
+    def _cut(self, target: str, shape: tuple[int, ...], start: int, full: tuple[int, ...]) -> Cut:
+        """target, start, full: our tensor, the checkpoint tensor's first row in it, and its shape."""
+        if target in ("embed", "lm_head"):
+            return Cut((self.vocabulary,))
+        rank, size, spec = self.ranks.rank, self.ranks.size, self.whole
+        number, _, part = target.partition(".")
+        layer, dim = int(number) if number.isdecimal() else 0, spec.head_dim
+        name, _, kind = part.partition(".")
+        if name == "qkv_proj":
+            return Cut(_within(self._qkv_rows(layer), start, start + shape[0]))
+        if name == "gate_up_proj":
+            width = full[0] // 2 if spec.gated_mlp else full[0]
+            runs = tuple(
+                (at + rank * width // size, at + (rank + 1) * width // size) for at in range(0, full[0], width)
+            )
+            return Cut(_within(runs, start, start + shape[0]))
+        if name in ("o_proj", "down_proj"):
+            if kind == "bias":
+                return Cut(is_zero=rank > 0)
+            return Cut(columns=(rank * shape[1] // size, (rank + 1) * shape[1] // size))
+        if name == "sinks" or (name == "q_norm" and spec.qk_norm_over_all):
+            return Cut(((rank * shape[0] // size, (rank + 1) * shape[0] // size),))
+        if name == "k_norm" and spec.qk_norm_over_all:
+            first, end = self.kv_heads(layer)
+            return Cut(((first * dim, end * dim),))
+        return Cut()
+
+    def _qkv_rows(self, layer: int) -> Runs:
+        """Rows of q, k and v of a layer, one below another, or by group as `ModelSpec.qkv_by_group` says."""
+        spec, rank, size = self.whole, self.ranks.rank, self.ranks.size
+        kv_heads, dim = spec.heads_of(layer)
+        first, end = self.kv_heads(layer)
+        q = rank * spec.num_heads // size, (rank + 1) * spec.num_heads // size
+        if spec.qkv_by_group:
+            group = spec.num_heads // kv_heads
+            runs = []
+            for head in range(first, end):
+                base, (low, high) = head * (group + 2), (n - head * group for n in q)
+                runs += [(base + max(low, 0), base + min(high, group)), (base + group, base + group + 2)]
+        else:
+            k = spec.num_heads
+            runs = [q, (k + first, k + end), (k + kv_heads + first, k + kv_heads + end)]
+        return tuple((start * dim, stop * dim) for start, stop in runs)
+
+
+def _within(runs: Runs, start: int, end: int) -> Runs:
+    """What of the runs is in start:end, counted from start."""
+    cut = ((max(a, start) - start, min(b, end) - start) for a, b in runs)
+    return tuple((a, b) for a, b in cut if a < b)
+
+
+def check_divisible(spec: ModelSpec, size: int) -> None:
+    """Raise UsageError where `size` ranks cannot compute a model together, with the sizes that can."""
+    kind = spec.config.get("model_type", spec.architecture)
+    if spec.generic:
+        raise UsageError(
+            f"--tensor-parallel is not implemented for model_type {kind!r}, whose layers are transformers' (generic path)",
+            "leave --tensor-parallel out",
+        )
+    other = [f.name for f in fields(spec) if f.name not in {*_KNOWN, "generic"} and getattr(spec, f.name) != f.default]
+    if (experts := spec.experts) is not None:
+        other += [
+            f.name for f in fields(experts) if f.name not in _KNOWN_OF_EXPERTS and getattr(experts, f.name) != f.default
+        ]
+    if other:
+        raise UsageError(
+            f"--tensor-parallel is not implemented for {kind!r} ({other[0]})", "leave --tensor-parallel out"
+        )
+    if reason := _indivisible(spec, size):
+        fits = [str(n) for n in range(2, spec.num_heads + 1) if not _indivisible(spec, n)]
+        hint = f"sizes that fit: {', '.join(fits[:8])}" if fits else "leave --tensor-parallel out"
+        raise UsageError(f"{size} ranks cannot share {reason}", hint)
+
+
+def _indivisible(spec: ModelSpec, size: int) -> str:
+    """What of the model `size` ranks cannot share; "" if they can."""
+    if spec.num_heads % size:
+        return f"{spec.num_heads} attention heads"
+    for layer in range(spec.num_layers):
+        heads, width = spec.heads_of(layer)[0], spec.mlp_width(layer)
+        if heads % size and size % heads:
+            return f"{heads} KV heads"
+        sparse = spec.experts is not None and layer in spec.experts.layers
+        if width % size and not sparse:
+            return f"an MLP of width {width}"
+    if spec.experts is not None and (spec.experts.count % size or spec.experts.shared_width % size):
+        return f"{spec.experts.count} experts" + (
+            f" and one of width {spec.experts.shared_width}" if spec.experts.shared_width else ""
+        )
+    return ""

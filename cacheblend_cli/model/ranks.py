@@ -1,0 +1,146 @@
+"""Ranks: the processes that compute one model together, and what they exchange (torch.distributed)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import msgspec
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from cacheblend_cli.errors import DeviceError, UsageError
+
+EXCHANGE_S = 300.0
+"""Seconds that a rank waits for the others in one exchange: longer than the slowest layer, and than compiling its kernels."""
+IDLE = timedelta(days=365)  # between two messages
+
+
+class RankLost(DeviceError):
+    """A rank died or hangs: the model cannot compute any more."""
+
+
+class Ranks:
+    """This process's place among the ranks. All ranks call the same methods in the same order, with tensors of the same shapes.
+
+    device: where tensors to exchange are; by NCCL on GPUs, by gloo on CPUs. Messages go by gloo. lost: says why an exchange failed;
+    failed: told that this rank has left one half way.
+    `exchanges` counts what this rank has begun, and is odd while it waits for the others.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        """The default process group exists."""
+        self.rank, self.size = rank, size
+        self._messages = dist.new_group(backend="gloo", timeout=IDLE)
+        timeout = timedelta(seconds=EXCHANGE_S)
+        self._data = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        self.lost: Callable[[str], RankLost] = lambda reason: RankLost(f"the ranks lost each other: {reason}")
+        self.failed: Callable[[BaseException], None] = lambda error: None
+        self.exchanges = 0
+        self.lock = threading.RLock()  # held by who tells the others something, until it is done
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum over the ranks, in place where possible; the same to the bit on every rank. On a CPU an element's sum does not depend on
+        where in the tensor it is: with three ranks and more, gloo would begin at another rank for each part."""
+        if not x.numel():
+            return x
+        x = x.contiguous()
+        if self.size > 2 and not x.is_cuda:
+            parts = self._gathered(x)
+            torch.add(parts[0], parts[1], out=x)
+            for part in parts[2:]:
+                x += part
+            return x
+        self._run(lambda: dist.all_reduce(x, group=self._data))
+        return x
+
+    def largest(self, x: Tensor) -> Tensor:
+        """Maximum over the ranks, in place where possible."""
+        if not x.numel():
+            return x
+        x = x.contiguous()
+        self._run(lambda: dist.all_reduce(x, dist.ReduceOp.MAX, group=self._data))
+        return x
+
+    def gather(self, x: Tensor, dim: int, every: int = 1) -> Tensor:
+        """The tensors of ranks 0, `every`, 2 * `every`, ... joined along a dimension."""
+        return torch.cat(self._gathered(x)[::every], dim) if x.numel() else x
+
+    def of_first(self, index: Tensor) -> Tensor:
+        """Rank 0's index, [n] int64, whose length the others need not know."""
+        size = torch.tensor([len(index)], device=index.device)
+        self.share(size)
+        index = index.new_empty(int(size)) if self.rank else index.contiguous()
+        self.share(index)
+        return index
+
+    def share(self, x: Tensor) -> None:
+        """Overwrite x with rank 0's; of the same shape on all ranks, contiguous."""
+        if x.numel():
+            self._run(lambda: dist.broadcast(x, 0, group=self._data))
+
+    def tell(self, message: msgspec.Struct) -> None:
+        """Send a message from rank 0 to all others. They call this, too, where they do what rank 0 does: nothing is sent."""
+        if self.rank == 0:
+            self.send(msgspec.msgpack.encode(message))
+
+    @contextmanager
+    def telling(self, message: msgspec.Struct) -> Iterator[None]:
+        """`tell`, then compute what the message asks for. An error of rank 0 alone is `failed`; the others do not know of it."""
+        with self.lock:
+            self.tell(message)
+            try:
+                yield
+            except BaseException as error:
+                if self.rank == 0 and not is_agreed(error):
+                    self.failed(error)
+                raise
+
+    def send(self, message: bytes) -> None:
+        """Send a message from rank 0 to all others."""
+        self._broadcast(torch.tensor([len(message)]))
+        if message:
+            self._broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+
+    def receive(self) -> bytes:
+        """Wait for the next message of rank 0; an empty one is the last."""
+        size = torch.empty(1, dtype=torch.int64)
+        self._broadcast(size)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        if len(data):
+            self._broadcast(data)
+        return data.numpy().tobytes()
+
+    def _broadcast(self, x: Tensor) -> None:
+        try:
+            dist.broadcast(x, 0, group=self._messages)
+        except RuntimeError as error:
+            raise self.lost(str(error)) from error
+
+    def _gathered(self, x: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        x = x.contiguous()
+        self._run(lambda: dist.all_gather(parts, x, group=self._data))
+        return parts
+
+    def _run(self, exchange: Callable[[], object]) -> None:
+        self.exchanges += 1
+        try:
+            exchange()
+        except RuntimeError as error:
+            raise self.lost(str(error)) from error
+        self.exchanges += 1
+
+
+def is_agreed(error: BaseException) -> bool:
+    """Whether all ranks raise the error at the same place: it is of what they were sent, or they have agreed on it."""
+    return isinstance(error, UsageError) or getattr(error, "is_agreed", False)
+
+
+def padded(x: Tensor, width: int) -> Tensor:
+    """x with zeros behind its last dimension up to the width."""
+    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x

@@ -1,0 +1,84 @@
+"""A rank's part of a checkpoint's tensors, as a source of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from cacheblend_cli.model.adapter import Delta
+from cacheblend_cli.model.parallel import Cut, Shard
+from cacheblend_cli.model.tensor_source import SafetensorsFiles, TensorSource
+from cacheblend_cli.model.weight_map import expected_shapes, name_in
+
+
+class ShardedTensors:
+    """A `TensorSource` over another one: of each tensor the rows and columns of a rank, and no tensor that only others need. Of
+    safetensors files nothing else is read; a quantised tensor is dequantised in blocks of rows, and cut then."""
+
+    def __init__(self, source: TensorSource, shard: Shard) -> None:
+        self._source, self._cuts, self._whole = source, shard.cuts, expected_shapes(shard.whole)
+        self._of = dict[str, Cut]()
+        self._shapes = dict[str, tuple[int, ...]]()
+        self.block_bytes = source.block_bytes
+
+    def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        for stored, kind, found in self._source.headers():
+            name = name_in(self._cuts, stored)
+            if name is None:
+                if name_in(self._whole, stored) is None:
+                    yield stored, kind, found
+                continue
+            cut = self._cuts[name]
+            whole = self._whole.get(name)
+            if whole is not None and found != whole[0]:
+                cut = Cut()  # another model's: refused by its shape
+            self._of[stored], self._shapes[stored] = cut, found
+            yield stored, kind, cut.shape(found)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        cut = self._of.get(name, Cut())
+        if cut.is_zero:
+            return torch.zeros(stop - start)
+        parts = [self._rows(name, a, b, cut) for a, b in _runs(cut, start, stop)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def whole(self, name: str) -> Tensor | None:
+        cut = self._of.get(name, Cut())
+        if cut.is_zero or cut.columns is not None or (cut.rows is not None and len(cut.rows) != 1):
+            return None
+        held = self._source.whole(name)
+        return held if held is None or cut.rows is None else held[slice(*cut.rows[0])]
+
+    def _rows(self, name: str, start: int, stop: int, cut: Cut) -> Tensor:
+        if cut.columns is None:
+            return self._source.read(name, start, stop)
+        if isinstance(self._source, SafetensorsFiles):
+            return self._source.read(name, start, stop, slice(*cut.columns))
+        return self._source.read(name, start, stop)[:, slice(*cut.columns)]
+
+
+def cut_deltas(deltas: dict[str, Delta], shard: Shard) -> dict[str, Delta]:
+    """A rank's part of an adapter's updates, by name in the checkpoint."""
+    cut = dict[str, Delta]()
+    for name, delta in deltas.items():
+        of = shard.cuts.get(name)
+        if of is not None:
+            down = delta.down if of.columns is None else delta.down[:, slice(*of.columns)]
+            up = delta.up if of.rows is None else torch.cat([delta.up[a:b] for a, b in of.rows])
+            cut[name] = Delta(down, up, delta.scale)
+    return cut
+
+
+def _runs(cut: Cut, start: int, stop: int) -> list[tuple[int, int]]:
+    """The rows of the stored tensor that are rows start:stop of the cut one."""
+    if cut.rows is None:
+        return [(start, stop)]
+    found, at = [], 0
+    for a, b in cut.rows:
+        low, high = max(start, at), min(stop, at + b - a)
+        if low < high:
+            found.append((a + low - at, a + high - at))
+        at += b - a
+    return found

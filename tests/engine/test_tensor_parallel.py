@@ -1,0 +1,224 @@
+"""Tensor parallelism on gloo processes: two and four ranks give what one gives, and end together."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hub_families
+import hub_models
+import pytest
+from adapters import write_adapter
+from cacheblend_store import ChunkStore
+from checkpoints import write_checkpoint
+from gguf_files import write_gguf
+from hub_models import HubModel
+from parity import PROMPT, QUESTION, write_documents
+
+from cacheblend_cli.collect.precompute import PrecomputeOptions
+from cacheblend_cli.engine import rank_group, rank_worker
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.events import Limits
+from cacheblend_cli.engine.rank_group import RankGroup
+from cacheblend_cli.engine.rank_worker import Begin
+from cacheblend_cli.errors import DeviceError, UsageError
+from cacheblend_cli.model.families import read_spec
+from cacheblend_cli.model.parallel import Shard, check_divisible
+from cacheblend_cli.model.ranks import RankLost
+from cacheblend_cli.model.weight_map import num_parameters
+from cacheblend_cli.types import Answer, AskRequest, BlendParams, SamplingParams
+
+TOLERANCE = 1e-4  # of log-probabilities, in float32
+SAMPLING = SamplingParams(max_tokens=4, ignore_eos=True)
+IN_FULL = replace(SAMPLING, prompt_logprobs=5)
+BLENDS = (
+    BlendParams(mode="full"),
+    BlendParams(ratio=0.15, selector="hkvd"),
+    BlendParams(ratio=0.15, selector="query"),
+    BlendParams(ratio=0.3, selector="perturb", correction="mean-shift"),
+)
+MODELS = {model.name: model for model in [*hub_models.RUN, *hub_families.RUN]}
+TWO = (
+    "llama-3.2", "dynamic", "biases", "one KV head", "mistral-small-3", "qwen2.5-vl", "qwen3-vl, tied", "gemma-3-4b", "ministral-3-8b",
+    "gemma, biases, float16", "gemma-2", "gemma-3-1b", "gemma-4-31b", "gemma-4-e2b", "phi-3-mini-4k", "phi-4", "granite-3", "smollm3",
+    "olmo-2, grouped", "olmo-3", "glm-4-9b", "glm-4-0414", "starcoder2", "stablelm-2", "stablelm, parallel", "command-r, biases", "command-r7b",
+    "qwen3-30b-a3b", "qwen1.5-moe", "mixtral-8x7b", "gpt-oss-20b", "gpt-oss, mxfp4", "bloom-560m", "mpt-7b", "falcon-7b", "falcon-40b",
+    "falcon-rw-1b", "exaone-4-32b",
+)  # fmt: skip
+FOUR = ("llama-3.2", "falcon-7b", "olmo-2, grouped")  # with fewer KV heads than ranks
+
+
+class House:
+    """A model, documents, and the answers of one rank."""
+
+    def __init__(self, path: Path, documents: Path, model: HubModel | None = None) -> None:
+        """model: to write; None: there is one, "model" in the path."""
+        if model is not None:
+            model.write(path / "model")
+        self.path, self.documents = path, documents
+
+    def engine(self, size: int, **config: Any) -> Engine:
+        shared: dict[str, Any] = {"block_size": 16, "dtype": "float32", "kv_dtype": "float32"}
+        given = {"model": str(self.path / "model")} | shared | config
+        return Engine.load(EngineConfig(**given, prompt=PROMPT, threads=1, tensor_parallel=size))
+
+    def store(self, engine: Engine) -> ChunkStore:
+        """What the engine makes of the documents."""
+        store = ChunkStore.open(self.path / f"store{engine.config.tensor_parallel}", mode="write")
+        options = PrecomputeOptions(chunk_tokens=40, context="sink")
+        engine.precompute(store, [str(self.documents)], options, lambda event: None)
+        return store
+
+
+def keys_of(store: ChunkStore) -> list[bytes]:
+    return [m.key for m in sorted(store.chunks(), key=lambda m: (m.source, m.index))][:4]
+
+
+def answers(engine: Engine, store: ChunkStore) -> list[Answer]:
+    return [
+        engine.run_alone(
+            store, AskRequest(QUESTION, keys_of(store), blend, IN_FULL if blend.mode == "full" else SAMPLING)
+        )
+        for blend in BLENDS
+    ]
+
+
+def assert_same(one: list[Answer], many: list[Answer]) -> None:
+    for ours, theirs in zip(one, many, strict=True):
+        assert theirs.generated_ids == ours.generated_ids
+        assert theirs.chosen == ours.chosen
+        assert len(theirs.prompt_logprobs) == len(ours.prompt_logprobs)
+        for a, b in zip(ours.prompt_logprobs, theirs.prompt_logprobs, strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=TOLERANCE)
+    assert one[0].prompt_logprobs
+    assert one[1].chosen
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_documents(tmp_path_factory.mktemp("documents"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks_end() -> Iterator[None]:
+    yield
+    while rank_group._group:
+        rank_group._group.pop().close()
+
+
+def group() -> RankGroup:
+    return rank_group._group[0]
+
+
+@pytest.mark.parametrize(("size", "name"), [*((2, name) for name in TWO), *((4, name) for name in FOUR)])
+def test_ranks_give_what_one_gives(size: int, name: str, tmp_path: Path, documents: Path) -> None:
+    house = House(tmp_path, documents, MODELS[name])
+    one, many = house.engine(1), house.engine(size)
+    assert many.model.fingerprint == one.model.fingerprint
+    with house.store(one) as own, house.store(many) as other:
+        assert keys_of(own) == keys_of(other)
+        assert_same(answers(one, own), answers(many, other))
+
+
+@pytest.fixture
+def house(tmp_path: Path, documents: Path) -> House:
+    return House(tmp_path, documents, MODELS["llama-3.2"])
+
+
+def test_a_batch_with_copied_and_swapped_blocks_is_answered_as_by_one_rank(house: House) -> None:
+    found = []
+    for size in (1, 2):
+        engine = Engine(house.engine(size).runtime, limits=Limits(max_sequences=6, pool_tokens=14 * 16))
+        with house.store(engine) as store, engine:
+            sampling = replace(SAMPLING, max_tokens=40, n=2, temperature=0.7, seed=3)
+            asks = [
+                AskRequest(f"{word} {QUESTION}", keys_of(store)[:2], sampling=sampling) for word in ("and", "so", "now")
+            ]
+            engine.use(store)
+            found.append([answer.generated_ids for answer in engine.ask_many(asks)])
+            stats = engine._running().stats()
+            assert stats.preempted, "or nothing was swapped"
+    assert found[0] == found[1]
+
+
+def test_a_chunk_that_one_rank_cannot_read_is_computed_by_all(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = house.engine(2)
+    with house.store(engine) as store:
+        [expected] = answers(engine, store)[1:2]
+        copy = shutil.copytree(store.path, house.path / "copy")
+        manifest = store.get_chunk(keys_of(store)[2])
+        assert manifest is not None
+        with store.read() as reader:
+            stored = bytes(reader.layer(manifest, 1)["v"])[:64]
+        data = (copy / "data.mdb").read_bytes()
+        (copy / "data.mdb").write_bytes(data.replace(stored, bytes([stored[0] ^ 1]) + stored[1:]))
+        monkeypatch.setattr(rank_worker, "Begin", lambda worker, given, folder: Begin(worker, given, str(copy)))
+        ask = AskRequest(QUESTION, keys_of(store), BlendParams(ratio=0.15, selector="hkvd"), SAMPLING)
+        answer = engine.run_alone(store, ask)
+        assert [chunk.status for chunk in answer.chunks].count("computed") == 1
+        assert answer.chunks[2].status == "computed"
+        assert any("rank 1" in note for note in answer.notes)
+        monkeypatch.undo()
+        assert answers(engine, store)[1].generated_ids == expected.generated_ids
+
+
+def test_a_gguf_file_an_adapter_and_a_float8_pool_are_divided_too(tmp_path: Path, documents: Path) -> None:
+    house = House(tmp_path, documents)
+    write_checkpoint(tmp_path / "model", "llama-gqa")
+    write_adapter(tmp_path / "lora", tmp_path / "model", ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"])
+    write_gguf(tmp_path / "model", tmp_path / "m.gguf", "llama", "Q8_0")
+    for config in (
+        {"model": str(tmp_path / "m.gguf")},
+        {"lora": str(tmp_path / "lora")},
+        {"kv_pool_dtype": "float8_e4m3"},
+    ):
+        one, many = (house.engine(size, **config) for size in (1, 2))
+        with house.store(one) as store:
+            ask = AskRequest(QUESTION, keys_of(store), BLENDS[0], IN_FULL)
+            ours, theirs = (engine.run_alone(store, ask) for engine in (one, many))
+            assert theirs.generated_ids == ours.generated_ids
+            pairs = zip(ours.prompt_logprobs, theirs.prompt_logprobs, strict=True)
+            apart = max(abs(a.logprob - b.logprob) for a, b in pairs)
+            assert apart <= (0.1 if "kv_pool_dtype" in config else TOLERANCE)  # a code of float8 may be the next one
+
+
+def test_a_rank_has_half_of_the_weights(house: House) -> None:
+    spec = read_spec(house.path / "model")
+    wide = replace(
+        spec, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=32, intermediate_size=512, vocab_size=4096
+    )
+    share = num_parameters(Shard(wide, group().ranks).own) / num_parameters(wide)
+    assert 0.5 <= share < 0.51
+
+
+def test_what_cannot_be_divided_is_refused(house: House, tmp_path: Path) -> None:
+    spec = read_spec(house.path / "model")
+    for size in (3, 5, 8):  # of four heads
+        with pytest.raises(UsageError) as refused:
+            check_divisible(spec, size)
+        assert refused.value.hint
+    with pytest.raises(UsageError):
+        check_divisible(replace(spec, num_heads=6, num_kv_heads=3), 2)
+    with pytest.raises(UsageError):
+        check_divisible(replace(spec, generic=True), 2)
+    for other in ({"weight_dtype": "int8"}, {"decode_with": "llama.cpp"}):
+        with pytest.raises(UsageError):
+            house.engine(2, **other)
+
+
+def test_a_killed_rank_is_named_and_ends_all(house: House) -> None:
+    engine = house.engine(2)
+    with house.store(engine) as store:
+        child = group()._children[1]
+        os.kill(child.pid, signal.SIGKILL)
+        with pytest.raises(RankLost) as lost:
+            answers(engine, store)
+        assert "rank 1" in lost.value.message
+        assert lost.value.exit_code == DeviceError.exit_code == 5
+        assert child.wait() == -signal.SIGKILL
