@@ -19,7 +19,8 @@ def lasting_pool(runtime: Runtime, limits: Limits) -> DeviceMemory:
     written to."""
     decoder, tokens = runtime.decoder, limits.pool_tokens
     if tokens is None:
-        fits = int(_free_bytes() * FREE_SHARE / bytes_per_token(decoder))
+        ranks = 1 if decoder.shard is None else decoder.shard.ranks.size  # each takes as much, of the same memory
+        fits = int(_free_bytes() * FREE_SHARE / (bytes_per_token(decoder) * ranks))
         tokens = max(decoder.spec.max_context, min(fits, limits.max_sequences * decoder.spec.max_context))
     return pool_for(runtime, -(-tokens // runtime.config.block_size), limits.max_sequences)
 
