@@ -162,7 +162,7 @@ class DecoderLayer:
         h, residual = add_and_norm(self._mlp_in, delta, residual)
         delta = self._summed(self.mlp(h))
         if self._beside is not None:
-            delta = self._beside(delta, residual)
+            delta = self._beside(delta, residual, self._summed)
         delta = delta if self._mlp_out is None else self._mlp_out(delta)
         if self._token_input is not None:
             assert token_ids is not None

@@ -88,10 +88,13 @@ class ExpertsBeside:
         self._router_norm = weights["router_scale"].float() * spec.hidden_size**-0.5
         self._dense_out, self._in, self._out = (norms[n] for n in ("dense_out", "experts_in", "experts_out"))
 
-    def __call__(self, dense: Tensor, residual: Tensor) -> Tensor:
-        """dense: the MLP's output; residual: its input before the norm; [num_rows, hidden_size]."""
+    def __call__(
+        self, dense: Tensor, residual: Tensor, summed: Callable[[Tensor], Tensor] = lambda partial: partial
+    ) -> Tensor:
+        """dense: the MLP's output; residual: its input before the norm; [num_rows, hidden_size]. summed: adds up what ranks have computed
+        with their experts."""
         routed = self._kernels.rms_norm(residual, self._router_norm, self._eps)
-        return self._dense_out(dense) + self._out(self._experts(self._in(residual), routed))
+        return self._dense_out(dense) + self._out(summed(self._experts(self._in(residual), routed)))
 
 
 def _steady(own: Tensor, num_rows: int) -> Tensor:

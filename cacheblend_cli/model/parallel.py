@@ -37,7 +37,7 @@ _KNOWN = {
     "token_vocab", "other_parts", "experts",
 }  # fmt: skip
 _KNOWN_OF_EXPERTS = {
-    "count", "per_token", "width", "layers", "normed", "shared_width", "base", "names", "router", "bias", "clamped", "held",
+    "count", "per_token", "width", "layers", "normed", "shared_width", "base", "names", "router", "bias", "clamped", "held", "beside",
 }  # fmt: skip
 Runs = tuple[tuple[int, int], ...]
 """Half-open ranges of rows, in order."""
@@ -235,7 +235,7 @@ def _indivisible(spec: ModelSpec, size: int) -> str:
         heads, width = spec.heads_of(layer)[0], spec.mlp_width(layer)
         if heads % size and size % heads:
             return f"{heads} KV heads"
-        sparse = spec.experts is not None and layer in spec.experts.layers
+        sparse = spec.experts is not None and layer in spec.experts.layers and not spec.experts.beside
         if width % size and not sparse:
             return f"an MLP of width {width}"
     if spec.experts is not None and (spec.experts.count % size or spec.experts.shared_width % size):
