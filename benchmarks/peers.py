@@ -7,6 +7,8 @@ of 8 chunks of up to 256 tokens and a question, the same ids for all, greedy, 10
 the process to the first and to the 100th token, the time to the first token once the model is loaded, decoded tokens per
 second, and peak memory (mapped files included). Runs during which other processes used more than a fifth of a CPU are dropped.
 
+The first start with a model, which packs its weights for this CPU (docs/speed.md), is not measured.
+
 Results are kept per machine, side by side, in benchmarks/results/peers.{json,md}; a run adds to this machine's rows, --anew
 replaces them. --busy N measures beside N busy loops, in rows of their own. Models and stores are written first, once per --folder;
 if that was interrupted, delete the folder.
@@ -165,7 +167,7 @@ def measure(
         try:
             found = run(commands[name], busy)
         except Died as error:
-            if error.signal == SIGILL and name.startswith("llama.cpp") and name not in notes:
+            if error.signal == SIGILL and LLAMA_CPP in commands[name] and name not in notes:
                 notes[name], commands[name] = PLAIN_BUFFERS, [*commands[name], "plain"]
                 tried[name] -= 1
             else:
@@ -255,8 +257,8 @@ def main() -> None:
     beside = f", beside {arguments.busy} busy loop{'s' * (arguments.busy > 1)}" if arguments.busy else ""
     rows = {name + beside: command for name, command in rows.items() if arguments.only in name}
     for name, command in rows.items():
-        if " + llama.cpp" in name:  # what is measured once on a machine
-            run(command)
+        if " + llama.cpp" in name or (name.startswith("cacheblend") and BLENDS["reuse"][1] in command):
+            run(command)  # what is measured or packed once on a machine
     measure(rows, result, machine, arguments.seconds, arguments.others, arguments.busy)
     write(result)
     print(table(result))

@@ -6,8 +6,8 @@ import re
 import unicodedata
 
 _WIDE = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # scripts that write no spaces between words
-_TO_WIDE = re.compile(f"([{_WIDE}])")
-_FROM_WIDE = re.compile(f" ([{_WIDE}]) ")
+# not compiled before they are used, as most commands do without: such classes take milliseconds
+_TO_WIDE, _FROM_WIDE = f"([{_WIDE}])", f" ([{_WIDE}]) "
 
 
 def indexed(text: str) -> str:
@@ -23,9 +23,9 @@ def indexed(text: str) -> str:
 
 def spaced(text: str) -> str:
     """Return the text with every character of a script without spaces as a word of its own."""
-    return _TO_WIDE.sub(r" \1 ", text)
+    return re.sub(_TO_WIDE, r" \1 ", text)
 
 
 def unspaced(text: str) -> str:
     """Undo `spaced`."""
-    return _FROM_WIDE.sub(r"\1", text)
+    return text if text.isascii() else re.sub(_FROM_WIDE, r"\1", text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +32,7 @@ from cacheblend_cli.model.packed_file import (
 
 FORMAT = 1
 LEAST_BYTES = 64 << 20  # of a file: less is packed as fast
+RECENT_S = 24 * 3600.0
 FREE_SHARE = 4  # a file takes this part of the free disk at most
 _VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
@@ -92,23 +94,23 @@ class PackedCache:
                 temporary.unlink(missing_ok=True)
 
     def _has_room(self, size: int) -> bool:
-        """Return whether a file of this size may be written. Removes the files that were used longest ago, and what an interrupted
-        process left."""
-        if (
-            not self._least_bytes
-            <= size
-            <= min(self._max_bytes, shutil.disk_usage(self.path.parent).free // FREE_SHARE)
-        ):
+        """Return whether a file of this size may be written. Removes the files that were used longest ago, but none of the last day:
+        models used in turn would be written at every start. Removes what an interrupted process left, too."""
+        folder, now = self.path.parent, time.time()
+        if not self._least_bytes <= size <= min(self._max_bytes, shutil.disk_usage(folder).free // FREE_SHARE):
             return False
-        used = sorted(
-            ((s.st_mtime, s.st_size, p) for p in self.path.parent.iterdir() for s in [p.stat()]), reverse=True
-        )
-        kept = size
-        for _, own, path in used:
-            kept += own
-            if path.suffix or kept > self._max_bytes:  # names without a suffix are whole files
-                kept -= own
-                path.unlink(missing_ok=True)
+        newest_first = sorted(((s.st_mtime, s.st_size, p) for p in folder.iterdir() for s in [p.stat()]), reverse=True)
+        kept, removed = size, list[Path]()
+        for used, own, path in newest_first:
+            whole = not path.suffix and path != self.path
+            if whole and kept + own <= self._max_bytes:
+                kept += own
+            elif whole and now - used < RECENT_S:
+                return False
+            else:
+                removed.append(path)
+        for path in removed:
+            path.unlink(missing_ok=True)
         return True
 
 

@@ -137,10 +137,12 @@ def test_files_stay_within_the_limit_and_the_oldest_goes(tmp_path: Path) -> None
     load(tmp_path / "m", Precision("float32", "auto", PLENTY))
     [oldest] = files()
     size = oldest.stat().st_size
+    write_checkpoint(tmp_path / "n", "llama-gqa", 1)
+    load(tmp_path / "n", Precision("float32", "auto", size + size // 2))
+    assert files() == [oldest]  # it was used today: models used in turn are not written in turn
     os.utime(oldest, (1, 1))
     left = oldest.with_name(f"{oldest.name}.123")  # by a process that was killed
     left.write_bytes(b"half")
-    write_checkpoint(tmp_path / "n", "llama-gqa", 1)
     load(tmp_path / "n", Precision("float32", "auto", size + size // 2))
     [other] = files()
     assert other != oldest
