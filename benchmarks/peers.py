@@ -167,7 +167,12 @@ def measure(
         try:
             found = run(commands[name], busy)
         except Died as error:
-            if error.signal == SIGILL and LLAMA_CPP in commands[name] and name not in notes:
+            if (
+                error.signal == SIGILL
+                and name.startswith("llama.cpp")
+                and XLLAMACPP not in commands[name]
+                and name not in notes
+            ):
                 notes[name], commands[name] = PLAIN_BUFFERS, [*commands[name], "plain"]
                 tried[name] -= 1
             else:
