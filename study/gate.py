@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from cacheblend_store import ChunkStore
 from results import hardware
+from sets import spellable_samples
 from torch import Tensor
 
 from cacheblend_cli.engine.config import EngineConfig
@@ -30,7 +31,6 @@ from cacheblend_cli.engine.risk import fit_risk, signals_of
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.continuation import Continuation, generate
-from cacheblend_cli.evaluation.demo_table import spellable_samples
 from cacheblend_cli.evaluation.risk import answer_risks
 from cacheblend_cli.evaluation.samples import Context, Sample, read_samples
 from cacheblend_cli.kv.pool import PagedSequence

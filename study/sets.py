@@ -23,7 +23,7 @@ from settings import (
     wide_settings,
 )
 
-from cacheblend_cli.evaluation.demo_table import spellable_samples
+from cacheblend_cli.demo import heldout_path
 from cacheblend_cli.evaluation.samples import Context, Sample, pages, read_samples
 from cacheblend_cli.evaluation.settings import Setting
 
@@ -39,6 +39,11 @@ NAMES = "Alder Birch Cedar Dogwood Elder Fir Ginkgo Hazel Iris Juniper Larch Map
 NEEDLE_SETS, PER_CHUNK = 240, 2
 PASSAGE_WORDS = 330
 """Words of real text in a chunk with needles: about 500 tokens."""
+
+
+def spellable_samples() -> list[Sample]:
+    """Return the held-out questions whose names the demo's model can spell; it misspells the others with any KV."""
+    return [s for s in read_samples(heldout_path()) if s.tags["names"] == "known"]
 
 
 @dataclass(frozen=True)

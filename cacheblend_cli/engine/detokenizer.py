@@ -35,10 +35,6 @@ class Reasoning:
         return self._held if self._place == "beginning" else ""
 
     @property
-    def may_open(self) -> bool:
-        return self._place == "beginning"
-
-    @property
     def before_answer(self) -> bool:
         """Return whether all that was said is reasoning and what surrounds it."""
         return self._place in ("reasoning", "between")
