@@ -3,8 +3,8 @@
 The driver reads and cuts documents and commits their records; workers get chunks as records without KV, put the KV to the tier
 themselves, and return manifests. Nothing remembers what was computed but the tier: a run asks it first.
 
-Ray's actors and not Ray Data, whose data sets are complete before they run: this way the driver cuts while workers compute, holds a
-batch at a time, and workers keep their model from batch to batch.
+Ray's actors and not Ray Data: its sources are read by tasks on the cluster, or are lists that the driver has whole. Here the
+documents, and the store that says which of them changed, are the driver's, which hands out a batch at a time.
 """
 
 from __future__ import annotations

@@ -10,6 +10,10 @@ from cacheblend_store.store import PutStatus
 
 GROUP_BYTES = 128 << 20
 GROUP_SECONDS = 1.0
+_COMMIT_SHARE, _MOST = (
+    4,
+    5,
+)  # a commit into a large store takes seconds: wait that many times as long, at most _MOST groups
 Whole = tuple[ChunkManifest, Sequence[bytes]]
 """A chunk with its blobs, one per layer."""
 
@@ -20,16 +24,20 @@ def commit(
     """Store the chunks. Yields the key and status of each once it is durable.
 
     keep: keys of chunks that are not evicted to make room. Raises as `ChunkStore.put_chunks` does. Chunks are held until the
-    last commit is GROUP_SECONDS old or they take GROUP_BYTES: a slow computation commits every chunk at once, a fast one does
-    not wait for the disk after each.
+    last commit is GROUP_SECONDS old (up to five times that if commits are slow), or they take GROUP_BYTES: a slow computation
+    commits every chunk at once, a fast one does not wait for the disk after each.
     """
-    waiting, num_bytes, committed_at = list[Whole](), 0, time.monotonic()
+    waiting, num_bytes, committed_at, least = list[Whole](), 0, time.monotonic(), GROUP_SECONDS
     for chunk in chunks:
         waiting.append(chunk)
         num_bytes += sum(map(len, chunk[1]))
-        if num_bytes >= GROUP_BYTES or time.monotonic() - committed_at >= GROUP_SECONDS:
-            yield from _put(store, waiting, keep)
+        if num_bytes >= GROUP_BYTES or time.monotonic() - committed_at >= least:
+            began = time.monotonic()
+            done = list(_put(store, waiting, keep))
+            took = time.monotonic() - began
+            yield from done
             waiting, num_bytes, committed_at = [], 0, time.monotonic()
+            least = GROUP_SECONDS * min(max(1.0, _COMMIT_SHARE * took), _MOST)
     if waiting:
         yield from _put(store, waiting, keep)
 

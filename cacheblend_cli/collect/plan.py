@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from cacheblend_store import ChunkStore, DocumentRecord, StoreError
 from cacheblend_store.format.keys import KEY_BYTES
@@ -15,6 +15,7 @@ from cacheblend_cli.collect.collector import PlannedChunk, record_bytes, record_
 from cacheblend_cli.collect.corpus_diff import CorpusDiff
 from cacheblend_cli.collect.document_records import is_current, record_settings
 from cacheblend_cli.collect.settings import CollectSettings
+from cacheblend_cli.collect.spool import Place, Spool
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.corpus.contexts import CONTEXTS, Ids, Neighbours, Passage, document_contexts
 from cacheblend_cli.corpus.converters.converter import NoDocument
@@ -24,9 +25,9 @@ from cacheblend_cli.prompt.collection import Collection
 
 Planned = list[tuple[Document, list[PlannedChunk]]]
 """Documents in order, with their chunks."""
+D = TypeVar("D", bound=Document | DocumentFile)
 OnCut = Callable[[Document, int], None]
 """Called while a document is cut: the document, and the number of characters cut so far."""
-_HELD_TOKENS = 1 << 20  # of chunks that stay in memory from planning to storing; other documents are cut again
 _READ_CHUNKS = 1 << 16  # whose records are read together, in key order
 _SIZE = Struct(f"<{KEY_BYTES}sIIIb")
 _HAS_KV = {None: -1, False: 0, True: 1}
@@ -66,13 +67,14 @@ class ChunkSizes:
 class PlannedDocument:
     """A document and the sizes of its chunks, in order.
 
-    chunks: the chunks themselves, where they are held in memory. is_current: the store has the document as it is now, cut with
-    the same settings.
+    chunks: the chunks themselves if they depend on other documents. place: of its chunks in the planner's spool, if they are there.
+    is_current: the store has the document as it is now, cut with the same settings.
     """
 
     file: DocumentFile
     sizes: ChunkSizes
     chunks: list[PlannedChunk] | None = None
+    place: Place | None = None
     is_current: bool = False
 
 
@@ -107,7 +109,7 @@ class Planner:
     def __init__(self, diff: CorpusDiff, on_cut: OnCut, on_changed: Callable[[DocumentFile, str], None]) -> None:
         """on_changed: called for a document that does not read any more, or changed since it was found, with the reason."""
         self._diff, self._on_cut, self._on_changed = diff, on_cut, on_changed
-        self._held = 0
+        self._spool = Spool()
 
     def plan(self, store: ChunkStore | None, given: Mapping[str, Any], *, with_records: bool) -> Plan:
         """Plan all documents. given: settings that were asked for; others are as the store remembers them.
@@ -134,8 +136,14 @@ class Planner:
         """Return a planned document's chunks, or None if it has changed since it was found."""
         if planned.chunks is not None:
             return planned.chunks
-        found = self._cut(planned.file, part.collection, part.settings)
-        return None if found is None else plan_documents(part.collection, [found], part.settings)[0][1]
+        if planned.place is not None:
+            found = self._spool.read(planned.place)
+        elif (cut := self._cut(planned.file, part.collection, part.settings)) is not None:
+            _, found = cut
+        else:
+            return None
+        [(_, chunks)] = plan_documents(part.collection, [(planned.file, found)], part.settings)
+        return chunks
 
     def _plan_each(
         self,
@@ -158,13 +166,14 @@ class Planner:
             if count >= _READ_CHUNKS or file is files[-1]:
                 stored = stored_sizes(store, collection, (key for keys in current.values() for key in keys))
                 for one in waiting:
-                    sizes = [stored.get(key) for key in current.get(one.source, ())]
-                    whole = [size for size in sizes if size is not None]
-                    if one.source in current and len(whole) == len(sizes):
+                    known = [stored.get(key) for key in current.get(one.source, ())]
+                    whole = [size for size in known if size is not None]
+                    if one.source in current and len(whole) == len(known):
                         yield PlannedDocument(one, ChunkSizes(whole), is_current=True)
                     elif (found := self._cut(one, collection, settings, self._on_cut)) is not None:
                         [(_, chunks)] = plan_documents(collection, [found], settings)
-                        yield self._planned(store, one, chunks, collection, with_records)
+                        sizes = self._sizes(store, chunks, collection, with_records)
+                        yield PlannedDocument(one, sizes, place=self._spool.append(found[1]))
                 current, waiting, count = {}, [], 0
 
     def _plan_together(
@@ -192,24 +201,18 @@ class Planner:
                 sources = diff.digests.keys() | {r.source for r in diff.gone.values()}
                 others = [*passages, *stored_passages(collection, store, sources)]
             planned = plan_documents(collection, [found for _, found in own], settings, others)
-            self._held = -sum(len(c.chunk.token_ids) for _, chunks in planned for c in chunks)  # all stay in memory
             documents = [
-                self._planned(store, file, chunks, collection, with_records)
+                PlannedDocument(file, self._sizes(store, chunks, collection, with_records), chunks)
                 for (file, _), (_, chunks) in zip(own, planned, strict=True)
             ]
             parts.append(Part(collection, settings, documents))
         return parts
 
-    def _planned(
-        self,
-        store: ChunkStore | None,
-        file: DocumentFile,
-        chunks: list[PlannedChunk],
-        collection: Collection,
-        with_records: bool,
-    ) -> PlannedDocument:
+    def _sizes(
+        self, store: ChunkStore | None, chunks: Sequence[PlannedChunk], collection: Collection, with_records: bool
+    ) -> ChunkSizes:
         stored = stored_sizes(store, collection, (chunk.key for chunk in chunks))
-        sizes = ChunkSizes(
+        return ChunkSizes(
             ChunkSize(
                 c.key,
                 len(c.chunk.token_ids),
@@ -219,8 +222,6 @@ class Planner:
             )
             for c in chunks
         )
-        self._held += sum(len(c.chunk.token_ids) for c in chunks)
-        return PlannedDocument(file, sizes, chunks if self._held <= _HELD_TOKENS else None)
 
     def _cut(
         self, file: DocumentFile, collection: Collection, settings: CollectSettings, on_cut: OnCut | None = None
@@ -262,10 +263,10 @@ def stored_sizes(store: ChunkStore | None, collection: Collection, keys: Iterabl
 
 def plan_documents(
     collection: Collection,
-    documents: Sequence[tuple[Document, Sequence[Chunk]]],
+    documents: Sequence[tuple[D, Sequence[Chunk]]],
     settings: CollectSettings,
     others: Iterable[Passage] = (),
-) -> Planned:
+) -> list[tuple[D, list[PlannedChunk]]]:
     """Return the documents' chunks with keys and left contexts. others: passages of other documents, for `neighbours`."""
     window = collection.window(settings.window)
     near: Neighbours | None = None

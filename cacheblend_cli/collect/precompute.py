@@ -24,7 +24,6 @@ from cacheblend_cli.collect.document_records import (
 from cacheblend_cli.collect.estimate import estimate_seconds
 from cacheblend_cli.collect.paths import Paths
 from cacheblend_cli.collect.plan import Part, Planner
-from cacheblend_cli.collect.prefill import pack_tokens
 from cacheblend_cli.collect.room import Room, room_for
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.corpus.documents import Document, DocumentFile, Skipped
@@ -41,7 +40,9 @@ __all__ = ["Difference", "PrecomputeEvent", "PrecomputeOptions", "PrecomputeRepo
 
 OnEvent = Callable[["PrecomputeEvent"], None]
 Confirm = Callable[[Difference], bool]
-_PACKS = 64  # prefill launches of documents whose records and texts are stored together
+_BATCH_TOKENS = (
+    1 << 18
+)  # of documents whose records and texts are stored together: commits of a few small chunks rewrite as many pages as those of many
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,7 @@ class _Run:
         if part.collection.prefix_key in self._room:
             collector.store_prefix()
         batch, tokens = list[tuple[DocumentFile, list[PlannedChunk]]](), 0
-        most = _PACKS * pack_tokens(part.collection.model.decoder.device) * (1 if cluster is None else cluster.workers)
+        most = _BATCH_TOKENS * (1 if cluster is None else cluster.workers)
         for planned in part.documents:
             complete = all(size.has_kv or size.key not in self._room for size in planned.sizes)
             if planned.is_current and complete and not force:

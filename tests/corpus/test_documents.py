@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend_cli.corpus import documents
+from cacheblend_cli.corpus import conversions, documents
 from cacheblend_cli.corpus.conversions import Conversions
 from cacheblend_cli.corpus.documents import Document, Skipped, read_documents
 from cacheblend_cli.corpus.layout import Layout
@@ -172,6 +172,20 @@ def test_a_file_that_is_as_it_was_is_not_converted_again(here: Path, monkeypatch
     (here / "a.html").write_text("<p>six</p>")
     assert texts() == ["six\n", "two\n"]
     assert converted == ["a.html", "b.html", "a.html"]
+
+
+def test_the_texts_of_converted_files_are_bounded(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversions, "MAX_CHARACTERS", 10)
+    known, converted = Conversions(), list[str]()
+    real = documents._bytes
+    monkeypatch.setattr(documents, "_bytes", lambda file: (converted.append(file.name), real(file))[1])
+    for name in "abc":
+        (here / f"{name}.html").write_text("<p>four</p>")
+    for name in "abcbcaa":
+        [found] = read_documents([f"{name}.html"], conversions=known)
+        assert isinstance(found, Document)
+        assert found.text == "four\n"
+    assert converted == [f"{name}.html" for name in "abca"]  # two of five characters fit
 
 
 def test_half_of_a_character_costs_no_document(here: Path) -> None:

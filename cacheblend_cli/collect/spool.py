@@ -1,0 +1,54 @@
+"""Chunks between planning and storing, in a temporary file: a corpus need not fit in memory, and is not cut twice."""
+
+from __future__ import annotations
+
+import tempfile
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import IO, NamedTuple
+
+import msgspec
+
+from cacheblend_cli.corpus.chunker import Chunk
+
+MAX_BYTES = 256 << 20
+_decode = msgspec.msgpack.Decoder(list[Chunk]).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Place(NamedTuple):
+    """Bytes start:start+size of the file."""
+
+    start: int
+    size: int
+
+
+class Spool:
+    """Chunks of documents, at most MAX_BYTES in all. The file goes when the spool does."""
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] | None = None
+        self._end = 0
+
+    def append(self, chunks: Sequence[Chunk]) -> Place | None:
+        """Keep a document's chunks. Returns None if there is no room for them."""
+        data = _encode(chunks)
+        if self._end + len(data) > MAX_BYTES:
+            return None
+        with suppress(OSError):  # a full disk: the document is cut again
+            if self._file is None:
+                self._file = tempfile.TemporaryFile()  # noqa: SIM115
+                weakref.finalize(self, self._file.close)
+            self._file.seek(self._end)
+            self._file.write(data)
+            self._file.flush()
+            place = Place(self._end, len(data))
+            self._end += len(data)
+            return place
+        return None
+
+    def read(self, place: Place) -> list[Chunk]:
+        assert self._file is not None, "a place is in the file"
+        self._file.seek(place.start)
+        return _decode(self._file.read(place.size))
