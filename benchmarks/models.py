@@ -1,10 +1,11 @@
 """Compare every model family with transformers and with a reference implementation of blending; fill in docs/models.md.
 
-    python benchmarks/models.py [--speed [--rounds 5]]
+    python benchmarks/models.py [--speed [--rounds 5]] [--only MODEL_TYPE,MODEL_TYPE]
 
 Runs the configurations of tests/model/test_parity.py: small checkpoints with random weights and the files of models on the
 hub. --speed first measures a full prefill against transformers at a common small shape (float32, one prompt, alternating in
-one process, medians after a warm-up) and writes benchmarks/results/model_speed.json.
+one process, medians after a warm-up) and writes benchmarks/results/model_speed.json. --only runs the configurations of these
+model_types alone: the table keeps the other rows.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from cacheblend_cli.engine.engine import Engine  # noqa: E402
 from cacheblend_cli.engine.prefill import prefill  # noqa: E402
 from cacheblend_cli.engine.request import Preparation, resolve  # noqa: E402
 from cacheblend_cli.evaluation.speed import ordinary_ids, random_ids  # noqa: E402
-from cacheblend_cli.model.families import FAMILIES, WRAPPERS  # noqa: E402
+from cacheblend_cli.model.families import FAMILIES, WRAPPERS, spec_from_config  # noqa: E402
 from cacheblend_cli.model.families.unsupported import UNSUPPORTED  # noqa: E402
 from cacheblend_cli.types import AskRequest, BlendParams  # noqa: E402
 
@@ -60,30 +61,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--speed", action="store_true", help="measure speed first (needs a quiet machine)")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds for --speed")
+    parser.add_argument("--only", default="", help="run these model_types alone")
     arguments = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     if arguments.speed:
         measure_speeds(arguments.rounds)
     page = PAGE.read_text(encoding="utf-8")
-    for name, block in {"table": parity_table(), "refused": refused()}.items():
+    only = set(filter(None, arguments.only.split(",")))
+    blocks = {"table": parity_table(only, page), "kv": kv_table(), "refused": refused()}
+    for name, block in blocks.items():
         pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
         page = re.sub(pattern, lambda m, block=block: f"{m[1]}\n{block}\n{m[2]}", page, flags=re.DOTALL)
     PAGE.write_text(page, encoding="utf-8")
 
 
-def parity_table() -> str:
-    """Run every configuration and return a row per model_type: the largest differences over its configurations."""
+def parity_table(only: set[str], page: str) -> str:
+    """Run every configuration and return a row per model_type: the largest differences over its configurations. only: run these, and
+    take the other rows from the page."""
     begin = time.perf_counter()
     found: dict[str, list[Parity]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         documents = write_documents(Path(folder) / "documents")
         for number, model in enumerate([*hub_models.RUN, *hub_families.RUN, *hub_generic.RUN]):
             path = Path(folder) / str(number)
+            if only:
+                model.write(path / "written")
+                if _family(json.loads((path / "written" / "config.json").read_text(encoding="utf-8"))) not in only:
+                    continue
             parity = compare(model, path, documents)
             config = json.loads((path / "model" / "config.json").read_text(encoding="utf-8"))
             found[_family(config)].append(parity)
             print(f"{model.name}: {parity}", file=sys.stderr)
+    if only:
+        return _merged(page, {f"`{name}`": _row(name, found[name]) for name in only})
     missing = {*FAMILIES, *WRAPPERS} - set(found)
     inside = {f"{name}_text" for name in WRAPPERS} | {name for name in WRAPPERS if WRAPPERS[name].text in found}
     assert inside >= missing, f"no configuration of {missing}"
@@ -98,6 +109,69 @@ def parity_table() -> str:
         f"{min(_all(found, 'num_tokens'))} to {max(_all(found, 'num_tokens'))} tokens; torch {torch.__version__.split('+')[0]}, "
         f"transformers {transformers.__version__}, {platform.machine()}.{_speed_setup()}\n"
     )
+    return text
+
+
+def _merged(page: str, rows: dict[str, str]) -> str:
+    """The page's table with these rows in it, by name, and the row of all as they make it."""
+    table = page.split("<!-- table -->")[1].split("<!-- end -->")[0].strip()
+    head, body = table.splitlines()[:2], table.splitlines()[2:]
+    own = {row.split("|")[1].strip(): row for row in body if row.startswith("|")}
+    own.pop("all")
+    own |= {name: row.rstrip() for name, row in rows.items()}
+    order = sorted(own, key=lambda name: ("generic path" in name, name.split("`")[1]))
+    cells = [[cell.strip() for cell in own[name].split("|")] for name in order]
+    worst = [max((row[column] for row in cells), key=float) for column in (3, 4, 5)]
+    count, least = sum(int(row[2]) for row in cells), min((row[6] for row in cells), key=float)
+    decoded = "all" if all(row[7] == "all" for row in cells) else "see above"
+    every = f"| all | {count} | {' | '.join(worst)} | {least} | {decoded} |  |"
+    said = re.sub(
+        r"^\d+ configurations of \d+ model_types(?: in \d+ s)?",
+        f"{count} configurations of {len(cells)} model_types",
+        body[-1],
+    )
+    return "\n".join([*head, *(own[name] for name in order), every, "", said]) + "\n"
+
+
+LATENT_SHAPES: dict[str, tuple[dict[str, Any], str]] = {
+    "DeepSeek-V3 (671B)": ({"model_type": "deepseek_v3"}, "Llama-3.1-405B"),
+    "DeepSeek-V2-Lite (16B)": (
+        {
+            "model_type": "deepseek_v2",
+            "hidden_size": 2048,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "num_experts_per_tok": 6,
+        },
+        "Qwen3-14B",
+    ),
+    "GLM-4.7-Flash (30B)": ({"model_type": "glm4_moe_lite"}, "Qwen3-30B-A3B"),
+    "MiniCPM3-4B": ({"model_type": "minicpm3"}, "Qwen3-4B"),
+    "Youtu-LLM-2B": ({"model_type": "youtu"}, "Qwen3-1.7B"),
+}
+GROUPED_SHAPES = {  # layers, KV heads, head_dim
+    "Llama-3.1-405B": (126, 8, 128), "Qwen3-14B": (40, 8, 128), "Qwen3-30B-A3B": (48, 4, 128), "Qwen3-4B": (36, 8, 128),
+    "Qwen3-1.7B": (28, 8, 128),
+}  # fmt: skip
+
+
+def kv_table() -> str:
+    """Return what KV of a token takes in 16 bits, of published models with latent attention and of models of about their size with
+    grouped heads; the first are computed from the classes' own shapes."""
+    text = "| model | latent and position key | K and V of its heads | a model of that size | K and V there | share |\n|---|---|---|---|---|---|\n"
+    for name, (config, other) in LATENT_SHAPES.items():
+        spec, (layers, heads, dim) = spec_from_config(config), GROUPED_SHAPES[other]
+        assert spec.latent is not None
+        grouped = spec_from_config(
+            {"model_type": "llama", "vocab_size": 1, "hidden_size": heads * dim, "intermediate_size": 1, "num_hidden_layers": layers,
+             "num_attention_heads": heads, "head_dim": dim}
+        ).kv_bytes_per_token(2)  # fmt: skip
+        own = spec.kv_bytes_per_token(2)
+        heads_kv = 2 * spec.num_layers * spec.num_heads * (spec.latent.nope_dim + spec.head_dim + spec.latent.value_dim)
+        text += (
+            f"| {name}, {spec.num_layers} x ({spec.latent.rank} + {spec.head_dim}) | {own / 1024:.1f} KiB | {heads_kv / 1024:.0f} KiB | "
+            f"{other}, {layers} x 2 x {heads} x {dim} | {grouped / 1024:.0f} KiB | {own / grouped:.2f} |\n"
+        )
     return text
 
 

@@ -100,7 +100,7 @@ class Regression:
             if 0 < (count := int(there.sum())) < len(tokens):
                 size = len(tokens).bit_length(), count.bit_length()
                 of_size.setdefault(size, []).append((tokens[~there], tokens[there]))
-        width = 2 * prompt.pool.layers[0].k.shape[2:].numel()
+        width = sum(part.shape[2:].numel() for part in (prompt.pool.layers[0].k, prompt.pool.layers[0].v))
         numbers = GPU_NUMBERS_AT_ONCE if every.positions.is_cuda else NUMBERS_AT_ONCE
         self._parts = []
         for (bits, _), chunks in of_size.items():
@@ -111,7 +111,7 @@ class Regression:
     def apply(self, layer: DecoderLayer, k: Tensor, v: Tensor) -> None:
         """Move the layer's stale rows. k before RoPE, v: fresh, of the repaired tokens, which the pool still has old and
         gets afterwards; [num_repaired, num_kv_heads, head_dim]."""
-        fresh = torch.stack((k, v), 1).flatten(1).float()
+        fresh = torch.cat((k.flatten(1), v.flatten(1)), -1).float()
         for part in self._parts:
             part.move(self._pool, layer, fresh)
 
@@ -167,18 +167,20 @@ class _Part:
         )
 
     def move(self, pool: KVPool, layer: DecoderLayer, fresh: Tensor) -> None:
-        """fresh: K before RoPE and V of all recomputed tokens, fp32 [num_repaired, 2 * num_kv_heads * head_dim]."""
+        """fresh: K before RoPE and V of all recomputed tokens, fp32 [num_repaired, numbers of K and of V]."""
         (num_chunks, num_rows), num_known = self.slots.shape, self.own.shape[1]
         stale, known = slice(num_rows - num_known), slice(num_rows - num_known, None)
         old_k, old_v = pool.read(layer.index, self.slots.flatten())
         turned = layer.kernels.rope(old_k, *self.back[layer.rope])
         old = torch.cat((turned.flatten(1), old_v.flatten(1)), -1).view(num_chunks, num_rows, -1)
         apart = old - self.share @ old
-        halves = apart.unflatten(-1, (2, -1))  # of K and of V
-        squares = _over_heads(layer, torch.linalg.vector_norm(halves, dim=-1).square_())
+        sizes = (old_k[0].numel(), old_v[0].numel())
+        parts = apart.split(sizes, -1)
+        squares = torch.stack([torch.linalg.vector_norm(part, dim=-1) for part in parts], -1).square_()
+        squares = _over_heads(layer, squares)
         unit = (self.share @ squares).clamp_min_(1e-30)  # their mean squared distance from their mean
         far = torch.baddbmm(self.unlike, squares, 0.5 / unit.mT)
-        near = (halves[:, known] / unit[..., None]).flatten(2)
+        near = torch.cat([part[:, known] / unit[..., i, None] for i, part in enumerate(parts)], -1)
         if layer.shard is None:
             alike = torch.baddbmm(far[:, known] + far.mT, near, apart.mT, beta=-1)
         else:
@@ -188,8 +190,8 @@ class _Part:
         sizes = _over_heads(layer, torch.linalg.vector_norm(change, dim=-1).square_())
         noise = torch.diag_embed(_noise(sizes, self.share[:, 0, known]))
         weights = _solved(alike[:, :, known] + noise, change)
-        halves_moved = zip(old[:, stale].chunk(2, -1), weights.chunk(2, -1), strict=True)
-        k, v = (torch.baddbmm(o, alike[:, :, stale].mT, w).view(-1, *old_k.shape[1:]) for o, w in halves_moved)
+        of_each = zip(old[:, stale].split(sizes, -1), weights.split(sizes, -1), (old_k, old_v), strict=True)
+        k, v = (torch.baddbmm(o, alike[:, :, stale].mT, w).view(-1, *like.shape[1:]) for o, w, like in of_each)
         slots = Slots(self.slots[:, stale].flatten(), *self.forth[layer.rope])
         layer.kernels.rope_and_cache(None, k, v, pool.layers[layer.index], slots)
 

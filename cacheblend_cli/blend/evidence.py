@@ -29,6 +29,9 @@ LOGITS_AT_ONCE = 1 << 25
 a CPU heads take turns, and what one head makes stays in its cache."""
 
 
+LATENT_HEADS_AT_ONCE = 8
+
+
 class BeforeLayers:
     """Evidence available before layer 0: attention of the question, run alone over the stored KV.
 
@@ -137,9 +140,14 @@ class AtCheckLayer:
         self._v = fresh.v[candidate_index]
 
     def deviation(self, candidates: Candidates) -> Tensor:
-        """Squared distance of fresh from old K, V or both, [n] fp32 (CacheBlend, arXiv 2405.16444, section 4.3)."""
-        cache = self._prompt.pool.layers[self._layer.index]
-        own = self._layer.kernels.kv_deviation(self._k, self._v, cache, self._candidates.slots, self._kind)
+        """Squared distance of fresh from old K, V or both, [n] fp32 (CacheBlend, arXiv 2405.16444, section 4.3).
+
+        Of latent attention, where K is made of both, "k" compares position key and latent, and "v" the latent.
+        """
+        cache, kind = self._prompt.pool.layers[self._layer.index], self._kind
+        if self._layer.latent_heads is not None and kind == "k":
+            kind = "kv"
+        own = self._layer.kernels.kv_deviation(self._k, self._v, cache, self._candidates.slots, kind)
         shard = self._prompt.decoder.shard
         return own if shard is None else shard.sum_of_kv(own, self._layer.index)
 
@@ -157,13 +165,17 @@ class AtCheckLayer:
         """First-order change of the suffix's attention output when a token's old KV is replaced, [n] fp32.
 
         Summed over suffix rows and heads: a_t * (scale * |q . dk_t| * |v_t - o| + |dv_t|), where softmax's derivative
-        is a_t * (v_t - o) along the logit of token t.
+        is a_t * (v_t - o) along the logit of token t. Of latent attention all heads have the same k, position key and latent,
+        and the same v, the latent: the change is that of the output before it is projected up.
         """
         q, positions = self._suffix_queries()
+        q = self._layer.to_keys(q)
         layer, sequence, kv_len = self._layer, self._prompt.sequence, self._prompt.plan.num_tokens
         old_k, old_v = self._prompt.pool.read(layer.index, self._candidates.slots)
         dk, dv = self._k.float() - old_k, self._v.float() - old_v
         keys, values = self._prompt.pool.read(layer.index, sequence.slots_to(kv_len))
+        if layer.latent_heads is not None:
+            dk, keys = torch.cat((dk, dv), -1), torch.cat((keys, values), -1)
         total, group = torch.zeros(len(candidates), device=q.device), q.shape[1] // keys.shape[1]
         for head, (p,) in enumerate(attention_weights(layer, q, positions, keys, at_once=1)):
             rows = q[:, head * group : (head + 1) * group].float().transpose(0, 1)  # [group, num_rows, head_dim]
@@ -186,12 +198,15 @@ def largest_over_ranks(decoder: Decoder, found: Tensor) -> Tensor:
 def attention_peaks(layer: DecoderLayer, q: Tensor, positions: Tensor, keys: Tensor, candidates: Candidates) -> Tensor:
     """The largest softmax weight of rotated q [num_rows, num_heads, head_dim] on each candidate, [n] fp32.
 
-    positions: of the rows, [num_rows] int64; keys: rotated, of positions 0 on, fp32 [kv_len, num_kv_heads, head_dim].
+    positions: of the rows, [num_rows] int64; keys: `KVPool.keys` of positions 0 on, fp32 [kv_len, num_kv_heads, dim].
     """
-    at_once = heads_at_once(q.device, q.shape[1] // keys.shape[1] * len(q) * len(keys))
-    found = torch.zeros(len(keys), device=q.device)
-    for weights in attention_weights(layer, q, positions, keys, at_once):
-        found = torch.maximum(found, weights.flatten(0, 2).amax(0))
+    q, found = layer.to_keys(q), torch.zeros(len(keys), device=q.device)
+    # of latent attention all heads share one key: some at a time
+    parts = (q,) if layer.latent_heads is None else q.split(LATENT_HEADS_AT_ONCE, 1)
+    for part in parts:
+        at_once = heads_at_once(q.device, part.shape[1] // keys.shape[1] * len(q) * len(keys))
+        for weights in attention_weights(layer, part, positions, keys, at_once):
+            found = torch.maximum(found, weights.flatten(0, 2).amax(0))
     return found[candidates.positions]
 
 
@@ -200,7 +215,7 @@ def attention_weights(
 ) -> Iterator[Tensor]:
     """Softmax weights, causal by position, of `at_once` KV heads at a time: fp32 [heads, group, num_rows, kv_len].
 
-    Other arguments as for `attention_peaks`.
+    q: as `DecoderLayer.to_keys` gives it. Other arguments as for `attention_peaks`.
     """
     params, (kv_len, num_kv_heads, head_dim) = layer.attention, keys.shape
     rows = q.float().view(len(q), num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)  # KV heads, group, rows

@@ -37,5 +37,5 @@ class Prompt:
         return rows_of(self.decoder, self.sequence, positions, self.plan.num_tokens, self.plan.num_tokens)
 
     def keys(self, layer: int, kv_len: int) -> Tensor:
-        """K (rotated) of positions 0:kv_len at a layer, fp32 [kv_len, num_kv_heads, head_dim]."""
-        return self.pool.read_k(layer, self.sequence.slots_to(kv_len))
+        """`KVPool.keys` of positions 0:kv_len at a layer."""
+        return self.pool.keys(layer, self.sequence.slots_to(kv_len))

@@ -168,10 +168,7 @@ def _facts(model: str, output: Output, lora: str) -> dict[str, Any]:
         "bytes": sum(file.stat().st_size for file in files),
         "layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
-        "heads": "; ".join(
-            f"{spec.num_heads} for queries, {heads} for K and V, of {dim}"
-            for heads, dim in dict.fromkeys(spec.kv_shapes)
-        ),
+        "heads": _heads(spec),
         "context": spec.max_context,
         "dtype": stated,
         **({"quantised": quantisation.method} if (quantisation := quantisation_of(path)) else {}),
@@ -179,6 +176,15 @@ def _facts(model: str, output: Output, lora: str) -> dict[str, Any]:
         **(_adapter(spec, Path(lora).expanduser()) if lora else {}),
         "missing": missing,
     }
+
+
+def _heads(spec: ModelSpec) -> str:
+    if (latent := spec.latent) is not None:
+        return (
+            f"{spec.num_heads} for queries; of K and V a latent of {latent.rank} and a position key of {spec.head_dim}"
+        )
+    each = dict.fromkeys(spec.heads_of(layer) for layer in range(spec.num_kv_layers))
+    return "; ".join(f"{spec.num_heads} for queries, {heads} for K and V, of {dim}" for heads, dim in each)
 
 
 def _adapter(spec: ModelSpec, path: Path) -> dict[str, Any]:

@@ -141,6 +141,10 @@ def serve(
         url = f"http://{name}:{address[1]}" if unix_socket is None else f"unix:{unix_socket}"
         decoder = None if decode_url is None else _decoder(decode_url, decode_key, hand_over)
         engine = options.load_engine(settings, output)
+        if decoder is not None:
+            from cacheblend_cli.kv.export import check_exportable
+
+            check_exportable(engine.model.spec, "vLLM")
         if engine.runtime.decode_with.file is not None:
             from cacheblend_cli.engine.connectors.llama_choice import llama_engine
 

@@ -74,7 +74,7 @@ class Watch(Observer):
 
 def _weights(layer: DecoderLayer, q: Tensor, sequence: PagedSequence, kv_len: int) -> Tensor:
     """The mean over heads of q's attention [num_heads, head_dim] to positions 0:kv_len, [kv_len] fp32."""
-    keys = sequence.pool.read_k(layer.index, sequence.slots_to(kv_len))
+    keys = sequence.pool.keys(layer.index, sequence.slots_to(kv_len))
     at = torch.full((1,), kv_len - 1, device=q.device)
-    (weights,) = attention_weights(layer, q[None], at, keys, at_once=keys.shape[1])
+    (weights,) = attention_weights(layer, layer.to_keys(q[None]), at, keys, at_once=keys.shape[1])
     return weights.mean((0, 1, 2))

@@ -54,6 +54,8 @@ def decode_with(config: EngineConfig, model: LoadedModel) -> DecodeWith:
         reason = "the GGUF file lacks the LoRA adapter", "merge it into the file, or leave --decode-with out"
     elif model.decoder.rope.switches_at is not None:
         reason = "the model's RoPE depends on the length of the prompt", "leave --decode-with out"
+    elif model.spec.latent is not None:
+        reason = "the model keeps latents (MLA), which llama.cpp lays out in another way", "leave --decode-with out"
     if config.decode_with == "torch" or (config.decode_with == "auto" and reason is not None):
         return DecodeWith()
     if reason is not None:

@@ -286,9 +286,12 @@ class Engine:
         return self._submit(self._asked(question, about)).result()
 
     def prefill(self, question: str | AskRequest, **about: Any) -> PrefilledPrompt:
-        """Prefill a prompt for transformers' `generate`, and generate no answer. Arguments and errors as for `ask`."""
+        """Prefill a prompt for transformers' `generate`, and generate no answer. Arguments and errors as for `ask`; UsageError for a
+        model with latent attention."""
         from cacheblend_cli.engine.connectors.transformers import PrefilledPrompt, TransformersConnector
+        from cacheblend_cli.kv.export import check_exportable
 
+        check_exportable(self.model.spec, "transformers")
         taken = TransformersConnector()
         ask = self._asked(question, about)
         request = self._resolved_request(replace(ask, sampling=replace(ask.sampling, max_tokens=1)))

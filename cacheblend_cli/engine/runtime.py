@@ -108,6 +108,10 @@ class Runtime:
         runtime.progress, runtime.say = progress or runtime.progress, say or runtime.say
         if slower := fallback_reason(config.attention_backend, device):
             runtime.say(slower)
+        elif device.type == "cuda" and config.attention_backend == "auto" and runtime.model.spec.latent is not None:
+            runtime.say(
+                f"attention over latents (MLA) on {device} runs on torch's operations: the kernels for GPUs lack it"
+            )
         if lora is None and (adapter := unused_adapter(path)):
             runtime.say(adapter)
         return runtime

@@ -98,9 +98,15 @@ def _makes_sense(speeds: Speeds) -> bool:
 
 def kv_share(spec: ModelSpec) -> float:
     """K and V's part of a row's work in a layer, by multiplications."""
-    attention = 2 * spec.hidden_size * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
-    kv = 2 * spec.hidden_size * spec.num_kv_heads * spec.head_dim
-    return kv / (attention + spec.mlp_params)
+    heads, *dims = spec.kv_shapes[0]
+    kv = spec.hidden_size * heads * (dims[0] + dims[-1])
+    if (latent := spec.latent) is None:
+        rest = 2 * spec.hidden_size * spec.num_heads * spec.head_dim
+    else:
+        made = spec.num_heads * latent.rank * (latent.nope_dim + latent.value_dim)
+        of_queries = (spec.hidden_size + spec.q_size) * latent.query_rank or spec.hidden_size * spec.q_size
+        rest = of_queries + made + spec.hidden_size * spec.num_heads * latent.value_dim
+    return kv / (kv + rest + spec.mlp_params)
 
 
 @torch.inference_mode()
@@ -214,8 +220,9 @@ def _moved_row_s(decoder: Decoder, block_size: int, seconds: float) -> Pieces[fl
     every = Candidates(at, at // CHUNK_ROWS, at % CHUNK_ROWS)
     known = every.take(at[::KNOWN_EVERY])
     correction = Regression(Prompt(decoder, plan, sequence, loader), every, known)
-    fresh = torch.ones(len(known), *spec.heads_of(0), dtype=decoder.dtype, device=decoder.device)
-    times = yield from _runs(lambda: correction.apply(decoder.layers[0], fresh, fresh), decoder, seconds)
+    heads, *dims = spec.kv_shapes[0]
+    k, v = (torch.ones(len(known), heads, dims[i], dtype=decoder.dtype, device=decoder.device) for i in (0, -1))
+    times = yield from _runs(lambda: correction.apply(decoder.layers[0], k, v), decoder, seconds)
     return statistics.median(times[1:]) / max(1, num_rows - len(known))
 
 

@@ -22,9 +22,10 @@ class KVBatch:
     So chunks stored without scales become one tensor; a chunk with scales is a batch of its own.
     """
 
-    def __init__(self, first: int, spans: Sequence[StoredSpan], num_kv_heads: int, head_dim: int) -> None:
+    def __init__(self, first: int, spans: Sequence[StoredSpan], *heads: int) -> None:
+        """heads: as `blob_spec` takes it: KV heads, head_dim, V's head_dim."""
         self.first, self.spans = first, tuple(spans)
-        specs = [blob_spec(s.codec, s.num_tokens, num_kv_heads, head_dim) for s in spans]
+        specs = [blob_spec(s.codec, s.num_tokens, *heads) for s in spans]
         self._parts: dict[str, tuple[torch.dtype, list[int], list[int]]] = {}  # dtype, shape, where each chunk's begins
         self.num_bytes = 0
         for name, spec in specs[0].items():
@@ -45,11 +46,11 @@ class KVBatch:
 
 
 def batches_of(
-    spans: Sequence[StoredSpan], shapes: Sequence[tuple[int, int]], most_bytes: int
-) -> list[dict[tuple[int, int], KVBatch]]:
+    spans: Sequence[StoredSpan], shapes: Sequence[tuple[int, ...]], most_bytes: int
+) -> list[dict[tuple[int, ...], KVBatch]]:
     """Group adjacent chunks of one plain codec, up to most_bytes; every other chunk is a batch of its own. A batch is one for each
     of the layers' shapes (KV heads, head_dim), of which the largest decides."""
-    largest = max(shapes, key=lambda heads: heads[0] * heads[1])
+    largest = max(shapes, key=lambda heads: heads[0] * (heads[1] + heads[-1]))
     groups: list[list[StoredSpan]] = []
     room = 0
     for span in spans:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.weights import head_order
 
 
@@ -64,6 +66,16 @@ class KVReader:
 
     def __iter__(self) -> Iterator[LayerKV]:
         return (self.layer(index) for index in range(self.num_layers))
+
+
+def check_exportable(spec: ModelSpec, to: str) -> None:
+    """Raise UsageError for a model whose KV no connector writes. to: the engine that would take it."""
+    if spec.latent is not None:
+        raise UsageError(
+            f"the KV of a {spec.architecture} is not handed to {to}: latents and position keys (MLA) lie in another way in each "
+            "engine and release",
+            "let cacheblend decode",
+        )
 
 
 def export(decoder: Decoder, sequence: PagedSequence, num_tokens: int) -> KVReader:

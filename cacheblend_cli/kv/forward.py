@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
+import torch
 from cacheblend_kernels import Slots
 from torch import Tensor
 
@@ -27,7 +28,7 @@ class FreshKV:
     """Results of a layer before they are written to the pool.
 
     h: the rows' normed input [num_rows, hidden_size]. k (before RoPE), v: [n, num_kv_heads, head_dim] of the rows that
-    get fresh K and V.
+    get fresh K and V; of latent attention position keys [n, 1, rope_dim] and latents [n, 1, rank].
     """
 
     layer: DecoderLayer
@@ -186,8 +187,11 @@ def _project(
 
 
 def attend(layer: DecoderLayer, q: Tensor, rows: Rows) -> Tensor:
-    """Attention of rotated q [num_rows, num_heads, head_dim] over the layer's pool, causal by position."""
-    cache = rows.pool.layers[layer.index]
+    """Attention of rotated q [num_rows, num_heads, head_dim] over the layer's pool, causal by position. [num_rows, num_heads, size of
+    a head's value]."""
+    cache, latent = rows.pool.layers[layer.index], layer.latent_heads
+    if latent is not None:
+        return layer.kernels.latent_attention(q, cache, rows.attention, layer.attention, latent)
     if rows.decode:
         return layer.kernels.decode_attention(q, cache, rows.attention, layer.attention)
     return layer.kernels.prefill_attention(q, cache, rows.attention, layer.attention)
@@ -199,8 +203,11 @@ def queries(layer: DecoderLayer, h: Tensor, rows: Rows) -> Tensor:
 
 
 def rotate(layer: DecoderLayer, x: Tensor, rows: Rows) -> Tensor:
-    """q or K of the rows [num_rows, heads, head_dim], rotated to their positions."""
-    return layer.kernels.rope(x, *rows.cos_sin(layer))
+    """q or K of the rows [num_rows, heads, head_dim], rotated to their positions; of a wider q its last channels."""
+    rest = 0 if layer.latent_heads is None else x.shape[-1] - layer.head_dim
+    if not rest:
+        return layer.kernels.rope(x, *rows.cos_sin(layer))
+    return torch.cat((x[..., :rest], layer.kernels.rope(x[..., rest:], *rows.cos_sin(layer))), -1)
 
 
 def write_kv(layer: DecoderLayer, k: Tensor, v: Tensor, rows: Rows) -> None:
@@ -211,4 +218,7 @@ def write_kv(layer: DecoderLayer, k: Tensor, v: Tensor, rows: Rows) -> None:
 def rotate_and_write(layer: DecoderLayer, q: Tensor | None, k: Tensor, v: Tensor, rows: Rows) -> Tensor | None:
     """The rotated q; K, rotated, and V are in the rows' slots of the layer."""
     slots = Slots(rows.slots, *rows.cos_sin(layer))
+    if q is not None and layer.latent_heads is not None:  # of which RoPE turns a part
+        layer.kernels.rope_and_cache(None, k, v, rows.pool.layers[layer.index], slots)
+        return rotate(layer, q, rows)
     return layer.kernels.rope_and_cache(q, k, v, rows.pool.layers[layer.index], slots)

@@ -16,7 +16,8 @@ from cacheblend_cli.model.spec import ModelSpec
 
 
 class KVPool(BlockSpace):
-    """K and V of every layer, each [num_blocks, block_size, num_kv_heads, head_dim]. xformers wants block_size % 64 = 0.
+    """K and V of every layer, each [num_blocks, block_size, num_kv_heads, head_dim]. xformers wants block_size % 64 = 0. Of latent
+    attention K is the position key and V the latent.
 
     With scales the pool is of float8_e4m3fn, whatever dtype says. layers: what kernels take, one a layer; a layer that uses another
     layer's K and V has that layer's.
@@ -33,9 +34,13 @@ class KVPool(BlockSpace):
     ) -> None:
         dtype = dtype if scales is None else torch.float8_e4m3fn
         self.block_size, self.device = block_size, device
+        self._is_latent = any(len(shape) > 2 for shape in spec.kv_shapes)
         k, v = (
-            [torch.empty(num_blocks, block_size, *heads, dtype=dtype, device=device) for heads in spec.kv_shapes]
-            for _ in range(2)
+            [
+                torch.empty(num_blocks, block_size, heads, dims[which], dtype=dtype, device=device)
+                for heads, *dims in spec.kv_shapes
+            ]
+            for which in (0, -1)
         )
         none = (None,) * spec.num_kv_layers
         of_scales = (none, none) if scales is None else (scales.k, scales.v)
@@ -58,6 +63,11 @@ class KVPool(BlockSpace):
         """K as `read` gives it."""
         cache = self.layers[layer]
         return _values(cache.k, cache.k_scale, slots)
+
+    def keys(self, layer: int, slots: slice | Tensor) -> Tensor:
+        """What `DecoderLayer.to_keys` of a query is multiplied with, fp32 [n, num_kv_heads, dim]: K (rotated), and of latent attention
+        the position key and the latent."""
+        return torch.cat(self.read(layer, slots), -1) if self._is_latent else self.read_k(layer, slots)
 
     @property
     def tensors(self) -> list[Tensor]:

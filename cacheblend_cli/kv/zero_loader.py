@@ -38,7 +38,7 @@ class ZeroLoader(KVLoader):
                 self._kernels.load_kv(stored, self._pool.layers[layer], where)
 
 
-def zeros(span: StoredSpan, heads: tuple[int, int], device: torch.device) -> StoredKV:
+def zeros(span: StoredSpan, heads: tuple[int, ...], device: torch.device) -> StoredKV:
     """Stored KV of zeros in the span's codec, of a layer of these (KV heads, head_dim)."""
     tensors = blob_spec(span.codec, span.num_tokens, *heads)
     stored = {name: torch.zeros(t.shape, dtype=DTYPES[t.dtype], device=device) for name, t in tensors.items()}

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from cacheblend_kernels import AttentionParams, KernelBackend
+from cacheblend_kernels import AttentionParams, KernelBackend, LatentHeads
 from torch import Tensor
 
 from cacheblend_cli.model.altup import AltUp, LowRank, Streams
 from cacheblend_cli.model.experts import Experts, ExpertsBeside
+from cacheblend_cli.model.latent import Latent
 from cacheblend_cli.model.linear import linear
 from cacheblend_cli.model.mlp import MLP
 from cacheblend_cli.model.parallel import Shard
@@ -66,10 +67,12 @@ class DecoderLayer:
 
     Rows go in as [num_rows, hidden_size]; heads come out as [num_rows, heads, head_dim]. K is returned before RoPE
     (after QK-norm, where the family has one): the form that is stored. rope: index of the decoder's RoPE for q and k.
-    weight_dtype: storage of the weights, see `linear`; experts stay in the compute dtype.
+    weight_dtype: storage of the weights, see `linear`; experts stay in the compute dtype. Of latent attention k is the position key
+    and v the latent, both as one head.
     """
 
     shard: Shard | None = None
+    _latent: Latent | None = None
 
     def __init__(
         self,
@@ -87,6 +90,11 @@ class DecoderLayer:
         self.num_kv_heads, self.head_dim = spec.heads_of(index)
         self.own_kv = spec.kv_layer(index) == index
         q_size = spec.num_heads * self.head_dim
+        if spec.latent is not None:
+            self._latent, q_size = (
+                Latent(spec, spec.latent, get, kernels, weight_dtype),
+                spec.latent.query_rank or spec.q_size,
+            )
         self._qkv = _ByRows(get["qkv_proj.weight"], get.get("qkv_proj.bias"), q_size, weight_dtype)
         self._values_of_keys = spec.shapes is not None and spec.shapes.values_of_keys[index]
         self._v_norm = get["q_norm"].new_ones(self.head_dim) if spec.v_norm else None
@@ -119,17 +127,31 @@ class DecoderLayer:
     def project_qkv(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of the rows."""
         q, kv = map(self._clipped, self._qkv.both(h))
-        return self._normed_heads(q, self.q_norm), *self._keys_and_values(kv)
+        return self._queries(q), *self._keys_and_values(kv)
 
     def project_q(self, h: Tensor) -> Tensor:
         """q of the rows."""
-        return self._normed_heads(self._clipped(self._qkv.first(h)), self.q_norm)
+        return self._queries(self._clipped(self._qkv.first(h)))
 
     def project_kv(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """k and v of the rows."""
         return self._keys_and_values(self._clipped(self._qkv.rest(h)))
 
+    @property
+    def latent_heads(self) -> LatentHeads | None:
+        """The up-projections of latent attention; None where K and V are those of heads."""
+        return None if self._latent is None else self._latent.heads
+
+    def to_keys(self, q: Tensor) -> Tensor:
+        """Rotated q as the keys of `KVPool.keys` are multiplied with it, [num_rows, num_heads, dim of a key]."""
+        return q if self._latent is None else self._latent.absorbed(q)
+
+    def _queries(self, q: Tensor) -> Tensor:
+        return self._normed_heads(q, self.q_norm) if self._latent is None else self._latent.queries(q)
+
     def _keys_and_values(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        if self._latent is not None:
+            return self._latent.keys_and_values(kv)
         k, v = (kv, kv) if self._values_of_keys else kv.split(kv.shape[-1] // 2, dim=-1)
         values = self._heads(v)
         if self._v_norm is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cacheblend_cli.model.linear import STEADY_ROWS, Linear
 from cacheblend_cli.model.mlp import MLP
+from cacheblend_cli.model.router import Router
 from cacheblend_cli.model.spec import ExpertsSpec, ModelSpec
 
 MOST_ROWS = 4096  # in one turn: with fewer, an expert's weights are read for few rows each time
@@ -26,6 +27,8 @@ class Experts:
         """weights: those of the layer; the experts' are taken out of it."""
         self._spec, self._activation, self._kernels = experts, spec.activation, kernels
         self._router = Linear(weights["router.weight"], weights.get("router.bias"), pack=False)
+        routed, correction = experts.routing is not None, weights.get("router_correction")
+        self._routing = Router(experts, weights["router.weight"], correction) if routed else None
         self._shared_gate = weights.get("shared_gate.weight")
         self._up, self._down = (_each(len(experts.on_rank), weights, name) for name in ("experts_up", "experts_down"))
         self._shared = MLP(spec, weights, kernels) if experts.shared_width else None
@@ -35,17 +38,14 @@ class Experts:
         """[num_rows, hidden_size] -> the same. router_input: what the experts are chosen by, the same shape; None: h."""
         parts = zip(h.split(MOST_ROWS), (h if router_input is None else router_input).split(MOST_ROWS), strict=True)
         out = torch.cat([self._rows(*part) for part in parts])
-        if self._shared is None or self._shared_gate is None:
+        if self._shared is None:
             return out
+        if self._shared_gate is None:
+            return out + self._shared(h)
         return out + torch.sigmoid(F.linear(h, self._shared_gate)) * self._shared(h)
 
     def _rows(self, h: Tensor, router_input: Tensor) -> Tensor:
-        scores = self._router(router_input).softmax(-1, dtype=torch.float32)
-        weights, chosen = scores.topk(self._spec.per_token, dim=-1)
-        if self._spec.normed:
-            weights = weights / weights.sum(-1, keepdim=True)
-        if self._expert_scale is not None:
-            weights = weights * self._expert_scale[chosen]
+        weights, chosen = (self._routing or self._chosen)(router_input)
         order = chosen.flatten().argsort(stable=True)
         rows, shares = order // self._spec.per_token, weights.flatten()[order].to(h.dtype)
         counts = torch.bincount(chosen.flatten(), minlength=self._spec.count).tolist()
@@ -59,6 +59,12 @@ class Experts:
             out.index_add_(0, rows[mine], added * shares[mine, None])
             start += count
         return out
+
+    def _chosen(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        weights, chosen = self._router(h).softmax(-1, dtype=torch.float32).topk(self._spec.per_token, dim=-1)
+        if self._spec.normed:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights if self._expert_scale is None else weights * self._expert_scale[chosen], chosen
 
     def _activated(self, gate_up: Tensor) -> Tensor:
         """[num_rows, 2 * width] -> [num_rows, width]."""

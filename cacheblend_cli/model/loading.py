@@ -115,6 +115,14 @@ def load_model(
     tokenizer, generation = Tokenizer(path, spec.vocab_size), read_object(path / "generation_config.json")
     try:
         kernels = select_backend(attention_backend, device)
+        if spec.latent is not None and not kernels.has_latent_attention:
+            if attention_backend != "auto":
+                raise KernelError(
+                    f"the {kernels.name} backend has no attention over latents (MLA), which a {spec.architecture} has: its "
+                    "kernels take K and V of one width",
+                    "use --attention-backend torch, or auto",
+                )
+            kernels = select_backend("torch", device)
     except KernelError as error:
         raise DeviceError(error.message, error.hint) from error
     if device.type == "cuda":

@@ -19,10 +19,42 @@ def rotated_dim(rope: Mapping[str, Any], head_dim: int) -> int:
 
 
 @dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434): a token's K and V of all heads are made of one latent, and
+    of one position key, which alone is rotated. These two are stored, not K and V.
+
+    rank: size of the latent. nope_dim: of a head's key, the part made of the latent; the part that all heads share, the position
+    key, is the spec's head_dim. value_dim: size of a head's value. query_rank: size of the latent that queries are made of, 0
+    where they are made of the input.
+    """
+
+    rank: int
+    nope_dim: int
+    value_dim: int
+    query_rank: int = 0
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a router of DeepSeek's kind chooses: first groups of experts, then experts in them (arXiv 2405.04434, section 2.1.1).
+
+    sigmoid: scores by sigmoid and not by softmax, with a correction an expert that counts in the choice alone (arXiv 2408.15664);
+    a group is then as good as its two best experts together, else as its best one. groups, groups_kept: how many there are, and
+    how many of them a token's experts are in. factor: on the weights.
+    """
+
+    sigmoid: bool
+    groups: int = 1
+    groups_kept: int = 1
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
 class ExpertsSpec:
     """MLPs of which a router chooses a few for each token. layers: those that have them, the others' MLPs are plain.
 
-    width, shared_width: inside an expert, and inside the one that all tokens get, with a gate of its own (0: there is none).
+    width, shared_width: inside an expert, and inside the one that all tokens get (0: there is none). shared: what the checkpoint calls
+    that one; shared_gate: it has a gate of its own. routing: None for the experts of the highest softmax.
     normed: the weights of a token's experts sum to 1. names: what the checkpoint calls gate, up and down of an expert, router:
     what chooses; base: where in a layer they are. bias: router and experts have biases.
     clamped: (alpha, limit) of a SwiGLU as gpt-oss has it, (up + 1) * gate * sigmoid(alpha * gate), where gate is at most
@@ -44,6 +76,9 @@ class ExpertsSpec:
     bias: bool = False
     clamped: tuple[float, float] | None = None
     beside: bool = False
+    shared: str = "shared_expert"
+    shared_gate: bool = True
+    routing: Routing | None = None
     held: tuple[int, int] | None = field(default=None, repr=False)  # no part of a model's fingerprint
 
     @property
@@ -112,6 +147,8 @@ class ModelSpec:
     - qkv_by_group: the fused qkv_proj holds the query heads of a KV head, its k and its v, then those of the next;
     - experts: of a mixture;
     - other_parts: how the names of tensors begin that belong to other parts of a model, such as its eyes;
+    - latent: of latent attention; num_kv_heads is then 1 and head_dim the size of the position key, which is what K is, and V is the
+      latent;
     - shapes: of layers that differ; num_kv_heads and head_dim are then those of most layers;
     - v_norm: V's heads are normed, without a weight; layer_scale: a layer's output is multiplied by a number of its own;
     - token_width, token_vocab: numbers that every layer gets of a token by itself, of a second embedding with that vocabulary;
@@ -175,6 +212,7 @@ class ModelSpec:
     sparsity: tuple[float, ...] = ()
     other_parts: tuple[str, ...] = ()
     experts: ExpertsSpec | None = None
+    latent: LatentSpec | None = None
     generic: bool = False
 
     def rope_of(self, layer: int) -> dict[str, Any] | None:
@@ -208,9 +246,10 @@ class ModelSpec:
         return self.num_layers if self.shapes is None else len(set(self.shapes.kv_layers))
 
     @property
-    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
-        """`heads_of` each layer that has K and V of its own."""
-        return tuple(self.heads_of(layer) for layer in range(self.num_kv_layers))
+    def kv_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """(KV heads, head_dim) of each layer that has K and V of its own, and V's head_dim where it is not K's."""
+        of_v = () if self.latent is None else (self.latent.rank,)
+        return tuple((*self.heads_of(layer), *of_v) for layer in range(self.num_kv_layers))
 
     @property
     def query_growth(self) -> tuple[float, int] | None:
@@ -225,7 +264,8 @@ class ModelSpec:
 
     @property
     def q_size(self) -> int:
-        return self.num_heads * self.head_dim
+        """Numbers of a row's query, all heads."""
+        return self.num_heads * (self.head_dim + (0 if self.latent is None else self.latent.nope_dim))
 
     @property
     def kv_size(self) -> int:
@@ -248,7 +288,7 @@ class ModelSpec:
 
     def kv_bytes_per_token(self, bytes_per_element: float) -> float:
         """Bytes of K and V of one token over all layers."""
-        return 2 * sum(heads * dim for heads, dim in self.kv_shapes) * bytes_per_element
+        return sum(heads * (dims[0] + dims[-1]) for heads, *dims in self.kv_shapes) * bytes_per_element
 
     @property
     def mlp_params(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from cacheblend_cli.model.spec import ExpertsSpec, ModelSpec
+from cacheblend_cli.model.spec import ExpertsSpec, LatentSpec, ModelSpec
 
 TOKEN_EMBEDDING = "token_embed"
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head.weight"
@@ -13,6 +13,7 @@ EMBEDDING, HEAD = "model.embed_tokens", "lm_head.weight"
 # What a Llama calls the parts of a layer, in `model.layers.i`.
 NAMES = {
     **{part: f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm")},
+    **{part: f"self_attn.{part}" for part in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")},
     **{part: f"mlp.{part}" for part in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")},
 }
 
@@ -40,7 +41,9 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[Shape, str, int, Shape]]
     Of attention with sinks `i.sinks` [heads]. Of a layer with experts `i.router.weight` [count, hidden],
     `i.experts_up.weight` [count * 2 * width, hidden], gate and up of each in turn, `i.experts_down.weight`
     [count * hidden, width], with one for all tokens that one's MLP and `i.shared_gate.weight`, and with experts beside the MLP
-    the MLP, `i.router_scale` [hidden] and `i.expert_scale` [count].
+    the MLP, `i.router_scale` [hidden] and `i.expert_scale` [count]; where the router corrects its
+    choice `i.router_correction` [count]. Of latent attention the rows of `i.qkv_proj.weight` are those of q, or of the latent that
+    q is made of, then latent and position key; `i.q_b_proj.weight`, `i.q_a_norm`, `i.kv_b_proj.weight`, `i.kv_a_norm`.
     """
     hidden, shapes, names = spec.hidden_size, dict[str, tuple[Shape, str, int, Shape]](), NAMES | dict(spec.renamed)
 
@@ -80,7 +83,17 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[Shape, str, int, Shape]]
                 whole(f"{base}.{names[part]}.weight", f"{i}.{part}", width)
         if spec.sinks:
             whole(f"{base}.self_attn.sinks", f"{i}.sinks", spec.num_heads)
+        if spec.latent is not None:
+            whole(f"{base}.self_attn.kv_a_layernorm.weight", f"{i}.kv_a_norm", spec.latent.rank)
+            if spec.latent.query_rank:
+                whole(f"{base}.self_attn.q_a_layernorm.weight", f"{i}.q_a_norm", spec.latent.query_rank)
         experts = spec.experts if spec.experts is not None and i in spec.experts.layers else None
+        if experts is not None and experts.routing is not None and experts.routing.sigmoid:
+            whole(
+                f"{base}.{experts.base}.{experts.router}.e_score_correction_bias",
+                f"{i}.router_correction",
+                experts.count,
+            )
         if spec.layer_scale:
             whole(f"{base}.layer_scalar", f"{i}.layer_scalar", 1)
         if spec.token_width:
@@ -103,7 +116,8 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[Shape, str, int, Shape]]
         if experts is not None and experts.beside:
             whole(f"{base}.router.scale", f"{i}.router_scale", hidden)
             whole(f"{base}.router.per_expert_scale", f"{i}.expert_scale", experts.count)
-        for target, parts, width, bias in _attention(spec, i) + mlp:
+        attention = _attention(spec, i) if spec.latent is None else _latent_attention(spec, spec.latent)
+        for target, parts, width, bias in attention + mlp:
             start, total = 0, sum(rows for _, rows in parts)
             for part, rows in parts:
                 name = f"{base}.{names.get(part, part)}"
@@ -142,6 +156,19 @@ def _attention(spec: ModelSpec, layer: int) -> list[Product]:
     ]
 
 
+def _latent_attention(spec: ModelSpec, latent: LatentSpec) -> list[Product]:
+    first = ("q_a_proj", latent.query_rank) if latent.query_rank else ("q_proj", spec.q_size)
+    made = spec.num_heads * (latent.nope_dim + latent.value_dim)
+    products = [
+        ("qkv_proj", [first, ("kv_a_proj_with_mqa", latent.rank + spec.head_dim)], spec.hidden_size, spec.qkv_bias),
+        ("kv_b_proj", [("kv_b_proj", made)], latent.rank, False),
+        ("o_proj", [("o_proj", spec.hidden_size)], spec.num_heads * latent.value_dim, spec.o_bias),
+    ]
+    return products + (
+        [("q_b_proj", [("q_b_proj", spec.q_size)], latent.query_rank, False)] if latent.query_rank else []
+    )
+
+
 def _mlp(spec: ModelSpec, layer: int) -> list[Product]:
     inner = spec.mlp_width(layer)
     gate_up = [("gate_proj", inner), ("up_proj", inner)] if spec.gated_mlp else [("up_proj", inner)]
@@ -164,10 +191,11 @@ def _experts(hidden: int, experts: ExpertsSpec) -> list[Product]:
         ("experts_down", [(f"{one}.{down}", hidden) for one in each], width, bias),
     ]
     if inner := experts.shared_width:
-        shared = f"{base}shared_expert"
+        shared = f"{base}{experts.shared}"
         products += [
             ("gate_up_proj", [(f"{shared}.gate_proj", inner), (f"{shared}.up_proj", inner)], hidden, False),
             ("down_proj", [(f"{shared}.down_proj", hidden)], inner, False),
-            ("shared_gate", [(f"{shared}_gate", 1)], hidden, False),
         ]
+        if experts.shared_gate:
+            products.append(("shared_gate", [(f"{shared}_gate", 1)], hidden, False))
     return products

@@ -20,7 +20,7 @@ from cacheblend_cli.model.linear import can_pack
 from cacheblend_cli.model.model_files import checkpoint_files
 from cacheblend_cli.model.parallel import Shard
 from cacheblend_cli.model.sharded import ShardedTensors, cut_deltas
-from cacheblend_cli.model.spec import ModelSpec
+from cacheblend_cli.model.spec import LatentSpec, ModelSpec
 from cacheblend_cli.model.tensor_source import TensorSource
 from cacheblend_cli.model.weight_map import HEAD, TOKEN_EMBEDDING, Shape, embedding_name, expected_shapes, name_in
 
@@ -150,7 +150,9 @@ def load_weights(
             seen.add(name)
             continue
         if target not in weights:
-            wide = spec.norm_offset and _is_norm(target.split(".", 1)[-1])  # 1 + weight in 16 bits would be rounded
+            part_of = target.split(".", 1)[-1]
+            wide = spec.norm_offset and _is_norm(part_of)  # 1 + weight in 16 bits would be rounded
+            wide = wide or part_of == "router_correction"  # which decides between scores that are close to each other
             weights[target] = _room(full_shape, torch.float32 if wide else dtype, device)
         _copy(source, stored, weights[target][start : start + shape[0]], deltas.get(name))
         seen.add(name)
@@ -177,8 +179,9 @@ def load_weights(
 
 
 def _may_be_hollow(spec: ModelSpec, name: str, target: str) -> bool:
-    """Return whether nothing but products uses this weight."""
-    return target not in ("embed", TOKEN_EMBEDDING) and not (spec.tied and name == HEAD)
+    """Return whether nothing but products uses this weight. Attention over latents multiplies with slices of kv_b_proj."""
+    elsewhere = target in ("embed", TOKEN_EMBEDDING) or target.endswith(".kv_b_proj.weight")
+    return not elsewhere and not (spec.tied and name == HEAD)
 
 
 def _is_large(shape: Shape, dtype: torch.dtype) -> bool:
@@ -267,12 +270,23 @@ def fold(spec: ModelSpec, weights: dict[str, Tensor]) -> None:
             weight.copy_(torch.cat([rows.flatten(0, 2) for rows in grouped.split((grouped.shape[1] - 2, 1, 1), 1)]))
         if order is None:
             continue
-        if part.startswith("qkv_proj"):
+        if spec.latent is not None:
+            _reorder_latent(spec, spec.latent, part, weight, order)
+        elif part.startswith("qkv_proj"):
             heads = weight[: spec.q_size + spec.kv_size].unflatten(0, (-1, spec.head_dim))
             heads.copy_(heads[:, order])
         elif part in ("q_norm", "k_norm"):
             heads = weight.unflatten(0, (-1, spec.head_dim))
             heads.copy_(heads[:, order])
+
+
+def _reorder_latent(spec: ModelSpec, latent: LatentSpec, part: str, weight: Tensor, order: list[int]) -> None:
+    """Put the rotated channels of latent attention, the last ones of the position key and of each head's q, in our order."""
+    if part == "q_b_proj.weight" or (part == "qkv_proj.weight" and not latent.query_rank):
+        heads = weight[: spec.q_size].unflatten(0, (spec.num_heads, -1))
+        heads[:, latent.nope_dim :] = heads[:, latent.nope_dim :][:, order]
+    if part.startswith("qkv_proj"):
+        weight[-spec.head_dim :] = weight[-spec.head_dim :][order]
 
 
 def head_order(spec: ModelSpec) -> list[int] | None:

@@ -38,7 +38,7 @@ class Collection:
     @classmethod
     def of(cls, model: LoadedModel, template: PromptTemplate, kv_dtype: str, salt: str) -> Collection:
         codec = str(model.decoder.dtype).removeprefix("torch.") if kv_dtype == "auto" else kv_dtype
-        if codec == "int4" and any(dim % 2 for _, dim in model.spec.kv_shapes):
+        if codec == "int4" and any(dim % 2 for _, *dims in model.spec.kv_shapes for dim in dims):
             raise UsageError("int4 packs two channels a byte, and head_dim is odd", "use --kv-dtype int8")
         return cls(model, template, codec, salt)
 

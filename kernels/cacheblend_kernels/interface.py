@@ -27,7 +27,8 @@ class KernelError(Exception):
 class LayerCache:
     """The paged pool of one layer.
 
-    k (rotated), v: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
+    k (rotated), v: [num_blocks, block_size, num_kv_heads, head_dim], contiguous. Of latent attention k has the position keys and
+        v the latents, of another head_dim.
     k_scale, v_scale: [num_kv_heads] fp32 of a float8_e4m3fn pool, which holds the values divided by them, saturated;
         None of any other pool.
     """
@@ -97,6 +98,18 @@ class AttentionParams:
 
 
 @dataclass(frozen=True)
+class LatentHeads:
+    """Up-projections of multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    keys: [num_heads, nope_dim, rank]; values: [num_heads, v_dim, rank]. A token has one latent c [rank] and one rotated position
+    key p [rope_dim]; head h has the key (keys[h] c, p) and the value values[h] c of it.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
 class AttentionMetadata:
     """Batch metadata of one launch: the positions of the rows, and where the keys of their sequences are.
 
@@ -140,6 +153,7 @@ class KernelBackend(ABC):
     """One implementation of every kernel the engine calls. Outputs are new tensors unless stated otherwise."""
 
     name: str
+    has_latent_attention = False
 
     @abstractmethod
     def prefill_attention(
@@ -159,6 +173,20 @@ class KernelBackend(ABC):
         q: [num_seqs, num_heads, head_dim], row i belongs to sequence i. Only the block table and the lengths of meta are
         read, on the device; positions and cu_rows are not.
         """
+
+    def latent_attention(
+        self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams, heads: LatentHeads
+    ) -> Tensor:
+        """Attention of scattered rows over a pool of latents (MLA), causal by position. Decoding too: one row a sequence.
+
+        q: [num_rows, num_heads, nope_dim + rope_dim], the last rope_dim channels rotated. cache.k: position keys (rotated), one
+        head of rope_dim; cache.v: latents, one head of rank. Returns [num_rows, num_heads, v_dim] in q's dtype. Raises
+        KernelError unless the backend `has_latent_attention`.
+        """
+        raise KernelError(
+            f"the {self.name} backend has no attention over latents (MLA): its kernels take K and V of one width",
+            "use --attention-backend torch",
+        )
 
     @abstractmethod
     def rope_and_cache(self, q: Tensor | None, k: Tensor, v: Tensor, cache: LayerCache, slots: Slots) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cacheblend_kernels.interface import AttentionParams
+from cacheblend_kernels.interface import AttentionParams, LatentHeads
 
 TILE_ROWS, PRODUCT_ROWS = 128, 448  # maximum rows of a tile, and of a product (a tile's rows for each head of a group)
 LOGITS = 7 << 20
@@ -17,6 +17,7 @@ LOGITS = 7 << 20
 takes six times as long as the product."""
 KEY_STEP = 256
 """A tile's keys begin and end at multiples of it. oneDNN compiles a product for each shape (.8 ms), and keeps few of them."""
+HEADS_AT_ONCE = 8  # whose K and V are made of latents together
 ONEDNN_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -24,7 +25,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, params
     """softmax(cap(q k^T * scale) + alibi) v of one sequence, causal by position.
 
     q: [num_rows, num_heads, head_dim]; positions: [num_rows], strictly increasing; k, v: [kv_len, num_kv_heads,
-    head_dim]. Returns the shape of q.
+    head_dim], V's may differ. Returns [num_rows, num_heads, head_dim of V].
 
     One KV head and one tile of rows at a time, each against the keys from the start of its first window to its last
     position: no N x N mask is materialised. Logits and softmax are fp32, for 16-bit q too. On a CPU without matrix
@@ -34,8 +35,9 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, params
     tiles = list(_tiles(positions, group, params.sliding_window))
     last = tiles[-1].last
     num_keys = min(num_keys, last)
-    keys, values = (torch.zeros(last, head_dim, dtype=dtype, device=q.device) for dtype in (torch.float32, q.dtype))
-    out = torch.empty_like(q)
+    keys = torch.zeros(last, head_dim, device=q.device)
+    values = torch.zeros(last, v.shape[-1], dtype=q.dtype, device=q.device)
+    out = q.new_empty(*q.shape[:2], v.shape[-1])
     for head in range(num_kv_heads):
         own = slice(head * group, (head + 1) * group)
         keys[:num_keys], values[:num_keys] = k[:num_keys, head], v[:num_keys, head]
@@ -67,6 +69,44 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -
         logits.addcmul_(params.alibi.view(num_kv_heads, -1, 1), torch.arange(1.0 - len(k), 1.0, device=q.device))
     shares = _softmax(logits, None if params.sinks is None else params.sinks.view(num_kv_heads, -1))
     return (shares @ v.float().transpose(0, 1)).view(q.shape).to(q.dtype)
+
+
+def latent_attention(
+    q: Tensor, stored: tuple[Tensor, Tensor], positions: Tensor, params: AttentionParams, heads: LatentHeads
+) -> Tensor:
+    """`prefill_attention` of one sequence over latents.
+
+    q: [num_rows, num_heads, nope_dim + rope_dim]; stored: position keys [kv_len, rope_dim] and latents [kv_len, rank].
+
+    Expanded for many rows: each head's K and V are made of the latents, HEADS_AT_ONCE at a time. Absorbed for few, as in
+    decoding: what would make K is applied to q, what would make V to the output, and all heads attend to the latents
+    themselves (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). Few: where the products of the second form are fewer.
+    """
+    assert params.plain, "the models with latents have no windows, caps, sinks or slopes"
+    (num_heads, nope, rank), value_dim = heads.keys.shape, heads.values.shape[1]
+    last = int(positions[-1]) + 1
+    k, latents = (part[:last] for part in stored)
+    if len(q) * (2 * rank - nope - value_dim) > rank * (nope + value_dim):
+        out = q.new_empty(*q.shape[:2], value_dim)
+        for start in range(0, num_heads, HEADS_AT_ONCE):
+            own = slice(start, start + HEADS_AT_ONCE)
+            made_k, made_v = (
+                _product(latents, part[own].flatten(0, 1)).unflatten(-1, (-1, part.shape[1]))
+                for part in (heads.keys, heads.values)
+            )
+            keys = torch.cat((made_k, k[:, None].expand(-1, made_k.shape[1], -1)), -1)
+            out[:, own] = prefill_attention(q[:, own], keys, made_v, positions, params)
+        return out
+    absorbed = torch.einsum("nhd,hdr->nhr", q[..., :nope], heads.keys)
+    if len(q) == 1:  # two products of q: nothing of the pool is copied beside the fp32 that the softmax is made in
+        wide = latents.float()
+        logits = q[0, :, nope:].float() @ k.float().T
+        shares = _softmax(logits.addmm_(absorbed[0].float(), wide.T).mul_(params.scale)[None], None)[0]
+        attended = (shares @ wide)[None].to(q.dtype)
+    else:
+        rows, keys = torch.cat((absorbed, q[..., nope:]), -1), torch.cat((latents, k), -1)
+        attended = prefill_attention(rows, keys[:, None], latents[:, None], positions, params)
+    return torch.einsum("nhr,hdr->nhd", attended, heads.values)
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,12 @@ from cacheblend_kernels.interface import (
     AttentionParams,
     KernelBackend,
     KernelError,
+    LatentHeads,
     LayerCache,
     Slots,
     StoredKV,
 )
-from cacheblend_kernels.torch_attention import decode_attention, prefill_attention
+from cacheblend_kernels.torch_attention import decode_attention, latent_attention, prefill_attention
 
 FLOAT8_MAX = 448.0  # of float8_e4m3fn
 
@@ -33,6 +34,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 class TorchBackend(KernelBackend):
     name = "torch"
+    has_latent_attention = True
 
     def prefill_attention(
         self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams
@@ -53,6 +55,18 @@ class TorchBackend(KernelBackend):
         for seq, kv_len in enumerate(meta.kv_lens.tolist()):
             k, v = _keys_of(cache, meta, seq, kv_len, q.dtype)
             out[seq] = decode_attention(q[seq], k, v, params)
+        return out
+
+    def latent_attention(
+        self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams, heads: LatentHeads
+    ) -> Tensor:
+        out = q.new_zeros(*q.shape[:2], heads.values.shape[1])
+        cu_rows = meta.cu_rows.tolist()
+        for seq, kv_len in enumerate(meta.kv_lens.tolist()):
+            rows = slice(cu_rows[seq], cu_rows[seq + 1])
+            if rows.start != rows.stop:
+                k, latents = _keys_of(cache, meta, seq, kv_len, q.dtype)
+                out[rows] = latent_attention(q[rows], (k[:, 0], latents[:, 0]), meta.positions[rows], params, heads)
         return out
 
     def rope_and_cache(self, q: Tensor | None, k: Tensor, v: Tensor, cache: LayerCache, slots: Slots) -> Tensor | None:

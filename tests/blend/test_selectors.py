@@ -233,7 +233,10 @@ def test_a_look_at_keys_is_the_layers_own(
     torch.manual_seed(0)
     sinks, params = torch.tensor([3.0, -1.0, 0.5, 2.0]), AttentionParams(0.3, window, alibi=alibi)
     layer = SimpleNamespace(
-        spec=SimpleNamespace(num_heads=4, num_kv_heads=2, head_dim=8), attention=replace(params, sinks=sinks)
+        spec=SimpleNamespace(num_heads=4, num_kv_heads=2, head_dim=8),
+        attention=replace(params, sinks=sinks),
+        latent_heads=None,
+        to_keys=lambda q: q,
     )
     q, keys, positions = torch.randn(3, 4, 8), torch.randn(16, 2, 8), torch.tensor([9, 13, 15])
     found = attention_peaks(layer, q, positions, keys, CANDIDATES)  # type: ignore[arg-type]

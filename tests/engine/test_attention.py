@@ -50,6 +50,8 @@ def test_a_head_that_looks_at_its_sink_looks_at_no_chunk() -> None:
     keys = sequence.pool.layers[0].k[0, :2]
     keys.zero_()
     keys[0, 0], keys[1, 1] = 20.0, 20.0  # the first head looks at position 0, the second at 1
-    layer = SimpleNamespace(index=0, attention=AttentionParams(1.0, sinks=torch.tensor([200.0, -200.0])))
+    layer = SimpleNamespace(
+        index=0, attention=AttentionParams(1.0, sinks=torch.tensor([200.0, -200.0])), to_keys=lambda q: q
+    )
     found = _weights(layer, torch.ones(2, 4), sequence, 2)  # type: ignore[arg-type]
     torch.testing.assert_close(found, torch.tensor([0.0, 0.5]))

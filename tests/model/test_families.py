@@ -31,6 +31,10 @@ LEFT_OVER = {  # what no config class of transformers has as a field any more, a
     },
     "gemma4_text": {"global_head_dim", "num_global_key_value_heads", "per_layer_config"},
     "gemma4_unified_text": {"global_head_dim", "num_global_key_value_heads", "per_layer_config"},
+    "minicpm3": {"qk_head_dim"}, "youtu": {"qk_head_dim"},
+    "deepseek_v2": {"qk_head_dim", "scoring_func", "moe_layer_freq", "num_nextn_predict_layers"},
+    "deepseek_v3": {"qk_head_dim", "scoring_func", "moe_layer_freq", "topk_method", "num_nextn_predict_layers"},
+    "glm4_moe_lite": {"qk_head_dim", "scoring_func", "moe_layer_freq", "topk_method", "num_nextn_predict_layers", "first_k_dense_replace"},
     "mpt": {"hidden_size", "num_hidden_layers", "num_attention_heads"}, "falcon": {"n_embed", "n_layer", "n_head"},
 }  # fmt: skip
 SIZES = {
@@ -94,8 +98,55 @@ def test_a_missing_field_of_gemma_4_is_what_transformers_takes_for_it(name: str)
     )
 
 
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_a_missing_field_of_latent_attention_is_what_transformers_takes_for_it(name: str) -> None:
+    required = {"num_experts_per_tok": 6} if name == "deepseek_v2" else {}  # null there, and of no use
+    config, spec = CONFIG_MAPPING[name](**required), spec_from_config({"model_type": name, **required})
+    latent = spec.latent
+    assert latent is not None
+    theirs = (
+        config.vocab_size, config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.num_attention_heads,
+        config.rms_norm_eps, config.tie_word_embeddings, config.max_position_embeddings, config.kv_lora_rank,
+        config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim, config.q_lora_rank, config.rope_parameters,
+        getattr(config, "rope_interleave", name == "deepseek_v2"),
+    )  # fmt: skip
+    ours = (
+        spec.vocab_size, spec.hidden_size, spec.intermediate_size, spec.num_layers, spec.num_heads,
+        spec.rms_norm_eps, spec.tied, spec.max_context, latent.rank,
+        latent.nope_dim, spec.head_dim, latent.value_dim, latent.query_rank, spec.rope, spec.interleaved,
+    )  # fmt: skip
+    assert ours == theirs
+    experts = spec.experts
+    if experts is None:
+        assert not hasattr(config, "n_routed_experts")
+        return
+    routing = experts.routing
+    assert routing is not None
+    kinds = getattr(config, "mlp_layer_types", None)
+    sparse = (
+        [i for i, kind in enumerate(kinds) if kind == "sparse"]
+        if kinds
+        else range(config.first_k_dense_replace, spec.num_layers)
+    )
+    assert list(experts.layers) == list(sparse)
+    assert (experts.count, experts.per_token, experts.width, experts.shared_width, experts.normed, routing.factor) == (
+        config.n_routed_experts, config.num_experts_per_tok, config.moe_intermediate_size,
+        config.moe_intermediate_size * config.n_shared_experts, config.norm_topk_prob, config.routed_scaling_factor,
+    )  # fmt: skip
+    assert (routing.groups, routing.groups_kept) == (config.n_group or 1, config.topk_group or 1)
+
+
+def test_minicpm3_without_its_factors_has_none() -> None:
+    null = {"scale_depth": None, "dim_model_base": None, "scale_emb": 1}
+    spec = spec_from_config({"model_type": "minicpm3", **null})
+    assert (spec.residual_scale, spec.logit_scale, spec.embedding_scale) == (1, 1, 1)
+
+
 @pytest.mark.parametrize(
-    "name", [name for name in FAMILIES if name not in (*FUSED, "gemma4_text", "gemma4_unified_text")]
+    "name", [name for name in FAMILIES if name not in (*FUSED, *LATENT, "gemma4_text", "gemma4_unified_text")]
 )
 def test_a_missing_field_is_what_transformers_takes_for_it(name: str) -> None:
     config = CONFIG_MAPPING[name](**SIZES)
@@ -211,7 +262,9 @@ def test_the_context_is_what_the_scaling_gives(rope: dict[str, Any], max_positio
 def test_what_a_family_reads_is_the_same_in_both_spellings() -> None:
     """A model keeps its fingerprint, and so its store, when its config.json is saved anew by transformers 5."""
     for name in set(FAMILIES) - {"bloom", "mpt"}:  # which have no RoPE
-        config = CONFIG_MAPPING[name](**SIZES, max_position_embeddings=512)
+        more = {"num_key_value_heads": 32} if name in LATENT else {}
+        more |= {"num_experts_per_tok": 6} if name == "deepseek_v2" else {}
+        config = CONFIG_MAPPING[name](**SIZES, max_position_embeddings=512, **more)
         new = spec_from_config(config.to_dict() | {"architectures": None})
         theta = by_kind(config.rope_parameters)["full_attention"]["rope_theta"]
         older = config.to_dict() | {"rope_parameters": None, "rope_theta": theta, "rope_scaling": None}

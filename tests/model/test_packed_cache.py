@@ -82,6 +82,7 @@ def files() -> list[Path]:
         pytest.param("llama-mha-tied-bias", "bfloat16", "int8", marks=needs_vnni),
         ("bloom", "bfloat16", "auto"),
         ("gemma4", "float32", "auto"),
+        ("youtu", "bfloat16", "auto"),
     ],
 )
 def test_a_second_start_packs_nothing_and_computes_the_same(
@@ -98,6 +99,8 @@ def test_a_second_start_packs_nothing_and_computes_the_same(
         assert all(map(torch.equal, plain, found))
         assert len(found) == len(plain)
     assert second.fingerprint == first.fingerprint
+    heads = [layer.latent_heads for layer in second.decoder.layers]
+    assert not any(of_layer.keys.is_meta for of_layer in heads if of_layer is not None)
 
 
 @pytest.mark.parametrize("damage", ["a bit", "cut", "empty", "another file"])

@@ -99,8 +99,9 @@ class Reference:
 
     def _run(self, ids: list[int], old: KV | None = None, check: tuple[int, int, int] = (0, 0, 0)) -> _Pass:
         run = _Pass(len(ids), old, check)
-        if self.model.config.model_type in FUSED:
-            with _fused_replaced(self.model, run):
+        if self.model.config.model_type in (*FUSED, *LATENT):
+            replaced = _fused_replaced if self.model.config.model_type in FUSED else _latent_replaced
+            with replaced(self.model, run):
                 run.logits = self.model(torch.tensor([ids]), use_cache=False).logits[0]
             return run
         ALL_ATTENTION_FUNCTIONS.register(NAME, run.attention)
@@ -172,12 +173,12 @@ class _Pass:
         weights = scores.softmax(-1)[..., : self.length]
         return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), None
 
-    def fused(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def fused(self, k: Tensor, v: Tensor, turns: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """K before RoPE and V of the next layer as a module projects them, [num_tokens, num_kv_heads, head_dim] -> the same, as the
-        layer is to have them."""
+        layer is to have them. turns: what tells the frequencies of RoPE."""
         layer = len(self.kv)
         self.kv.append((k, v))
-        self.turns.append(torch.ones(self.length, 1))
+        self.turns.append(torch.ones(self.length, 1) if turns is None else turns)
         k, v = self._put_back(layer, k.transpose(0, 1)[None], v.transpose(0, 1)[None], lambda x: x)
         return k[0].transpose(0, 1), v[0].transpose(0, 1)
 
@@ -214,6 +215,39 @@ class _Pass:
 
 FUSED = ("bloom", "mpt", "falcon")
 """Models whose attention cannot be replaced: what their fused projections give is, before RoPE or ALiBi."""
+
+
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+"""Models with latent attention: what is stored is between two projections. Latents are put back before their norm, and compared
+after it; with the position key they are K."""
+
+
+@contextmanager
+def _latent_replaced(model: Any, run: _Pass) -> Iterator[None]:
+    rank = model.config.kv_lora_rank
+    frequencies = model.model.rotary_emb
+    table = frequencies(model.model.embed_tokens.weight[:1], torch.arange(run.length)[None])
+    turns = table[0][0] if isinstance(table, tuple) else torch.view_as_real(table)[0].flatten(1)
+
+    def replacing(norm: Any) -> Callable[..., Tensor]:
+        def replaced(module: Any, given: Any, output: Tensor) -> Tensor:
+            raw = output[0]
+            k = torch.cat(
+                (raw[:, rank:] * frequencies.attention_scaling, norm(raw[:, :rank])), -1
+            )  # RoPE keeps distances
+            return run.fused(k[:, None], raw.clone()[:, None], turns)[1][:, 0][None]
+
+        return replaced
+
+    hooks = [
+        layer.self_attn.kv_a_proj_with_mqa.register_forward_hook(replacing(layer.self_attn.kv_a_layernorm))
+        for layer in model.model.layers
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

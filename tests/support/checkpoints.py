@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    DeepseekV3Config,
     Gemma4TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -21,6 +22,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    YoutuConfig,
 )
 
 WORDS = "the lead of billing is Mara and she works in Bergen while Jonas keeps a parrot at home near the harbor".split()
@@ -84,6 +86,35 @@ OTHER_CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "qwen2-moe": (Qwen2MoeConfig, {**MOE, "shared_expert_intermediate_size": 48}),
     "olmo": (OlmoConfig, {}),
     "bloom": (BloomConfig, {}),
+    "deepseek": (
+        DeepseekV3Config,
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
+    "youtu": (
+        YoutuConfig,
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gemma4": (
         Gemma4TextConfig,
         {

@@ -10,6 +10,8 @@ from transformers import (
     BloomConfig,
     Cohere2Config,
     CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Exaone4Config,
     FalconConfig,
     Gemma2Config,
@@ -22,9 +24,11 @@ from transformers import (
     Gemma4UnifiedTextConfig,
     GemmaConfig,
     Glm4Config,
+    Glm4MoeLiteConfig,
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
+    MiniCPM3Config,
     Ministral3Config,
     Mistral3Config,
     MistralConfig,
@@ -42,6 +46,7 @@ from transformers import (
     SmolLM3Config,
     StableLmConfig,
     Starcoder2Config,
+    YoutuConfig,
 )
 
 LONG = {"short_factor": [1.0, 1.3, 1.7], "long_factor": [1.5, 3.0, 6.0]}
@@ -134,6 +139,59 @@ def newer_names(held: dict[str, torch.Tensor]) -> None:
 
 GROWTH = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 24, "beta_fast": 32.0,
           "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}  # fmt: skip
+
+
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+}
+EXPERTS_V2 = {
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+EXPERTS_V3 = EXPERTS_V2 | {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 4, "topk_group": 2}
+LONG_LATENT = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 4.0, 8.0]}
+YARN_LATENT = old(
+    10000,
+    type="yarn",
+    factor=40,
+    beta_fast=32,
+    beta_slow=1,
+    mscale=1.0,
+    mscale_all_dim=0.7,
+    original_max_position_embeddings=32,
+)
+HUB_V2 = {
+    "scoring_func": "softmax",
+    "seq_aux": True,
+    "aux_loss_alpha": 0.001,
+    "ep_size": 1,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+HUB_V3 = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "seq_aux": True, "aux_loss_alpha": 0.001, "ep_size": 1, "moe_layer_freq": 1,
+          "num_nextn_predict_layers": 1}  # fmt: skip
+
+
+def predictor(held: dict[str, torch.Tensor]) -> None:
+    """A layer that predicts further tokens, behind the model's own, as the hub's files have it."""
+    held["model.layers.3.eh_proj.weight"] = torch.ones(32, 64)
+    held["model.layers.3.self_attn.o_proj.weight"] = torch.ones(32, 56)
+
+
+def as_the_hub(held: dict[str, torch.Tensor]) -> None:
+    predictor(held)
+    for name in held:
+        if name.endswith("e_score_correction_bias"):
+            held[name] = torch.randn(held[name].shape, generator=torch.Generator().manual_seed(1))
 
 
 def in_mxfp4(path: Any) -> None:
@@ -231,6 +289,25 @@ RUN = [
              "altup_active_idx": 1, "intermediate_size": [48, 48, 64, 48, 48, 40]}, {"rope_parameters": DROP, "rope_theta": 1e6}),
     HubModel("gemma-3n, no shared layers, no scale", Gemma3nTextConfig, GEMMA3N | {"num_kv_shared_layers": 0, "final_logit_softcapping": 3.0,
              "altup_correct_scale": False, "vocab_size_per_layer_input": 290}, shard_size="20KB"),
+    # Latent attention
+    HubModel("deepseek-v2-lite", DeepseekV2Config, LATENT | EXPERTS_V2 | {"q_lora_rank": None}, YARN_LATENT | HUB_V2),
+    HubModel("deepseek-v2", DeepseekV2Config, LATENT | EXPERTS_V2 | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2,
+             "routed_scaling_factor": 1.7, "first_k_dense_replace": 2}, YARN_LATENT),
+    HubModel("deepseek-v2, biases", DeepseekV2Config, LATENT | EXPERTS_V2 | {"attention_bias": True, "first_k_dense_replace": 3}),
+    HubModel("deepseek-v3", DeepseekV3Config, LATENT | EXPERTS_V3, YARN_LATENT | HUB_V3, change=tensors(as_the_hub)),
+    HubModel("deepseek-v3, halves", DeepseekV3Config, LATENT | EXPERTS_V3 | {"rope_interleave": False, "norm_topk_prob": False,
+             "q_lora_rank": None}),
+    HubModel("deepseek-v3, bfloat16", DeepseekV3Config, LATENT | EXPERTS_V3, dtype=torch.bfloat16),
+    HubModel("glm-4.7-flash", Glm4MoeLiteConfig, LATENT | EXPERTS_V3 | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3},
+             {"num_nextn_predict_layers": 1}, change=tensors(predictor)),
+    HubModel("glm-4.7-flash, by layer", Glm4MoeLiteConfig, LATENT | EXPERTS_V3 | {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
+    HubModel("minicpm3", MiniCPM3Config, LATENT | {"scale_depth": 1.1, "dim_model_base": 8, "scale_emb": 3},
+             new("longrope", original_max_position_embeddings=64, **LONG_LATENT)),
+    HubModel("minicpm3, short prompt", MiniCPM3Config, LATENT | {"q_lora_rank": None, "mlp_bias": True, "tie_word_embeddings": False},
+             new("longrope", original_max_position_embeddings=400, **LONG_LATENT)),
+    HubModel("youtu-llm", YoutuConfig, LATENT | {"tie_word_embeddings": True}, new("default", rope_theta=1600000)),
+    HubModel("youtu-llm, yarn", YoutuConfig, LATENT, new("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7,
+             mscale_all_dim=1.1)),
     # Phi
     HubModel("phi-3-mini-4k", Phi3Config, {"sliding_window": 30, "num_key_value_heads": 4}, old(10000.0) | {"num_key_value_heads": DROP}),
     HubModel("phi-3-mini-128k", Phi3Config, {"head_dim": 8, "original_max_position_embeddings": 64},
@@ -331,7 +408,7 @@ REFUSED = [
         ("granitemoehybrid", "some of its layers are recurrent"), ("gpt2", "its positions are learned"),
         ("opt", "its positions are learned"), ("bert", "it is an encoder"), ("t5", "its decoder attends to an encoder"),
         ("gemma4_assistant", "it drafts for another model"),
-        ("deepseek_v3", "it keeps K and V as a latent vector"),
+        ("deepseek_v32", "each of its rows attends only to the keys that an indexer picks"), ("longcat_flash", "it keeps K and V as a latent vector"),
     )),
     fault("bloom, other residual", "apply_residual_connection_post_layernorm = true", BloomConfig,
           apply_residual_connection_post_layernorm=True),
@@ -351,6 +428,17 @@ REFUSED = [
           use_bidirectional_attention="all"),
     fault("gemma 4, all layers use another's K and V", "num_kv_shared_layers in config.json is 3", Gemma4TextConfig,
           num_kv_shared_layers=3),
+    fault("deepseek v2, normed weights", "norm_topk_prob = true", DeepseekV2Config, **LATENT, **EXPERTS_V2, norm_topk_prob=True),
+    fault("deepseek v2, other scores", "scoring_func in config.json is 'sigmoid'", DeepseekV2Config, **LATENT, **EXPERTS_V2,
+          scoring_func="sigmoid"),
+    fault("deepseek v3, groups that do not divide", "n_group in config.json is 3", DeepseekV3Config, **LATENT, **EXPERTS_V3 | {"n_group": 3}),
+    fault("deepseek v3, too few experts in its groups", "topk_group in config.json is 1", DeepseekV3Config, **LATENT,
+          **EXPERTS_V3 | {"topk_group": 1, "num_experts_per_tok": 3}),
+    fault("deepseek v3, biases and no latent of queries", "q_lora_rank = null", DeepseekV3Config, **LATENT | {"q_lora_rank": None},
+          **EXPERTS_V3, attention_bias=True),
+    fault("latent attention with fewer KV heads", "num_key_value_heads in config.json is 2", YoutuConfig,
+          **LATENT | {"num_key_value_heads": 2}),
+    fault("glm flash, two sizes of a position key", "head_dim in config.json is 16", Glm4MoeLiteConfig, **LATENT, **EXPERTS_V3, head_dim=16),
     fault("both directions", "use_bidirectional_attention = true", use_bidirectional_attention=True),
     fault("gemma 3 with a soft cap that transformers does not apply", "attn_logit_softcapping", Gemma3TextConfig,
           attn_logit_softcapping=50.0),

@@ -13,6 +13,7 @@ from typing import Any
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.model.families.bloom import BLOOM
 from cacheblend_cli.model.families.cohere import COHERE, COHERE2
+from cacheblend_cli.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3, YOUTU
 from cacheblend_cli.model.families.exaone4 import EXAONE4
 from cacheblend_cli.model.families.falcon import FALCON
 from cacheblend_cli.model.families.gemma import GEMMA, GEMMA2, GEMMA3
@@ -47,6 +48,7 @@ FAMILIES = {
         OLMO2, OLMO3, GLM, GLM4, STARCODER2, STABLELM, COHERE, COHERE2, EXAONE4,
         QWEN2_MOE, QWEN3_MOE, MIXTRAL, GPT_OSS, BLOOM, MPT, FALCON,
         GEMMA3N, GEMMA4, GEMMA4_UNIFIED,
+        DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3, YOUTU,
     )
 }  # fmt: skip
 

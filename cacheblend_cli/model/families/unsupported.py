@@ -9,8 +9,12 @@ RECURRENT = (
 LEARNED = "its positions are learned and added to the tokens: K and V cannot be moved to another place"
 ENCODER = "it is an encoder: it writes no text"
 CROSS = "its decoder attends to an encoder (cross attention), which is not implemented"
-LATENT = "it keeps K and V as a latent vector (MLA), which is not implemented"
 ASSISTANT = "it drafts for another model, and attends to that model's K and V: it has none of its own"
+SPARSE = (
+    "each of its rows attends only to the keys that an indexer picks for it (sparse attention, DSA), which is not implemented: "
+    "stored KV would need the indexer's own keys, and a reused row picks by a context that it did not see"
+)
+LATENT = "it keeps K and V as a latent vector (MLA) in a form that is not implemented"
 
 _TYPES = {
     RECURRENT: """
@@ -25,6 +29,7 @@ _TYPES = {
     """,
     CROSS: "t5 mt5 umt5 bart mbart pegasus marian m2m_100 whisper mllama t5gemma t5gemma2 led longt5 blenderbot bert-generation",
     ASSISTANT: "gemma4_assistant gemma4_unified_assistant",
-    LATENT: "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k25 minicpm3 longcat_flash glm4_moe_lite glm_moe_dsa axk1 youtu",
+    SPARSE: "deepseek_v32 glm_moe_dsa",
+    LATENT: "kimi_k25 longcat_flash axk1",
 }
 UNSUPPORTED = {model_type: reason for reason, types in _TYPES.items() for model_type in types.split()}

@@ -40,27 +40,30 @@ BlobSpec = Mapping[str, TensorSpec]
 
 
 @lru_cache(maxsize=1024)  # a loader asks hundreds of times for a few shapes
-def blob_spec(codec: str, num_tokens: int, num_kv_heads: int, head_dim: int) -> BlobSpec:
+def blob_spec(codec: str, num_tokens: int, num_kv_heads: int, head_dim: int, v_head_dim: int = 0) -> BlobSpec:
     """Return the tensors of one layer. Plain codecs: k and v [tokens, num_kv_heads, head_dim]. float8_e4m3 adds a scale per head.
+    v_head_dim: of v, where it is not k's.
 
     int8, int4 (KIVI, arXiv 2402.02750): K per channel in groups of GROUP tokens, V per token, asymmetric (scale and
     zero point in float32); int4 packs two channels into a byte.
     """
-    shape = (num_tokens, num_kv_heads, head_dim)
+    dims = {"k": head_dim, "v": v_head_dim or head_dim}
     if codec in PLAIN:
-        return MappingProxyType({"k": TensorSpec(PLAIN[codec], shape), "v": TensorSpec(PLAIN[codec], shape)})
+        return MappingProxyType(
+            {name: TensorSpec(PLAIN[codec], (num_tokens, num_kv_heads, dim)) for name, dim in dims.items()}
+        )
     if codec == "float8_e4m3":
         scale = TensorSpec("F32", (num_kv_heads,))
-        kv = TensorSpec("F8_E4M3", shape)
-        return MappingProxyType({"k": kv, "v": kv, "k_scale": scale, "v_scale": scale})
+        kv = {name: TensorSpec("F8_E4M3", (num_tokens, num_kv_heads, dim)) for name, dim in dims.items()}
+        return MappingProxyType({**kv, "k_scale": scale, "v_scale": scale})
     if codec in ("int8", "int4"):
         groups = -(-num_tokens // GROUP)
-        packed = shape if codec == "int8" else (num_tokens, num_kv_heads, head_dim // 2)
+        channels = 1 if codec == "int8" else 2  # in a byte
         k_scale = TensorSpec("F32", (groups, num_kv_heads, head_dim))
         v_scale = TensorSpec("F32", (num_tokens, num_kv_heads, 1))
-        kv = TensorSpec("U8", packed)
+        kv = {name: TensorSpec("U8", (num_tokens, num_kv_heads, dim // channels)) for name, dim in dims.items()}
         scales = {"k_scale": k_scale, "k_zero": k_scale, "v_scale": v_scale, "v_zero": v_scale}
-        return MappingProxyType({"k": kv, "v": kv, **scales})
+        return MappingProxyType({**kv, **scales})
     raise BadBlob(f"unknown codec {codec!r}", f"known: {', '.join(CODECS)}")
 
 

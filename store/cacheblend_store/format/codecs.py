@@ -29,12 +29,12 @@ def is_lossless(codec: str, dtype: torch.dtype) -> bool:
 
 def encode_kv(k: Tensor, v: Tensor, codec: str) -> bytes:
     """Return a blob of k and v, see `coded`."""
-    spec, tensors = blob_spec(codec, *k.shape), coded(k, v, codec)
+    spec, tensors = blob_spec(codec, *k.shape, v.shape[-1]), coded(k, v, codec)
     return encode_blob(spec, {name: _bytes(tensors[name]) for name in spec})
 
 
 def coded(k: Tensor, v: Tensor, codec: str) -> dict[str, Tensor]:
-    """Return the tensors of a blob of k and v, both [tokens, num_kv_heads, head_dim], any float dtype, any device.
+    """Return the tensors of a blob of k and v, both [tokens, num_kv_heads, head_dim] (v's may differ), any float dtype, any device.
 
     Raises CodecError for values beyond the codec's range, and in codecs that scale for infinities and NaNs.
     """
@@ -52,10 +52,10 @@ def coded(k: Tensor, v: Tensor, codec: str) -> dict[str, Tensor]:
 
 
 def view_kv(
-    parts: Mapping[str, memoryview], codec: str, num_tokens: int, num_kv_heads: int, head_dim: int
+    parts: Mapping[str, memoryview], codec: str, num_tokens: int, num_kv_heads: int, head_dim: int, v_head_dim: int = 0
 ) -> dict[str, Tensor]:
     """Return zero-copy tensors over a blob's parts, as described by `blobs.blob_spec`. Valid as long as the bytes are."""
-    spec = blob_spec(codec, num_tokens, num_kv_heads, head_dim)
+    spec = blob_spec(codec, num_tokens, num_kv_heads, head_dim, v_head_dim)
     return {n: torch.frombuffer(parts[n], dtype=DTYPES[t.dtype]).view(t.shape) for n, t in spec.items()}
 
 

@@ -31,7 +31,8 @@ Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)
 class ChunkManifest:
     """A stored chunk. It has one blob per layer; blob_sizes in bytes, blob_digests as returned by `blob_digest`.
 
-    num_layers: those with KV of their own. layer_shapes: (KV heads, head_dim) of each, empty where all are alike.
+    num_layers: those with KV of their own. layer_shapes: (KV heads, head_dim) of each, empty where all are alike. v_head_dim: of V,
+    where it is not K's (0: it is): of a model with latent attention V is the latent, and K the position key.
     source, index, span: first document it was found in, its number there, and its character range.
     context: "prefix", "sink", "document" or "neighbours"; collected_len: length of the sequence it was prefilled in.
     created: seconds since the epoch.
@@ -61,11 +62,13 @@ class ChunkManifest:
     blob_sizes: tuple[Count, ...] = ()
     blob_digests: tuple[Digest, ...] = ()
     layer_shapes: tuple[tuple[Size, Size], ...] = ()
+    v_head_dim: Count = 0
 
     @property
-    def shapes(self) -> tuple[tuple[int, int], ...]:
-        """(KV heads, head_dim) of each layer."""
-        return self.layer_shapes or ((self.num_kv_heads, self.head_dim),) * self.num_layers
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """(KV heads, head_dim) of each layer, and V's head_dim where it has its own."""
+        of_v = (self.v_head_dim,) if self.v_head_dim else ()
+        return self.layer_shapes or ((self.num_kv_heads, self.head_dim, *of_v),) * self.num_layers
 
     @property
     def id(self) -> str:
@@ -179,7 +182,9 @@ def layer_spec(manifest: ChunkManifest, layer: int) -> BlobSpec:
 
 def encode_manifest(manifest: ChunkManifest) -> bytes:
     packed = {name: pack_ids(getattr(manifest, name)) for name in ("token_ids", "left_context_ids")}
-    fields = {name: value for name, value in vars(manifest).items() if value or name != "layer_shapes"}
+    fields = {
+        name: value for name, value in vars(manifest).items() if value or name not in ("layer_shapes", "v_head_dim")
+    }
     record = seal_json(manifest.key, {**fields, **packed})
     if len(record) > MAX_MANIFEST_BYTES:
         raise StoreError(f"chunk {manifest.id[:12]} is too long: {manifest.num_tokens:,} tokens", "cut smaller chunks")

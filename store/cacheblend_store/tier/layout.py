@@ -170,4 +170,4 @@ def _about(chunk: ChunkManifest, layer: int) -> bytes:
 
 def _odd(chunk: ChunkManifest) -> bool:
     """Return whether a codec that packs two channels into a byte has an odd number of them."""
-    return chunk.codec == "int4" and any(dim % 2 for _, dim in chunk.shapes)
+    return chunk.codec == "int4" and any(dim % 2 for _, *dims in chunk.shapes for dim in dims)
