@@ -22,6 +22,7 @@ from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.kv.pool import KVPool, bytes_per_token
 from cacheblend_cli.kv.swap import swap_in, swap_out
 from cacheblend_cli.model import loading
+from cacheblend_cli.model.parallel import check_divisible
 from cacheblend_cli.types import Answer, AskRequest, BlendParams, SamplingParams
 
 LAYERS, RANK, ROPE = 4, 32, 8
@@ -156,6 +157,11 @@ def test_over_a_float8_pool_it_is_close(folder: Path, store: ChunkStore) -> None
 def test_it_is_handed_to_no_other_engine(folder: Path) -> None:
     with Engine.load(str(folder / "model"), dtype="float32", threads=1) as engine, pytest.raises(UsageError):
         engine.prefill("who?", documents=["Mara works in Bergen."])
+
+
+def test_it_is_divided_among_no_ranks(engine: Engine) -> None:
+    with pytest.raises(UsageError):
+        check_divisible(engine.model.spec, 2)
 
 
 def test_a_backend_without_kernels_for_it_is_refused_and_auto_takes_torch(
