@@ -174,8 +174,8 @@ class _Part:
         turned = layer.kernels.rope(old_k, *self.back[layer.rope])
         old = torch.cat((turned.flatten(1), old_v.flatten(1)), -1).view(num_chunks, num_rows, -1)
         apart = old - self.share @ old
-        sizes = (old_k[0].numel(), old_v[0].numel())
-        parts = apart.split(sizes, -1)
+        widths = (old_k[0].numel(), old_v[0].numel())
+        parts = apart.split(widths, -1)
         squares = torch.stack([torch.linalg.vector_norm(part, dim=-1) for part in parts], -1).square_()
         squares = _over_heads(layer, squares)
         unit = (self.share @ squares).clamp_min_(1e-30)  # their mean squared distance from their mean
@@ -190,7 +190,7 @@ class _Part:
         sizes = _over_heads(layer, torch.linalg.vector_norm(change, dim=-1).square_())
         noise = torch.diag_embed(_noise(sizes, self.share[:, 0, known]))
         weights = _solved(alike[:, :, known] + noise, change)
-        of_each = zip(old[:, stale].split(sizes, -1), weights.split(sizes, -1), (old_k, old_v), strict=True)
+        of_each = zip(old[:, stale].split(widths, -1), weights.split(widths, -1), (old_k, old_v), strict=True)
         k, v = (torch.baddbmm(o, alike[:, :, stale].mT, w).view(-1, *like.shape[1:]) for o, w, like in of_each)
         slots = Slots(self.slots[:, stale].flatten(), *self.forth[layer.rope])
         layer.kernels.rope_and_cache(None, k, v, pool.layers[layer.index], slots)
