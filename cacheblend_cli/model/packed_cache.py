@@ -67,14 +67,16 @@ class PackedCache:
                         os.utime(self.path)
                     return decoder
         decoder = build(hollow=False)
-        threading.Thread(target=self._keep, args=(decoder, build), name="cacheblend-packed").start()
+        products = [member for _, member in members_of(decoder) if not isinstance(member, torch.Tensor)]
+        if sum(product.num_bytes for product in products) >= self._least_bytes:
+            threading.Thread(target=self._keep, args=(decoder, build), name="cacheblend-packed").start()
         return decoder
 
     def _keep(self, decoder: Decoder, build: Build) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # behind the first answer
         temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-        with suppress(OSError, PackedMismatch, AttributeError, RuntimeError):
+        with suppress(Exception):  # what cannot be kept is packed at the next start
             own = dict(members_of(decoder))
             products = dict[str, Product]()
             hollow = hollow_products(build(hollow=True))
