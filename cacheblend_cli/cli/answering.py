@@ -50,11 +50,6 @@ class LocalEngine:
         self._say = cache(output.note)  # once, of however many questions
 
     @property
-    def load_s(self) -> float:
-        """Seconds that loading the model took."""
-        return self._engine.runtime.load_s
-
-    @property
     def model_bytes(self) -> int:
         """Bytes of the files that its weights were read from."""
         return sum(file.stat().st_size for file in self._engine.model.files if file.exists())
@@ -176,7 +171,7 @@ class Answering:
         if not user_cache.recall(place):
             user_cache.keep(place, "said\n")
             self._output.note(
-                f"loading took {self._here.load_s:.1f} s: `cacheblend serve --background` keeps the model loaded for the next ask, "
+                "torch and the model were loaded for this answer: `cacheblend serve --background` keeps them loaded for the next ones, "
                 "and so does `cacheblend config set keep_alive 10m`"
             )
 
