@@ -51,7 +51,7 @@ class AltUp:
         self._kernels, self._eps = kernels, spec.rms_norm_eps
         self._router_norm = weights["streams_norm.weight"].float() / spec.hidden_size
         self._router, self._predict, self._correct = (
-            Linear(weights[f"streams_{name}.weight"], pack=False) for name in ("router", "predict", "correct")
+            Linear(weights[f"streams_{name}.weight"]) for name in ("router", "predict", "correct")
         )
         self._scale = weights["streams_scale"] if streams.scaled else None
 

@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     DeepseekV3Config,
+    Gemma3nTextConfig,
     Gemma4TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -113,6 +114,20 @@ OTHER_CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "qk_rope_head_dim": 8,
             "v_head_dim": 12,
             "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3n": (
+        Gemma3nTextConfig,
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 6,
+            "sliding_window": 24,
+            "num_kv_shared_layers": 3,
+            "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 320,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.9, 0.9, 0.0, 0.0, 0.0, 0.0],
         },
     ),
     "gemma4": (
