@@ -201,7 +201,7 @@ class DecoderLayer:
         assert self._low_rank is not None and self._token_input is not None and self.token_inputs is not None  # noqa: PT018
         active = predicted[:, altup.active].contiguous()
         h = (active + attended + self._low_rank(self.attention_in(active))) * 0.5**0.5
-        corrected = altup.correct(predicted, h + self._mlp_out(self.mlp(self._mlp_in(h))))
+        corrected = altup.correct(predicted, h + self._mlp_out(self._summed(self.mlp(self._mlp_in(h)))))
         of_token = self._token_input(altup.scaled(corrected), self.token_inputs.of_layer(token_ids, self.index))
         corrected[:, 1:] += of_token[:, None]
         return corrected
@@ -280,6 +280,8 @@ class Decoder:
         ]
         for layer in self.layers:
             layer.shard = shard
+            if shard is not None and isinstance(layer.mlp, MLP):
+                layer.mlp.summed = shard.ranks.sum
         if spec.token_width:
             inputs = TokenInputs(spec, weights, kernels, self.embed, weight_dtype)
             for layer in self.layers:

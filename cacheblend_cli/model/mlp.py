@@ -38,6 +38,7 @@ class MLP:
         weight_dtype: str = "auto",
         sparsity: float = 0.0,
     ) -> None:
+        self.summed: Callable[[Tensor], Tensor] | None = None  # over the ranks that share the MLP
         self._deviations = NormalDist().inv_cdf(sparsity) if sparsity else None
         self._gated, self._activation, self._kernels = spec.gated_mlp, spec.activation, kernels
         self._up = linear(weights["gate_up_proj.weight"], weights.get("gate_up_proj.bias"), weight_dtype=weight_dtype)
@@ -60,15 +61,20 @@ class MLP:
         up = self._up(h)
         if self._deviations is not None:
             gate, up = up.chunk(2, dim=-1)
-            return self._down(ACTIVATIONS[self._activation](sparse(gate, self._deviations)) * up)
+            return self._down(ACTIVATIONS[self._activation](sparse(gate, self._deviations, self.summed)) * up)
         if self._gated:
             return self._down(self._kernels.act_and_mul(up, self._activation))
         return self._down(ACTIVATIONS[self._activation](up))
 
 
-def sparse(gate: Tensor, deviations: float) -> Tensor:
+def sparse(gate: Tensor, deviations: float, summed: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """What of a row's channels is more than `deviations` standard deviations above their mean, 0 elsewhere (Gaussian top-k, Spark
-    Transformer, arXiv 2506.06644). gate: [num_rows, width]."""
+    Transformer, arXiv 2506.06644). gate: [num_rows, width], on each rank as many; summed: over the ranks."""
     wide = gate.float()
-    std, mean = torch.std_mean(wide, dim=-1, keepdim=True, unbiased=False)
+    if summed is None:
+        std, mean = torch.std_mean(wide, dim=-1, keepdim=True, unbiased=False)
+    else:
+        width = summed(torch.full_like(wide[:, :1], wide.shape[-1]))
+        mean = summed(wide.sum(-1, keepdim=True)) / width
+        std = (summed((wide - mean).square().sum(-1, keepdim=True)) / width).sqrt()
     return F.relu(wide - (mean + deviations * std)).to(gate.dtype)

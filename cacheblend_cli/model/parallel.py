@@ -34,7 +34,7 @@ _KNOWN = {
     "local_rope", "unrotated", "interleaved", "norms", "parallel", "layer_norm", "norm_bias", "norm_offset", "qk_norm_over_all",
     "gated_mlp", "sinks", "attention_scale", "attention_soft_cap", "embedding_scale", "residual_scale", "logit_scale", "logit_soft_cap",
     "fused", "renamed", "outer", "alibi", "embedding_norm", "qkv_clip", "qkv_by_group", "shapes", "v_norm", "layer_scale", "token_width",
-    "token_vocab", "other_parts", "experts",
+    "token_vocab", "other_parts", "experts", "streams", "sparsity",
 }  # fmt: skip
 _KNOWN_OF_EXPERTS = {
     "count", "per_token", "width", "layers", "normed", "shared_width", "base", "names", "router", "bias", "clamped", "held", "beside",

@@ -46,7 +46,8 @@ BLENDS = (
 MODELS = {model.name: model for model in [*hub_models.RUN, *hub_families.RUN]}
 TWO = (
     "llama-3.2", "dynamic", "biases", "one KV head", "mistral-small-3", "qwen2.5-vl", "qwen3-vl, tied", "gemma-3-4b", "ministral-3-8b",
-    "gemma, biases, float16", "gemma-2", "gemma-3-1b", "gemma-4-31b", "gemma-4-e2b", "gemma-4-26b-a4b", "gemma-4-12b", "phi-3-mini-4k", "phi-4", "granite-3", "smollm3",
+    "gemma, biases, float16", "gemma-2", "gemma-3-1b", "gemma-4-31b", "gemma-4-e2b", "gemma-4-26b-a4b", "gemma-4-12b", "gemma-3n-e4b",
+    "phi-3-mini-4k", "phi-4", "granite-3", "smollm3",
     "olmo-2, grouped", "olmo-3", "glm-4-9b", "glm-4-0414", "starcoder2", "stablelm-2", "stablelm, parallel", "command-r, biases", "command-r7b",
     "qwen3-30b-a3b", "qwen1.5-moe", "mixtral-8x7b", "gpt-oss-20b", "gpt-oss, mxfp4", "bloom-560m", "mpt-7b", "falcon-7b", "falcon-40b",
     "falcon-rw-1b", "exaone-4-32b",
