@@ -28,7 +28,7 @@ from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.engine.rank_group import RankGroup
 from cacheblend_cli.engine.rank_worker import Begin
 from cacheblend_cli.errors import DeviceError, UsageError
-from cacheblend_cli.model.families import read_spec
+from cacheblend_cli.model.families import read_spec, spec_from_config
 from cacheblend_cli.model.parallel import Shard, check_divisible
 from cacheblend_cli.model.ranks import RankLost
 from cacheblend_cli.model.weight_map import num_parameters
@@ -209,7 +209,7 @@ def test_what_cannot_be_divided_is_refused(house: House, tmp_path: Path) -> None
     with pytest.raises(UsageError):
         check_divisible(replace(spec, generic=True), 2)
     with pytest.raises(UsageError):
-        check_divisible(replace(spec, sparsity=(0.5,)), 2)  # of Gemma 3n: nobody has said what a rank does of it
+        check_divisible(spec_from_config({"model_type": "deepseek_v3"}), 2)  # its latent is of all heads
     for other in ({"weight_dtype": "int8"}, {"decode_with": "llama.cpp"}):
         with pytest.raises(UsageError):
             house.engine(2, **other)
