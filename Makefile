@@ -10,7 +10,7 @@ install: $(VENV)/.installed
 # cannot be reached, or with CPU_INDEX= (for a GPU), torch comes from the default index.
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-$(VENV)/.installed: pyproject.toml constraints.txt smollm2.txt
+$(VENV)/.installed: pyproject.toml setup.py kernels/cacheblend_kernels/cpu.c constraints.txt smollm2.txt
 	$(PYTHON) -m venv $(VENV)
 	$(if $(CPU_INDEX),$(BIN)/pip install -q -c constraints.txt --timeout 10 --retries 1 --extra-index-url $(CPU_INDEX) torch ||) \
 		$(BIN)/pip install -q -c constraints.txt torch
@@ -41,4 +41,4 @@ bench: install
 	$(BIN)/python benchmarks/store.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build *.egg-info kernels/cacheblend_kernels/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

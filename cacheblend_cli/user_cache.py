@@ -42,3 +42,16 @@ def replace(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+
+
+def settle(path: Path, text: str) -> str:
+    """Write the file unless another process did meanwhile. Returns what is in it: every process goes on with the same."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary.write_text(text, encoding="utf-8")
+        try:
+            os.link(temporary, path)  # fails where the file is there
+        finally:
+            temporary.unlink()
+    return recall(path) or text

@@ -107,7 +107,7 @@ def _why_no_cuda() -> str:
 def _backends(settings: Any) -> dict[str, Any]:
     """Return which backends can run attention on the device, and why others cannot. xformers takes seconds to import and is
     tried only if it is set as the backend."""
-    from cacheblend_kernels import BACKENDS, missing_for, select_backend
+    from cacheblend_kernels import BACKENDS, compiled, missing_for, select_backend
 
     from cacheblend_cli.model.loading import resolve_device
 
@@ -116,7 +116,11 @@ def _backends(settings: Any) -> dict[str, Any]:
     facts = dict.fromkeys(BACKENDS, "not tried: set attention_backend to use it")
     for name, reason in missing_for(device, tried).items():
         facts[name] = "runs" if reason is None else f"does not run: {reason}"
-    return {**facts, "auto": select_backend("auto", device).name}
+    found = {**facts, "auto": select_backend("auto", device).name}
+    if device.type == "cpu":
+        built = compiled.library() is not None
+        found["decoding"] = "compiled" if built else "torch's operations: no C compiler was found at installation"
+    return found
 
 
 def _store(settings: Any) -> dict[str, Any]:

@@ -31,11 +31,12 @@ from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.kv.forward import Observer
 from cacheblend_cli.kv.generic_check import check_once
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
-from cacheblend_cli.model.compute_dtype import product_speeds
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.generic.decoder import GenericDecoder
 from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_device, resolve_model
+from cacheblend_cli.model.machine_speeds import describe as describe_speeds
+from cacheblend_cli.model.machine_speeds import why_int8_does_not_pay
 from cacheblend_cli.model.model_files import unused_adapter
 from cacheblend_cli.model.named import default_model
 from cacheblend_cli.model.read_ahead import remember
@@ -112,6 +113,8 @@ class Runtime:
             runtime.say(
                 f"attention over latents (MLA) on {device} runs on torch's operations: the kernels for GPUs lack it"
             )
+        if config.weight_dtype == "int8" and (vain := why_int8_does_not_pay(runtime.model.spec, runtime.decoder.dtype)):
+            runtime.say(vain)
         if lora is None and (adapter := unused_adapter(path)):
             runtime.say(adapter)
         return runtime
@@ -254,7 +257,7 @@ class Runtime:
             "prompt": self.template.wording.source(self.model.path),
             "kv_bytes_per_token": int(bytes_per_token(decoder)),
             "fingerprint": self.model.fingerprint,
-            **({"products": str(product_speeds(spec))} if decoder.device.type == "cpu" else {}),
+            **(describe_speeds(spec, decoder.dtype, self.model.weight_dtype) if decoder.device.type == "cpu" else {}),
         }
 
 

@@ -19,8 +19,8 @@ from cacheblend_cli.engine.prefill import Prefilled, prefill
 from cacheblend_cli.engine.request import Preparation, Request, resolve
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.evaluation.continuation import Continuation, generate
-from cacheblend_cli.model.compute_dtype import cpu_name
 from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.model.machine_speeds import cpu_name
 from cacheblend_cli.prompt.plan import PromptPlan
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 

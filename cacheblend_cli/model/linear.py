@@ -7,6 +7,7 @@ from collections.abc import MutableMapping
 
 import torch
 import torch.nn.functional as F
+from cacheblend_kernels import compiled
 from torch import Tensor
 
 from cacheblend_cli.errors import DeviceError, UsageError
@@ -20,7 +21,7 @@ and a quarter, and by default there are 1,024 of both: an engine that stays, and
 STEADY_ROWS = 4
 """From so many rows on a CPU's product of a row is the same to the bit, however many there are (oneDNN's and MKL's; of one to
 three rows the sums are made in another order)."""
-LEAST = 1e-12  # of a row's largest value: rows of zeros stay zeros
+LEAST = 1e-12  # of a row's largest value: rows of zeros stay zeros; in cpu.c, too
 NUMBERS_AT_ONCE = 1 << 18  # that are made int8: as many as stay in a core's cache in float32
 
 
@@ -106,15 +107,23 @@ class Int8Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_rows, in] -> [num_rows, out]."""
-        rows = x.float()
-        # rounded as it is multiplied with below: at most 127.3 of it are in a row. Not to float16, which has no such small ones
-        scale = rows.abs().amax(1, keepdim=True).clamp_min_(LEAST).div_(127).to(self._from)
-        whole = (rows / scale).add_(128.5).to(torch.uint8)  # 128 is zero; what is behind the point is cut off
+        whole, scale = _rounded(x, self._from)
         out: Tensor = torch.ops.onednn.qlinear_pointwise(
             whole, 1.0, 128, self.weight, self.scales, self._zeros, None, 1.0, 0, self._from, "none", [], ""
         )
         out = out.mul_(scale).to(self.dtype)
         return out if self._bias is None else out.add_(self._bias)
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [num_rows, in] as uint8 with 128 for zero, and the scale of each row [num_rows, 1] in `dtype`, that of the product."""
+    fused = compiled.round_rows(x, dtype)
+    if fused is not None:
+        return fused
+    rows = x.float()
+    # rounded as it is multiplied with below: at most 127.3 of it are in a row. Not to float16, which has no such small ones
+    scale = rows.abs().amax(1, keepdim=True).clamp_min_(LEAST).div_(127).to(dtype)
+    return (rows / scale).add_(128.5).to(torch.uint8), scale  # what is behind the point is cut off
 
 
 def check_weight_dtype(name: str, device: torch.device) -> None:
@@ -128,5 +137,9 @@ def check_weight_dtype(name: str, device: torch.device) -> None:
 
 
 def linear(weight: Tensor, bias: Tensor | None = None, *, weight_dtype: str, pack: bool = True) -> Linear | Int8Linear:
-    """Return the product with this weight, stored as `weight_dtype`."""
-    return Int8Linear(weight, bias) if weight_dtype == "int8" else Linear(weight, bias, pack=pack)
+    """Return the product with this weight, stored as `weight_dtype`: one of WEIGHT_DTYPES, or "plain", never packed."""
+    return (
+        Int8Linear(weight, bias)
+        if weight_dtype == "int8"
+        else Linear(weight, bias, pack=pack and weight_dtype != "plain")
+    )

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from cacheblend_kernels import BACKENDS, KernelError, select_backend
+from cacheblend_kernels.torch_backend import TorchBackend
 
 from cacheblend_cli.errors import DeviceError, NotFoundError, UsageError
 from cacheblend_cli.model.adapter import LoraAdapter
 from cacheblend_cli.model.checkpoint import quantisation_of
-from cacheblend_cli.model.compute_dtype import cpu_dtype
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.families.reader import OTHER_FIELDS
@@ -24,6 +24,7 @@ from cacheblend_cli.model.generic.decoder import load_generic
 from cacheblend_cli.model.gguf_files.conversion import gguf_in, model_dir_of
 from cacheblend_cli.model.hub import HubName, cached, fetch
 from cacheblend_cli.model.linear import bound_caches, check_weight_dtype
+from cacheblend_cli.model.machine_speeds import cpu_dtype, prefers_sdpa, weight_layout
 from cacheblend_cli.model.model_files import checkpoint_files, gguf_file_of, is_converted, read_object, weight_names
 from cacheblend_cli.model.named import named_model
 from cacheblend_cli.model.packed_cache import PackedCache
@@ -125,6 +126,8 @@ def load_model(
             kernels = select_backend("torch", device)
     except KernelError as error:
         raise DeviceError(error.message, error.hint) from error
+    if device.type == "cpu" and isinstance(kernels, TorchBackend):
+        kernels.prefers_sdpa = prefers_sdpa
     if device.type == "cuda":
         make_current(device)
         check_room(spec if shard is None else shard.own, compute_dtype, device, torch.cuda.mem_get_info(device)[0])
@@ -138,13 +141,18 @@ def load_model(
     def fingerprint_of(spec: ModelSpec, dtype: torch.dtype) -> str:
         return model_fingerprint(spec, path, dtype, lora_digest, precision.weights)
 
+    packed = device.type == "cpu" and not spec.generic
+    held_as = precision.weights
+    if packed and held_as == "auto" and weight_layout(spec, compute_dtype) == "plain":
+        packed, held_as = False, "plain"
+
     def build(*, hollow: bool = False) -> Decoder:
         weights = load_weights(spec, path, compute_dtype, device, adapter, hollow, shard=shard)
-        return Decoder(spec, weights, kernels, precision.weights, shard)
+        return Decoder(spec, weights, kernels, held_as, shard)
 
     cache = None
     alone = adapter is None and shard is None  # the cache knows neither adapters nor parts
-    if device.type == "cpu" and alone and spec.experts is None and not spec.generic and precision.cache_bytes:
+    if packed and alone and spec.experts is None and precision.cache_bytes:
         cache = PackedCache(fingerprint_of(spec, compute_dtype), precision.cache_bytes)
     try:
         if spec.generic:

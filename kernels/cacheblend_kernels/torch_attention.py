@@ -57,6 +57,21 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, params
     return out
 
 
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, params: AttentionParams) -> Tensor:
+    """`prefill_attention` by torch's fused attention, which uses a CPU's 16-bit matrix instructions (AMX) for q k^T as well: logits
+    are fp32 in both. params: without soft cap, sinks and ALiBi; k and v of q's dtype."""
+    (num_keys, num_kv_heads, _), group = k.shape, q.shape[1] // k.shape[1]
+    out = torch.empty_like(q)
+    for tile in _tiles(positions, 1, params.sliding_window):
+        span = slice(tile.first, min(tile.last, num_keys))
+        bias = F.pad(tile.bias, (tile.clear - tile.first, 0))[:, : span.stop - span.start].to(q.dtype)
+        queries = q[tile.rows].unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)  # [kv heads, group, rows, dim]
+        keys, values = (x[span].transpose(0, 1)[:, None].expand(-1, group, -1, -1) for x in (k, v))
+        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=params.scale)
+        out[tile.rows] = attended.permute(2, 0, 1, 3).flatten(1, 2)
+    return out
+
+
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
     """`prefill_attention` of one row at the last position. q: [num_heads, head_dim]."""
     if params.sliding_window is not None:

@@ -6,11 +6,13 @@ The pool of a single request is contiguous: its keys are a view of it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cacheblend_kernels import compiled
 from cacheblend_kernels.interface import (
     AttentionMetadata,
     AttentionParams,
@@ -21,7 +23,7 @@ from cacheblend_kernels.interface import (
     Slots,
     StoredKV,
 )
-from cacheblend_kernels.torch_attention import decode_attention, latent_attention, prefill_attention
+from cacheblend_kernels.torch_attention import decode_attention, latent_attention, prefill_attention, sdpa_attention
 
 FLOAT8_MAX = 448.0  # of float8_e4m3fn
 
@@ -33,8 +35,14 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class TorchBackend(KernelBackend):
+    """prefers_sdpa: whether torch's fused attention is the faster prefill on this machine, of q, k [kv_len, num_kv_heads, head_dim]
+    and the number of keys that the last row sees; None: tiles always."""
+
     name = "torch"
     has_latent_attention = True
+
+    def __init__(self) -> None:
+        self.prefers_sdpa: Callable[[Tensor, Tensor, int], bool] | None = None
 
     def prefill_attention(
         self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams
@@ -45,12 +53,23 @@ class TorchBackend(KernelBackend):
             rows = slice(cu_rows[seq], cu_rows[seq + 1])
             if rows.start != rows.stop:
                 k, v = _keys_of(cache, meta, seq, kv_len, q.dtype)
-                out[rows] = prefill_attention(q[rows], k, v, meta.positions[rows], params)
+                positions = meta.positions[rows]
+                attend = sdpa_attention if self._by_sdpa(q, k, positions, params) else prefill_attention
+                out[rows] = attend(q[rows], k, v, positions, params)
         return out
+
+    def _by_sdpa(self, q: Tensor, k: Tensor, positions: Tensor, params: AttentionParams) -> bool:
+        if self.prefers_sdpa is None or k.dtype != q.dtype:
+            return False
+        fits = params.soft_cap is None and params.sinks is None and params.alibi is None
+        return fits and self.prefers_sdpa(q, k, int(positions[-1]) + 1)
 
     def decode_attention(
         self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
+        fused = compiled.decode_attention(q, cache, meta, params)
+        if fused is not None:
+            return fused
         out = torch.zeros_like(q)
         for seq, kv_len in enumerate(meta.kv_lens.tolist()):
             k, v = _keys_of(cache, meta, seq, kv_len, q.dtype)
@@ -70,6 +89,10 @@ class TorchBackend(KernelBackend):
         return out
 
     def rope_and_cache(self, q: Tensor | None, k: Tensor, v: Tensor, cache: LayerCache, slots: Slots) -> Tensor | None:
+        fused = compiled.rope_and_cache(q, k, v, cache, slots) if _rotates_alike() else None
+        return self._rope_and_cache(q, k, v, cache, slots) if fused is None else fused[0]
+
+    def _rope_and_cache(self, q: Tensor | None, k: Tensor, v: Tensor, cache: LayerCache, slots: Slots) -> Tensor | None:
         _write(cache.k, _rotated(k, slots.cos, slots.sin), cache.k_scale, slots.slots)
         _write(cache.v, v, cache.v_scale, slots.slots)
         return None if q is None else self.rope(q, slots.cos, slots.sin)
@@ -95,6 +118,11 @@ class TorchBackend(KernelBackend):
         return score
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        fused = compiled.rms_norm(x, weight, eps)
+        return self._rms_norm(x, weight, eps) if fused is None else fused
+
+    @staticmethod
+    def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype == torch.float32:
             return F.rms_norm(x, (x.shape[-1],), weight, eps)
         wide = x.float()
@@ -102,8 +130,11 @@ class TorchBackend(KernelBackend):
         return weight * wide.to(x.dtype) if weight.dtype == x.dtype else (weight * wide).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        fused = compiled.rms_norm(x, weight, eps, residual)
+        if fused is not None:
+            return fused, residual
         residual = residual.add_(x)
-        return self.rms_norm(residual, weight, eps), residual
+        return self._rms_norm(residual, weight, eps), residual
 
     def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -181,3 +212,16 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out1.addcmul_(x2, sin, value=-1)
     out2.addcmul_(x1, sin)
     return out
+
+
+@cache
+def _rotates_alike() -> bool:
+    """Whether the compiled code rotates as torch does, to the bit: stored K is rotated by torch, and K that were equal have to stay
+    equal. It depends on whether torch's build for this CPU fuses a product with a sum."""
+    x, angles = torch.linspace(-7, 7, 512).sin().view(4, 2, 64), torch.linspace(0, 9, 128).view(4, 32).repeat(1, 2)
+    caches = [LayerCache(torch.zeros(1, 4, 2, 64), torch.zeros(1, 4, 2, 64)) for _ in range(2)]
+    slots = Slots(torch.arange(4), angles.cos(), angles.sin())
+    if compiled.rope_and_cache(None, x, x, caches[0], slots) is None:
+        return False
+    TorchBackend()._rope_and_cache(None, x, x, caches[1], slots)
+    return torch.equal(caches[0].k, caches[1].k)

@@ -24,7 +24,7 @@ from cacheblend_cli.kv.export import export
 from cacheblend_cli.kv.forward import forward
 from cacheblend_cli.kv.pool import PagedSequence, upload
 from cacheblend_cli.kv.rows import rows_of
-from cacheblend_cli.model.compute_dtype import cpu_name
+from cacheblend_cli.model.machine_speeds import cpu_name
 
 FORMAT = 1
 TOKENS, STEPS = 8, 8

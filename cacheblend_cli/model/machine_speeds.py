@@ -1,0 +1,254 @@
+"""Choices between ways to compute the same, by what this machine takes for them: measured once, when first needed, and kept.
+
+Nothing is chosen by the CPU's name. A record is kept per CPU, torch version and shape, and serves all thread counts and all
+processes, so that answers computed cold, warm or in a batch are computed alike.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import torch
+from cacheblend_kernels import AttentionParams
+from cacheblend_kernels.torch_attention import prefill_attention, sdpa_attention
+from torch import Tensor
+
+from cacheblend_cli import user_cache
+from cacheblend_cli.model.linear import STEADY_ROWS, Int8Linear, Linear
+from cacheblend_cli.model.spec import ModelSpec
+
+FORMAT = 1
+WORTH = 1.2  # speed-up below which the default stays: a disturbed measurement is not to change what is computed
+NO_SLOWER = 1.1
+ROWS = 256
+LEAST_ROUNDS, MOST_S = 3, 0.25  # rounds after the first, which warms up; seconds after which no round begins
+AGREE = 1.1  # ratio of a candidate's second best time to its best at which measuring ends
+MOST_WEIGHTS = 8 << 20
+COLD = 6  # products measured in turn, so that their weights are not in the CPU's cache
+LENGTHS = (512, 2048)  # keys of the measured attention; with fewer than the first, tiles are taken
+LEAST_WEIGHTS = 1 << 20  # of the widest product, from which the layout of weights is measured
+
+Run = Callable[[], object]
+_RECORD = msgspec.json.Decoder(dict[str, tuple[float, float]])
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Best seconds of each candidate in two cases. The first candidate is the default.
+
+    cases: names of the two, for people.
+    """
+
+    cases: tuple[str, str]
+    seconds: Mapping[str, tuple[float, float]]
+
+    def __str__(self) -> str:
+        parts = (
+            f"{case} " + ", ".join(f"{name} {times[i] * 1000:.3g} ms" for name, times in self.seconds.items())
+            for i, case in enumerate(self.cases)
+        )
+        return "; ".join(parts)
+
+    @property
+    def best(self) -> str:
+        """A candidate WORTH times as fast as the default in the first case and no slower in the second; else the default."""
+        default, *others = self.seconds
+        fit = [n for n in others if self.gain(n, 0) >= WORTH and self.gain(n, 1) * NO_SLOWER >= 1]
+        return max(fit, key=lambda name: self.gain(name, 0), default=default)
+
+    def best_in(self, case: int) -> str:
+        """The same, of one case alone."""
+        default = next(iter(self.seconds))
+        fastest = max(self.seconds, key=lambda name: self.gain(name, case))
+        return fastest if self.gain(fastest, case) >= WORTH else default
+
+    def gain(self, name: str, case: int) -> float:
+        """How many times as fast as the default."""
+        return next(iter(self.seconds.values()))[case] / self.seconds[name][case]
+
+
+def cpu_dtype(spec: ModelSpec, stated: torch.dtype) -> torch.dtype:
+    """bf16 for weights saved in bf16 if this CPU multiplies it faster; otherwise fp32, which rounds nothing. CPUs without native
+    support of bf16 take several times fp32's time."""
+    faster = stated == torch.bfloat16 and product_speeds(spec).best == "bfloat16"
+    return torch.bfloat16 if faster else torch.float32
+
+
+def product_speeds(spec: ModelSpec) -> Speeds:
+    """Products with the model's widest weights in fp32 and bf16."""
+
+    def candidates() -> Mapping[str, tuple[Run, Run]]:
+        weight, x = _weight(spec), torch.ones(ROWS, spec.hidden_size)
+        dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+        return {name: _rows(Linear(weight.to(d)), x.to(d), 1) for name, d in dtypes.items()}
+
+    return _kept("products", (f"{ROWS} rows", "one row"), _width(spec), candidates)
+
+
+def layout_speeds(spec: ModelSpec, dtype: torch.dtype) -> Speeds:
+    """The same products with weights in oneDNN's layout and as they are in the file."""
+
+    def candidates() -> Mapping[str, tuple[Run, Run]]:
+        weight, x = _weight(spec).to(dtype), torch.ones(ROWS, spec.hidden_size, dtype=dtype)
+        return {n: _rows(Linear(weight, pack=n == "packed"), x, STEADY_ROWS) for n in ("packed", "plain")}
+
+    return _kept("layouts", (f"{ROWS} rows", f"{STEADY_ROWS} rows"), (*_width(spec), dtype), candidates)
+
+
+def int8_speeds(spec: ModelSpec, dtype: torch.dtype) -> Speeds:
+    """The same products with int8 weights; those of few rows, as in decoding, with weights that have to be read from memory."""
+
+    def candidates() -> Mapping[str, tuple[Run, Run]]:
+        weight, x = _weight(spec).to(dtype), torch.ones(ROWS, spec.hidden_size, dtype=dtype)
+        products = {
+            _name(dtype): [Linear(weight) for _ in range(COLD)],
+            "int8": [Int8Linear(weight) for _ in range(COLD)],
+        }
+        few = x[:STEADY_ROWS]
+        return {
+            name: (lambda each=each: each[0](x), lambda each=each: [product(few) for product in each])  # type: ignore[misc]
+            for name, each in products.items()
+        }
+
+    return _kept("int8", ("prefill", "decode"), (*_width(spec), dtype), candidates)
+
+
+@cache
+def attention_speeds(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> Speeds:
+    """Attention of ROWS rows behind LENGTHS keys, in tiles and by torch's SDPA."""
+
+    def candidates() -> Mapping[str, tuple[Run, Run]]:
+        q = torch.ones(ROWS, num_heads, head_dim, dtype=dtype)
+        k = v = torch.ones(LENGTHS[-1], num_kv_heads, head_dim, dtype=dtype)
+        params = AttentionParams(head_dim**-0.5)
+        rows = [torch.arange(length - ROWS, length) for length in LENGTHS]
+        ways = {"tiles": prefill_attention, "sdpa": sdpa_attention}
+        return {
+            name: (lambda way=way: way(q, k, v, rows[0], params), lambda way=way: way(q, k, v, rows[1], params))  # type: ignore[misc]
+            for name, way in ways.items()
+        }
+
+    cases = (f"{LENGTHS[0]} keys", f"{LENGTHS[1]} keys")
+    return _kept("attention", cases, (dtype, num_heads, num_kv_heads, head_dim), candidates)
+
+
+def prefers_sdpa(q: Tensor, k: Tensor, num_keys: int) -> bool:
+    """Whether SDPA takes less time here than tiles. q: [num_rows, num_heads, head_dim], k: [kv_len, num_kv_heads, head_dim];
+    num_keys: those that the last row sees, by which prompts that are cut alike choose alike."""
+    if num_keys < LENGTHS[0]:
+        return False
+    return attention_speeds(q.dtype, *q.shape[1:2], *k.shape[1:]).best_in(int(num_keys >= LENGTHS[1])) == "sdpa"
+
+
+def weight_layout(spec: ModelSpec, dtype: torch.dtype) -> str:
+    """How weights of a dtype are held: "packed" or "plain"."""
+    if dtype not in (torch.float32, torch.bfloat16) or spec.hidden_size * spec.intermediate_size < LEAST_WEIGHTS:
+        return "packed"
+    return layout_speeds(spec, dtype).best
+
+
+def why_int8_does_not_pay(spec: ModelSpec, dtype: torch.dtype) -> str | None:
+    """A message for people if int8 weights gain nothing on this machine in decoding or in prefill; else None."""
+    speeds = int8_speeds(spec, dtype)
+    vain = [case for i, case in enumerate(speeds.cases) if speeds.best_in(i) != "int8"]
+    if not vain:
+        return None
+    gains = " and ".join(f"{speeds.gain('int8', i):.2f} times as fast in {case}" for i, case in enumerate(speeds.cases))
+    return (
+        f"--weight-dtype int8 does not pay in {' and '.join(vain)} on this machine: its products are {gains} as those in "
+        f"{_name(dtype)} (measured once). Without it the model also loads sooner"
+    )
+
+
+def describe(spec: ModelSpec, dtype: torch.dtype, weight_dtype: str) -> dict[str, str]:
+    """What was measured, here if not before, and what is chosen by it."""
+    products = product_speeds(spec)
+    found = {"products": f"{products}: {products.best} for weights saved in bfloat16"}
+    num_kv_heads, head_dim = spec.heads_of(0)
+    attention = attention_speeds(dtype, spec.num_heads, num_kv_heads, head_dim)
+    chosen = [attention.best_in(i) for i in range(2)]
+    found["attention"] = f"{attention}: {chosen[0]} from {LENGTHS[0]} keys on, {chosen[1]} from {LENGTHS[1]}"
+    if weight_dtype == "int8":
+        speeds = int8_speeds(spec, dtype)
+        gains = (
+            f"{'pays' if speeds.best_in(i) == 'int8' else 'gains little'} in {case}"
+            for i, case in enumerate(speeds.cases)
+        )
+        found["int8"] = f"{speeds}: {', '.join(gains)}"
+    elif spec.hidden_size * spec.intermediate_size >= LEAST_WEIGHTS:
+        layouts = layout_speeds(spec, dtype)
+        found["weights"] = f"{layouts}: {layouts.best}"
+    return found
+
+
+def cpu_name() -> str:
+    """The CPU's model name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    return next((s.split(":")[1].strip() for s in lines if s.startswith("model name")), platform.machine())
+
+
+def _kept(
+    kind: str,
+    cases: tuple[str, str],
+    shape: tuple[object, ...],
+    candidates: Callable[[], Mapping[str, tuple[Run, Run]]],
+) -> Speeds:
+    """What is kept on disk of this kind and shape, or is measured now and kept: of two processes, the first one's."""
+    path = user_cache.place(kind, FORMAT, cpu_name(), os.cpu_count(), torch.__version__, *map(str, shape))
+    with suppress(msgspec.DecodeError):
+        return Speeds(cases, _RECORD.decode(user_cache.recall(path)))
+    with suppress(OSError):
+        path.unlink()
+    text = msgspec.json.encode(measure(candidates())).decode()
+    return Speeds(cases, _RECORD.decode(user_cache.settle(path, text)))
+
+
+@torch.inference_mode()
+def measure(candidates: Mapping[str, tuple[Run, Run]]) -> dict[str, tuple[float, float]]:
+    """Best seconds of each candidate in both cases. They run in turn, so that other load meets all of them, until the best two
+    times of each agree."""
+    times: dict[tuple[str, int], list[float]] = {(name, case): [] for name in candidates for case in range(2)}
+    begin, rounds = time.perf_counter(), 0
+    while rounds <= LEAST_ROUNDS or (time.perf_counter() - begin < MOST_S and not all(map(_agree, times.values()))):
+        for (name, case), found in times.items():
+            start = time.perf_counter()
+            candidates[name][case]()
+            if rounds:  # the first warms up
+                found.append(time.perf_counter() - start)
+        rounds += 1
+    return {name: (min(times[name, 0]), min(times[name, 1])) for name in candidates}
+
+
+def _agree(times: list[float]) -> bool:
+    best, second = sorted(times)[:2]
+    return second <= AGREE * best
+
+
+def _rows(linear: Linear, x: Tensor, few: int) -> tuple[Run, Run]:
+    return lambda: linear(x), lambda: linear(x[:few])
+
+
+def _weight(spec: ModelSpec) -> Tensor:
+    inputs, outputs = _width(spec)
+    return torch.ones(outputs, inputs)
+
+
+def _width(spec: ModelSpec) -> tuple[int, int]:
+    """Inputs and outputs of the widest product, of at most MOST_WEIGHTS weights."""
+    inputs = spec.hidden_size
+    return inputs, max(1, min(2 * spec.intermediate_size, MOST_WEIGHTS // inputs))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,394 @@
+/* What a CPU computes between the products of a decode step, each in one pass: RMSNorm, RoPE with the write to the pool,
+   attention of one row over the paged pool, rounding of activations to 8 bits. Called through ctypes (compiled.py) on
+   contiguous arrays, without Python's lock. Sums do not depend on the number of threads or of other rows. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONES
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+enum { LANES = 16, CHUNK = 256, HEADS = 4, MAX_DIM = 256, AHEAD = 8 };
+enum { FLOAT32 = 0, BFLOAT16 = 1 };
+
+typedef float vec __attribute__((vector_size(64)));
+typedef uint32_t vecu __attribute__((vector_size(64)));
+typedef int32_t veci __attribute__((vector_size(64)));
+typedef uint16_t half16 __attribute__((vector_size(32)));
+typedef uint8_t bytes16 __attribute__((vector_size(16)));
+typedef float vec8 __attribute__((vector_size(32)));
+typedef float vec4 __attribute__((vector_size(16)));
+
+INLINE vec splat(float x) { return x - (vec){0}; }
+
+INLINE vec load(const void *p, int64_t i, int type) {
+    if (type == FLOAT32) {
+        vec x;
+        memcpy(&x, (const float *)p + i, sizeof x);
+        return x;
+    }
+    half16 h;
+    memcpy(&h, (const uint16_t *)p + i, sizeof h);
+    return (vec)(__builtin_convertvector(h, vecu) << 16);
+}
+
+/* To the nearest bfloat16, ties to even, as bits of float32. */
+INLINE vecu rounded(vec x) {
+    vecu bits = (vecu)x, nan = (vecu)(x != x);
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
+    return (nan & 0x7fc00000u) | (~nan & bits);
+}
+
+INLINE void prefetch(const void *p, int64_t i, int type) {
+    __builtin_prefetch((const char *)p + i * (type == FLOAT32 ? 4 : 2));
+    __builtin_prefetch((const char *)p + i * (type == FLOAT32 ? 4 : 2) + 64);
+}
+
+INLINE void store(void *p, int64_t i, vec x, int type) {
+    if (type == FLOAT32) {
+        memcpy((float *)p + i, &x, sizeof x);
+        return;
+    }
+    half16 h = __builtin_convertvector(rounded(x) >> 16, half16);
+    memcpy((uint16_t *)p + i, &h, sizeof h);
+}
+
+INLINE vec as_type(vec x, int type) { return type == FLOAT32 ? x : (vec)rounded(x); }
+
+INLINE vec4 quarter(vec x) {
+    union { vec whole; vec8 part[2]; } a = {x};
+    union { vec8 whole; vec4 part[2]; } b = {a.part[0] + a.part[1]};
+    return b.part[0] + b.part[1];
+}
+
+/* The sums of four vectors. */
+INLINE vec4 sums(vec a, vec b, vec c, vec d) {
+    typedef int32_t at __attribute__((vector_size(16)));
+    vec4 w = quarter(a), x = quarter(b), y = quarter(c), z = quarter(d);
+    vec4 ab = __builtin_shuffle(w, x, (at){0, 1, 4, 5}) + __builtin_shuffle(w, x, (at){2, 3, 6, 7});
+    vec4 cd = __builtin_shuffle(y, z, (at){0, 1, 4, 5}) + __builtin_shuffle(y, z, (at){2, 3, 6, 7});
+    return __builtin_shuffle(ab, cd, (at){0, 2, 4, 6}) + __builtin_shuffle(ab, cd, (at){1, 3, 5, 7});
+}
+
+INLINE float sum(vec x) {
+    vec4 q = quarter(x);
+    return (q[0] + q[2]) + (q[1] + q[3]);
+}
+
+INLINE vec where(veci mask, vec a, vec b) { return (vec)((mask & (veci)a) | (~mask & (veci)b)); }
+
+INLINE vec larger(vec a, vec b) { return where(a > b, a, b); }
+
+INLINE float largest(vec x) {
+    float most = x[0];
+    for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+    return most;
+}
+
+/* e^x for x <= 0, to about 1e-7 of the value; 0 below -87. */
+INLINE vec exponential(vec x) {
+    const vec magic = splat(12582912.f);
+    vec turns = x * 1.44269504f + magic, n = turns - magic;
+    vec r = x - n * 0.693359375f - n * -2.12194440e-4f;
+    vec y = splat(1.9875691500e-4f);
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.f;
+    vec scaled = (vec)((veci)y + (((veci)turns - (veci)magic) << 23));
+    return where(x < -87.f, (vec){0}, scaled);
+}
+
+/* ---- RMSNorm: residual += x where there is a residual; out = norm(residual or x) * weight ---- */
+
+INLINE void norm_row(const void *x, void *residual, const void *weight, void *out, int64_t dim, float eps, int type,
+                     int weight_type) {
+    vec square[2] = {{0}, {0}};
+    for (int64_t i = 0; i < dim; i += LANES) {
+        vec v = load(x, i, type);
+        if (residual) {
+            v = as_type(v + load(residual, i, type), type);
+            store(residual, i, v, type);
+        }
+        square[i / LANES & 1] += v * v;
+    }
+    const vec factor = splat(1.f / sqrtf(sum(square[0] + square[1]) / (float)dim + eps));
+    const void *source = residual ? residual : x;
+    for (int64_t i = 0; i < dim; i += LANES) {
+        vec v = load(source, i, type) * factor;
+        if (type == weight_type) v = as_type(v, type);
+        store(out, i, v * load(weight, i, weight_type), type);
+    }
+}
+
+CLONES static void norm_rows(const char *x, char *residual, const void *weight, char *out, int64_t first, int64_t last,
+                             int64_t dim, float eps, int type, int weight_type) {
+    const int64_t size = dim * (type == FLOAT32 ? 4 : 2);
+    for (int64_t row = first; row < last; row++) {
+        const char *source = x + row * size;
+        char *sum_to = residual ? residual + row * size : 0, *to = out + row * size;
+        if (type == FLOAT32)
+            norm_row(source, sum_to, weight, to, dim, eps, FLOAT32, FLOAT32);
+        else if (weight_type == FLOAT32)
+            norm_row(source, sum_to, weight, to, dim, eps, BFLOAT16, FLOAT32);
+        else
+            norm_row(source, sum_to, weight, to, dim, eps, BFLOAT16, BFLOAT16);
+    }
+}
+
+void cb_rms_norm(const void *x, void *residual, const void *weight, void *out, int64_t rows, int64_t dim, float eps,
+                 int type, int weight_type, int threads) {
+    const int64_t each = (rows + threads - 1) / threads;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int part = 0; part < threads; part++) {
+        const int64_t first = part * each, last = first + each < rows ? first + each : rows;
+        if (first < last) norm_rows(x, residual, weight, out, first, last, dim, eps, type, weight_type);
+    }
+}
+
+/* ---- Rounding of rows to 8 bits: x = (out - 128) * scale, scale of the type that the product is given in ---- */
+
+INLINE void round_row(const void *x, uint8_t *out, void *scale, int64_t row, int64_t dim, int type, int scale_type) {
+    vec most = {0};
+    for (int64_t i = 0; i < dim; i += LANES)
+        most = larger((vec)((vecu)load(x, i, type) & 0x7fffffffu), most);
+    float value = largest(most);
+    const vec by = as_type(splat((value < 1e-12f ? 1e-12f : value) / 127.f), scale_type);
+    if (scale_type == FLOAT32)
+        ((float *)scale)[row] = by[0];
+    else
+        ((uint16_t *)scale)[row] = (uint16_t)(((vecu)by)[0] >> 16);
+    for (int64_t i = 0; i < dim; i += LANES) {
+        bytes16 whole = __builtin_convertvector(__builtin_convertvector(load(x, i, type) / by + 128.5f, veci), bytes16);
+        memcpy(out + i, &whole, sizeof whole);
+    }
+}
+
+CLONES static void round_rows(const char *x, uint8_t *out, void *scale, int64_t first, int64_t last, int64_t dim,
+                              int type, int scale_type) {
+    for (int64_t row = first; row < last; row++) {
+        if (type == FLOAT32)
+            round_row(x + row * dim * 4, out + row * dim, scale, row, dim, FLOAT32, scale_type);
+        else
+            round_row(x + row * dim * 2, out + row * dim, scale, row, dim, BFLOAT16, scale_type);
+    }
+}
+
+void cb_round_rows(const void *x, uint8_t *out, void *scale, int64_t rows, int64_t dim, int type, int scale_type,
+                   int threads) {
+    const int64_t each = (rows + threads - 1) / threads;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int part = 0; part < threads; part++) {
+        const int64_t first = part * each, last = first + each < rows ? first + each : rows;
+        if (first < last) round_rows(x, out, scale, first, last, dim, type, scale_type);
+    }
+}
+
+/* ---- Attention of one row a sequence over the paged pool ---- */
+
+typedef struct {
+    const void *q, *k, *v;      /* q: [seqs, heads, dim]; k, v: [blocks, block_size, kv_heads, dim] */
+    const int32_t *table, *lens; /* [seqs, max_blocks], [seqs] */
+    void *out;                   /* [seqs, heads, dim] */
+    float *partial;              /* [seqs, kv_heads, chunks, group, dim + 2]: sum of values, sum of weights, maximum */
+    int64_t seqs, heads, kv_heads, dim, block_size, max_blocks, chunks, window; /* window: 0 for none */
+    float scale;
+    int32_t type, threads;
+} Attention;
+
+/* Sums of `width` vectors of values from column j on, by the weights of HEADS heads: in registers over all keys. */
+INLINE void weigh(const Attention *a, const int64_t *rows, float weights[HEADS][CHUNK], int64_t count, int64_t live, int64_t j,
+                  const int width, int64_t dim, float *partial, int type) {
+    vec o[HEADS][4] = {{{0}}};
+    for (int64_t i = 0; i < count; i++) {
+        if (i + AHEAD < count) prefetch(a->v, rows[i + AHEAD] + j, type);
+#pragma GCC unroll 4
+        for (int w = 0; w < width; w++) {
+            const vec value = load(a->v, rows[i] + j + w * LANES, type);
+#pragma GCC unroll 4
+            for (int h = 0; h < HEADS; h++) o[h][w] += value * weights[h][i];
+        }
+    }
+#pragma GCC unroll 4
+    for (int h = 0; h < HEADS; h++)
+#pragma GCC unroll 4
+        for (int w = 0; w < width; w++)
+            if (h < live) store(partial, h * (dim + 2) + j + w * LANES, o[h][w], FLOAT32);
+}
+
+INLINE void attend(const Attention *a, int64_t seq, int64_t head, int64_t chunk, int64_t dim, int type) {
+    const int64_t len = a->lens[seq], group = a->heads / a->kv_heads, stride = a->kv_heads * dim;
+    const int64_t start = a->window && len > a->window ? len - a->window : 0;
+    int64_t first = chunk * CHUNK, last = first + CHUNK < len ? first + CHUNK : len;
+    first = first < start ? start : first;
+    float *partial = a->partial + ((seq * a->kv_heads + head) * a->chunks + chunk) * group * (dim + 2);
+    const int64_t count = last - first;
+    if (count <= 0) {
+        for (int64_t g = 0; g < group; g++) partial[g * (dim + 2) + dim + 1] = -INFINITY;
+        return;
+    }
+    int64_t rows[CHUNK];
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t key = first + i;
+        const int64_t slot = (int64_t)a->table[seq * a->max_blocks + key / a->block_size] * a->block_size + key % a->block_size;
+        rows[i] = slot * stride + head * dim;
+    }
+    for (int64_t g = 0; g < group; g += HEADS) {
+        float q[HEADS][MAX_DIM] __attribute__((aligned(64))), weights[HEADS][CHUNK] __attribute__((aligned(64)));
+        const int64_t live = group - g < HEADS ? group - g : HEADS;
+        for (int64_t h = 0; h < HEADS; h++) /* missing heads repeat the last */
+            for (int64_t i = 0; i < dim; i += LANES) {
+                const int64_t own = head * group + g + (h < live ? h : live - 1);
+                *(vec *)&q[h][i] = load(a->q, (seq * a->heads + own) * dim + i, type) * a->scale;
+            }
+        for (int64_t i = 0; i < count; i++) {
+            if (i + AHEAD < count) prefetch(a->k, rows[i + AHEAD], type);
+            vec s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
+            for (int64_t j = 0; j < dim; j += LANES) {
+                const vec key = load(a->k, rows[i] + j, type);
+                s0 += *(vec *)&q[0][j] * key;
+                s1 += *(vec *)&q[1][j] * key;
+                s2 += *(vec *)&q[2][j] * key;
+                s3 += *(vec *)&q[3][j] * key;
+            }
+            const vec4 logits = sums(s0, s1, s2, s3);
+            for (int h = 0; h < HEADS; h++) weights[h][i] = logits[h];
+        }
+        const int64_t padded = (count + LANES - 1) / LANES * LANES;
+        for (int64_t h = 0; h < live; h++) {
+            for (int64_t i = count; i < padded; i++) weights[h][i] = -INFINITY;
+            vec most = splat(-INFINITY), total = {0};
+            for (int64_t i = 0; i < padded; i += LANES) most = larger(*(vec *)&weights[h][i], most);
+            const float top = largest(most);
+            for (int64_t i = 0; i < padded; i += LANES) {
+                const vec w = exponential(*(vec *)&weights[h][i] - top);
+                *(vec *)&weights[h][i] = w;
+                total += w;
+            }
+            partial[(g + h) * (dim + 2) + dim] = sum(total);
+            partial[(g + h) * (dim + 2) + dim + 1] = top;
+        }
+        int64_t j = 0;
+        for (; j + 4 * LANES <= dim; j += 4 * LANES) weigh(a, rows, weights, count, live, j, 4, dim, partial + g * (dim + 2), type);
+        for (; j < dim; j += LANES) weigh(a, rows, weights, count, live, j, 1, dim, partial + g * (dim + 2), type);
+    }
+}
+
+CLONES static void attend_chunk(const Attention *a, int64_t task) {
+    const int64_t chunk = task % a->chunks, head = task / a->chunks % a->kv_heads, seq = task / a->chunks / a->kv_heads;
+    if (a->type == FLOAT32 && a->dim == 64)
+        attend(a, seq, head, chunk, 64, FLOAT32);
+    else if (a->type == FLOAT32)
+        attend(a, seq, head, chunk, a->dim, FLOAT32);
+    else if (a->dim == 64)
+        attend(a, seq, head, chunk, 64, BFLOAT16);
+    else if (a->dim == 128)
+        attend(a, seq, head, chunk, 128, BFLOAT16);
+    else
+        attend(a, seq, head, chunk, a->dim, BFLOAT16);
+}
+
+/* Parts of all chunks, in order, as one softmax. */
+CLONES static void combine(const Attention *a, int64_t seq, int64_t head) {
+    const int64_t group = a->heads / a->kv_heads, dim = a->dim, size = group * (dim + 2);
+    const float *parts = a->partial + ((seq * a->kv_heads + head / group) * a->chunks) * size + head % group * (dim + 2);
+    float top = -INFINITY, total = 0;
+    for (int64_t c = 0; c < a->chunks; c++) top = fmaxf(top, parts[c * size + dim + 1]);
+    float shares[a->chunks];
+    for (int64_t c = 0; c < a->chunks; c++) {
+        const float most = parts[c * size + dim + 1];
+        shares[c] = most == -INFINITY ? 0 : expf(most - top);
+        total += most == -INFINITY ? 0 : shares[c] * parts[c * size + dim];
+    }
+    for (int64_t j = 0; j < dim; j += LANES) {
+        vec out = {0};
+        for (int64_t c = 0; c < a->chunks; c++)
+            if (shares[c] > 0) out += load(parts, c * size + j, FLOAT32) * shares[c];
+        store(a->out, (seq * a->heads + head) * dim + j, out / total, a->type);
+    }
+}
+
+void cb_decode_attention(const Attention *a) {
+    const int64_t tasks = a->seqs * a->kv_heads * a->chunks;
+#pragma omp parallel num_threads(a->threads) if (a->threads > 1)
+    {
+#pragma omp for schedule(dynamic)
+        for (int64_t task = 0; task < tasks; task++) attend_chunk(a, task);
+#pragma omp for
+        for (int64_t i = 0; i < a->seqs * a->heads; i++) combine(a, i / a->heads, i % a->heads);
+    }
+}
+
+/* ---- RoPE of q and K, and K and V into the pool ---- */
+
+typedef struct {
+    const void *q, *k, *v;   /* rows of contiguous heads, q_stride or kv_stride values apart; q may be missing */
+    const float *cos, *sin;  /* [rows, dim], halves equal */
+    const int64_t *slots;    /* [rows] */
+    void *q_out, *k_pool, *v_pool; /* [rows, heads, dim], [num_slots, kv_heads, dim] */
+    int64_t rows, heads, kv_heads, dim, q_stride, k_stride, v_stride, num_slots;
+    int32_t type;
+} Rope;
+
+INLINE float value_at(const void *p, int64_t i, int type) {
+    if (type == FLOAT32) return ((const float *)p)[i];
+    union { uint32_t bits; float x; } u = {(uint32_t)((const uint16_t *)p)[i] << 16};
+    return u.x;
+}
+
+INLINE void put(void *p, int64_t i, float x, int type) {
+    union { float x; uint32_t bits; } u = {x};
+    if (type == FLOAT32)
+        ((float *)p)[i] = x;
+    else
+        ((uint16_t *)p)[i] = x != x ? 0x7fc0 : (u.bits + 0x7fff + ((u.bits >> 16) & 1)) >> 16;
+}
+
+/* The first product is rounded, the second is not: as torch's addcmul has it. */
+INLINE void rotate(const void *restrict from, int64_t at, void *restrict to, int64_t out, const float *restrict cos,
+                   const float *restrict sin, int64_t heads, int64_t dim, int type) {
+    const int64_t half = dim / 2;
+    for (int64_t h = 0; h < heads; h++, at += dim, out += dim)
+        for (int64_t i = 0; i < half; i++) {
+            const float a = value_at(from, at + i, type), b = value_at(from, at + half + i, type);
+            put(to, out + i, __builtin_fmaf(-b, sin[i], a * cos[i]), type);
+            put(to, out + half + i, __builtin_fmaf(a, sin[i], b * cos[i]), type);
+        }
+}
+
+INLINE void rotate_rows(const Rope *r, int64_t first, int64_t last, int type) {
+    const int64_t size = r->kv_heads * r->dim, width = type == FLOAT32 ? 4 : 2;
+    for (int64_t row = first; row < last; row++) {
+        const float *cos = r->cos + row * r->dim, *sin = r->sin + row * r->dim;
+        if (r->q) rotate(r->q, row * r->q_stride, r->q_out, row * r->heads * r->dim, cos, sin, r->heads, r->dim, type);
+        rotate(r->k, row * r->k_stride, r->k_pool, r->slots[row] * size, cos, sin, r->kv_heads, r->dim, type);
+        memcpy((char *)r->v_pool + r->slots[row] * size * width, (const char *)r->v + row * r->v_stride * width, size * width);
+    }
+}
+
+CLONES static void rotate_part(const Rope *r, int64_t first, int64_t last) {
+    if (r->type == FLOAT32)
+        rotate_rows(r, first, last, FLOAT32);
+    else
+        rotate_rows(r, first, last, BFLOAT16);
+}
+
+/* 1, and nothing is written, where a slot is none of the pool's. */
+int cb_rope_and_cache(const Rope *r, int threads) {
+    for (int64_t row = 0; row < r->rows; row++)
+        if (r->slots[row] < 0 || r->slots[row] >= r->num_slots) return 1;
+    const int64_t each = (r->rows + threads - 1) / threads;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int part = 0; part < threads; part++) {
+        const int64_t first = part * each, last = first + each < r->rows ? first + each : r->rows;
+        if (first < last) rotate_part(r, first, last);
+    }
+    return 0;
+}

@@ -1,0 +1,126 @@
+"""cpu.c against the definitions in fp64 and against torch's operations, and that neither threads nor other rows change a result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from cacheblend_kernels import AttentionParams, KernelError, LayerCache, Slots, compiled
+from cacheblend_kernels.torch_backend import TorchBackend, _rotates_alike
+from cases import assert_close, attention_case, attention_reference, rope_tables
+
+from cacheblend_cli.model.linear import Int8Linear
+
+pytestmark = pytest.mark.skipif(compiled.library() is None, reason="no C compiler was found at installation")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [None, 1, 300])
+@pytest.mark.parametrize(("heads", "head_dim"), [((14, 2), 64), ((4, 4), 80), ((6, 1), 128), ((10, 2), 256)])
+def test_decode_attention(
+    heads: tuple[int, int], head_dim: int, window: int | None, dtype: torch.dtype, threads: None
+) -> None:
+    lens = [1, 255, 256, 700]
+    case = attention_case([[n - 1] for n in lens], lens, heads=heads, head_dim=head_dim, dtype=dtype)
+    params = AttentionParams(head_dim**-0.5, window)
+    out = compiled.decode_attention(case.q, case.cache, case.meta, params)
+    assert out is not None
+    assert_close(out, attention_reference(case, params.scale, window), dtype)
+    for count, seq in ((1, 3), (2, 1), (3, 3)):
+        torch.set_num_threads(count)
+        n = case.meta.kv_lens[seq : seq + 1]
+        alone = replace(case.meta, block_table=case.meta.block_table[seq : seq + 1], kv_lens=n, max_kv_len=int(n))
+        one = compiled.decode_attention(case.q[seq : seq + 1], case.cache, alone, params)
+        assert one is not None
+        assert torch.equal(one[0], out[seq])
+
+
+def test_large_logits_and_padding_rows() -> None:
+    case = attention_case([[299]], [300], dtype=torch.bfloat16)
+    q = torch.cat((case.q * 100, torch.full_like(case.q, torch.nan)))
+    out = compiled.decode_attention(q, case.cache, case.meta, AttentionParams(1.0))
+    assert out is not None
+    assert_close(out[:1], attention_reference(replace(case, q=q[:1]), 1.0), torch.bfloat16)
+    assert not out[1].any()
+
+
+@DTYPES
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 5, 70])
+def test_rms_norm(num_rows: int, wide: bool, dtype: torch.dtype) -> None:
+    x, residual = torch.randn(2, num_rows, 896).mul_(30).to(dtype)
+    weight = torch.randn(896).to(torch.float32 if wide else dtype)
+    backend, added = TorchBackend(), residual + x
+    out = compiled.rms_norm(x, weight, 1e-6, residual)
+    assert out is not None
+    assert torch.equal(residual, added)
+    torch.testing.assert_close(out, backend._rms_norm(added, weight, 1e-6))
+    alone = compiled.rms_norm(added[-1:], weight, 1e-6)
+    assert alone is not None
+    assert torch.equal(alone[0], out[-1])
+
+
+@DTYPES
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_rounded_as_by_torch(
+    dtype: torch.dtype, scale_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = (torch.randn(90, 896) * torch.logspace(-20, 20, 90)[:, None]).to(dtype)
+    x[3] = 0
+    product = Int8Linear(torch.randn(24, 896).to(scale_dtype), torch.randn(24).to(scale_dtype))
+    fused, parts = product(x), compiled.round_rows(x, scale_dtype)
+    assert parts is not None
+    monkeypatch.setattr(compiled, "library", lambda: None)
+    assert compiled.round_rows(x, scale_dtype) is None
+    assert torch.equal(product(x), fused)
+
+
+@DTYPES
+@pytest.mark.parametrize("num_rows", [1, 300])
+def test_rope_and_cache_is_torchs_to_the_bit(num_rows: int, dtype: torch.dtype) -> None:
+    if not _rotates_alike():
+        pytest.skip("torch's build for this CPU does not fuse a product with a sum")
+    heads, dim = (3, 2), 24
+    fused_qkv = torch.randn(num_rows, heads[0] + 2 * heads[1], dim).to(dtype)
+    q, k, v = fused_qkv.split((heads[0], heads[1], heads[1]), 1)
+    slots = Slots(torch.randperm(320)[:num_rows], *rope_tables(num_rows, dim))
+    ours, theirs = (LayerCache(*torch.zeros(2, 20, 16, heads[1], dim).to(dtype)) for _ in range(2))
+    backend = TorchBackend()
+    rotated = compiled.rope_and_cache(q, k, v, ours, slots)
+    wanted = backend._rope_and_cache(q, k, v, theirs, slots)
+    assert rotated is not None
+    assert rotated[0] is not None
+    assert wanted is not None
+    assert torch.equal(rotated[0], wanted)
+    assert torch.equal(ours.k, theirs.k)
+    assert torch.equal(ours.v, theirs.v)
+
+
+@pytest.mark.parametrize("slot", [-1, 32])
+def test_a_slot_outside_the_pool_writes_nothing(slot: int) -> None:
+    cache = LayerCache(torch.zeros(2, 16, 1, 16), torch.zeros(2, 16, 1, 16))
+    slots = Slots(torch.tensor([3, slot]), *rope_tables(2, 16))
+    x = torch.ones(2, 1, 16)
+    with pytest.raises(KernelError):
+        compiled.rope_and_cache(x, x, x, cache, slots)
+    assert not cache.k.any()
+    assert not cache.v.any()
+
+
+def test_what_it_does_not_take_is_left_to_torch() -> None:
+    case = attention_case([[9]], [10], head_dim=24)
+    assert compiled.decode_attention(case.q, case.cache, case.meta, AttentionParams(1.0)) is None
+    assert compiled.rms_norm(torch.ones(2, 20), torch.ones(20), 1e-6) is None
+    half = torch.ones(2, 32, dtype=torch.float16)
+    assert compiled.rms_norm(half, torch.ones(32), 1e-6) is None
+    assert compiled.round_rows(half, torch.float32) is None
