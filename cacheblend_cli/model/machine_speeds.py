@@ -31,8 +31,9 @@ NO_SLOWER = 1.1
 ROWS = 256
 LEAST_ROUNDS, MOST_S = 3, 0.25  # rounds after the first, which warms up; seconds after which no round begins
 AGREE = 1.1  # ratio of a candidate's second best time to its best at which measuring ends
-MOST_WEIGHTS = 8 << 20
-COLD = 6  # products measured in turn, so that their weights are not in the CPU's cache
+MOST_WEIGHTS = 4 << 20
+COLD = 12  # products measured in turn, so that their weights are not in the CPU's cache
+TILE = 128  # rows of the measured attention: one tile
 LENGTHS = (512, 2048)  # keys of the measured attention; with fewer than the first, tiles are taken
 LEAST_WEIGHTS = 1 << 20  # of the widest product, from which the layout of weights is measured
 
@@ -123,13 +124,13 @@ def int8_speeds(spec: ModelSpec, dtype: torch.dtype) -> Speeds:
 
 @cache
 def attention_speeds(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> Speeds:
-    """Attention of ROWS rows behind LENGTHS keys, in tiles and by torch's SDPA."""
+    """Attention of TILE rows that see LENGTHS keys, in tiles and by torch's SDPA."""
 
     def candidates() -> Mapping[str, tuple[Run, Run]]:
-        q = torch.ones(ROWS, num_heads, head_dim, dtype=dtype)
+        q = torch.ones(TILE, num_heads, head_dim, dtype=dtype)
         k = v = torch.ones(LENGTHS[-1], num_kv_heads, head_dim, dtype=dtype)
         params = AttentionParams(head_dim**-0.5)
-        rows = [torch.arange(length - ROWS, length) for length in LENGTHS]
+        rows = [torch.arange(length - TILE, length) for length in LENGTHS]
         ways = {"tiles": prefill_attention, "sdpa": sdpa_attention}
         return {
             name: (lambda way=way: way(q, k, v, rows[0], params), lambda way=way: way(q, k, v, rows[1], params))  # type: ignore[misc]
@@ -216,17 +217,21 @@ def _kept(
 
 @torch.inference_mode()
 def measure(candidates: Mapping[str, tuple[Run, Run]]) -> dict[str, tuple[float, float]]:
-    """Best seconds of each candidate in both cases. They run in turn, so that other load meets all of them, until the best two
-    times of each agree."""
+    """Best CPU seconds of one thread for each candidate in both cases. Neither other programs, which take turns on the cores, nor
+    the number of threads changes them. Candidates run in turn, until the best two times of each agree."""
     times: dict[tuple[str, int], list[float]] = {(name, case): [] for name in candidates for case in range(2)}
-    begin, rounds = time.perf_counter(), 0
-    while rounds <= LEAST_ROUNDS or (time.perf_counter() - begin < MOST_S and not all(map(_agree, times.values()))):
-        for (name, case), found in times.items():
-            start = time.perf_counter()
-            candidates[name][case]()
-            if rounds:  # the first warms up
-                found.append(time.perf_counter() - start)
-        rounds += 1
+    begin, rounds, threads = time.thread_time(), 0, torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        while rounds <= LEAST_ROUNDS or (time.thread_time() - begin < MOST_S and not all(map(_agree, times.values()))):
+            for (name, case), found in times.items():
+                start = time.thread_time()
+                candidates[name][case]()
+                if rounds:  # the first warms up
+                    found.append(time.thread_time() - start)
+            rounds += 1
+    finally:
+        torch.set_num_threads(threads)
     return {name: (min(times[name, 0]), min(times[name, 1])) for name in candidates}
 
 
