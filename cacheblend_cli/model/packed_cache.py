@@ -18,8 +18,8 @@ from typing import Protocol
 import torch
 
 from cacheblend_cli import user_cache
-from cacheblend_cli.model.compute_dtype import cpu_name
 from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.machine_speeds import cpu_name
 from cacheblend_cli.model.packed_file import (
     PackedFile,
     PackedMismatch,

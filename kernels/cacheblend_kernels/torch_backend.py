@@ -54,7 +54,8 @@ class TorchBackend(KernelBackend):
             if rows.start != rows.stop:
                 k, v = _keys_of(cache, meta, seq, kv_len, q.dtype)
                 positions = meta.positions[rows]
-                attend = sdpa_attention if self._by_sdpa(q, k, positions, params) else prefill_attention
+                by_sdpa = k.shape == v.shape and self._by_sdpa(q, k, positions, params)
+                attend = sdpa_attention if by_sdpa else prefill_attention
                 out[rows] = attend(q[rows], k, v, positions, params)
         return out
 
