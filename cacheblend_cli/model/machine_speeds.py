@@ -173,10 +173,11 @@ def describe(spec: ModelSpec, dtype: torch.dtype, weight_dtype: str) -> dict[str
     """What was measured, here if not before, and what is chosen by it."""
     products = product_speeds(spec)
     found = {"products": f"{products}: {products.best} for weights saved in bfloat16"}
-    num_kv_heads, head_dim = spec.heads_of(0)
-    attention = attention_speeds(dtype, spec.num_heads, num_kv_heads, head_dim)
-    chosen = [attention.best_in(i) for i in range(2)]
-    found["attention"] = f"{attention}: {chosen[0]} from {LENGTHS[0]} keys on, {chosen[1]} from {LENGTHS[1]}"
+    if spec.latent is None and not spec.generic:
+        num_kv_heads, head_dim = spec.heads_of(0)
+        attention = attention_speeds(dtype, spec.num_heads, num_kv_heads, head_dim)
+        chosen = [attention.best_in(i) for i in range(2)]
+        found["attention"] = f"{attention}: {chosen[0]} from {LENGTHS[0]} keys on, {chosen[1]} from {LENGTHS[1]}"
     if weight_dtype == "int8":
         speeds = int8_speeds(spec, dtype)
         gains = (
