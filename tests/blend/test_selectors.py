@@ -285,10 +285,10 @@ def test_the_mean_shift_is_the_mean_change_and_shrinks_where_changes_disagree(be
     shift = MeanShift(
         _prompt(bench, bench.prefill(BlendParams(mode="full"))), every, every.take(torch.tensor([1, 3, 5]))
     )
-    same = torch.full((3, 2, 4), 2.0)
-    assert torch.allclose(shift._mean(same), torch.full((5, 2, 4), 2.0))
+    layer, same = bench.engine.model.decoder.layers[0], torch.full((3, 2, 4), 2.0)
+    assert torch.allclose(shift._mean(layer, same), torch.full((5, 2, 4), 2.0))
     opposite = torch.stack((torch.full((2, 4), 3.0), torch.full((2, 4), -3.0), torch.zeros(2, 4)))
-    assert torch.equal(shift._mean(opposite), torch.zeros(5, 2, 4))
+    assert torch.equal(shift._mean(layer, opposite), torch.zeros(5, 2, 4))
 
 
 TWO = Candidates(torch.arange(16), torch.arange(16) // 8, torch.arange(16) % 8)  # two chunks of eight tokens
