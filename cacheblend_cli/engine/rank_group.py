@@ -175,7 +175,7 @@ class RankGroup:
 
 
 class Beats:
-    """What other ranks have said of themselves last, for how many reads it was no news, and how many exchanges they had begun. Reads are
+    """Last heartbeats of the other ranks, the number of reads without news, and of the exchanges they had begun. Reads are
     counted, not seconds: all ranks may have been suspended together."""
 
     def __init__(self, ranks: range) -> None:

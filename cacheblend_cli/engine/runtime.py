@@ -1,4 +1,4 @@
-"""What lives as long as an engine: the model, its prompt template, the device's memory, what this machine's speed is."""
+"""State that lives as long as an engine: the model, its prompt template, the device's memory, this machine's speeds."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Runtime:
         return pool.new_sequence(num_tokens)
 
     def decode_runner(self, pool: KVPool, observer: Observer | None = None) -> DecodeRunner:
-        """What decodes sequences of that pool. observer: sees every step, where no graph is replayed."""
+        """Return the runner that decodes sequences of that pool. observer: sees every step, if no graph is replayed."""
         memory = self.memory()
         if memory is not None and memory.pool is pool and not isinstance(memory.runner, EagerRunner):
             return memory.runner
@@ -170,7 +170,7 @@ class Runtime:
 
     @cached_property
     def form_tokenizer(self) -> LLTokenizer:
-        """What answers of a form are made with: worked out once. Raises UsageError where that is not installed."""
+        """Tokenizer of grammars, built once. Raises UsageError if llguidance is not installed."""
         return form_tokenizer(self.model)
 
     def collection(
@@ -215,7 +215,7 @@ class Runtime:
         return sampling.max_tokens + (0 if budget is None else budget + CLOSING_ROOM)
 
     def fits(self, num_tokens: int, headroom: int) -> bool:
-        """Whether a prompt and the answer's `headroom` fit the model's context."""
+        """Return whether a prompt and the answer's `headroom` fit the model's context."""
         return num_tokens + headroom <= self.context
 
     def check_characters(self, num_characters: int, headroom: int) -> None:

@@ -65,7 +65,7 @@ class KVPool(BlockSpace):
         return _values(cache.k, cache.k_scale, slots)
 
     def keys(self, layer: int, slots: slice | Tensor) -> Tensor:
-        """What `DecoderLayer.to_keys` of a query is multiplied with, fp32 [n, num_kv_heads, dim]: K (rotated), and of latent attention
+        """Keys that `DecoderLayer.to_keys` of a query is multiplied with, fp32 [n, num_kv_heads, dim]: K (rotated), and of latent attention
         the position key and the latent."""
         return torch.cat(self.read(layer, slots), -1) if self._is_latent else self.read_k(layer, slots)
 

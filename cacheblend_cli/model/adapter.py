@@ -56,7 +56,7 @@ class LoraAdapter:
         for name in (CONFIG, WEIGHTS):
             if not (path / name).is_file():
                 raise NotFoundError(
-                    f"{path} is no LoRA adapter: it has no {name}",
+                    f"{path} is not a LoRA adapter: it has no {name}",
                     f"give --lora the directory that peft's save_pretrained wrote, with {CONFIG} and {WEIGHTS}",
                 )
         config = _Config(path / CONFIG)
@@ -152,7 +152,7 @@ class _Config:
         try:
             return re.fullmatch(pattern, module)
         except re.error as error:
-            raise self.refused(f"{shown(pattern)} in {CONFIG} is no pattern: {error}") from error
+            raise self.refused(f"{shown(pattern)} in {CONFIG} is not a pattern: {error}") from error
 
 
 def _pairs(file: Path) -> dict[str, tuple[Tensor, Tensor]]:
@@ -163,7 +163,7 @@ def _pairs(file: Path) -> dict[str, tuple[Tensor, Tensor]]:
             for name in handle.keys():  # noqa: SIM118
                 module, _, kind = name.removeprefix(BASE).rpartition(".lora_")
                 if not name.startswith(BASE) or kind not in ("A.weight", "B.weight"):
-                    raise _refused(file.parent, f"its tensor {name} is no part of a plain LoRA of a linear layer")
+                    raise _refused(file.parent, f"its tensor {name} is not part of a plain LoRA of a linear layer")
                 parts.setdefault(module, {})[kind] = handle.get_tensor(name)
     except SafetensorError as error:
         raise UsageError(f"{file} is not a readable safetensors file: {error}", "fetch the adapter again") from error

@@ -19,7 +19,7 @@ LEAST_MAGNITUDE = 1e-5  # of a stream's mean square
 
 
 class Streams:
-    """From the embedding to the streams, and from the streams to what the final norm gets. Its weights are taken out of `weights`."""
+    """Expansion of the embedding to the streams, and of the streams to the input of the final norm. Its weights are taken out of `weights`."""
 
     def __init__(self, spec: ModelSpec, weights: MutableMapping[str, Tensor], weight_dtype: str) -> None:
         assert spec.streams is not None

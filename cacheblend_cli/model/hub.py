@@ -139,12 +139,12 @@ def _told(name: HubName, error: BaseException) -> BaseException:
     causes = (error, error.__cause__)
     if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in causes):
         return NotFoundError(
-            f"model {name.text} is no local directory and is not cached, and HF_HUB_OFFLINE forbids to fetch it",
+            f"model {name.text} is not a local directory and is not cached, and HF_HUB_OFFLINE forbids fetching it",
             "set HF_HUB_OFFLINE=0, or give a local directory",
         )
     if isinstance(error, OSError) and error.errno is not None:
         return error
     return NotFoundError(
-        f"model {name.text} is no local directory, is not cached in full, and could not be fetched ({type(error).__name__})",
+        f"model {name.text} is not a local directory, is not cached in full, and could not be fetched ({type(error).__name__})",
         "give a local directory, or check the network and the hub id, and try again: what was fetched is kept",
     )

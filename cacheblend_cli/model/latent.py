@@ -13,7 +13,7 @@ EPS = 1e-6  # of the norms of latents: transformers gives them its class's defau
 
 
 class Latent:
-    """What is between a layer's input projections and its attention. `heads` stays in the compute dtype: attention multiplies with
+    """Latent projections between a layer's input projections and its attention. `heads` stays in the compute dtype: attention multiplies with
     slices of it.
 
     weights: those of the layer.

@@ -107,7 +107,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is no text: {error}", AGAIN) from error
+        raise UsageError(f"{path} is not text: {error}", AGAIN) from error
 
 
 def read_object(path: Path) -> dict[str, Any]:

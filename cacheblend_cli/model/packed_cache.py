@@ -117,7 +117,7 @@ class PackedCache:
 
 
 def _machine() -> list[str | None]:
-    """What decides on the layout beside the CPU's name: its instructions, and those that the user allows."""
+    """Return what determines the layout beside the CPU's name: its instructions, and those that the user allows."""
     lines = []
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

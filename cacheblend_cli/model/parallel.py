@@ -45,7 +45,7 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Cut:
-    """What a rank needs of a tensor. rows: None for all; columns: None for all. is_zero: zeros in its place (a bias that another rank
+    """Part of a tensor that a rank needs. rows, columns: None for all. is_zero: zeros in its place (a bias that another rank
     adds)."""
 
     rows: Runs | None = None
@@ -199,7 +199,7 @@ class Shard:
 
 
 def _within(runs: Runs, start: int, end: int) -> Runs:
-    """What of the runs is in start:end, counted from start."""
+    """Return the parts of the runs in start:end, counted from start."""
     cut = ((max(a, start) - start, min(b, end) - start) for a, b in runs)
     return tuple((a, b) for a, b in cut if a < b)
 
@@ -228,7 +228,7 @@ def check_divisible(spec: ModelSpec, size: int) -> None:
 
 
 def _indivisible(spec: ModelSpec, size: int) -> str:
-    """What of the model `size` ranks cannot share; "" if they can."""
+    """Return the part of the model that `size` ranks cannot share; "" if they can."""
     if spec.num_heads % size:
         return f"{spec.num_heads} attention heads"
     for layer in range(spec.num_layers):

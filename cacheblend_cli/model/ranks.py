@@ -137,7 +137,7 @@ class Ranks:
 
 
 def is_agreed(error: BaseException) -> bool:
-    """Whether all ranks raise the error at the same place: it is of what they were sent, or they have agreed on it."""
+    """Return whether all ranks raise the error at the same place: its cause is in what they were sent, or they have agreed on it."""
     return isinstance(error, UsageError) or getattr(error, "is_agreed", False)
 
 

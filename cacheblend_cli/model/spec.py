@@ -36,7 +36,7 @@ class LatentSpec:
 
 @dataclass(frozen=True)
 class Routing:
-    """How a router of DeepSeek's kind chooses: first groups of experts, then experts in them (arXiv 2405.04434, section 2.1.1).
+    """Routing as in DeepSeek: first groups of experts, then experts in them (arXiv 2405.04434, section 2.1.1).
 
     sigmoid: scores by sigmoid and not by softmax, with a correction an expert that counts in the choice alone (arXiv 2408.15664);
     a group is then as good as its two best experts together, else as its best one. groups, groups_kept: how many there are, and

@@ -196,7 +196,7 @@ class Tokenizer:
             named = {str(entry.get("name")): entry.get("template") for entry in template}
             template = named.get("default") or next(iter(named.values()), None)
         if not isinstance(template, str | None):
-            raise UsageError(f"chat_template of {model_dir} is no template: {str(template)[:60]}", AGAIN)
+            raise UsageError(f"chat_template of {model_dir} is not a template: {str(template)[:60]}", AGAIN)
         return template
 
 

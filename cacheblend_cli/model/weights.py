@@ -113,7 +113,7 @@ def load_weights(
                 f"unexpected tensor {stored} in {model_dir}",
                 "the weights are quantised: use the checkpoint they were made from"
                 if quantised
-                else f"it is no part of a {spec.architecture}",
+                else f"it is not part of a {spec.architecture}",
             )
         if kind not in FLOATS:
             raise UsageError(

@@ -176,7 +176,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
         (config(r=0), "r and lora_alpha of"),
         (config(lora_alpha="16"), "r and lora_alpha of"),
         (config(rank_pattern=[1]), "rank_pattern"),
-        (config(rank_pattern={"(": 1}), "is no pattern"),
+        (config(rank_pattern={"(": 1}), "adapter_config.json"),
         (config(target_modules=["v_proj"]), "target_modules"),
         (tensors(lambda t: t.update({f"{Q}.lora_magnitude_vector": torch.ones(4)})), "lora_magnitude_vector"),
         (

@@ -59,7 +59,7 @@ def read_spec(model_dir: Path) -> ModelSpec:
     if not path.is_file():
         refuse_other_formats(model_dir)
         raise NotFoundError(
-            f"{model_dir} has no config.json, so it is no model directory",
+            f"{model_dir} has no config.json, so it is not a model directory",
             "give --model a directory with config.json, tokenizer.json and *.safetensors, or a hub id",
         )
     return spec_from_config(read_object(path))

@@ -211,7 +211,7 @@ def _experts(
 
 
 def _predictors(fields: ConfigFields, spec: ModelSpec, missing: int) -> tuple[str, ...]:
-    """How the names of layers begin that predict further tokens (MTP), behind the model's own: they are not read."""
+    """Return the name prefixes of layers that predict further tokens (MTP), behind the model's own: they are not read."""
     named = next((n for n in ("num_nextn_predict_layers", "num_mtp_layers") if fields.values.get(n) is not None), "")
     count = fields.integer(named, least=0) if named else missing
     return tuple(

@@ -125,7 +125,7 @@ def _shapes(fields: ConfigFields, spec: ModelSpec) -> LayerShapes:
 
 
 def shared_kv_layers(fields: ConfigFields, spec: ModelSpec, default: int) -> tuple[int, ...]:
-    """For each layer the one whose K and V it attends to: the last ones' is the last before them of their kind of attention.
+    """Return for each layer the one whose K and V it attends to: for the last ones, the last before them of their kind of attention.
 
     default: num_kv_shared_layers where the config does not say.
     """

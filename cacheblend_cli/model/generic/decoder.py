@@ -161,7 +161,7 @@ def merge_adapter(model: Any, adapter: LoraAdapter) -> None:
         if module is None:
             raise adapter.misplaced(name, "which the model has not")
         if not isinstance(module, nn.Linear) or (module is head and shared):
-            raise adapter.misplaced(name, "and that is no linear layer with weights of its own")
+            raise adapter.misplaced(name, "and that is not a linear layer with weights of its own")
         adapter.check_shape(name, module.weight.shape)
         with torch.no_grad():
             for start in range(0, len(module.weight), BLOCK):

@@ -79,7 +79,7 @@ def _probe(parts: Parts, index: int, module: GenericModule, call: Call, hidden: 
     try:
         plain = module.project(hidden)
     except LookupError:
-        raise parts.refused(f"layer {index} is no attention, or none that goes through AttentionInterface") from None
+        raise parts.refused(f"layer {index} is not attention, or does not go through AttentionInterface") from None
     return _Probe(plain, module.project(hidden, call["position_embeddings"]), positions)
 
 

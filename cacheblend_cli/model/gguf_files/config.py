@@ -35,7 +35,7 @@ def config_of(
     """tensors: their shapes. rope_factors: those that say something of RoPE. dtype: what the weights are in."""
     name = metadata.get("general.architecture")
     if metadata.get("general.type", "model") != "model":
-        raise UsageError(f"the GGUF file is no model but a {metadata['general.type']}", "give the file of its model")
+        raise UsageError(f"the GGUF file is not a model but a {metadata['general.type']}", "give the file of its model")
     if name not in ARCHITECTURES:
         raise UsageError(
             f"unknown architecture {name!r} in the GGUF file", f"known in GGUF files: {', '.join(ARCHITECTURES)}"
