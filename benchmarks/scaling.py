@@ -1,11 +1,12 @@
 """How time and memory grow with the prompt, with its number of chunks, and with the store.
 
-    python benchmarks/scaling.py [--seconds 360] [--largest 100000] [--only prompts,chunks,store]
+    python benchmarks/scaling.py [--seconds 360] [--largest 100000] [--only prompts,chunks,store] [--paragraphs 640000]
 
 Prompts: SmolLM2-135M's shape with random weights in bfloat16, 1,024 to 32,768 tokens in chunks of 256, and 4,096 tokens in 2 to 64
-chunks; one process each. Stores: a model of one tiny layer, 1,000 chunks and up to `--largest`, ten times as many each; whole
-commands, and the reads of `ask` for eight chunks. Each part ends when its share of the seconds is over. Writes
-benchmarks/results/scaling.json and docs/scaling.md; parts that are not in --only stay as they were.
+chunks; one process each. Stores: a model of one tiny layer, 1,000 paragraphs (some 1.6 chunks each) and up to `--largest`, ten times
+as many each; CPU seconds and peak memory of whole commands, and the reads of `ask` for eight chunks. With `--paragraphs`, one store
+of that many alone, whose row is added. Each part ends when its share of the seconds is over. Writes benchmarks/results/scaling.json
+and docs/scaling.md; parts that are not in --only stay as they were.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,12 @@ TINY = SMOLLM2 | {
 }  # fmt: skip
 SHAPES = {"SmolLM2-135M": (30, 3, 64), "Qwen2.5-0.5B": (24, 2, 64), "Llama-3.1-8B": (32, 8, 128)}
 """Layers, KV heads, head_dim."""
+BUSY = 0.1
+"""CPUs that others may use before the page says so."""
+COMMANDS = {
+    "first search": "first `search`", "search": "`search`", "ls": "`chunks ls`", "ask": "`ask`", "again": "`precompute` again",
+    "one changed": "one changed", "precompute": "`precompute`",
+}  # fmt: skip
 CODECS = ("float32", "bfloat16", "float8_e4m3", "int8", "int4")
 
 
@@ -57,6 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=360)
     parser.add_argument("--largest", type=int, default=100_000)
+    parser.add_argument("--paragraphs", type=int, help="measure one store of this many paragraphs")
     parser.add_argument("--only", default="prompts,chunks,store")
     parser.add_argument("--child", nargs=3, metavar=("MODEL", "TOKENS", "CHUNKS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -68,6 +77,8 @@ def main() -> None:
 
     result: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     result |= {"hardware": hardware(), "bytes": bytes_per_million()}
+    if arguments.paragraphs:
+        arguments.only = ""
     others, share = Others(), arguments.seconds / len(arguments.only.split(","))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -81,6 +92,10 @@ def main() -> None:
             result["chunks"] = in_children(folder / "smollm2", [(SPLIT_TOKENS, count) for count in COUNTS], share)
         if "store" in arguments.only:
             result["store"] = stores(folder, arguments.largest, share)
+        if arguments.paragraphs:
+            row = of_store(folder, arguments.paragraphs)
+            others_rows = [known for known in result.get("store", []) if known["chunks"] != row["chunks"]]
+            result["store"] = sorted([*others_rows, row], key=lambda known: known["chunks"])
     result["others"] = others.used()
     RESULTS.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     PAGE.write_text(page(result), encoding="utf-8")
@@ -148,19 +163,23 @@ def stores(folder: Path, largest: int, seconds: float) -> list[dict[str, float]]
     return found
 
 
-def of_store(folder: Path, count: int) -> dict[str, float]:
-    """Fill a store with documents of 100 paragraphs; return seconds of each command (medians of three) and of look-ups."""
+def of_store(folder: Path, count: int) -> dict[str, Any]:
+    """Fill a store with documents of 100 paragraphs; return CPU seconds and peak memory of each command, and seconds of look-ups."""
     from cacheblend_store import ChunkStore
 
-    docs, path, rng = folder / f"docs{count}", folder / f"store{count}", random.Random(0)
+    others, docs, path, rng = Others(), folder / f"docs{count}", folder / f"store{count}", random.Random(0)
     docs.mkdir()
     words = [f"word{i}" for i in range(2000)]
-    for number in range(count // 100):
+
+    def write(number: int) -> None:
         paragraphs = [" ".join(rng.choice(words) for _ in range(3)) for _ in range(100)]
         (docs / f"{number}.txt").write_text("\n\n".join(paragraphs))
+
+    for number in range(count // 100):
+        write(number)
     machine = ["--store", str(path), "--model", str(folder / "tiny"), "--dtype", "float32"]
     precompute = ["precompute", str(docs), "--chunk-tokens", "16", "--context", "sink", "-q", *machine]
-    found = {"fill": seconds_of(precompute)}
+    found: dict[str, Any] = {"precompute": command_cost(precompute)}
     with ChunkStore.open(path) as store:
         keys = [manifest.key for manifest in store.chunks()]
 
@@ -169,21 +188,51 @@ def of_store(folder: Path, count: int) -> dict[str, float]:
                 store.get_chunk(store.resolve(rng.choice(keys).hex()[:16]))
 
         found["look-up of 8"] = statistics.median(timed(look_up) for _ in range(50))
-    commands = {
-        "search": ["search", "word7 word77", "--all", "-q", "--search", "words", "--store", str(path)],
-        "chunks ls": ["chunks", "ls", "--limit", "50", "--store", str(path)],
-        "precompute again": precompute,
-    }
-    for name, command in commands.items():
-        seconds_of(command)
-        found[name] = statistics.median(seconds_of(command) for _ in range(3))
-    return {"chunks": len(keys), **found}
+    search = ["search", "word7 word77", "--all", "-q", "--search", "words", "--store", str(path)]
+    ask = [
+        "ask",
+        "Where is word7?",
+        "--max-tokens",
+        "4",
+        "--search",
+        "words",
+        "--top-k",
+        "4",
+        "--all",
+        "--local",
+        "-q",
+        *machine,
+    ]
+    found["again"] = command_cost(precompute)
+    found["first search"] = command_cost(search)
+    found["search"] = command_cost(search)
+    found["ask"] = command_cost(ask)
+    found["ls"] = command_cost(["chunks", "ls", "--limit", "50", "--store", str(path)])
+    write(count // 200)
+    found["one changed"] = command_cost(precompute)
+    row = {"chunks": len(keys), **found, "others": others.used()}
+    print(json.dumps(row), flush=True)
+    return row
 
 
-def seconds_of(command: list[str]) -> float:
-    return timed(
-        lambda: subprocess.run([*CLI, *command], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    )
+def command_cost(command: list[str]) -> dict[str, float]:
+    """Run a command; return its CPU seconds, wall-clock seconds, and peak memory of its own (without mapped files) in MiB."""
+    start, peak = time.perf_counter(), 0.0
+    with subprocess.Popen([*CLI, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while True:
+            found, status, usage = os.wait4(process.pid, os.WNOHANG)
+            if found:
+                break
+            with suppress(OSError, StopIteration):
+                status_file = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+                peak = max(peak, int(next(x for x in status_file if x.startswith("RssAnon")).split()[1]) / 1024)
+            time.sleep(0.05)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    cost = {"cpu": usage.ru_utime + usage.ru_stime, "wall": time.perf_counter() - start, "peak_mib": peak}
+    print(command[0], json.dumps(cost), file=sys.stderr, flush=True)
+    return cost
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -223,16 +272,23 @@ def page(result: dict[str, Any]) -> str:
         "",
         "## Store size",
         "",
-        "A model of one tiny layer, chunks of at most 16 tokens, documents of 100 paragraphs. Seconds of whole commands, interpreter and "
-        "libraries included; the second `precompute` finds nothing to do. Look-up: reading eight chunks by id, as `ask` does. Writes take "
-        "longer in a larger store because pages are checked before they are used.",
+        "A model of one tiny layer, chunks of at most 16 tokens, documents of 100 paragraphs. CPU seconds of whole commands, interpreter and "
+        "libraries included, and their peak memory in MiB, mapped files left out. The second `precompute` finds nothing to do, the third "
+        "one changed document of 100 paragraphs; `search` is one query again, after the first has made the index; `ask` searches and "
+        "answers with four tokens. Look-up: wall-clock time to read eight chunks by id, as `ask` does.",
         "",
-        "| chunks | look-up of 8, ms | `search`, s | `chunks ls`, s | `precompute` again, s | `precompute`, s |",
-        "|---|---|---|---|---|---|",
+        "| chunks | look-up of 8, ms | " + " | ".join(COMMANDS.values()) + " |",
+        "|---" * (2 + len(COMMANDS)) + "|",
     ]
     for row in result.get("store", []):
-        commands = " | ".join(f"{row[name]:.2f}" for name in ("search", "chunks ls", "precompute again", "fill"))
-        lines.append(f"| {int(row['chunks']):,} | {row['look-up of 8'] * 1000:.2f} | {commands} |")
+        cells = (f"{row[name]['cpu']:.1f} s, {row[name]['peak_mib']:,.0f}" for name in COMMANDS)
+        lines.append(f"| {int(row['chunks']):,} | {row['look-up of 8'] * 1000:.1f} | {' | '.join(cells)} |")
+    busy = max((row["others"] for row in result.get("store", [])), default=0.0)
+    if busy > BUSY:
+        lines += [
+            "",
+            f"Other processes used up to {busy:.1f} of the {h['cores']} cores meanwhile, so CPU seconds are above those of a quiet machine.",
+        ]
     lines += [
         "",
         "## Size of stored KV",
