@@ -54,7 +54,7 @@ class Settings:
     neighbours: int = _setting(3, "Number of similar chunks for --context neighbours.")
     kv_dtype: str = _setting(
         "auto",
-        "Storage format of KV: auto (as computed), float32, bfloat16, float16, float8_e4m3, int8 or int4.",
+        "Storage format of KV: auto (as computed), float32, bfloat16, float16, float8_e4m3, float8_e5m2, int8 or int4.",
         shown=False,
     )
     device: str = _setting("auto", "auto, cpu, cuda, cuda:N or mps.", shown=False)
@@ -131,6 +131,9 @@ class Settings:
     block_size: int = 64
     gpu_memory_utilization: float = _setting(0.9, "Share of the GPU's memory to use, including weights.")
     eager: bool = _setting(False, "Decode without CUDA graphs.", flag="--eager")
+    swap_space: float = _setting(
+        4.0, "Host memory for the KV of answers that give way to others, in GiB; beyond it their KV is computed again."
+    )
     kv_pool_dtype: str = _setting("auto", "Format of KV on the device: auto (as computed) or float8_e4m3.", shown=False)
     keep_alive: str = _setting(
         "", "Answer by an engine in the background, which ends after so long without a question, such as 10m. 0: off."
@@ -162,7 +165,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "machine": (
         "device", "dtype", "weight_dtype", "attention_backend", "threads", "tensor_parallel", "decode_with", "decode_model",
     ),
-    "memory": ("kv_dtype", "kv_pool_dtype", "gpu_memory_utilization", "eager", "block_size"),
+    "memory": ("kv_dtype", "kv_pool_dtype", "gpu_memory_utilization", "swap_space", "eager", "block_size"),
     "tenant": ("salt",),
     "cutting": ("chunk_tokens", "window", "overlap", "neighbours"),
     "store": ("store", "lock_timeout", "force_store", "max_size"),

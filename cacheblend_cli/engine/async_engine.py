@@ -191,10 +191,13 @@ class AsyncEngine:
 
     def _snapshot(self) -> EngineStats:
         scheduler, allocator = self._core.scheduler, self._core.blocks.space.allocator
+        block_bytes = self._core.block_bytes
         return replace(
             self._core.counts,
             running=len(scheduler.those(Status.RUNNING)),
             swapped=len(scheduler.those(Status.SWAPPED)),
+            swap_bytes=scheduler.num_swapped * block_bytes,
+            swap_space_bytes=scheduler.swap_blocks * block_bytes,
             blocks_free=allocator.num_free - allocator.num_cached,
             blocks_used=allocator.num_used,
             blocks_cached=allocator.num_cached,

@@ -48,7 +48,7 @@ class BlockManager:
         size = self.space.blocks_for
         if size(num_tokens + headroom) > self._total - self._reserve:
             return Allocation.NEVER
-        return Allocation.OK if self._taken(num_tokens + behind, found.hit) <= self._free else Allocation.LATER
+        return Allocation.OK if self.taken(num_tokens + behind, found.hit) <= self._free else Allocation.LATER
 
     @property
     def _free(self) -> int:
@@ -67,7 +67,7 @@ class BlockManager:
         chunk are found. Else exact KV serves every prompt up to what this one blends, or all of it, and blended KV serves one of
         the same provenance, if all that is blended is there. behind: as for `can_allocate`."""
         found = self._find(plan, origin)
-        if self._taken(plan.num_tokens + behind, found.hit) <= self.space.allocator.num_free:
+        if self.taken(plan.num_tokens + behind, found.hit) <= self.space.allocator.num_free:
             return found
         return Found(Hit(), origin)  # with a copy of a block that is used in part it may take one more than without
 
@@ -92,7 +92,7 @@ class BlockManager:
             return Found(blended.cut(plan.cut_for(blended.num_tokens), size), origin)
         return Found(hit.cut(plan.cut_for(min(hit.num_tokens, origin.exact_until)), size), origin)
 
-    def _taken(self, num_tokens: int, hit: Hit) -> int:
+    def taken(self, num_tokens: int, hit: Hit) -> int:
         """Blocks that are not free any more once a prompt of num_tokens begins with the hit: its own, those of the hit that
         nobody else uses, and while it is copied the one that is used in part."""
         used, whole = self.space.allocator.is_used, hit.num_tokens // self.space.block_size

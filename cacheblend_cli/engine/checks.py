@@ -10,7 +10,6 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from cacheblend_cli.engine.fidelity import Divergence, divergence, log_distribution
@@ -165,9 +164,8 @@ class _Leading(SequenceOutput):
         self.logits: dict[int, Tensor] = {}
         self.ended = False
 
-    def draw(self, logits: Tensor) -> Draw:
+    def see(self, logits: Tensor) -> None:
         self.logits[len(self.out.token_ids)] = logits.clone()
-        return super().draw(logits)
 
     def append(self, draw: Draw) -> bool:
         self.ended = not super().append(draw)
@@ -185,10 +183,9 @@ class Following(SequenceOutput):
     def found(self) -> Divergence:
         return Divergence(tuple(d.kl[0] for d in self._pairs), tuple(d.top1[0] for d in self._pairs))
 
-    def draw(self, logits: Tensor) -> Draw:
+    def see(self, logits: Tensor) -> None:
         reference = self._lead.logits.pop(len(self.out.token_ids))
         self._pairs.append(divergence(log_distribution(reference[None]), log_distribution(logits[None])))
-        return Draw(torch.zeros(1, dtype=torch.int64))
 
     def append(self, draw: Draw) -> bool:
         theirs, own = self._lead.out.token_ids, self.out.token_ids

@@ -20,19 +20,20 @@ from cacheblend_cli.engine.gate import Gate
 from cacheblend_cli.engine.memory import DeviceMemory
 from cacheblend_cli.engine.output_processor import Emit, OutputProcessor, listener
 from cacheblend_cli.engine.pools import lasting_pool, pool_for
-from cacheblend_cli.engine.prefill import PrefillReport
+from cacheblend_cli.engine.prefill import PrefillOutput, PrefillReport
 from cacheblend_cli.engine.rank_worker import worker_of
 from cacheblend_cli.engine.refine import Refiner
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.scheduler import Scheduler
 from cacheblend_cli.engine.sequence import RequestState, Sequence, Snapshot, Status, SwappedKV, provenance_of
-from cacheblend_cli.engine.sequence_output import NOBODY, Generation, SequenceOutput
+from cacheblend_cli.engine.sequence_output import NOBODY, Generation, SequenceOutput, draw_next
 from cacheblend_cli.engine.speeds import Pieces
 from cacheblend_cli.engine.worker import DecodeInput, TableInput
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.block_allocator import Allocation
 from cacheblend_cli.kv.forward import finish
+from cacheblend_cli.kv.pool import bytes_per_token, upload
 from cacheblend_cli.kv.prefix_cache import Hit
 from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.types import Answer
@@ -59,8 +60,19 @@ class EngineCore:
         self._measuring = deque[tuple[RequestState, Pieces[None]]]()  # not admitted yet
         self.counts = EngineStats()
         ahead = 1 if decoder.device.type == "cpu" else 0  # on a GPU prompts load one after another
+        joins = decoder.steady and decoder.rope.switches_at is None and runtime.driver is None  # else a row depends on what is beside it
+        rows, self.block_bytes = self._slice_rows if joins else 0, int(bytes_per_token(decoder) * size)
+        swap_blocks = int(runtime.config.swap_space * 2**30 / self.block_bytes)
         self.scheduler = Scheduler(
-            self.blocks, self.worker, limits.max_sequences, ahead, self._begin, self._restart, self.counts
+            self.blocks,
+            self.worker,
+            limits.max_sequences,
+            ahead,
+            rows,
+            swap_blocks,
+            self._begin,
+            self._restart,
+            self.counts,
         )
         self._states = self.scheduler.states
         self.refiner = Refiner(runtime, size) if limits.refine and caches else None
@@ -130,7 +142,7 @@ class EngineCore:
         going = self.scheduler.schedule()
         self.counts.scheduling_s += time.perf_counter() - started
         if going and going[0].prefilling:
-            self._prefill(going[0])
+            self._prefill(going)
         elif going:
             self._decode(going)
         self.counts.step_s += time.perf_counter() - started
@@ -174,13 +186,26 @@ class EngineCore:
         sequence.restart(bad)
         self._set_provenance(sequence.state)
 
-    def _prefill(self, sequence: Sequence) -> None:
-        """Compute a slice of a prompt; after the last one, its answers begin."""
+    def _prefill(self, sequences: list[Sequence]) -> None:
+        """Compute a slice of a prompt, or several short prompts."""
+        outputs: list[PrefillOutput | None] = [None] * len(sequences)
+        if len(sequences) > 1:
+            with suppress(
+                Exception
+            ):  # a bad chunk, or too little memory: each is computed alone, and meets its own error
+                outputs = [*self.worker.prefill_together([s.prefill.number for s in sequences if s.prefill])]
+                self.counts.joined += len(outputs)
+        for sequence, out in zip(sequences, outputs, strict=True):
+            if sequence.prefilling:
+                self._advance(sequence, out)
+
+    def _advance(self, sequence: Sequence, out: PrefillOutput | None) -> None:
+        """Take a step of a prompt, which is computed now unless `out` has it; after the last one, its answers begin."""
         state, prefill, paged = sequence.state, sequence.prefill, sequence.paged
         assert prefill is not None
         assert paged is not None
         try:
-            out = self.worker.prefill(prefill.number)
+            out = out or self.worker.prefill(prefill.number)
             self.blocks.keep(paged, state.to_prefill.plan.token_ids[: out.num_filled], state.provenance)
             if out.result is None:
                 return
@@ -191,7 +216,7 @@ class EngineCore:
             if isinstance(state, InternalRequest):
                 state.prefilled(sequence, done)
                 self._outputs.check_ended(state)
-            elif state.full is not None:
+            elif sequence.output is not None:
                 self._resume(sequence, done)
             else:
                 self._answers_begin(sequence, done)
@@ -240,7 +265,9 @@ class EngineCore:
         if self._too_risky(first, done.logits):
             self._fall_back(first)
             return
-        self._outputs.sampled([(s, s.output.draw(done.logits)) for s in wave if s.output is not None])
+        outputs = [s.output for s in wave if s.output is not None]
+        draws = draw_next(outputs, done.logits.expand(len(outputs), -1))
+        self._outputs.sampled(list(zip(wave, draws, strict=True)))
 
     def _hand_over(self, sequence: Sequence, connector: Connector) -> None:
         """Give the prompt's KV to the connector, and end the request with an answer of no tokens."""
@@ -274,10 +301,10 @@ class EngineCore:
             paged.ensure(sequence.kv_len + 1)
             paged.make_writable(sequence.kv_len, sequence.kv_len + 1)
         given = DecodeInput(
-            tuple(output.out.token_ids[-1] for _, _, output in parts),
+            tuple(s.next_token for s, _, _ in parts),
             tuple(s.kv_len for s, _, _ in parts),
             tuple(TableInput.of(paged) for _, paged, _ in parts),
-            tuple(s.watch is not None and s.watch.is_due() for s, _, _ in parts),
+            tuple(s.watch is not None and not s.replay and s.watch.is_due() for s, _, _ in parts),
         )
         out = self.worker.decode(given)
         for (sequence, _, _), attention in zip(parts, out.attention, strict=True):
@@ -298,20 +325,25 @@ class EngineCore:
     def _decode_elsewhere(self, sequences: list[Sequence]) -> None:
         parts = [(s, s.handed, s.output) for s in sequences if s.handed is not None and s.output is not None]
         if parts:
-            engine, last = parts[0][1].engine, [output.out.token_ids[-1] for _, _, output in parts]
-            logits = engine.decode([handed for _, handed, _ in parts], last)
+            logits = parts[0][1].engine.decode([handed for _, handed, _ in parts], [s.next_token for s, _, _ in parts])
             self._draw([(s, output) for s, _, output in parts], logits.to(self._runtime.decoder.device))
 
     def _draw(self, parts: list[tuple[Sequence, SequenceOutput]], logits: Tensor) -> None:
         """Draw the next tokens from logits, fp32 [num_seqs, vocab_size], unless they are too risky."""
-        draws = []
-        for (sequence, output), row in zip(parts, logits, strict=True):
+        going = []
+        for index, ((sequence, _), row) in enumerate(zip(parts, logits, strict=True)):
             sequence.kv_len += 1
-            if self._too_risky(sequence, row):
+            if sequence.replay:
+                sequence.replay -= 1
+            elif self._too_risky(sequence, row):
                 self._fall_back(sequence)
             else:
-                draws.append((sequence, output.draw(row)))
-        self._outputs.sampled(draws)
+                going.append(index)
+        if len(going) < len(parts):
+            parts, logits = [parts[i] for i in going], logits[upload(going, logits.device)]
+        if going:
+            draws = draw_next([output for _, output in parts], logits)
+            self._outputs.sampled([(s, draw) for (s, _), draw in zip(parts, draws, strict=True)])
 
     def _too_risky(self, sequence: Sequence, logits: Tensor) -> bool:
         """Return whether a full prefill has to come before the next token (--max-risk)."""
@@ -327,13 +359,13 @@ class EngineCore:
         self._restart(sequence)
 
     def _resume(self, sequence: Sequence, done: PrefillReport) -> None:
-        """The full prefill is done: draw the next token."""
-        state = sequence.state
-        assert state.gate is not None
+        """The prompt of an answer that has begun is computed again: in full (--max-risk), or as its KV was dropped."""
+        gate = sequence.state.gate
         assert sequence.output is not None
-        state.gate.found = replace(state.gate.found, seconds=done.prefill_s)
-        sequence.kv_len = state.num_tokens
-        self._outputs.sampled([(sequence, sequence.output.draw(done.logits))])
+        if sequence.prefilled_again():
+            assert gate is not None
+            gate.found = replace(gate.found, seconds=done.prefill_s)
+            self._outputs.sampled([(sequence, sequence.output.draw(done.logits))])
 
     def _give_back(self, sequence: Sequence) -> None:
         """Free blocks that have left the window of every layer."""

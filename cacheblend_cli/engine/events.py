@@ -95,7 +95,8 @@ class EngineStats:
     """Requests and sequences by state; the pool's blocks by state; what was done since the service began, which the engine counts.
 
     computed: tokens of prompts whose KV was computed; reused: taken from the store; repaired: of these, computed again;
-    prefix_cached: found in the prefix cache. refined: prompts whose exact KV was computed while nobody asked. stall_s: waited for KV to load.
+    prefix_cached: found in the prefix cache. swap_bytes: KV that is swapped out, of swap_space_bytes. preempted: answers that gave
+    their blocks up; recomputed: those of them whose KV was dropped, as the swap space was full. joined: short prompts computed in one launch with others. refined: prompts whose exact KV was computed while nobody asked. stall_s: waited for KV to load.
     step_s, scheduling_s: seconds of all steps, and of deciding what they do."""
 
     waiting: int = 0
@@ -112,7 +113,11 @@ class EngineStats:
     reused: int = 0
     repaired: int = 0
     prefix_cached: int = 0
+    swap_bytes: int = 0
+    swap_space_bytes: int = 0
     preempted: int = 0
+    recomputed: int = 0
+    joined: int = 0
     refined: int = 0
     stall_s: float = 0.0
     step_s: float = 0.0

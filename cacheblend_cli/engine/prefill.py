@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -21,14 +22,15 @@ from cacheblend_cli.engine.memory import out_of_memory
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import logprobs_of
+from cacheblend_cli.engine.slices import Slice, SlicePart, last_logits, run_slices, slices_of
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.kv.forward import LayerStep, Pass, finish, run_layers
+from cacheblend_cli.kv.forward import Hidden, Pass, finish
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.loading import agree, make_loader
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
-from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.kv.source import BadChunk, KVSource
-from cacheblend_cli.model.decoder import Decoder, DecoderLayer
+from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.linear import STEADY_ROWS
 from cacheblend_cli.prompt.plan import PromptPlan
 from cacheblend_cli.types import BlendParams, LayerReport, Status, TokenLogprob
 
@@ -205,36 +207,38 @@ class PrefillState:
     def advance(self) -> PrefillOutput:
         """Compute the next slice, or some layers of what is blended."""
         start, piece = time.perf_counter(), self._slices[self._done]
-        result = self._next_layers(piece) if piece.blended else self._next_slice(piece)
+        if not piece.blended:
+            return advance_together([self])[0]
+        result = self._next_layers(piece)
         agree(self._decoder, self._plan, self._loader.bad)
         return self._output(result, start)
 
-    def _next_slice(self, piece: Slice) -> PrefillResult | None:
-        last = self._done == len(self._slices) - 1
-        positions = torch.tensor(piece.positions, device=self._decoder.device)
-        token_ids, total = torch.tensor(self._plan.token_ids, device=positions.device), self._plan.num_tokens
-        outputs_from = self._given.outputs_from
-        first = len(positions) - last if outputs_from is None else bisect_left(piece.positions, outputs_from)
-        rows = rows_of(self._decoder, self._sequence, positions, piece.positions[-1] + 1, total)
-        steps = _SliceSteps(
-            self._loader,
-            self._decoder.spec.num_kv_layers - 1,
-            torch.arange(first, len(positions), device=positions.device),
-        )
-        hidden = run_layers(self._decoder, rows, token_ids[positions], steps)
+    def _part(self) -> SlicePart:
+        """The next slice, as a part of a launch."""
+        positions, outputs_from = self._slices[self._done].positions, self._given.outputs_from
+        first = len(positions)
+        if outputs_from is not None:
+            first = bisect_left(positions, outputs_from)
+        elif self._done == len(self._slices) - 1:
+            first = max(0, first - STEADY_ROWS)
+        return SlicePart(self._sequence, self._loader, self._plan, positions, first)
+
+    def _computed(self, hidden: Hidden | None, logits: Tensor | None, start: float) -> PrefillOutput:
+        """A slice is computed. hidden: its rows from `outputs_from` on, where their logits are wanted. logits: of the prompt's last
+        row, fp32 [1, vocab_size], where it was the last slice."""
         self._done += 1
-        if hidden is not None and outputs_from is not None:  # each row once: logits are computed in place
-            end = len(positions) - first - last
+        if hidden is not None and self._given.outputs_from is not None:  # each row once: logits are computed in place
+            end = len(hidden.delta) - (logits is not None)
             for at in range(0, end, LOGIT_ROWS):
                 self._on_logits(hidden.logits(self._decoder, slice(at, min(at + LOGIT_ROWS, end))))
-        if not last or hidden is None:
-            return None
-        logits = hidden.logits(self._decoder, slice(-1, None))
-        if outputs_from is not None:
-            self._on_logits(logits)
+            if logits is not None:
+                self._on_logits(logits)
+        if logits is None:
+            return self._output(None, start)
         count = sum(len(s.positions) for s in self._slices)
         layers = [LayerReport(layer.index, Status.AFTER_CHECK, count, 0) for layer in self._decoder.layers]
-        return PrefillResult(logits, positions[:0], layers)
+        chosen = torch.empty(0, dtype=torch.int64, device=logits.device)
+        return self._output(PrefillResult(logits, chosen, layers), start)
 
     def _next_layers(self, piece: Slice) -> PrefillResult | None:
         """Compute as many layers of the blended slice as have the rows of a step, one at least. None unless it is done then."""
@@ -262,37 +266,18 @@ class PrefillState:
         return PrefillOutput(num_filled, self._loader, result, self._prefill_s)
 
 
-@dataclass(frozen=True)
-class Slice:
-    """Rows that one step computes. positions: sorted; start, end: what they are part of. blended: all from `start` on, where
-    KV is repaired, chosen by the policy."""
-
-    start: int
-    end: int
-    positions: tuple[int, ...] = ()
-    blended: bool = False
-
-
-def slices_of(plan: PromptPlan, slice_rows: int) -> list[Slice]:
-    """Cut the computed positions before the first blended chunk at multiples of slice_rows; the rest is one slice."""
-    until = plan.exact_until
-    fresh = [p for s in plan.segments if s.status == "computed" for p in range(s.start, min(s.end, until))]
-    slices = []
-    for start in range(0, until, slice_rows):
-        end = min(start + slice_rows, until)
-        if rows := fresh[bisect_left(fresh, start) : bisect_left(fresh, end)]:
-            slices.append(Slice(start, end, tuple(rows)))
-    return slices if until == plan.num_tokens else [*slices, Slice(until, plan.num_tokens, blended=True)]
-
-
-class _SliceSteps:
-    """Every row at every layer but the last with K and V of its own, which computes these of all rows and the rest of the rows
-    `outputs` [n] alone; so do the layers after it."""
-
-    def __init__(self, loader: KVLoader, last: int, outputs: Tensor) -> None:
-        self._loader, self._last, self._outputs = loader, last, outputs
-
-    def at(self, layer: DecoderLayer) -> LayerStep:
-        if layer.own_kv:
-            self._loader.wait(layer.index)
-        return LayerStep(next_rows=self._outputs if layer.index == self._last else None)
+@torch.inference_mode()
+def advance_together(prompts: Sequence[PrefillState]) -> list[PrefillOutput]:
+    """Compute the next slice of each prompt in one launch. Where there are several, it is the only one of each (`short_rows`), and
+    RoPE has the same frequencies for all. Raises BadChunk, after which every prompt can be computed again, alone."""
+    start, decoder = time.perf_counter(), prompts[0]._decoder
+    parts = [prompt._part() for prompt in prompts]
+    hidden = run_slices(decoder, parts)
+    for prompt in prompts:
+        agree(decoder, prompt._plan, prompt._loader.bad)
+    ending = prompts[0]._done == len(prompts[0]._slices) - 1
+    if hidden is None or not ending:
+        return [prompt._computed(hidden, None, start) for prompt in prompts]
+    ends = list(accumulate(len(part.positions) - part.first for part in parts))
+    logits = last_logits(decoder, hidden, ends)
+    return [prompt._computed(hidden, row, start) for prompt, row in zip(prompts, logits, strict=True)]

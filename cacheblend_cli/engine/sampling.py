@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from cacheblend_cli.engine.grammar import Grammar
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.kv.pool import upload
 from cacheblend_cli.kv.swap import to_host
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.types import MODEL_SAMPLED, SamplingParams, TokenLogprob
@@ -27,35 +30,53 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, num_top: int) -> list[TokenLo
     return [TokenLogprob(i, p, tuple(zip(ids, values, strict=True))) for i, p, ids, values in rows]
 
 
-class Draw:
-    """A token that was drawn and is still on the device.
+class Drawn:
+    """Tokens that were drawn together and are on their way to the host.
 
-    token: [1] int64 on the device, for the next step; logprobs: fp32 [1 + k] of it and the k likeliest, ids: [k] int64.
+    tokens: [n] int64 on the device; logprobs: fp32 [n, 1 + k] of each and the k likeliest, ids: [n, k] int64.
     """
 
-    def __init__(self, token: Tensor, logprobs: Tensor | None = None, ids: Tensor | None = None) -> None:
-        self.token = token
-        self._parts = [None if t is None else to_host(t) for t in (token, logprobs, ids)]
+    def __init__(self, tokens: Tensor, logprobs: Tensor | None = None, ids: Tensor | None = None) -> None:
+        self.tokens = tokens
+        self._parts = [None if t is None else to_host(t) for t in (tokens, logprobs, ids)]
         self._ready: torch.cuda.Event | None = None
-        if token.is_cuda:
+        if tokens.is_cuda:
             self._ready = torch.cuda.Event()
             self._ready.record()
 
-    def fetch(self) -> tuple[int, TokenLogprob | None]:
-        """Wait for this token alone, not for what was queued after it."""
+    def fetch(self, index: int) -> tuple[int, TokenLogprob | None]:
+        """Wait for these tokens alone, not for what was queued after them."""
         if self._ready is not None:
             self._ready.synchronize()
-        token, logprobs, ids = self._parts
-        assert token is not None
-        token_id = int(token)
+        tokens, logprobs, ids = self._parts
+        assert tokens is not None
+        token_id = int(tokens[index])
         if logprobs is None or ids is None:
             return token_id, None
-        own, *values = logprobs.tolist()
-        return token_id, TokenLogprob(token_id, own, tuple(zip(ids.tolist(), values, strict=True)))
+        own, *values = logprobs[index].tolist()
+        return token_id, TokenLogprob(token_id, own, tuple(zip(ids[index].tolist(), values, strict=True)))
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One of the tokens that were drawn together."""
+
+    drawn: Drawn
+    index: int = 0
+
+    @property
+    def token(self) -> Tensor:
+        """[1] int64 on the device, for the next step."""
+        return self.drawn.tokens[self.index : self.index + 1]
+
+    def fetch(self) -> tuple[int, TokenLogprob | None]:
+        """Wait for the token. Returns it and, where wanted, its log-probability."""
+        return self.drawn.fetch(self.index)
 
 
 class Sampler:
-    """Draws tokens with a generator of its own, so that a seed gives the same answer whatever else runs."""
+    """Settings and state of one sequence's draws. Its generator is its own, so that a seed gives the same answer whatever else
+    runs."""
 
     def __init__(
         self,
@@ -68,41 +89,91 @@ class Sampler:
         self.params, self.grammar = params, grammar
         self._bias = tuple(zip(*params.logit_bias, strict=True))
         self._penalties = Penalties(params, prompt_ids) if params.penalises else None
-        self._generator = torch.Generator(device=device)
+        self.generator = torch.Generator(device=device)
         if params.seed is not None:
-            self._generator.manual_seed(params.seed)
+            self.generator.manual_seed(params.seed)
         else:
-            self._generator.seed()
+            self.generator.seed()
+
+    @property
+    def settings(self) -> Hashable:
+        """Rows of the same settings are drawn together."""
+        params = self.params
+        return params.temperature, params.top_k, params.top_p, params.min_p, params.logprobs
+
+    @property
+    def alters(self) -> bool:
+        """Whether it draws from other logits than the model's."""
+        return self._penalties is not None or bool(self._bias) or self.grammar is not None
 
     def draw(self, logits: Tensor, forced: int | None = None) -> Draw:
-        """Draw from logits, fp32 [vocab_size]. Nothing waits for the device; the logits may be overwritten afterwards.
-        forced: take this token instead. With a grammar the token is waited for."""
-        penalised = logits if self._penalties is None else self._penalties.applied(logits)
+        """Draw from logits, fp32 [vocab_size], see `draw_together`."""
+        return draw_together([self], logits[None], [forced])[0]
+
+    def adjusted(self, logits: Tensor) -> Tensor:
+        """Logits [vocab_size] after penalties, bias and the answer's form; the same tensor where there are none."""
+        if self._penalties is not None:
+            logits = self._penalties.applied(logits)
         if self._bias:
             if not 0 <= min(self._bias[0]) <= max(self._bias[0]) < len(logits):
                 raise UsageError("logit_bias names a token that is not there", f"tokens are 0 to {len(logits) - 1}")
             ids, values = (torch.tensor(part, device=logits.device) for part in self._bias)
-            penalised = penalised.index_add(0, ids, values.to(penalised.dtype))
-        if self.grammar is not None:
-            penalised = self.grammar.allowed(penalised)
-        token = self._token(penalised) if forced is None else torch.full((1,), forced, device=logits.device)
+            logits = logits.index_add(0, ids, values.to(logits.dtype))
+        return logits if self.grammar is None else self.grammar.allowed(logits)
+
+    def note(self, token: Tensor) -> None:
+        """token: [1] int64, drawn from the logits last adjusted. With a grammar it is waited for."""
         if self._penalties is not None:
             self._penalties.note(token)
         if self.grammar is not None:
             self.grammar.take(int(token))
-        if self.params.logprobs is None:
-            return Draw(token)
-        logprobs = torch.log_softmax(logits, dim=-1)
-        top = logprobs.topk(self.params.logprobs)
-        return Draw(token, torch.cat((logprobs[token], top.values)), top.indices)
 
-    def _token(self, logits: Tensor) -> Tensor:
-        if self.params.temperature == 0:
-            return logits.argmax(-1, keepdim=True)
-        probs = filtered_probs(logits, self.params)
-        # As torch.multinomial draws one sample, without its checks, which wait for the device: argmax of p / Exp(1).
-        noise = torch.empty_like(probs).exponential_(1, generator=self._generator)
-        return (probs / noise).argmax(-1, keepdim=True)
+
+def draw_together(samplers: Sequence[Sampler], logits: Tensor, forced: Sequence[int | None]) -> list[Draw]:
+    """Draw a token of each row of logits, fp32 [n, vocab_size]; rows of the same settings in one operation, with the same tokens
+    as alone. forced: take this token instead. Nothing waits for the device; the logits may be overwritten afterwards."""
+    groups: dict[Hashable, list[int]] = defaultdict(list)
+    for index, (sampler, token) in enumerate(zip(samplers, forced, strict=True)):
+        groups[sampler.settings, token is None].append(index)
+    draws: dict[int, Draw] = {}
+    for own in groups.values():
+        rows = logits if len(own) == len(samplers) else logits[upload(own, logits.device)]
+        drawn = _drawn([samplers[i] for i in own], rows, [forced[i] for i in own])
+        draws |= {index: Draw(drawn, at) for at, index in enumerate(own)}
+    return [draws[index] for index in range(len(samplers))]
+
+
+def _drawn(samplers: Sequence[Sampler], logits: Tensor, forced: Sequence[int | None]) -> Drawn:
+    """Draw for samplers of the same settings; all tokens are forced, or none is."""
+    params = samplers[0].params
+    adjusted = [sampler.adjusted(row) for sampler, row in zip(samplers, logits, strict=True)]
+    if forced[0] is not None:
+        tokens = upload([token for token in forced if token is not None], logits.device)
+    else:
+        changed = any(sampler.alters for sampler in samplers)
+        tokens = _tokens(samplers, torch.stack(adjusted) if changed else logits)
+    for index, sampler in enumerate(samplers):
+        sampler.note(tokens[index : index + 1])
+    if params.logprobs is None:
+        return Drawn(tokens)
+    logprobs = torch.log_softmax(logits, dim=-1)
+    top = logprobs.topk(params.logprobs)
+    return Drawn(tokens, torch.cat((logprobs.gather(1, tokens[:, None]), top.values), dim=-1), top.indices)
+
+
+def _tokens(samplers: Sequence[Sampler], logits: Tensor) -> Tensor:
+    """[n] int64, of rows of logits [n, vocab_size]."""
+    if samplers[0].params.temperature == 0:
+        return logits.argmax(-1)
+    probs = _kept_probs(logits, samplers[0].params)
+    # As torch.multinomial draws one sample, without its checks, which wait for the device: argmax of p / Exp(1).
+    noise = torch.empty_like(probs)
+    if all(sampler.params.seed is None for sampler in samplers):
+        noise.exponential_(1, generator=samplers[0].generator)
+    else:
+        for row, sampler in zip(noise, samplers, strict=True):
+            row.exponential_(1, generator=sampler.generator)
+    return (probs / noise).argmax(-1)
 
 
 class Penalties:
@@ -135,19 +206,25 @@ class Penalties:
 
 
 def filtered_probs(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Probabilities [vocab_size] after temperature, then top-k, top-p and min-p, in that order. At least one survives."""
+    """Probabilities [..., vocab_size] after temperature, then top-k, top-p and min-p, in that order. At least one survives."""
+    probs = _kept_probs(logits, params)
+    return probs / probs.sum(-1, keepdim=True)
+
+
+def _kept_probs(logits: Tensor, params: SamplingParams) -> Tensor:
+    """`filtered_probs` before they are made to add up to 1: of a row the same to the bit, however many rows there are."""
     logits = logits / max(params.temperature, LEAST_TEMPERATURE)
     if params.top_k:
-        kth = logits.topk(min(params.top_k, logits.shape[-1])).values[-1]
+        kth = logits.topk(min(params.top_k, logits.shape[-1])).values[..., -1:]
         logits = logits.masked_fill(logits < kth, float("-inf"))
     probs = torch.softmax(logits, dim=-1)
     if params.top_p < 1:
         ordered, order = probs.sort(descending=True)
         outside = ordered.cumsum(-1) - ordered >= params.top_p
-        probs = torch.empty_like(probs).scatter_(0, order, ordered.masked_fill(outside, 0.0))
+        probs = torch.empty_like(probs).scatter_(-1, order, ordered.masked_fill(outside, 0.0))
     if params.min_p > 0:
-        probs = probs.masked_fill(probs < params.min_p * probs.max(), 0.0)
-    return probs / probs.sum()
+        probs = probs.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), 0.0)
+    return probs
 
 
 def as_the_model(sampling: SamplingParams, fields: Collection[str], model: LoadedModel) -> SamplingParams:

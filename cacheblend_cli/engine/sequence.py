@@ -19,6 +19,7 @@ from cacheblend_cli.engine.gate import Gate
 from cacheblend_cli.engine.prefill import PrefillInput, PrefillReport, PromptLogprobs
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.sequence_output import Generation, SequenceOutput
+from cacheblend_cli.engine.slices import short_rows
 from cacheblend_cli.engine.worker import Worker
 from cacheblend_cli.kv.block_table import BlockTable
 from cacheblend_cli.kv.prefix_cache import Hit, KVProvenance
@@ -42,11 +43,13 @@ Outputs = tuple[int, Callable[[Tensor], None]]
 
 @dataclass(frozen=True)
 class RunningPrefill:
-    """A prompt that a worker computes under this number. hit_tokens: leading tokens whose KV came from the prefix cache."""
+    """A prompt that a worker computes under this number. hit_tokens: leading tokens whose KV came from the prefix cache. short: its
+    rows, where it may share a launch with others."""
 
     worker: Worker
     number: int
     hit_tokens: int
+    short: int | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,8 @@ class Sequence:
     paged: its blocks while it runs; they hold kv_len tokens, all but the newest one. prefill: its prompt's, while that is
     computed. output: what is generated. swapped: its KV while it is swapped. generation: the result. watch: adds up its
     attention. leader: the sequence whose tokens it is fed, None = its own. handed: its KV in another engine, which decodes it from
-    then on: its blocks stay as they were, also while it is swapped. stays: that engine refused it.
+    then on: its blocks stay as they were, also while it is swapped. stays: that engine refused it. replay: of its tokens, those that
+    follow the next one to compute, since its KV was dropped: they are not drawn again.
     """
 
     state: RequestState
@@ -99,6 +103,7 @@ class Sequence:
     leader: Sequence | None = None
     handed: LlamaSequence | None = None
     stays: bool = False
+    replay: int = 0
 
     @property
     def prefilling(self) -> bool:
@@ -117,6 +122,28 @@ class Sequence:
         """Ids of the prompt and the answer."""
         generated = self.output.out.token_ids if self.output else []
         return [*self.state.request.plan.token_ids, *generated]
+
+    @property
+    def next_token(self) -> int:
+        """The token whose KV is computed next: the newest, unless some are computed again."""
+        assert self.output is not None
+        return self.output.out.token_ids[-1 - self.replay]
+
+    @property
+    def room_behind(self) -> int:
+        """Tokens behind its prompt that there have to be blocks for when it begins."""
+        again = 0 if self.output is None else len(self.token_ids) - self.state.num_tokens + 1
+        return max(again, self.state.behind)
+
+    def prefilled_again(self) -> bool:
+        """Its prompt is computed once more. Returns whether the next token is to be drawn; else tokens that it has are computed
+        again first, one a step as at first, so that the answer is the same to the bit."""
+        state = self.state
+        assert self.output is not None
+        self.kv_len = state.num_tokens
+        left = state.request.plan.num_tokens + len(self.output.out.token_ids) - state.num_tokens
+        self.replay = max(0, left - 1)
+        return not left
 
     @property
     def gone(self) -> int:
@@ -148,7 +175,7 @@ class Sequence:
         plan = request.plan.with_prefix_cache(hit_tokens) if hit_tokens else request.plan
         outputs_from, on_logits = self.state.outputs() or (None, lambda logits: None)
         blocks, blend = tuple(self.paged.blocks), request.blend
-        self.prefill = RunningPrefill(worker, number, hit_tokens)
+        self.prefill = RunningPrefill(worker, number, hit_tokens, self.state.short_rows(hit_tokens, slice_rows))
         given = PrefillInput(number, plan, blocks, blend, request.lossless, slice_rows, outputs_from)
         worker.begin(given, request.source, on_logits)
 
@@ -278,6 +305,13 @@ class RequestState:
             return None
         self.prompt_logprobs = PromptLogprobs(self.request.plan.token_ids, top)
         return 0, self.prompt_logprobs
+
+    def short_rows(self, hit_tokens: int, slice_rows: int) -> int | None:
+        """Rows of its prompt behind hit_tokens from the prefix cache, where it may share a launch with others. None where it has
+        too many, needs repair, or is timed or watched by itself."""
+        if self.report is not None or self.request.sampling.prompt_logprobs is not None or self.parent is not None:
+            return None
+        return short_rows(self.to_prefill.plan.with_prefix_cache(hit_tokens), slice_rows)
 
     def find(self, blocks: BlockManager) -> Found:
         """Look its prompt up in the prefix cache. Nothing is taken from there where the logits of all its tokens are wanted."""

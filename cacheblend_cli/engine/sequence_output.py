@@ -13,7 +13,7 @@ from torch import Tensor
 from cacheblend_cli.engine.detokenizer import Detokenizer
 from cacheblend_cli.engine.grammar import Grammar, grammar_of
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sampling import Draw, Sampler
+from cacheblend_cli.engine.sampling import Draw, Sampler, draw_together
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.types import FinishReason, SamplingParams, TokenLogprob
 
@@ -87,7 +87,10 @@ class SequenceOutput:
 
     def draw(self, logits: Tensor) -> Draw:
         """Draw the next token from logits, fp32 [vocab_size]. Does not wait for the device."""
-        return self._sampler.draw(logits, self._closing.popleft() if self._closing else None)
+        return draw_next([self], logits[None])[0]
+
+    def see(self, logits: Tensor) -> None:
+        """logits: fp32 [vocab_size], that the next token is drawn from; they may be overwritten afterwards."""
 
     def append(self, draw: Draw) -> bool:
         """Append the token and stream the text that it completes. Returns whether the answer goes on."""
@@ -140,6 +143,14 @@ class SequenceOutput:
         if used_up and self._detokenizer.reasoning.open and not self.out.reasoning_cut:
             self._closing.extend(self._closing_ids())
             self.out.reasoning_cut = True
+
+
+def draw_next(outputs: Sequence[SequenceOutput], logits: Tensor) -> list[Draw]:
+    """Draw the next token of each from its row of logits, fp32 [n, vocab_size]. Does not wait for the device."""
+    for output, row in zip(outputs, logits, strict=True):
+        output.see(row)
+    forced = [output._closing.popleft() if output._closing else None for output in outputs]
+    return draw_together([output._sampler for output in outputs], logits, forced)
 
 
 def _grammar_of(runtime: Runtime, params: SamplingParams) -> Grammar:

@@ -17,7 +17,7 @@ from torch import Tensor
 from cacheblend_cli.engine.attention import Watch
 from cacheblend_cli.engine.decode import EagerRunner
 from cacheblend_cli.engine.memory import DeviceMemory
-from cacheblend_cli.engine.prefill import PrefillInput, PrefillOutput, PrefillState
+from cacheblend_cli.engine.prefill import PrefillInput, PrefillOutput, PrefillState, advance_together
 from cacheblend_cli.kv.block_table import BlockSpace, BlockTable
 from cacheblend_cli.kv.export import KVReader, export
 from cacheblend_cli.kv.pool import SequenceView, upload
@@ -80,6 +80,11 @@ class Worker(BlockSpace):
     def prefill(self, number: int) -> PrefillOutput:
         """Compute the next step of a prompt. Raises BadChunk."""
         return self._prefills[number].advance()
+
+    def prefill_together(self, numbers: Sequence[int]) -> list[PrefillOutput]:
+        """Compute the only slice of several short prompts (`engine/slices.py: short_rows`) in one launch. Raises BadChunk; then each
+        of them can still be computed alone."""
+        return advance_together([self._prefills[number] for number in numbers])
 
     def end(self, number: int) -> None:
         """Load and compute no more of a prompt, if there is one of that number."""

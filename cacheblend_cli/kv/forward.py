@@ -95,7 +95,7 @@ class Hidden:
     delta: Tensor
     residual: Tensor
 
-    def logits(self, decoder: Decoder, rows: slice = slice(None)) -> Tensor:
+    def logits(self, decoder: Decoder, rows: slice | Tensor = slice(None)) -> Tensor:
         """fp32 [num_rows, vocab_size]."""
         return decoder.logits(self.delta[rows], self.residual[rows])
 

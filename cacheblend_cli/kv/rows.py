@@ -42,14 +42,10 @@ class Rows:
         return self.rotations[layer.rope]
 
     def take(self, index: Tensor) -> Rows:
-        """Select rows of one sequence, in order. index: [n] int64."""
-        assert self.attention.num_seqs == 1
+        """Select rows, in order. index: [n] int64, sorted."""
+        bounds = torch.searchsorted(index, self.attention.cu_rows.long(), out_int32=True)
         positions = self.positions[index]
-        attention = replace(
-            self.attention,
-            positions=positions,
-            cu_rows=upload([0, len(positions)], positions.device, torch.int32),
-        )
+        attention = replace(self.attention, positions=positions, cu_rows=bounds)
         return replace(
             self,
             positions=positions,

@@ -18,6 +18,8 @@ _GAUGES = {
     "waiting": "Questions that wait",
     "running": "Questions that are answered",
     "swapped": "Answers that were put aside",
+    "swap_bytes": "KV of such answers in the host's memory",
+    "swap_space_bytes": "The host's memory that such KV may take (--swap-space)",
 }
 _COUNTERS = {
     "finished": "Questions that were answered",
@@ -29,6 +31,8 @@ _COUNTERS = {
     "repaired": "Tokens of prompts whose stored KV was computed again",
     "prefix_cached": "Tokens of prompts whose KV was in the prefix cache",
     "preempted": "Answers that had to give up their blocks",
+    "recomputed": "Answers of these whose KV was dropped, as the swap space was full",
+    "joined": "Short prompts that were computed in one launch with others",
     "refined": "Prompts whose exact KV was computed while nobody asked",
 }
 _OF_TIER = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from cacheblend_cli.blend.selectors import Candidates, budget, choose
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.detokenizer import StopStrings
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.sampling import Sampler, filtered_probs
+from cacheblend_cli.engine.sampling import Sampler, draw_together, filtered_probs
 from cacheblend_cli.engine.sequence_output import Listener
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.tokenizer import Tokenizer
@@ -220,3 +221,23 @@ def test_stop_strings_are_bounded() -> None:
     for stops in (("a",) * 17, ("a" * 1025,), ("",)):
         with pytest.raises(UsageError):
             SamplingParams(stop=stops)
+
+
+def test_rows_of_the_same_settings_are_drawn_together_as_alone() -> None:
+    """Tokens and log-probabilities to the bit, of a vocabulary that several threads sum over."""
+    settings = [
+        SamplingParams(),
+        SamplingParams(temperature=0.8, top_p=0.9, logprobs=3),
+        SamplingParams(temperature=1.5, top_k=40, min_p=0.01),
+        SamplingParams(temperature=1.5, top_k=40, min_p=0.01, repetition_penalty=1.3, logit_bias=((5, 2.0),)),
+        SamplingParams(logprobs=0, frequency_penalty=0.5),
+    ]
+    every = [replace(params, seed=seed) for seed in range(3) for params in settings]
+    rows = torch.randn(len(every), 40_000, generator=torch.Generator().manual_seed(1)) * 3
+    cpu = torch.device("cpu")
+    alone, together = ([Sampler(params, cpu, [1, 2, 3]) for params in every] for _ in range(2))
+    for step in range(3):
+        logits, forced = rows.roll(step, 0), [7 if step == 1 and i % 4 == 0 else None for i in range(len(every))]
+        expected = [s.draw(row, token).fetch() for s, row, token in zip(alone, logits, forced, strict=True)]
+        assert [draw.fetch() for draw in draw_together(together, logits, forced)] == expected
+        assert len(set(expected)) > 10

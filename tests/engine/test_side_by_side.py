@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from houses import SAMPLING, Bench, House, ids_of, open_house
+from houses import SAMPLING, Bench, House, Listener, ids_of, open_house
 
 from cacheblend_cli.engine.events import Failed, Limits
+from cacheblend_cli.engine.prefill import PrefillOutput
 from cacheblend_cli.engine.sequence import Status
 from cacheblend_cli.kv.block_table import BlockTable
+from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 WORDS = "where does Mara work who keeps a parrot at home near the harbor what is it about".split()
+LAZY = Limits(max_sequences=4, enable_prefix_caching=False, pool_tokens=4096)
 TINY = Limits(max_sequences=6, max_rows=40, pool_tokens=16 * 20, enable_prefix_caching=False)
 
 
@@ -230,3 +233,108 @@ def test_many_answers_to_one_question_leave_places_for_others(house: House) -> N
     assert not many.last.done()
     bench.run()
     assert ids_of(many) == at_once
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_short_prompts_share_a_launch_and_answer_as_alone(dtype: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Fresh ones, some behind a chunk that is exact, one that is blended, one that is longer than a launch, one in several answers."""
+    with open_house(tmp_path_factory.mktemp(dtype), pages=2, dtype=dtype, num_hidden_layers=2) as house:
+        rng = random.Random(3)
+        questions = [
+            AskRequest(
+                " ".join(rng.choices(WORDS, k=rng.choice((20, 1, 9, 33)))),
+                rng.sample(house.keys, rng.choice((0, 0, 1, 2))),
+                BlendParams(ratio=0.4),
+                SamplingParams(max_tokens=5, temperature=rng.choice((0.0, 2.0)), seed=i, n=1 + i % 2, logprobs=1),
+            )
+            for i in range(16)
+        ]
+        limits = Limits(max_sequences=24, max_rows=96, pool_tokens=8192)
+        alone, together = Bench(house, limits), Bench(house, limits)
+        expected = []
+        for question in questions:
+            listener, _ = alone.arrive(question)
+            alone.run()
+            expected.append(answers_of(listener))
+        listeners = [together.arrive(question)[0] for question in questions]
+        together.run()
+        assert [answers_of(listener) for listener in listeners] == expected
+        assert alone.stepper.counts.joined == 0
+        assert together.stepper.counts.joined >= 6
+
+
+def answers_of(listener: Listener) -> list[object]:
+    return [(a.generated_ids, a.logprobs) for a in listener.done().answers]
+
+
+def test_a_bad_chunk_in_a_shared_launch_concerns_one_prompt(house: House) -> None:
+    good = house.question("who keeps a parrot at home near the harbor who keeps a parrot at home")
+    asked = [replace(good, keys=house.keys[:1]), replace(good, keys=[])]
+    expected = [Bench(house, LAZY).ask(question) for question in asked]
+    bench = Bench(house, LAZY)
+    listeners = [bench.arrive(question)[0] for question in asked]
+    worker = bench.stepper.worker
+
+    def fails(numbers: list[int]) -> list[PrefillOutput]:
+        prefill = worker._prefills[numbers[0]]
+
+        def wait(layer: int) -> None:
+            raise BadChunk(house.keys[0], "it was damaged")
+
+        prefill._loader.wait = wait  # type: ignore[method-assign]
+        return type(worker).prefill_together(worker, numbers)
+
+    worker.prefill_together = fails  # type: ignore[method-assign, assignment]
+    bench.run()
+    assert [ids_of(listener) for listener in listeners] == expected
+    damaged, whole = (listener.done().answers[0] for listener in listeners)
+    assert any("it was damaged" in note for note in damaged.notes)
+    assert not whole.notes
+    assert bench.stepper.counts.joined == 0
+
+
+@pytest.mark.parametrize("blocks", [0, 4])
+def test_kv_that_the_swap_space_has_no_room_for_is_computed_again(house: House, blocks: int) -> None:
+    """To the bit: log-probabilities are compared, too."""
+    rng = random.Random(11)
+    questions = [random_question(rng, house.keys) for _ in range(40)]
+    questions = [
+        replace(q, sampling=replace(q.sampling, n=3 if i % 2 else 1, max_tokens=20, ignore_eos=True, logprobs=0))
+        for i, q in enumerate(questions)
+    ]
+    alone, together = Bench(house, replace(TINY, pool_tokens=4096)), Bench(house, TINY)
+    expected = []
+    for question in questions:
+        listener, _ = alone.arrive(question)
+        alone.run()
+        expected.append(answers_of(listener))
+    scheduler = together.stepper.scheduler
+    scheduler.swap_blocks = blocks
+    listeners = []
+    for number, question in enumerate(questions):
+        listeners.append(together.arrive(question, verify=number % 10 == 0)[0])
+        together.step()
+        assert scheduler.num_swapped <= blocks or any(s.state.parent for s in scheduler.those(Status.SWAPPED))
+    together.run()
+    assert [answers_of(listener) for listener in listeners] == expected
+    assert together.stepper.counts.recomputed > 0
+    assert (Status.SWAPPED in together.seen) or not blocks
+
+
+def test_answers_begin_only_where_all_fit_the_pool_and_the_swap_space(house: House) -> None:
+    question = replace(house.question(max_tokens=60), keys=house.keys[:1])
+    longest = -(-(house.request(question).plan.num_tokens + 60) // 16)  # blocks of a prompt and its answer
+    counts = []
+    for blocks in (0, 1000):
+        bench = Bench(house, replace(TINY, pool_tokens=16 * (2 * longest + 2)))
+        bench.stepper.scheduler.swap_blocks = blocks
+        for _ in range(3):
+            bench.arrive(question)
+        most = 0
+        while bench.stepper.busy:
+            bench.step()
+            most = max(most, len(bench.stepper.scheduler.those(Status.RUNNING)))
+        counts.append((most, bench.stepper.counts.preempted))
+    assert counts[0] == (2, 0)
+    assert counts[1][0] == 3
+    assert counts[1][1] > 0

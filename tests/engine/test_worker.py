@@ -59,6 +59,15 @@ class Leader(Worker):
             assert torch.equal(ours.result.chosen, theirs.result.chosen)
         return ours
 
+    def prefill_together(self, numbers: Sequence[int]) -> list[PrefillOutput]:
+        self.calls.add("prefill_together")
+        ours, theirs = super().prefill_together(numbers), self.other.prefill_together(sent([*numbers], list[int]))
+        for own, other in zip(ours, theirs, strict=True):
+            assert own.result is not None
+            assert other.result is not None
+            assert torch.equal(own.result.logits, other.result.logits)
+        return ours
+
     def end(self, number: int) -> None:
         self.other.end(sent(number))
         super().end(number)
@@ -99,7 +108,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 def test_a_second_worker_that_is_sent_the_same_computes_the_same(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_worker, "Worker", Leader)
     rng = random.Random(5)
-    bench = Bench(house, Limits(max_sequences=5, max_rows=40, pool_tokens=16 * 20))
+    bench = Bench(house, Limits(max_sequences=5, max_rows=96, pool_tokens=16 * 20))
     worker = bench.stepper.worker
     assert isinstance(worker, Leader)
     for number in range(14):
@@ -111,12 +120,15 @@ def test_a_second_worker_that_is_sent_the_same_computes_the_same(house: House, m
         question = house.question("where does Mara work " * rng.randint(1, 3), **sampling)
         bench.arrive(replace(question, keys=named, blend=blend), verify=number % 5 == 0)
         bench.step()
+    bench.run()
+    for _ in range(4):  # short ones at once
+        bench.arrive(replace(house.question("where does Mara work who keeps a parrot"), keys=[]))
     _, leaving = bench.arrive(house.question(max_tokens=30), verify=True)
     while not leaving.num_started:
         bench.step()
     leaving.cancelled = True
     bench.run()
-    assert worker.calls == {"copy_blocks", "swap_in"}
+    assert worker.calls == {"copy_blocks", "prefill_together", "swap_in"}
     assert Status.SWAPPED in bench.seen
     for one in (worker, worker.other):
         assert not one._prefills

@@ -67,7 +67,7 @@ class House:
 
 @contextmanager
 def open_house(
-    base: Path, family: str = "llama-gqa", pages: int = 3, block_size: int = 16, **config: object
+    base: Path, family: str = "llama-gqa", pages: int = 3, dtype: str = "auto", block_size: int = 16, **config: object
 ) -> Iterator[House]:
     """A random model of the family, and documents of two chunks of 24 tokens each."""
     write_checkpoint(base / "model", family, **{"max_position_embeddings": 1024} | config)
@@ -76,7 +76,7 @@ def open_house(
         words = [WORDS[(5 * page + i) % len(WORDS)] for i in range(40)]
         (base / "docs" / f"{page}.md").write_text(" ".join(words) + "\n")
     with ChunkStore.open(base / "store", mode="write") as store:
-        engine = Engine.load(EngineConfig(model=str(base / "model"), block_size=block_size))
+        engine = Engine.load(EngineConfig(model=str(base / "model"), dtype=dtype, block_size=block_size))
         options = PrecomputeOptions(chunk_tokens=24, context="sink")
         engine.precompute(store, [str(base / "docs")], options, lambda event: None)
         yield House(engine, store, [m.key for m in store.chunks()])

@@ -80,9 +80,7 @@ def hand_over(runtime: Runtime, worker: Worker, sequence: Sequence) -> bool:
     if llama is None or sequence.stays or paged is None or state.parent is not None or state.background:
         return False
     if sequence.handed is None:
-        assert sequence.output is not None
-        generated = len(sequence.output.out.token_ids)
-        headroom = max(1, state.max_new_tokens - generated + 1)
+        headroom = max(1, state.max_new_tokens - (sequence.kv_len - state.request.plan.num_tokens))
         kv = worker.export_kv(TableInput.of(paged), sequence.kv_len)
         try:
             sequence.handed = llama.hand_over(sequence.token_ids[: sequence.kv_len], kv, headroom)

@@ -1,0 +1,104 @@
+"""Slices of prompts: rows that are computed in one launch and need no repair, of one prompt or of several short ones.
+
+A row's K, V and logits are the same to the bit whether its prompt shares the launch or not (on a CPU): attention is computed a
+sequence at a time, and the products of a slice of SHORT_ROWS rows do not depend on the rows beside it. The same holds for the
+last layer and the head, because they are given STEADY_ROWS rows of each prompt, and a multiple of STEADY_ROWS."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cacheblend_cli.kv.forward import Hidden, LayerStep, run_layers
+from cacheblend_cli.kv.loader import KVLoader
+from cacheblend_cli.kv.pool import PagedSequence, upload
+from cacheblend_cli.kv.rows import packed_rows
+from cacheblend_cli.model.decoder import Decoder, DecoderLayer
+from cacheblend_cli.model.linear import STEADY_ROWS
+from cacheblend_cli.prompt.plan import PromptPlan
+
+SHORT_ROWS = 16
+"""Rows of a slice from which its products are the same to the bit beside others', whatever the layout of the weights: measured
+for 16 to 513 rows. MKL's fp32 products of 5, 7 and 9 rows differ, where it has two threads."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Rows that one step computes. positions: sorted; start, end: what they are part of. blended: all from `start` on, where
+    KV is repaired, chosen by the policy."""
+
+    start: int
+    end: int
+    positions: tuple[int, ...] = ()
+    blended: bool = False
+
+
+@dataclass(frozen=True)
+class SlicePart:
+    """A prompt's part of a launch. loader: of its stored KV. first: index of the first row whose hidden state is computed."""
+
+    sequence: PagedSequence
+    loader: KVLoader
+    plan: PromptPlan
+    positions: tuple[int, ...]
+    first: int
+
+
+def slices_of(plan: PromptPlan, slice_rows: int) -> list[Slice]:
+    """Cut the computed positions before the first blended chunk at multiples of slice_rows; the rest is one slice."""
+    until = plan.exact_until
+    fresh = [p for s in plan.segments if s.status == "computed" for p in range(s.start, min(s.end, until))]
+    slices = []
+    for start in range(0, until, slice_rows):
+        end = min(start + slice_rows, until)
+        if rows := fresh[bisect_left(fresh, start) : bisect_left(fresh, end)]:
+            slices.append(Slice(start, end, tuple(rows)))
+    return slices if until == plan.num_tokens else [*slices, Slice(until, plan.num_tokens, blended=True)]
+
+
+def short_rows(plan: PromptPlan, slice_rows: int) -> int | None:
+    """Return the rows of a prompt that may share a launch with others: it is one slice, and needs no repair. Else None."""
+    if plan.exact_until != plan.num_tokens or not SHORT_ROWS <= plan.fresh_tokens <= slice_rows:
+        return None
+    slices = slices_of(plan, slice_rows)
+    return len(slices[0].positions) if len(slices) == 1 else None
+
+
+def run_slices(decoder: Decoder, parts: Sequence[SlicePart]) -> Hidden | None:
+    """Compute the rows of all parts in one launch; the last layer computes the rows from `first` on only, None if there are none.
+    RoPE must have the same frequencies for all. Raises BadChunk."""
+    device, given, outputs, ids, base = decoder.device, [], list[int](), list[int](), 0
+    for part in parts:
+        count, token_ids = len(part.positions), part.plan.token_ids
+        given.append((part.sequence, torch.tensor(part.positions, device=device), part.positions[-1] + 1))
+        outputs += range(base + part.first, base + count)
+        ids += [token_ids[p] for p in part.positions]
+        base += count
+    rows = packed_rows(decoder, given, max(part.plan.num_tokens for part in parts))
+    steps = _SliceSteps([p.loader for p in parts], decoder.spec.num_kv_layers - 1, upload(outputs, device))
+    return run_layers(decoder, rows, upload(ids, device), steps)
+
+
+def last_logits(decoder: Decoder, hidden: Hidden, ends: Sequence[int]) -> list[Tensor]:
+    """Logits of each part's last row, fp32 [1, vocab_size]. ends: where each part's rows end in `hidden`."""
+    filled_up = [*ends, *ends[-1:] * (-len(ends) % STEADY_ROWS)]
+    logits = hidden.logits(decoder, upload([end - 1 for end in filled_up], decoder.device))
+    return [logits[i : i + 1].clone() for i in range(len(ends))]
+
+
+class _SliceSteps:
+    """Every row at every layer but the last with K and V of its own, which computes these of all rows and the rest of the rows
+    `outputs` [n] alone; so do the layers after it."""
+
+    def __init__(self, loaders: Sequence[KVLoader], last: int, outputs: Tensor) -> None:
+        self._loaders, self._last, self._outputs = loaders, last, outputs
+
+    def at(self, layer: DecoderLayer) -> LayerStep:
+        if layer.own_kv:
+            for loader in self._loaders:
+                loader.wait(layer.index)
+        return LayerStep(next_rows=self._outputs if layer.index == self._last else None)
