@@ -34,6 +34,7 @@ from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.generic.decoder import GenericDecoder
+from cacheblend_cli.model.kv_scales import checkpoint_scales
 from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_device, resolve_model
 from cacheblend_cli.model.machine_speeds import describe as describe_speeds
 from cacheblend_cli.model.machine_speeds import why_int8_does_not_pay
@@ -103,7 +104,11 @@ class Runtime:
             check_once(runtime.decoder, runtime.model.fingerprint)
         if config.kv_pool_dtype == "float8_e4m3":
             measured = runtime.decoder, runtime.template.prefix_ids, config.block_size
-            runtime.decoder.kv_scales = (runtime.driver.calibrate if runtime.driver else calibrate)(*measured)
+            if runtime.driver:
+                runtime.decoder.kv_scales = runtime.driver.calibrate(*measured)
+            else:
+                own = checkpoint_scales(runtime.decoder.spec, path, runtime.decoder.device)
+                runtime.decoder.kv_scales = own or calibrate(*measured)
         remember(config.model or "", (config.dtype, config.weight_dtype), runtime.model.files)
         runtime.load_s = time.perf_counter() - start
         runtime.progress, runtime.say = progress or runtime.progress, say or runtime.say

@@ -16,7 +16,8 @@ from torch import Tensor
 from cacheblend_cli.kv.forward import FreshKV, KVOnly, Observer, run_layers
 from cacheblend_cli.kv.pool import KVPool, upload
 from cacheblend_cli.kv.rows import rows_of
-from cacheblend_cli.model.decoder import Decoder, KVScales
+from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.kv_scales import KVScales
 
 SAMPLE = 256
 HEADROOM = 4.0

@@ -11,7 +11,8 @@ from torch import Tensor
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.kv.block_allocator import BlockAllocator
 from cacheblend_cli.kv.block_table import BlockSpace, BlockTable
-from cacheblend_cli.model.decoder import Decoder, KVScales
+from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.model.spec import ModelSpec
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from cacheblend_kernels import AttentionParams, KernelBackend, LatentHeads
@@ -11,6 +9,7 @@ from torch import Tensor
 
 from cacheblend_cli.model.altup import AltUp, LowRank, Streams
 from cacheblend_cli.model.experts import Experts, ExpertsBeside
+from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.model.latent import Latent
 from cacheblend_cli.model.linear import linear
 from cacheblend_cli.model.mlp import MLP
@@ -20,14 +19,6 @@ from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.token_input import TokenInput, TokenInputs
 from cacheblend_cli.model.weight_map import num_parameters
 from cacheblend_cli.model.weights import IN_FILE
-
-
-@dataclass(frozen=True)
-class KVScales:
-    """k, v: for each layer [num_kv_heads] fp32. The pool holds float8_e4m3fn codes: K (rotated) and V divided by them."""
-
-    k: tuple[Tensor, ...]
-    v: tuple[Tensor, ...]
 
 
 class Norm:

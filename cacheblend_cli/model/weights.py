@@ -16,6 +16,7 @@ from cacheblend_cli import user_cache
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.adapter import Delta, LoraAdapter
 from cacheblend_cli.model.checkpoint import tensor_source
+from cacheblend_cli.model.kv_scales import is_kv_scale
 from cacheblend_cli.model.linear import can_pack
 from cacheblend_cli.model.model_files import checkpoint_files
 from cacheblend_cli.model.parallel import Shard
@@ -104,7 +105,11 @@ def load_weights(
     for stored, kind, found in source.headers():
         name = name_in(shapes, stored)
         if name is None:
-            if any(part in stored for part in NOT_THE_MODEL) or stored.startswith(spec.other_parts):
+            if (
+                any(part in stored for part in NOT_THE_MODEL)
+                or stored.startswith(spec.other_parts)
+                or is_kv_scale(stored)
+            ):
                 continue
             if stored.endswith(".bias") and not source.read(stored, 0, found[0] if found else 0).any():
                 continue  # GPTQ's tools write one for every layer

@@ -16,7 +16,8 @@ from cacheblend_cli.kv.export import export
 from cacheblend_cli.kv.forward import forward
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_of
-from cacheblend_cli.model.decoder import Decoder, KVScales
+from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.model.loading import Precision, load_model
 
 NUM_TOKENS = 40

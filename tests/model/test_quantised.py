@@ -116,7 +116,6 @@ def test_it_is_transformers_with_the_dequantised_weights(
         (compressed("channel", "int", actorder="group"), "actorder = 'group'"),
         (compressed("channel", "int") | {"format": "marlin-24"}, "format = 'marlin-24'"),
         (compressed("channel", "int", num_bits=3) | {"format": "pack-quantized"}, "num_bits = 3"),
-        (compressed("channel", "int") | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         (compressed("channel", "int") | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
         (compressed("channel", "int") | {"config_groups": {}}, "config_groups"),
         (compressed("group", "int", group_size=None), "group_size"),

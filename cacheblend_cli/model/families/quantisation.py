@@ -64,13 +64,14 @@ def _fp8(values: Mapping[str, Any]) -> Quantisation:
 
 
 def _compressed(values: Mapping[str, Any]) -> Quantisation:
-    _expect(values, "kv_cache_scheme", None)
     _expect(values, "transform_config", None, {})
     sparsity = values.get("sparsity_config")
     if sparsity and (not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense"):
         raise refused(FIELD, values, "and its weights are sparse (sparsity_config), which is not implemented")
-    _expect(values, "format", *COMPRESSED_FORMATS)
     groups = values.get("config_groups")
+    if groups in (None, {}) and values.get("kv_cache_scheme"):  # only KV is quantised, and only in the engine
+        return Quantisation("scaled", FP8)
+    _expect(values, "format", *COMPRESSED_FORMATS)
     kinds = (
         [group.get("weights") for group in groups.values() if isinstance(group, dict)]
         if isinstance(groups, dict)

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from cacheblend_cli.errors import CacheBlendError, UsageError
 from cacheblend_cli.model.adapter import LoraAdapter
-from cacheblend_cli.model.decoder import Decoder, DecoderLayer, KVScales
+from cacheblend_cli.model.decoder import Decoder, DecoderLayer
 from cacheblend_cli.model.generic import seam
 from cacheblend_cli.model.generic.config import not_generic, quiet
 from cacheblend_cli.model.generic.measure import measure
 from cacheblend_cli.model.generic.parts import Call, GenericModule, Parts
+from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.model.rope import LayerRotations
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.weights import head_order

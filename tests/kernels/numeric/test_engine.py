@@ -17,7 +17,7 @@ from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.prefill import prefill
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.kv.calibration import calibrate
-from cacheblend_cli.model.decoder import KVScales
+from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 BLEND = BlendParams(ratio=0.3)
