@@ -44,7 +44,7 @@ class StoredKV:
     """Unrotated K and V of rows in one of the stored formats; scales and zeros are fp32.
 
     - float16, bfloat16, float32: k, v [num_rows, num_kv_heads, head_dim], no scales;
-    - float8_e4m3fn: the same shape, multiplied by k_scale, v_scale [num_kv_heads];
+    - float8_e4m3fn, float8_e5m2: the same shape, multiplied by k_scale, v_scale [num_kv_heads];
     - uint8: codes * scale + zero, with k_scale, k_zero [ceil(num_rows / group_size), num_kv_heads, head_dim] and
       v_scale, v_zero [num_rows, num_kv_heads, 1] (KIVI, arXiv 2402.02750). A last dimension of head_dim / 2 holds
       4-bit codes, even channels in the low nibbles.

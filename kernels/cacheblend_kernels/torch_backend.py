@@ -26,6 +26,7 @@ from cacheblend_kernels.interface import (
 from cacheblend_kernels.torch_attention import decode_attention, latent_attention, prefill_attention, sdpa_attention
 
 FLOAT8_MAX = 448.0  # of float8_e4m3fn
+STORED_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -149,11 +150,13 @@ def dequantized(stored: StoredKV, head_dim: int) -> tuple[Tensor, Tensor]:
     k, v, k_scale, v_scale = stored.k, stored.v, stored.k_scale, stored.v_scale
     if k_scale is None or v_scale is None:
         return k, v
-    if k.dtype == torch.float8_e4m3fn:
+    if k.dtype in STORED_FLOAT8:
         return k.float() * k_scale[:, None], v.float() * v_scale[:, None]
     k_zero, v_zero = stored.k_zero, stored.v_zero
     if k.dtype != torch.uint8 or k_zero is None or v_zero is None:
-        raise KernelError(f"{k.dtype} with scales is no stored form", "float8_e4m3fn, or uint8 with zero points")
+        raise KernelError(
+            f"{k.dtype} with scales is no stored form", "float8_e4m3fn, float8_e5m2, or uint8 with zero points"
+        )
     if k.shape[-1] != head_dim:
         k, v = _nibbles(k), _nibbles(v)
     group = torch.arange(k.shape[0], device=k.device) // stored.group_size

@@ -112,7 +112,9 @@ class Inputs:
             yield lambda b, q=q: b.rope_and_cache(q, *few[1:3], self.cache, Slots(slots, *tables))
         for x in few[:2]:
             yield lambda b, x=x: b.rope(x, *tables)
-        for codec, first in product(("float16", "bfloat16", "float32", "float8_e4m3fn", "int8", "int4"), (-1, 0)):
+        for codec, first in product(
+            ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8", "int4"), (-1, 0)
+        ):
             stored, where = self.stored(codec), Slots(slots, *tables, first)
             yield lambda b, stored=stored, where=where: b.load_kv(stored, self.cache, where)
         for kind in ("k", "v", "kv"):

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 from torch import Tensor
 
-HALF_STEP = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11, "float8_e4m3": 2.0**-4}  # of a value
+HALF_STEP = {
+    "float32": 0.0,
+    "bfloat16": 2.0**-8,
+    "float16": 2.0**-11,
+    "float8_e4m3": 2.0**-4,
+    "float8_e5m2": 2.0**-3,
+}  # of a value
+SPACING = {"float8_e4m3": 448 * 2.0**9, "float8_e5m2": 57344 * 2.0**16}  # the largest number by the smallest
 LEVELS = {"int8": 255, "int4": 15}
 
 
@@ -30,8 +37,8 @@ def bounds(k: Tensor, v: Tensor, codec: str) -> tuple[Tensor, Tensor]:
     smallest = {"float16": 2.0**-25, "bfloat16": 1e-40}.get(codec, 0.0)
     found = []
     for x in (k.double(), v.double()):
-        if codec == "float8_e4m3":  # below its smallest normal number, steps of 2 ** -9 of the head's scale
-            smallest_of_head = x.abs().amax(dim=(0, 2)) / 448 * 2.0**-10
+        if codec in SPACING:  # below its smallest normal number, even steps of the head's scale
+            smallest_of_head = x.abs().amax(dim=(0, 2)) / SPACING[codec] / 2
             found.append(torch.maximum(x.abs() * HALF_STEP[codec], smallest_of_head[None, :, None]))
         else:
             found.append(x.abs() * HALF_STEP[codec] + smallest)

@@ -12,7 +12,8 @@ from cacheblend_kernels import StoredKV
 from torch import Tensor
 
 PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-CODECS = (*PLAIN, "fp8", "int8", "int4")
+FLOAT8 = {"fp8": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+CODECS = (*PLAIN, *FLOAT8, "int8", "int4")
 
 
 def stored_kv(
@@ -26,18 +27,20 @@ def stored_kv(
     nan: bool = False,
     seed: int = 0,
 ) -> StoredKV:
-    """Random K and V as a codec stores them. Of fp8 every code occurs in turn, the two NaNs only if asked for."""
+    """Random K and V as a codec stores them. Of float8 every code occurs in turn, NaNs and infinities only if asked
+    for."""
     gen = torch.Generator(device).manual_seed(seed)
     shape = (num_rows, num_kv_heads, head_dim)
     if codec in PLAIN:
         return StoredKV(*(torch.randn(shape, device=device, generator=gen).to(PLAIN[codec]) for _ in range(2)))
-    if codec == "fp8":
+    if codec in FLOAT8:
         codes = (torch.arange(num_rows * num_kv_heads * head_dim, device=device) % 256).view(shape)
         if not nan:
-            codes[codes % 128 == 127] = 0
+            codes[codes % 128 >= (127 if codec == "fp8" else 124)] = 0
         k = codes.to(torch.uint8)
-        scales = [0.01 + torch.rand(num_kv_heads, device=device, generator=gen) for _ in range(2)]
-        return StoredKV(k.view(torch.float8_e4m3fn), k.flip(0).view(torch.float8_e4m3fn), *scales)
+        most = 448 / torch.finfo(FLOAT8[codec]).max  # values are of one size, whatever the codec
+        scales = [(0.01 + torch.rand(num_kv_heads, device=device, generator=gen)) * most for _ in range(2)]
+        return StoredKV(k.view(FLOAT8[codec]), k.flip(0).view(FLOAT8[codec]), *scales)
     width, top = (head_dim, 255) if codec == "int8" else (head_dim // 2, 15)
     sizes = {"k": (-(-num_rows // group_size), num_kv_heads, head_dim), "v": (num_rows, num_kv_heads, 1)}
     made = {}
@@ -53,7 +56,7 @@ def decoded(stored: StoredKV, head_dim: int) -> tuple[Tensor, Tensor]:
     """K and V [num_rows, num_kv_heads, head_dim] in fp64 that `stored` stands for."""
     k, v = stored.k, stored.v
     wide = {name: t.double() for name, t in vars(stored).items() if isinstance(t, Tensor) and name not in "kv"}
-    if k.dtype == torch.float8_e4m3fn:
+    if k.dtype in FLOAT8.values():
         k, v = (x.float().double() * wide[f"{p}_scale"][:, None] for p, x in (("k", k), ("v", v)))
     elif k.dtype == torch.uint8:
         if k.shape[-1] != head_dim:

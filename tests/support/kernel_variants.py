@@ -270,7 +270,15 @@ def _cache_writes() -> Iterator[KernelVariant]:
                     core=dtype == "bf16" and head_dim == 128,
                     types=types,
                 )
-    sources = {"fp16": "plain", "bf16": "plain", "fp32": "plain", "fp8": "fp8", "int8": "int8", "int4": "int4"}
+    sources = {
+        "fp16": "plain",
+        "bf16": "plain",
+        "fp32": "plain",
+        "fp8": "fp8",
+        "e5m2": "e5m2",
+        "int8": "int8",
+        "int4": "int4",
+    }
     for source, codec in sources.items():
         for head_dim in HEAD_DIMS:
             for run, fp8 in product((True, False), (False, True)):

@@ -18,6 +18,7 @@ from torch import Tensor
 from cacheblend_kernels.interface import AttentionParams, KernelError, LayerCache, Slots, StoredKV
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # of stored KV; a pool has the first
 HEAD_DIMS = (*range(16, 257, 8), 512)
 MOST_SIGNATURES = 4096
 _INTERPRETER = threading.RLock()  # Triton's interpreter keeps its state in globals: one launch at a time
@@ -187,4 +188,4 @@ def check_rope(cos: Tensor, sin: Tensor, num_rows: int, head_dim: int) -> None:
 
 def pool_bits(pool: Tensor) -> Tensor:
     """A pool or stored codes as the kernels see them: float8 as bytes, since not every architecture converts it."""
-    return pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool
+    return pool.view(torch.uint8) if pool.dtype in FLOAT8 else pool

@@ -1,6 +1,7 @@
-"""float8_e4m3fn (arXiv 2209.05433) by bit operations, so that every architecture reads and writes it identically.
+"""float8_e4m3fn and float8_e5m2 (arXiv 2209.05433) by bit operations, so that every architecture reads and writes them identically.
 
-Sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinities; both all-ones codes are NaN; largest number 448.
+e4m3fn: sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinities; both all-ones codes are NaN; largest number 448.
+e5m2: the upper byte of float16.
 """
 
 # Kernels are untyped: their arguments are Triton's.
@@ -19,6 +20,12 @@ def e4m3_to_fp32(byte):
     half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
     wide = half.to(tl.float32) * 256.0
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), wide)
+
+
+@triton.jit
+def e5m2_to_fp32(byte):
+    """uint8 codes as fp32, exactly."""
+    return (byte.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from torch import Tensor
 from cacheblend_kernels.interface import LayerCache, Slots, StoredKV
 from cacheblend_kernels.triton_backend.cache_ops import rotate, to_pool
 from cacheblend_kernels.triton_backend.checks import (
+    FLOAT8,
     FLOATS,
     check,
     check_cache,
@@ -31,7 +32,7 @@ from cacheblend_kernels.triton_backend.checks import (
     tensors_of,
 )
 from cacheblend_kernels.triton_backend.configs import padded
-from cacheblend_kernels.triton_backend.float8 import e4m3_to_fp32
+from cacheblend_kernels.triton_backend.float8 import e4m3_to_fp32, e5m2_to_fp32
 
 BLOCK_HEADS = 8
 
@@ -45,10 +46,11 @@ def _decoded(
     at = heads[:, None] * HEAD_DIM + channels[None, :]
     if CODEC == "plain":
         return tl.load(ptr + row * (NUM_KV_HEADS * HEAD_DIM) + at, mask=mask, other=0.0).to(tl.float32)
-    if CODEC == "fp8":
+    if CODEC == "fp8" or CODEC == "e5m2":
         code = tl.load(ptr + row * (NUM_KV_HEADS * HEAD_DIM) + at, mask=mask, other=0)
         scale = tl.load(scale_ptr + heads, mask=heads < NUM_KV_HEADS, other=0.0)
-        return e4m3_to_fp32(code) * scale[:, None]
+        value = e4m3_to_fp32(code) if CODEC == "fp8" else e5m2_to_fp32(code)
+        return value * scale[:, None]
     if CODEC == "int4":
         packed = heads[:, None] * (HEAD_DIM // 2) + (channels // 2)[None, :]
         pair = tl.load(ptr + row * (NUM_KV_HEADS * HEAD_DIM // 2) + packed, mask=mask, other=0).to(tl.int32)
@@ -165,10 +167,10 @@ def load_kv(stored: StoredKV, cache: LayerCache, slots: Slots) -> None:
 
 
 def _codec(stored: StoredKV, cache: LayerCache) -> str:
-    """The format of the tensors: plain, fp8, int8 or int4 (see `StoredKV`)."""
+    """The format of the tensors: plain, fp8 (e4m3), e5m2, int8 or int4 (see `StoredKV`)."""
     if stored.k.dtype == torch.uint8:
         return "int8" if stored.k.shape[2] == cache.k.shape[3] else "int4"
-    return "fp8" if stored.k.dtype == torch.float8_e4m3fn else "plain"
+    return {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "e5m2"}.get(stored.k.dtype, "plain")
 
 
 @once
@@ -196,10 +198,10 @@ def _check(stored: StoredKV, cache: LayerCache, cos: Tensor, sin: Tensor, slots:
             good = t is not None and t.shape == shape and t.dtype == torch.float32 and t.is_contiguous()
             check(good, f"an integer codec needs {name} {list(shape)} float32")
         return
-    check_heads("k", k, (*FLOATS, torch.float8_e4m3fn))
+    check_heads("k", k, (*FLOATS, *FLOAT8))
     check(k.shape == full, f"k is {list(k.shape)}, the pool's rows {list(full)}")
     check(stored.k_zero is None and stored.v_zero is None, "zero points are for the integer codecs")
-    if k.dtype == torch.float8_e4m3fn:
+    if k.dtype in FLOAT8:
         check_head_scales("float8", num_kv_heads, stored.k_scale, stored.v_scale)
     else:
         check(stored.k_scale is None and stored.v_scale is None, f"{k.dtype} takes no scales")

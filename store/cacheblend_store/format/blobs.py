@@ -19,8 +19,9 @@ from cacheblend_store.errors import BadBlob
 ALIGNMENT = 64
 GROUP = 32  # tokens that share one K scale in the int codecs
 PLAIN = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-CODECS = (*PLAIN, "float8_e4m3", "int8", "int4")
-ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1}
+FLOAT8 = {"float8_e4m3": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+CODECS = (*PLAIN, "float8_e4m3", "int8", "float8_e5m2", "int4")
+ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "U8": 1}
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ BlobSpec = Mapping[str, TensorSpec]
 
 @lru_cache(maxsize=1024)  # a loader asks hundreds of times for a few shapes
 def blob_spec(codec: str, num_tokens: int, num_kv_heads: int, head_dim: int, v_head_dim: int = 0) -> BlobSpec:
-    """Return the tensors of one layer. Plain codecs: k and v [tokens, num_kv_heads, head_dim]. float8_e4m3 adds a scale per head.
+    """Return the tensors of one layer. Plain codecs: k and v [tokens, num_kv_heads, head_dim]. float8 codecs add a scale per head.
     v_head_dim: of v, where it is not k's.
 
     int8, int4 (KIVI, arXiv 2402.02750): K per channel in groups of GROUP tokens, V per token, asymmetric (scale and
@@ -52,9 +53,9 @@ def blob_spec(codec: str, num_tokens: int, num_kv_heads: int, head_dim: int, v_h
         return MappingProxyType(
             {name: TensorSpec(PLAIN[codec], (num_tokens, num_kv_heads, dim)) for name, dim in dims.items()}
         )
-    if codec == "float8_e4m3":
+    if codec in FLOAT8:
         scale = TensorSpec("F32", (num_kv_heads,))
-        kv = {name: TensorSpec("F8_E4M3", (num_tokens, num_kv_heads, dim)) for name, dim in dims.items()}
+        kv = {name: TensorSpec(FLOAT8[codec], (num_tokens, num_kv_heads, dim)) for name, dim in dims.items()}
         return MappingProxyType({**kv, "k_scale": scale, "v_scale": scale})
     if codec in ("int8", "int4"):
         groups = -(-num_tokens // GROUP)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_store.errors import CodecError
-from cacheblend_store.format.blobs import CODECS, GROUP, PLAIN, blob_spec, encode_blob
+from cacheblend_store.format.blobs import CODECS, FLOAT8, GROUP, PLAIN, blob_spec, encode_blob
 
 __all__ = ["CODECS", "blob_spec", "coded", "decode_kv", "encode_kv", "is_lossless", "view_kv"]
 
@@ -17,9 +17,9 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
     "U8": torch.uint8,
 }
-_FLOAT8_MAX = 448.0
 
 
 def is_lossless(codec: str, dtype: torch.dtype) -> bool:
@@ -41,12 +41,13 @@ def coded(k: Tensor, v: Tensor, codec: str) -> dict[str, Tensor]:
     k, v = k.detach().cpu(), v.detach().cpu()
     if codec in PLAIN:
         return {name: _converted(t, codec) for name, t in (("k", k), ("v", v))}
-    if codec != "float8_e4m3":
+    if codec not in FLOAT8:
         return _encode_int(k.float(), v.float(), 4 if codec == "int4" else 8)
-    tensors = {}
+    tensors, dtype = {}, DTYPES[FLOAT8[codec]]
+    most = torch.finfo(dtype).max
     for name, t in (("k", k.float()), ("v", v.float())):
-        scale = _scale(t.abs().amax(dim=(0, 2)) / _FLOAT8_MAX, codec)
-        tensors[name] = (t / scale[None, :, None]).to(torch.float8_e4m3fn)
+        scale = _scale(t.abs().amax(dim=(0, 2)) / most, codec)
+        tensors[name] = (t / scale[None, :, None]).clamp(-most, most).to(dtype)
         tensors[f"{name}_scale"] = scale
     return tensors
 
@@ -64,7 +65,7 @@ def decode_kv(tensors: Mapping[str, Tensor], codec: str) -> tuple[Tensor, Tensor
     k, v = tensors["k"], tensors["v"]
     if codec in PLAIN:
         return k.to(torch.float32, copy=True), v.to(torch.float32, copy=True)
-    if codec == "float8_e4m3":
+    if codec in FLOAT8:
         return k.float() * tensors["k_scale"][None, :, None], v.float() * tensors["v_scale"][None, :, None]
     if codec == "int4":
         k, v = _unpack4(k), _unpack4(v)
