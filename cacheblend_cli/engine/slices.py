@@ -85,7 +85,7 @@ def run_slices(decoder: Decoder, parts: Sequence[SlicePart]) -> Hidden | None:
 
 def last_logits(decoder: Decoder, hidden: Hidden, ends: Sequence[int]) -> list[Tensor]:
     """Logits of each part's last row, fp32 [1, vocab_size]. ends: where each part's rows end in `hidden`."""
-    filled_up = [*ends, *ends[-1:] * (-len(ends) % STEADY_ROWS)]
+    filled_up = [*ends, *(ends[-1] for _ in range(-len(ends) % STEADY_ROWS))]
     logits = hidden.logits(decoder, upload([end - 1 for end in filled_up], decoder.device))
     return [logits[i : i + 1].clone() for i in range(len(ends))]
 

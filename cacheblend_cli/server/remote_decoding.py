@@ -14,7 +14,7 @@ import torch
 from cacheblend_cli.engine.events import Done, Early, Event, HandedOver, Reasoning, Text
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sampling import Draw
+from cacheblend_cli.engine.sampling import Draw, Drawn
 from cacheblend_cli.engine.sequence_output import Listener, SequenceOutput
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.server.remote_decoder import RemoteDecoder, Unreachable
@@ -103,7 +103,7 @@ class RemoteEvents(RequestEvents):
                 if not output.out.token_ids:
                     self._host.metrics.first_token(time.perf_counter() - self._submitted)
                 for token_id in step:
-                    if ended := not output.append(Draw(torch.tensor([token_id]))):
+                    if ended := not output.append(Draw(Drawn(torch.tensor([token_id])))):
                         break
                 while pieces:
                     yield pieces.pop(0)
