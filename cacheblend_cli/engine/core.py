@@ -60,7 +60,9 @@ class EngineCore:
         self._measuring = deque[tuple[RequestState, Pieces[None]]]()  # not admitted yet
         self.counts = EngineStats()
         ahead = 1 if decoder.device.type == "cpu" else 0  # on a GPU prompts load one after another
-        joins = decoder.steady and decoder.rope.switches_at is None and runtime.driver is None  # else a row depends on what is beside it
+        joins = (
+            decoder.steady and decoder.rope.switches_at is None and runtime.driver is None
+        )  # else a row depends on what is beside it
         rows, self.block_bytes = self._slice_rows if joins else 0, int(bytes_per_token(decoder) * size)
         swap_blocks = int(runtime.config.swap_space * 2**30 / self.block_bytes)
         self.scheduler = Scheduler(

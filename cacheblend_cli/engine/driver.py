@@ -17,8 +17,9 @@ from cacheblend_cli.engine.memory import DeviceMemory, reserve
 from cacheblend_cli.engine.rank_group import RankGroup
 from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.kv.calibration import calibrate
-from cacheblend_cli.model.decoder import Decoder, KVScales
+from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.families import read_spec
+from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_dtype
 from cacheblend_cli.model.parallel import check_divisible
 from cacheblend_cli.model.ranks import Ranks
