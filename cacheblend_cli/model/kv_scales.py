@@ -39,10 +39,10 @@ def is_kv_scale(name: str) -> bool:
 
 def checkpoint_scales(spec: ModelSpec, model_dir: Path, device: torch.device) -> KVScales | None:
     """Read the scales of every layer's K (rotated) and V, one for all heads or one each: values are codes times scale. None where
-    the checkpoint has none, or has them for integers. Raises UsageError where it lacks some of them, or they are not positive numbers."""
+    the checkpoint has none, or has them for integers or for a latent. Raises UsageError where it lacks some of them, or they are not positive numbers."""
     scheme = (spec.config.get(FIELD) or {}).get("kv_cache_scheme")
     of_integers = isinstance(scheme, dict) and (scheme.get("type", "float"), scheme.get("num_bits", 8)) != FLOAT8
-    if of_integers or is_converted(model_dir):
+    if of_integers or spec.latent is not None or is_converted(model_dir):
         return None
     files, found = SafetensorsFiles(checkpoint_files(model_dir)), dict[tuple[int, str], str]()
     for name, _, _ in files.headers():
