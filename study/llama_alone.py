@@ -222,7 +222,8 @@ def regress(old: Tensor, new: Tensor, known: Tensor) -> Tensor:
     near = sum(torch.exp(-steps / length) for length in LENGTHS)
     alike = torch.exp(-distance) + CHUNK + NEAR * near
     change = (new - old)[known]
-    noise = torch.diag_embed(_noise(change[None], torch.full((1, len(change)), 1 / len(old)))[0])
+    sizes = change.square().sum(-1)[None]
+    noise = torch.diag_embed(_noise(sizes, torch.full(sizes.shape, 1 / len(old)))[0])
     parts = []
     for i, part in enumerate(change.chunk(2, -1)):
         weights = _solved((alike[i][:, known] + noise)[None], part[None])[0]
@@ -293,6 +294,8 @@ def main() -> None:
     arguments = parser.parse_args()
     blocks = [int(block) for block in arguments.blocks.split(",")]
     with Engine.load(EngineConfig(arguments.model, decode_with="torch")) as engine:
+        if engine.model.spec.rope["rope_type"] != "default":
+            parser.error(f"{arguments.model}: only plain RoPE is turned back here")
         samples = musique(arguments.data, PASSAGES)[1::2][: arguments.questions]
         prompts = [Prompt.of(engine, sample, arguments.ratio, blocks) for sample in samples]
         file, spec = arguments.file or engine.model.shown_path, engine.model.spec
