@@ -32,6 +32,7 @@ from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 TOLERANCE = 1e-4
+RELATIVE_TOLERANCE = 5e-5  # float32 beside float64: Gemma 3 has 1.3e-5 or 1.8e-5, by the order of sums in its norms
 GEMMA = next(family for family in gguf_families.FAMILIES if family.name == "gemma")
 TEXT = "Mara leads billing in Bergen, since 2024 <|im_end|> and  keeps\n\ta parrot; naïve 東京 🦜 <tool_call>"
 LLAMA3 = {
@@ -120,7 +121,7 @@ def test_a_gguf_file_of_another_family_too(family: gguf_families.GGUFFamily, tmp
     with torch.no_grad():
         there = model(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids))).logits[0]
     assert len(ids) > 100
-    assert (logits - there).abs().max() <= TOLERANCE
+    assert (logits - there).abs().max() <= RELATIVE_TOLERANCE * there.abs().max()
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "qwen2", "qwen3"])
