@@ -22,7 +22,7 @@ from cacheblend_cli.model.spec import ModelSpec
 
 LEFT_OVER = {  # what no config class of transformers has as a field any more, and configs still have
     "llama": {"max_window_layers"}, "mistral": {"max_window_layers"}, "ministral": {"max_window_layers"},
-    "gemma3n_text": {"rope_local_base_freq"},
+    "gemma3n_text": {"rope_local_base_freq", "query_pre_attn_scalar", "altup_lr_multiplier"},
     "gemma3_text": {"sliding_window_pattern", "rope_local_base_freq"}, "cohere2": {"sliding_window_pattern"},
     "smollm3": {"max_window_layers", "pretraining_tp"}, "gpt_oss": {"experts_per_token"}, "qwen3_moe": {"max_window_layers", "num_local_experts"},
     "bloom": {
@@ -30,7 +30,7 @@ LEFT_OVER = {  # what no config class of transformers has as a field any more, a
         "masked_softmax_fusion", "offset_alibi", "skip_bias_add", "skip_bias_add_qkv",
     },
     "gemma4_text": {"global_head_dim", "num_global_key_value_heads", "per_layer_config"},
-    "gemma4_unified_text": {"global_head_dim", "num_global_key_value_heads", "per_layer_config"},
+    "gemma4_unified_text": {"vocab_size_per_layer_input", "global_head_dim", "num_global_key_value_heads", "per_layer_config"},
     "minicpm3": {"qk_head_dim"}, "youtu": {"qk_head_dim"},
     "deepseek_v2": {"qk_head_dim", "scoring_func", "moe_layer_freq", "num_nextn_predict_layers"},
     "deepseek_v3": {"qk_head_dim", "scoring_func", "moe_layer_freq", "topk_method", "num_nextn_predict_layers"},

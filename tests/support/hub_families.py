@@ -168,7 +168,16 @@ YARN_LATENT = old(
     mscale_all_dim=0.7,
     original_max_position_embeddings=32,
 )
-HUB_V2 = {
+
+
+def own_code(file: str, base: str) -> dict[str, Any]:
+    """The code of its own that a model on the hub names, where transformers has the same class."""
+    names = {"AutoConfig": f"configuration_{file}.{base}Config", "AutoModel": f"modeling_{file}.{base}Model",
+             "AutoModelForCausalLM": f"modeling_{file}.{base}ForCausalLM"}  # fmt: skip
+    return {"auto_map": names}
+
+
+HUB_V2 = own_code("deepseek", "DeepseekV2") | {
     "scoring_func": "softmax",
     "seq_aux": True,
     "aux_loss_alpha": 0.001,
@@ -177,7 +186,7 @@ HUB_V2 = {
     "n_group": 1,
     "topk_group": 1,
 }
-HUB_V3 = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "seq_aux": True, "aux_loss_alpha": 0.001, "ep_size": 1, "moe_layer_freq": 1,
+HUB_V3 = own_code("deepseek", "DeepseekV3") | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "seq_aux": True, "aux_loss_alpha": 0.001, "ep_size": 1, "moe_layer_freq": 1,
           "num_nextn_predict_layers": 1}  # fmt: skip
 
 
@@ -238,6 +247,10 @@ GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2
 GEMMA4_UNIFIED = {name: value for name, value in GEMMA4.items() if name != "hidden_size_per_layer_input"}
 GEMMA3N = {"head_dim": 16, "num_hidden_layers": 6, "sliding_window": 20, "hidden_size_per_layer_input": 12, "laurel_rank": 8,
            "vocab_size_per_layer_input": 320, "num_kv_shared_layers": 3, "layer_types": GEMMA4["layer_types"]}  # fmt: skip
+HUB_UNIFIED = {"enable_moe_block": False, "hidden_size_per_layer_input": 0, "moe_intermediate_size": None, "num_experts": None,
+               "top_k_experts": None, "vocab_size_per_layer_input": 262144, "use_bidirectional_attention": "vision"}  # fmt: skip
+HUB_3N = {"query_pre_attn_scalar": 256, "altup_lr_multiplier": 1.0, "rope_parameters": DROP, "rope_theta": 1e6, "rope_scaling": None,
+          "rope_local_base_freq": 1e4}  # fmt: skip
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 20}
 
 RUN = [
@@ -280,11 +293,12 @@ RUN = [
              {"per_layer_config": DROP, "global_head_dim": 32}, shard_size="20KB"),
     HubModel("gemma-4-26b-a4b", Gemma4TextConfig, GEMMA4 | GEMMA4_EXPERTS | {"use_bidirectional_attention": "vision"}),
     HubModel("gemma-4-26b-a4b, inside another", gemma4, GEMMA4 | GEMMA4_EXPERTS | {"top_k_experts": 3, "pad_token_id": 0}),
-    HubModel("gemma-4-12b", Gemma4UnifiedTextConfig, GEMMA4_UNIFIED | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    HubModel("gemma-4-12b", Gemma4UnifiedTextConfig, GEMMA4_UNIFIED | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+             HUB_UNIFIED),
     HubModel("gemma-4-12b, inside another", gemma4_unified, GEMMA4_UNIFIED | {"num_kv_shared_layers": 3, "pad_token_id": 0}),
     HubModel("gemma-4-e2b, inside another", gemma4, GEMMA4_SMALL | {"use_double_wide_mlp": True, "pad_token_id": 0}),
     # Gemma 3n
-    HubModel("gemma-3n-e4b", Gemma3nTextConfig, GEMMA3N | {"activation_sparsity_pattern": [0.95, 0.6, *[0.0] * 4]}),
+    HubModel("gemma-3n-e4b", Gemma3nTextConfig, GEMMA3N | {"activation_sparsity_pattern": [0.95, 0.6, *[0.0] * 4]}, HUB_3N),
     HubModel("gemma-3n-e2b, widths", Gemma3nTextConfig, GEMMA3N | {"num_kv_shared_layers": 2, "altup_num_inputs": 3,
              "altup_active_idx": 1, "intermediate_size": [48, 48, 64, 48, 48, 40]}, {"rope_parameters": DROP, "rope_theta": 1e6}),
     HubModel("gemma-3n, no shared layers, no scale", Gemma3nTextConfig, GEMMA3N | {"num_kv_shared_layers": 0, "final_logit_softcapping": 3.0,
@@ -301,8 +315,8 @@ RUN = [
     HubModel("glm-4.7-flash", Glm4MoeLiteConfig, LATENT | EXPERTS_V3 | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3},
              {"num_nextn_predict_layers": 1}, change=tensors(predictor)),
     HubModel("glm-4.7-flash, by layer", Glm4MoeLiteConfig, LATENT | EXPERTS_V3 | {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
-    HubModel("minicpm3", MiniCPM3Config, LATENT | {"scale_depth": 1.1, "dim_model_base": 8, "scale_emb": 3},
-             new("longrope", original_max_position_embeddings=64, **LONG_LATENT)),
+    HubModel("minicpm3", MiniCPM3Config, LATENT | {"scale_depth": 1.4, "dim_model_base": 8, "scale_emb": 12, "v_head_dim": None},
+             own_code("minicpm", "MiniCPM3") | old(DROP, type="longrope", original_max_position_embeddings=64, **LONG_LATENT)),
     HubModel("minicpm3, short prompt", MiniCPM3Config, LATENT | {"q_lora_rank": None, "mlp_bias": True, "tie_word_embeddings": False},
              new("longrope", original_max_position_embeddings=400, **LONG_LATENT)),
     HubModel("youtu-llm", YoutuConfig, LATENT | {"tie_word_embeddings": True}, new("default", rope_theta=1600000)),
@@ -436,6 +450,8 @@ REFUSED = [
           **EXPERTS_V3 | {"topk_group": 1, "num_experts_per_tok": 3}),
     fault("deepseek v3, biases and no latent of queries", "q_lora_rank = null", DeepseekV3Config, **LATENT | {"q_lora_rank": None},
           **EXPERTS_V3, attention_bias=True),
+    fault("deepseek v3, another class of its own", "the model brings code of its own", DeepseekV3Config, **LATENT, **EXPERTS_V3,
+          auto_map={"AutoModelForCausalLM": "modeling_kimi.KimiForCausalLM"}),
     fault("latent attention with fewer KV heads", "num_key_value_heads in config.json is 2", YoutuConfig,
           **LATENT | {"num_key_value_heads": 2}),
     fault("glm flash, two sizes of a position key", "head_dim in config.json is 16", Glm4MoeLiteConfig, **LATENT, **EXPERTS_V3, head_dim=16),

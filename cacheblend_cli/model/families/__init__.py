@@ -68,8 +68,9 @@ def read_spec(model_dir: Path) -> ModelSpec:
 def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     """Translate a HF config. Raises UsageError, which names the field, on a family, a value or a field that is not
     implemented, and on a field that is missing or has the wrong type."""
-    check_weights(config)
     model_type = config.get("model_type")
+    ours = (FAMILIES.get(model_type) or WRAPPERS.get(model_type)) if isinstance(model_type, str) else None
+    check_weights(config, ours.architectures if ours else ())
     if isinstance(model_type, str) and (wrapper := WRAPPERS.get(model_type)):
         return _inner_spec(wrapper, config)
     known = not isinstance(model_type, str) or model_type in FAMILIES or model_type in UNSUPPORTED

@@ -18,8 +18,9 @@ from cacheblend_cli.model.spec import LayerShapes, ModelSpec, StreamsSpec
 FIELDS = (
     "attention_bias", "hidden_activation", "sliding_window", "layer_types", "final_logit_softcapping", "rope_local_base_freq",
     "num_kv_shared_layers", "hidden_size_per_layer_input", "vocab_size_per_layer_input", "laurel_rank",
-    "altup_num_inputs", "altup_active_idx", "altup_correct_scale", "altup_coef_clip",  # the last one: for training
-    "activation_sparsity_pattern",
+    "altup_num_inputs", "altup_active_idx", "altup_correct_scale", "activation_sparsity_pattern",
+    "altup_coef_clip", "altup_lr_multiplier",  # for training
+    "query_pre_attn_scalar",  # transformers does not use it: attention's scale is 1
 )  # fmt: skip
 MISSING: dict[str, Any] = {
     "vocab_size": 262400, "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 35, "num_attention_heads": 8,

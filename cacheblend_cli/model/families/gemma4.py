@@ -25,8 +25,8 @@ FIELDS = (
     "vocab_size_per_layer_input", "per_layer_config", "use_bidirectional_attention",
     "enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size",
 )  # fmt: skip
-UNIFIED_FIELDS = tuple(
-    name for name in FIELDS if "per_layer_input" not in name and "experts" not in name and "moe" not in name
+UNIFIED_FIELDS = tuple(  # vocab_size_per_layer_input is in published files, and used nowhere
+    name for name in FIELDS if name != "hidden_size_per_layer_input" and "experts" not in name and "moe" not in name
 )
 MISSING = {
     "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8,

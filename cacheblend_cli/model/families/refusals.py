@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from cacheblend_cli.errors import UsageError
@@ -36,18 +37,25 @@ KEEPS = (  # of these, the ones for training, for generation, for who runs the m
 SCALES = ("multiplier", "scal", "factor", "ratio", "pct")  # 1 changes nothing
 
 
-def check_weights(config: dict[str, Any]) -> None:
-    """Raises UsageError for a checkpoint whose weights are quantised in a way that is not read, or are read by code of its own."""
+def check_weights(config: dict[str, Any], architectures: Collection[str] = ()) -> None:
+    """Raises UsageError for a checkpoint whose weights are quantised in a way that is not read, or are read by code of its own.
+
+    architectures: classes of transformers that are implemented for its model_type. Many a model on the hub names the file
+    that such a class came from; like transformers without trust_remote_code, we take the class in its place.
+    """
     read_quantisation(config.get(FIELD))
     for name in OTHER_QUANTISATION:
         if config.get(name):
             raise refused(name, config[name], "which is not implemented")
     auto_map = config.get("auto_map")
-    if isinstance(auto_map, dict) and (own := [n for n in auto_map if n in ("AutoModel", "AutoModelForCausalLM")]):
-        raise UsageError(
-            f"the model brings code of its own: auto_map in config.json names {own[0]}, and such code is never run",
-            "take auto_map out of config.json, if the model computes what its model_type does without it",
-        )
+    if not isinstance(auto_map, dict):
+        return
+    for name in auto_map.keys() & {"AutoModel", "AutoModelForCausalLM"}:
+        if str(auto_map[name]).rpartition(".")[2] not in architectures:
+            raise UsageError(
+                f"the model brings code of its own: auto_map in config.json names {shown(auto_map[name])}, and such code is never run",
+                "take auto_map out of config.json, if the model computes what its model_type does without it",
+            )
 
 
 def refuse_what_is_not_implemented(config: dict[str, Any], family: Family | Wrapper) -> None:
