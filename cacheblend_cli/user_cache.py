@@ -38,20 +38,37 @@ def keep(path: Path, text: str) -> None:
 
 def replace(path: Path, text: str) -> None:
     """Write the file as a whole: processes side by side never see half of it. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    temporary = temporary_of(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def settle(path: Path, text: str) -> str:
     """Write the file unless another process did meanwhile. Returns what is in it: every process goes on with the same."""
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_text(text, encoding="utf-8")
+        temporary = temporary_of(path)
         try:
-            os.link(temporary, path)  # fails where the file is there
+            temporary.write_text(text, encoding="utf-8")
+            try:
+                os.link(temporary, path)  # fails if the file exists
+            except FileExistsError:
+                pass
+            except OSError:  # a filesystem without hard links
+                if not path.exists():
+                    temporary.replace(path)
         finally:
-            temporary.unlink()
+            temporary.unlink(missing_ok=True)
     return recall(path) or text
+
+
+def temporary_of(path: Path) -> Path:
+    """Create an empty file beside `path`, with a name of its own and for its owner alone, and the folder. Raises OSError."""
+    from tempfile import mkstemp
+
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor, name = mkstemp(prefix=f"{path.name}.", dir=path.parent)
+    os.close(descriptor)
+    return Path(name)

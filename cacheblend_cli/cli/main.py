@@ -128,7 +128,25 @@ def main() -> None:
         from cacheblend_cli.engine.rank_worker import serve_rank
 
         serve_rank()
-    sys.exit(run())
+    code = run()
+    _finish_writing(interrupted=code == ExitCode.INTERRUPTED)
+    sys.exit(code)
+
+
+def _finish_writing(*, interrupted: bool) -> None:
+    """Wait for packed weights that are being written, or give them up on Ctrl-C."""
+    cache = sys.modules.get("cacheblend_cli.model.packed_cache")  # not imported for this
+    writers = [] if cache is None else cache.writers()
+    try:
+        if interrupted:
+            raise KeyboardInterrupt
+        if writers and sys.stderr.isatty() and not {"-q", "--quiet", "--json"} & set(sys.argv):
+            print("writing packed weights for the next start (Ctrl-C: leave it)", file=sys.stderr)
+        for writer in writers:
+            writer.join()
+    except KeyboardInterrupt:
+        for writer in writers:
+            writer.stop()
 
 
 def open_closed_streams() -> None:

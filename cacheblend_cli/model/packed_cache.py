@@ -10,6 +10,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from cacheblend_cli import user_cache
+from cacheblend_cli import __version__, user_cache
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.machine_speeds import cpu_name
 from cacheblend_cli.model.packed_file import (
@@ -33,6 +34,7 @@ from cacheblend_cli.model.packed_file import (
 FORMAT = 1
 LEAST_BYTES = 64 << 20  # of a file: less is packed as fast
 RECENT_S = 24 * 3600.0
+DEAD_S = 600.0  # age from which a temporary file belongs to no process that still writes
 FREE_SHARE = 4  # a file takes this part of the free disk at most
 _VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
@@ -43,6 +45,26 @@ class Build(Protocol):
     def __call__(self, *, hollow: bool) -> Decoder: ...
 
 
+class Writer(threading.Thread):
+    """Writes a file while the program goes on, which waits for it before it ends."""
+
+    def __init__(self, keep: Callable[[Callable[[], bool]], None]) -> None:
+        super().__init__(name="cacheblend-packed")
+        self._keep, self._stop_asked = keep, threading.Event()
+
+    def run(self) -> None:
+        self._keep(self._stop_asked.is_set)
+
+    def stop(self) -> None:
+        """Give the file up."""
+        self._stop_asked.set()
+
+
+def writers() -> list[Writer]:
+    """Threads of this process that still write."""
+    return [thread for thread in threading.enumerate() if isinstance(thread, Writer)]
+
+
 class PackedCache:
     """fingerprint: of the model, with its dtypes. max_bytes: of all files. least_bytes: of one that is worth keeping."""
 
@@ -50,18 +72,19 @@ class PackedCache:
         self._max_bytes, self._least_bytes = max_bytes, least_bytes
         self.is_used = False  # after `decoder`: whether the file was there
         self.path = user_cache.place(
-            user_cache.PACKED_WEIGHTS, FORMAT, fingerprint, torch.__version__, cpu_name(), *_machine()
+            user_cache.PACKED_WEIGHTS, FORMAT, __version__, fingerprint, torch.__version__, cpu_name(), *_machine()
         )
 
     def decoder(self, build: Build) -> Decoder:
         """Return the decoder with weights of the file, or with weights packed now, which are written beside what follows."""
-        with suppress(OSError, PackedMismatch, KeyError, TypeError, AttributeError):
+        with suppress(OSError, PackedMismatch, KeyError, TypeError, AttributeError, ValueError, RuntimeError):
             file = PackedFile(self.path)
             with ThreadPoolExecutor(1) as beside:
                 whole = beside.submit(file.is_whole)
                 decoder = build(hollow=True)
-                file.fill(hollow_products(decoder))
-                if whole.result():
+                hollow = hollow_products(decoder)
+                if whole.result():  # before anything of the header is used
+                    file.fill(hollow)
                     self.is_used = True
                     with suppress(OSError):
                         os.utime(self.path)
@@ -69,13 +92,12 @@ class PackedCache:
         decoder = build(hollow=False)
         products = [member for _, member in members_of(decoder) if not isinstance(member, torch.Tensor)]
         if sum(product.num_bytes for product in products) >= self._least_bytes:
-            threading.Thread(target=self._keep, args=(decoder, build), name="cacheblend-packed").start()
+            Writer(lambda stopped: self._keep(decoder, build, stopped)).start()
         return decoder
 
-    def _keep(self, decoder: Decoder, build: Build) -> None:
+    def _keep(self, decoder: Decoder, build: Build, stopped: Callable[[], bool]) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # behind the first answer
-        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         with suppress(Exception):  # what cannot be kept is packed at the next start
             own = dict(members_of(decoder))
             products = dict[str, Product]()
@@ -88,8 +110,9 @@ class PackedCache:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             if not self._has_room(num_bytes(products)):
                 return
+            temporary = user_cache.temporary_of(self.path)
             try:
-                write(temporary, products)
+                write(temporary, products, stopped)
                 PackedFile(temporary).fill(hollow)  # as the next start does
                 temporary.replace(self.path)
             finally:
@@ -97,17 +120,21 @@ class PackedCache:
 
     def _has_room(self, size: int) -> bool:
         """Return whether a file of this size may be written. Removes the files that were used longest ago, but none of the last day:
-        models used in turn would be written at every start. Removes what an interrupted process left, too."""
+        models used in turn would be written at every start. Removes temporary files that killed processes left, in any case."""
         folder, now = self.path.parent, time.time()
+        for path in folder.iterdir():
+            if path.suffix and now - path.stat().st_mtime > DEAD_S:
+                path.unlink(missing_ok=True)
         if not self._least_bytes <= size <= min(self._max_bytes, shutil.disk_usage(folder).free // FREE_SHARE):
             return False
-        newest_first = sorted(((s.st_mtime, s.st_size, p) for p in folder.iterdir() for s in [p.stat()]), reverse=True)
+        newest_first = sorted(
+            ((s.st_mtime, s.st_size, p) for p in folder.iterdir() for s in [p.stat()] if not p.suffix), reverse=True
+        )
         kept, removed = size, list[Path]()
         for used, own, path in newest_first:
-            whole = not path.suffix and path != self.path
-            if whole and kept + own <= self._max_bytes:
+            if path != self.path and kept + own <= self._max_bytes:
                 kept += own
-            elif whole and now - used < RECENT_S:
+            elif path != self.path and now - used < RECENT_S:
                 return False
             else:
                 removed.append(path)

@@ -11,7 +11,7 @@ import ctypes
 import json
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,8 @@ def hollow_products(decoder: object) -> dict[str, Product]:
     return hollow
 
 
-def write(path: Path, products: Mapping[str, Product]) -> None:
-    """Write packed products. Raises OSError, and PackedMismatch where this torch cannot use such a file."""
+def write(path: Path, products: Mapping[str, Product], stopped: Callable[[], bool] = lambda: False) -> None:
+    """Write packed products. Raises OSError, and PackedMismatch if this torch cannot use such a file, or `stopped` returns True."""
     blobs, header, end = list[tuple[int, int]](), dict[str, Any](), 0
     for name, product in products.items():
         weight, scales = product.weight, product.scales
@@ -94,6 +94,8 @@ def write(path: Path, products: Mapping[str, Product]) -> None:
     with path.open("wb") as stream:
 
         def put(data: bytes | memoryview) -> None:
+            if stopped():
+                raise PackedMismatch(str(path))
             digest.update(data)
             stream.write(data)
 

@@ -105,7 +105,9 @@ def test_a_second_start_packs_nothing_and_computes_the_same(
     assert not any(of_layer.keys.is_meta for of_layer in heads if of_layer is not None)
 
 
-@pytest.mark.parametrize("damage", ["a bit", "cut", "empty", "another file"])
+@pytest.mark.parametrize(
+    "damage", ["a bit", "layout", "shape", "header's end", "cut", "cut by a byte", "empty", "another file"]
+)
 def test_a_damaged_file_is_packed_and_written_anew(
     damage: str, tmp_path: Path, packings: list[tuple[int, ...]]
 ) -> None:
@@ -117,7 +119,11 @@ def test_a_damaged_file_is_packed_and_written_anew(
     file.write_bytes(
         {
             "a bit": content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :],
+            "layout": content.replace(b'"layout": "', b'"layout": "x', 1),
+            "shape": content.replace(b'"shape": [', b'"shape": {', 1),
+            "header's end": content[:8] + b"\xff" * 8 + content[16:],
             "cut": content[:middle],
+            "cut by a byte": content[:-1],
             "empty": b"",
             "another file": b"x" * len(content),
         }[damage]
@@ -148,7 +154,12 @@ def test_files_stay_within_the_limit_and_the_oldest_goes(tmp_path: Path) -> None
     os.utime(oldest, (1, 1))
     left = oldest.with_name(f"{oldest.name}.123")  # by a process that was killed
     left.write_bytes(b"half")
+    os.utime(left, (1, 1))
+    now = oldest.with_name(f"{oldest.name}.456")  # by one that writes
+    now.write_bytes(b"half")
     load(tmp_path / "n", Precision("float32", "auto", size + size // 2))
+    assert now in files()
+    now.unlink()
     [other] = files()
     assert other != oldest
     load(tmp_path / "m", Precision("float32", "auto", size // 2))
