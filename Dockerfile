@@ -1,5 +1,9 @@
 # CPU image: docker build -t cacheblend .
 FROM python:3.11-slim-bookworm AS build
+# gcc and libc6-dev: the package compiles its CPU kernels where it finds a compiler
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends gcc=4:12.* libc6-dev=2.36-* \
+ && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY . .
 # 2.13.0+cpu of PyTorch's index sorts above PyPI's 2.13.0, which brings CUDA. xformers has no CPU operators.
