@@ -119,7 +119,9 @@ def _backends(settings: Any) -> dict[str, Any]:
     found = {**facts, "auto": select_backend("auto", device).name}
     if device.type == "cpu":
         built = compiled.library() is not None
-        found["decoding"] = "compiled" if built else "torch's operations: no C compiler was found at installation"
+        found["decoding"] = (
+            "compiled" if built else "torch's operations: the compiled code was not built, or does not load"
+        )
     return found
 
 

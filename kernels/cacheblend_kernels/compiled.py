@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cacheblend_kernels.interface import AttentionMetadata, AttentionParams, KernelError, LayerCache, Slots
 
-LANES, CHUNK, MAX_DIM = 16, 256, 256  # as in cpu.c
+ABI, LANES, CHUNK, MAX_DIM = 1, 16, 256, 256  # as in cpu.c
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ALONE = 1 << 15  # values up to which a second thread costs more than it saves
 
@@ -50,11 +50,13 @@ def library() -> Any:
     address, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     try:
         code = ctypes.CDLL(found.origin)
+        if ctypes.c_int32.in_dll(code, "cb_abi").value != ABI:
+            return None
         code.cb_rms_norm.argtypes = [*[address] * 4, count, count, ctypes.c_float, number, number, number]
         code.cb_round_rows.argtypes = [*[address] * 3, count, count, number, number, number]
         code.cb_decode_attention.argtypes = [ctypes.POINTER(_Attention)]
         code.cb_rope_and_cache.argtypes = [ctypes.POINTER(_Rope), number]
-    except (OSError, AttributeError):  # built for another machine, or of another version
+    except (OSError, AttributeError, ValueError):  # built for another machine, or of another version
         return None
     for function in (code.cb_rms_norm, code.cb_round_rows, code.cb_decode_attention):
         function.restype = None
@@ -67,7 +69,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     code, kind, dim = library(), _TYPES.get(x.dtype), x.shape[-1]
     if code is None or kind is None or dim % LANES or not x.is_cpu or weight.dtype not in (x.dtype, torch.float32):
         return None
-    if residual is not None and (residual.dtype != x.dtype or not residual.is_contiguous()):
+    if weight.shape != (dim,) or not weight.is_cpu:
+        return None
+    if residual is not None and (residual.dtype, residual.shape, residual.is_contiguous()) != (x.dtype, x.shape, True):
         return None
     x, weight = x.contiguous(), weight.contiguous()
     out, added_to = torch.empty_like(x), None if residual is None else residual.data_ptr()
@@ -81,7 +85,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 def round_rows(x: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
     """x [num_rows, dim] as uint8 with 128 for zero, and the scale of each row [num_rows, 1], rounded to scale_dtype."""
     code, kind, dim = library(), _TYPES.get(x.dtype), x.shape[-1]
-    if code is None or kind is None or scale_dtype not in _TYPES or dim % LANES or not x.is_cpu:
+    if code is None or kind is None or scale_dtype not in _TYPES or dim % LANES or not x.is_cpu or x.ndim != 2:
         return None
     x = x.contiguous()
     whole, scale = torch.empty(x.shape, dtype=torch.uint8), torch.empty(len(x), 1, dtype=scale_dtype)
@@ -98,10 +102,14 @@ def decode_attention(q: Tensor, cache: LayerCache, meta: AttentionMetadata, para
         return None
     if params.soft_cap is not None or params.sinks is not None or params.alibi is not None:
         return None
-    if not k.dtype == v.dtype == q.dtype or k.shape != v.shape:
+    if not k.dtype == v.dtype == q.dtype or k.shape != v.shape or k.shape[3] != dim or num_heads % k.shape[2]:
         return None
-    q, table, lens = q.contiguous(), meta.block_table.contiguous(), meta.kv_lens
+    q, table, lens = q.contiguous(), meta.block_table.contiguous(), meta.kv_lens.contiguous()
     num_seqs, max_blocks = table.shape
+    if not table.dtype == lens.dtype == torch.int32 or lens.shape != (num_seqs,) or num_rows < num_seqs:
+        return None
+    if not (k.is_contiguous() and v.is_contiguous()) or meta.max_kv_len > max_blocks * k.shape[1]:
+        return None
     chunks = -(-(meta.max_kv_len or max_blocks * k.shape[1]) // CHUNK)
     out = torch.empty_like(q) if num_rows == num_seqs else torch.zeros_like(q)
     partial = torch.empty(num_seqs * num_heads * chunks * (dim + 2))
@@ -124,6 +132,12 @@ def rope_and_cache(
     if any(x.stride()[1:] != (dim, 1) for x in parts):
         return None
     cos, sin, where = slots.cos.contiguous(), slots.sin.contiguous(), slots.slots.contiguous()
+    if not cos.shape == sin.shape == (num_rows, dim) or not cos.dtype == sin.dtype == torch.float32:
+        return None
+    if where.shape != (num_rows,) or where.dtype != torch.int64 or any(x.shape[0::2] != (num_rows, dim) for x in parts):
+        return None
+    if any(pool.shape[2:] != (num_kv_heads, dim) or not pool.is_contiguous() for pool in (cache.k, cache.v)):
+        return None
     out = None if q is None else torch.empty(q.shape, dtype=q.dtype)
     addresses = [None if x is None else x.data_ptr() for x in (q, k, v, cos, sin, where, out, cache.k, cache.v)]
     shape = num_rows, 0 if q is None else q.shape[1], num_kv_heads, dim

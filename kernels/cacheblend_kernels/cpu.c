@@ -6,10 +6,17 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
+#if !defined(__x86_64__) || !defined(__gnu_linux__) || defined(__clang__)
 #define CLONES
+#elif __GNUC__ >= 12
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else /* no levels yet: the oldest CPUs of both */
+#define CLONES __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
+#endif
+#ifdef __clang__
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (veci4){__VA_ARGS__})
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
@@ -23,6 +30,10 @@ typedef uint16_t half16 __attribute__((vector_size(32)));
 typedef uint8_t bytes16 __attribute__((vector_size(16)));
 typedef float vec8 __attribute__((vector_size(32)));
 typedef float vec4 __attribute__((vector_size(16)));
+typedef int32_t veci4 __attribute__((vector_size(16)));
+
+enum { ABI = 1 }; /* of the functions and structures here, as in compiled.py */
+const int32_t cb_abi = ABI;
 
 INLINE vec splat(float x) { return x - (vec){0}; }
 
@@ -68,11 +79,10 @@ INLINE vec4 quarter(vec x) {
 
 /* The sums of four vectors. */
 INLINE vec4 sums(vec a, vec b, vec c, vec d) {
-    typedef int32_t at __attribute__((vector_size(16)));
     vec4 w = quarter(a), x = quarter(b), y = quarter(c), z = quarter(d);
-    vec4 ab = __builtin_shuffle(w, x, (at){0, 1, 4, 5}) + __builtin_shuffle(w, x, (at){2, 3, 6, 7});
-    vec4 cd = __builtin_shuffle(y, z, (at){0, 1, 4, 5}) + __builtin_shuffle(y, z, (at){2, 3, 6, 7});
-    return __builtin_shuffle(ab, cd, (at){0, 2, 4, 6}) + __builtin_shuffle(ab, cd, (at){1, 3, 5, 7});
+    vec4 ab = PICK(w, x, 0, 1, 4, 5) + PICK(w, x, 2, 3, 6, 7);
+    vec4 cd = PICK(y, z, 0, 1, 4, 5) + PICK(y, z, 2, 3, 6, 7);
+    return PICK(ab, cd, 0, 2, 4, 6) + PICK(ab, cd, 1, 3, 5, 7);
 }
 
 INLINE float sum(vec x) {
@@ -86,11 +96,11 @@ INLINE vec larger(vec a, vec b) { return where(a > b, a, b); }
 
 INLINE float largest(vec x) {
     float most = x[0];
-    for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+    for (int i = 1; i < LANES; i++) most = x[i] > most || x[i] != x[i] ? x[i] : most; /* NaN stays: nothing is larger */
     return most;
 }
 
-/* e^x for x <= 0, to about 1e-7 of the value; 0 below -87. */
+/* e^x for x <= 0, to about 1e-7 of the value; 0 below -87; NaN for NaN. */
 INLINE vec exponential(vec x) {
     const vec magic = splat(12582912.f);
     vec turns = x * 1.44269504f + magic, n = turns - magic;
@@ -103,7 +113,7 @@ INLINE vec exponential(vec x) {
     y = y * r + 5.0000001201e-1f;
     y = y * r * r + r + 1.f;
     vec scaled = (vec)((veci)y + (((veci)turns - (veci)magic) << 23));
-    return where(x < -87.f, (vec){0}, scaled);
+    return where(x != x, x, where(x < -87.f, (vec){0}, scaled));
 }
 
 /* ---- RMSNorm: residual += x where there is a residual; out = norm(residual or x) * weight ---- */
@@ -157,9 +167,13 @@ void cb_rms_norm(const void *x, void *residual, const void *weight, void *out, i
 
 INLINE void round_row(const void *x, uint8_t *out, void *scale, int64_t row, int64_t dim, int type, int scale_type) {
     vec most = {0};
-    for (int64_t i = 0; i < dim; i += LANES)
-        most = larger((vec)((vecu)load(x, i, type) & 0x7fffffffu), most);
-    float value = largest(most);
+    veci nan = {0}; /* a maximum passes NaN over */
+    for (int64_t i = 0; i < dim; i += LANES) {
+        const vec v = load(x, i, type);
+        most = larger((vec)((vecu)v & 0x7fffffffu), most);
+        nan |= v != v;
+    }
+    const float value = largest(where(nan, splat(NAN), most));
     const vec by = as_type(splat((value < 1e-12f ? 1e-12f : value) / 127.f), scale_type);
     if (scale_type == FLOAT32)
         ((float *)scale)[row] = by[0];
@@ -231,7 +245,10 @@ INLINE void attend(const Attention *a, int64_t seq, int64_t head, int64_t chunk,
     float *partial = a->partial + ((seq * a->kv_heads + head) * a->chunks + chunk) * group * (dim + 2);
     const int64_t count = last - first;
     if (count <= 0) {
-        for (int64_t g = 0; g < group; g++) partial[g * (dim + 2) + dim + 1] = -INFINITY;
+        for (int64_t g = 0; g < group; g++) {
+            partial[g * (dim + 2) + dim] = 0;
+            partial[g * (dim + 2) + dim + 1] = -INFINITY;
+        }
         return;
     }
     int64_t rows[CHUNK];
@@ -266,9 +283,9 @@ INLINE void attend(const Attention *a, int64_t seq, int64_t head, int64_t chunk,
             for (int64_t i = count; i < padded; i++) weights[h][i] = -INFINITY;
             vec most = splat(-INFINITY), total = {0};
             for (int64_t i = 0; i < padded; i += LANES) most = larger(*(vec *)&weights[h][i], most);
-            const float top = largest(most);
+            const float top = largest(most), base = top == -INFINITY ? 0 : top; /* NaN is not in top, but in the weights */
             for (int64_t i = 0; i < padded; i += LANES) {
-                const vec w = exponential(*(vec *)&weights[h][i] - top);
+                const vec w = exponential(*(vec *)&weights[h][i] - base);
                 *(vec *)&weights[h][i] = w;
                 total += w;
             }
@@ -295,22 +312,26 @@ CLONES static void attend_chunk(const Attention *a, int64_t task) {
         attend(a, seq, head, chunk, a->dim, BFLOAT16);
 }
 
-/* Parts of all chunks, in order, as one softmax. */
+/* Parts of all chunks, in order, as one softmax. Of a chunk without keys to weigh only the sum of weights, 0, is set. */
 CLONES static void combine(const Attention *a, int64_t seq, int64_t head) {
     const int64_t group = a->heads / a->kv_heads, dim = a->dim, size = group * (dim + 2);
     const float *parts = a->partial + ((seq * a->kv_heads + head / group) * a->chunks) * size + head % group * (dim + 2);
+    if (a->lens[seq] <= 0) {
+        for (int64_t j = 0; j < dim; j += LANES) store(a->out, (seq * a->heads + head) * dim + j, (vec){0}, a->type);
+        return;
+    }
     float top = -INFINITY, total = 0;
     for (int64_t c = 0; c < a->chunks; c++) top = fmaxf(top, parts[c * size + dim + 1]);
     float shares[a->chunks];
     for (int64_t c = 0; c < a->chunks; c++) {
-        const float most = parts[c * size + dim + 1];
-        shares[c] = most == -INFINITY ? 0 : expf(most - top);
-        total += most == -INFINITY ? 0 : shares[c] * parts[c * size + dim];
+        const float weights = parts[c * size + dim], most = parts[c * size + dim + 1];
+        shares[c] = weights == 0 ? 0 : most == -INFINITY ? weights : expf(most - top); /* -inf: all keys are NaN */
+        total += weights == 0 ? 0 : shares[c] * weights;
     }
     for (int64_t j = 0; j < dim; j += LANES) {
         vec out = {0};
         for (int64_t c = 0; c < a->chunks; c++)
-            if (shares[c] > 0) out += load(parts, c * size + j, FLOAT32) * shares[c];
+            if (shares[c] != 0) out += load(parts, c * size + j, FLOAT32) * shares[c];
         store(a->out, (seq * a->heads + head) * dim + j, out / total, a->type);
     }
 }

@@ -13,7 +13,7 @@ from cases import assert_close, attention_case, attention_reference, rope_tables
 
 from cacheblend_cli.model.linear import Int8Linear
 
-pytestmark = pytest.mark.skipif(compiled.library() is None, reason="no C compiler was found at installation")
+pytestmark = pytest.mark.skipif(compiled.library() is None, reason="the compiled code was not built, or does not load")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
@@ -124,3 +124,53 @@ def test_what_it_does_not_take_is_left_to_torch() -> None:
     half = torch.ones(2, 32, dtype=torch.float16)
     assert compiled.rms_norm(half, torch.ones(32), 1e-6) is None
     assert compiled.round_rows(half, torch.float32) is None
+
+
+@DTYPES
+@pytest.mark.parametrize("keys", [[5], list(range(256)), list(range(300))])
+def test_nan_in_is_nan_out(keys: list[int], dtype: torch.dtype) -> None:
+    case = attention_case([[299]], [300], dtype=dtype)
+    block_size = case.cache.k.shape[1]
+    for key in keys:
+        case.cache.k[case.meta.block_table[0, key // block_size], key % block_size] = torch.nan
+    out = compiled.decode_attention(case.q, case.cache, case.meta, AttentionParams(1.0))
+    assert out is not None
+    assert out.isnan().all()
+
+    x = torch.randn(3, 896).to(dtype)
+    x[1, keys[-1]] = torch.nan
+    parts = compiled.round_rows(x, dtype)
+    assert parts is not None
+    assert parts[1].isnan().squeeze(1).tolist() == [False, True, False]
+
+
+def test_a_sequence_without_keys_is_0() -> None:
+    case = attention_case([[299]], [300])
+    empty = replace(case.meta, kv_lens=torch.zeros_like(case.meta.kv_lens))
+    out = compiled.decode_attention(case.q, case.cache, empty, AttentionParams(1.0))
+    assert out is not None
+    assert not out.any()
+
+
+def test_shapes_that_do_not_fit_are_left_to_torch() -> None:
+    assert compiled.rms_norm(torch.ones(2, 32), torch.ones(16), 1e-6) is None
+    assert compiled.rms_norm(torch.ones(2, 32), torch.ones(32), 1e-6, torch.ones(1, 32)) is None
+    case, params = attention_case([[9]], [10], heads=(4, 2), head_dim=16), AttentionParams(1.0)
+    for meta in (
+        replace(case.meta, block_table=case.meta.block_table.long()),
+        replace(case.meta, kv_lens=case.meta.kv_lens.long()),
+        replace(case.meta, max_kv_len=1 << 20),
+    ):
+        assert compiled.decode_attention(case.q, case.cache, meta, params) is None
+    assert compiled.decode_attention(case.q[:, :3], case.cache, case.meta, params) is None
+    strided = LayerCache(*(pool.transpose(0, 1).contiguous().transpose(0, 1) for pool in (case.cache.k, case.cache.v)))
+    assert compiled.decode_attention(case.q, strided, case.meta, params) is None
+    cache, x = LayerCache(torch.zeros(2, 16, 1, 16), torch.zeros(2, 16, 1, 16)), torch.ones(2, 1, 16)
+    slots, tables = torch.tensor([3, 4]), rope_tables(2, 16)
+    for wrong in (Slots(slots.int(), *tables), Slots(slots, *rope_tables(2, 8)), Slots(slots[:1], *tables)):
+        assert compiled.rope_and_cache(x, x, x, cache, wrong) is None
+
+
+def test_code_of_another_version_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "ABI", compiled.ABI + 1)
+    assert compiled.library.__wrapped__() is None
