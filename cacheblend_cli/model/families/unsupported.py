@@ -4,7 +4,7 @@ from __future__ import annotations
 
 RECURRENT = (
     "some of its layers are recurrent or linear attention: a state of all tokens before takes the place of K and V, and "
-    "repairing it is not worth its bytes (study/hybrids.md)"
+    "composing it is not implemented"
 )
 LEARNED = "its positions are learned and added to the tokens: K and V cannot be moved to another place"
 ENCODER = "it is an encoder: it writes no text"
