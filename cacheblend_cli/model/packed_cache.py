@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from cacheblend_cli import __version__, user_cache
+from cacheblend_cli import user_cache
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.machine_speeds import cpu_name
 from cacheblend_cli.model.packed_file import (
@@ -30,6 +30,7 @@ from cacheblend_cli.model.packed_file import (
     num_bytes,
     write,
 )
+from cacheblend_cli.version import __version__
 
 FORMAT = 1
 LEAST_BYTES = 64 << 20  # of a file: less is packed as fast
