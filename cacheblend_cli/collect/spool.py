@@ -38,17 +38,22 @@ class Spool:
             return None
         with suppress(OSError):  # a full disk: the document is cut again
             if self._file is None:
-                self._file = tempfile.TemporaryFile()  # noqa: SIM115
-                weakref.finalize(self, self._file.close)
+                # unbuffered: bytes that had no room must not be tried again by a read
+                self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+                weakref.finalize(self, _close, self._file)
             self._file.seek(self._end)
-            self._file.write(data)
-            self._file.flush()
-            place = Place(self._end, len(data))
-            self._end += len(data)
-            return place
+            if self._file.write(data) == len(data):
+                place = Place(self._end, len(data))
+                self._end += len(data)
+                return place
         return None
 
     def read(self, place: Place) -> list[Chunk]:
         assert self._file is not None, "a place is in the file"
         self._file.seek(place.start)
         return _decode(self._file.read(place.size))
+
+
+def _close(file: IO[bytes]) -> None:
+    with suppress(OSError):
+        file.close()

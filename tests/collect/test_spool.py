@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
+from io import BufferedRandom, FileIO
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,6 +15,8 @@ from checkpoints import write_checkpoint
 from cacheblend_cli.collect import spool
 from cacheblend_cli.collect.plan import Planner
 from cacheblend_cli.collect.precompute import PrecomputeOptions
+from cacheblend_cli.collect.spool import Spool
+from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 
@@ -68,8 +71,37 @@ def test_a_full_disk_means_cutting_again(
 ) -> None:
     there = stored(engine, docs, tmp_path / "kept")
 
-    def full() -> NoReturn:
+    def full(**given: Any) -> NoReturn:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
     assert stored(engine, docs, tmp_path / "cut again") == there
+
+
+class Filling(FileIO):
+    """A file on a disk with room for so many more bytes."""
+
+    room = 0
+
+    def write(self, data: Any) -> int:
+        if not self.room:
+            raise OSError(28, "No space left on device")
+        written = super().write(bytes(data)[: self.room])
+        self.room -= written
+        return written
+
+
+def test_what_was_kept_can_be_read_after_the_disk_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = Filling(tmp_path / "spool", "w+b")
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda buffering=-1: BufferedRandom(file) if buffering else file)
+    spool, chunks = Spool(), [Chunk(0, "text", (1, 2), 0, 4)]
+    file.room = 1000
+    kept = spool.append(chunks)
+    assert kept is not None
+    file.room = 3
+    assert spool.append(chunks) is None
+    assert spool.append(chunks) is None
+    assert spool.read(kept) == chunks
+    file.room = 1000
+    assert spool.append(chunks) is not None
+    assert spool.read(kept) == chunks
