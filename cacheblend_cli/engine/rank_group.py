@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 
 import torch
@@ -28,6 +29,7 @@ BEHIND_S = 60.0  # for which rank 0 waits in one exchange for a rank that lives
 START_S = 180.0  # for all ranks to come
 END_S = 5.0  # for them to end when they are told to
 STARTED = "CACHEBLEND_RANK_STARTED"  # in the environment of a rank that rank 0 has started
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOST = "all ranks have ended; run the command again"
 
 
@@ -57,15 +59,14 @@ class RankGroup:
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        if outer_ranks() is not None:
-            self._store: dist.Store = _outer_store()
-        else:
-            store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=START_S), wait_for_workers=False)
-            self._children = {rank: self._start(rank, store.port) for rank in range(1, size)}
-            self._store = store
-        self._store.set("device", device.type)
-        self._join()
-        self.ranks = _joined(self._store, 0, size, device)
+        foreign = dist.is_initialized()
+        try:
+            self._begin()
+        except BaseException:
+            self._kill()
+            if dist.is_initialized() and not foreign:
+                dist.destroy_process_group()
+            raise
         self.ranks.lost, self.ranks.failed = self._lost, self.fail
         self._watcher = threading.Thread(target=self._watch, name="cacheblend-ranks", daemon=True)
         self._watcher.start()
@@ -99,10 +100,23 @@ class RankGroup:
             self.on_lost = lambda lost: None
         self._found(f"rank 0 failed: {type(error).__name__}: {error}")
 
+    def _begin(self) -> None:
+        """Start the ranks, or meet those of torchrun, and join them."""
+        if outer_ranks() is not None:
+            self._store: dist.Store = _outer_store()
+        else:
+            self._store, port = _loopback_store()
+            for rank in range(1, self.size):
+                self._children[rank] = self._start(rank, port)
+        self._store.set("device", self.device.type)
+        self._join()
+        with on_loopback() if self._children else nullcontext():
+            self.ranks = _joined(self._store, 0, self.size, self.device)
+
     def _start(self, rank: int, port: int) -> subprocess.Popen[bytes]:
-        own = {"RANK": str(rank), "WORLD_SIZE": str(self.size), "MASTER_ADDR": "127.0.0.1",
+        own = loopback() | {"RANK": str(rank), "WORLD_SIZE": str(self.size), "MASTER_ADDR": "127.0.0.1",
                "MASTER_PORT": str(port), "LOCAL_RANK": str(rank), STARTED: "1"}  # fmt: skip
-        command = [sys.executable, "-m", "cacheblend_cli.engine.rank_worker"]
+        command = [sys.executable, "-P", "-m", "cacheblend_cli.engine.rank_worker"]
         return subprocess.Popen(command, env=os.environ | own, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
     def _join(self) -> None:
@@ -111,7 +125,6 @@ class RankGroup:
         for rank in range(1, self.size):
             while not self._store.check([f"here/{rank}"]):
                 if (dead := self._dead()) or time.monotonic() > until:
-                    self._kill()
                     raise DeviceError(
                         dead or f"rank {rank} did not come in {START_S:.0f} seconds", "see what it wrote above"
                     )
@@ -230,6 +243,34 @@ def cloned(store: dist.Store) -> dist.Store:
     """A connection of its own: one that waits blocks all other uses."""
     found: dist.Store = store.clone()  # type: ignore[attr-defined]
     return found
+
+
+def _loopback_store() -> tuple[dist.Store, int]:
+    """A store that other machines cannot reach, and its port."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port, timeout = listening.getsockname()[1], timedelta(seconds=START_S)
+        store = dist.TCPStore(
+            "127.0.0.1", port, None, True, timeout, wait_for_workers=False, master_listen_fd=os.dup(listening.fileno())
+        )
+    return store, port
+
+
+def loopback() -> dict[str, str]:
+    """The variable that keeps gloo on this machine, unless the user set it."""
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    return {GLOO_INTERFACE: names[0]} if names and not os.environ.get(GLOO_INTERFACE) else {}
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """Groups that are made in here do not listen to other machines, unless the user chose an interface."""
+    own = loopback()
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            os.environ.pop(name)
 
 
 def _outer_store() -> dist.Store:

@@ -27,7 +27,7 @@ from cacheblend_cli.engine.driver import Calibrate, Driver, Drop, LoadModel, Res
 from cacheblend_cli.engine.memory import DeviceMemory, reserve
 from cacheblend_cli.engine.outer_ranks import outer_ranks
 from cacheblend_cli.engine.prefill import PrefillInput, PrefillOutput
-from cacheblend_cli.engine.rank_group import join
+from cacheblend_cli.engine.rank_group import STARTED, join
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker import DecodeInput, DecodeOutput, TableInput, Worker
 from cacheblend_cli.errors import CacheBlendError, ExitCode, UsageError
@@ -243,7 +243,9 @@ def serve_rank() -> NoReturn:
     """Be a rank beside rank 0."""
     outer = outer_ranks()
     assert outer is not None
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 is told, too, and ends all
+    own = STARTED in os.environ  # then a terminal, or a supervisor, may tell it what it tells rank 0, which ends all
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if own else (signal.SIGINT,):
+        signal.signal(number, signal.SIG_IGN)
     try:
         with torch.inference_mode():
             Follower(*join(*outer)).run()

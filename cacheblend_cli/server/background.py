@@ -58,7 +58,7 @@ def listens(settings: Settings) -> bool:
 def _started(path: Path, log: Path, idle_exit_s: float, arguments: Sequence[str]) -> dict[str, Any]:
     if not any(a.partition("=")[0] == "--idle-exit" for a in arguments):
         arguments = [*arguments, "--idle-exit", str(idle_exit_s)]
-    command = [sys.executable, "-c", "from cacheblend_cli.cli.main import main; main()", *arguments]
+    command = [sys.executable, "-P", "-c", "from cacheblend_cli.cli.main import main; main()", *arguments]
     with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True, close_fds=True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import hub_families
 import hub_models
 import pytest
+import torch
 from adapters import write_adapter
 from cacheblend_store import ChunkStore
 from checkpoints import write_checkpoint
@@ -107,8 +109,12 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ranks_end() -> Iterator[None]:
-    yield
+def ranks_end(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("current")
+        (folder / "torch.py").write_text("raise SystemExit(3)")  # no rank may run it
+        patch.chdir(folder)
+        yield
     while rank_group._group:
         rank_group._group.pop().close()
 
@@ -216,10 +222,48 @@ def test_what_cannot_be_divided_is_refused(house: House, tmp_path: Path) -> None
             house.engine(2, **other)
 
 
+def listening(pid: int) -> list[str]:
+    """Addresses that a process listens at, in hex."""
+    names = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir() if file.exists() or file.is_symlink()]
+    rows = [
+        line.split()
+        for file in ("tcp", "tcp6")
+        if (table := Path(f"/proc/{pid}/net/{file}")).exists()
+        for line in table.read_text().splitlines()[1:]
+    ]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in names]
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs Linux")
+def test_other_machines_cannot_connect_to_ranks(house: House) -> None:
+    house.engine(2)
+    found = listening(group()._children[1].pid)
+    assert found
+    assert set(found) == {"0100007F"}  # 127.0.0.1
+
+
+def test_ranks_end_when_rank_0_is_interrupted_before_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(self: RankGroup, rank: int, port: int) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(["cat"], stdin=subprocess.PIPE))
+        return started[-1]
+
+    def interrupted(self: RankGroup) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RankGroup, "_start", start)
+    monkeypatch.setattr(RankGroup, "_join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        RankGroup(3, torch.device("cpu"))
+    assert [child.poll() for child in started] == [-signal.SIGKILL] * 2
+
+
 def test_a_killed_rank_is_named_and_ends_all(house: House) -> None:
     engine = house.engine(2)
     with house.store(engine) as store:
         child = group()._children[1]
+        os.kill(child.pid, signal.SIGTERM)  # which is rank 0's to answer
         os.kill(child.pid, signal.SIGKILL)
         with pytest.raises(RankLost) as lost:
             answers(engine, store)
