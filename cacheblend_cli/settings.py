@@ -126,7 +126,9 @@ class Settings:
     salt: str = _setting("", "Keep the chunks of this tenant separate.")
     threads: int | None = _setting(None, "CPU threads.")
     tensor_parallel: int = _setting(
-        1, "Processes that compute the model together, each on a GPU of its own or on CPU cores."
+        0,
+        "Processes that compute the model together, each on a GPU of its own or on CPU cores.",
+        shown="1, or torchrun's",
     )
     block_size: int = 64
     gpu_memory_utilization: float = _setting(0.9, "Share of the GPU's memory to use, including weights.")
@@ -204,7 +206,7 @@ _LEAST = {
     "top_k": 1,
     "expand": 0,
     "threads": 1,
-    "tensor_parallel": 1,
+    "tensor_parallel": 0,
     "lock_timeout": 0,
     "seed": -(2**63),
     "weights_cache_gb": 0,

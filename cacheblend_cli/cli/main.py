@@ -15,7 +15,6 @@ import typer.main
 import cacheblend_cli
 from cacheblend_cli.cli.help import Command
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.engine.outer_ranks import outer_ranks
 from cacheblend_cli.errors import ExitCode, UsageError
 
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
@@ -124,10 +123,6 @@ def main() -> None:
     open_closed_streams()
     ensure_home()
     limit_spinning()
-    if (outer := outer_ranks()) is not None and outer[0]:  # torchrun's: rank 0 runs the command
-        from cacheblend_cli.engine.rank_worker import serve_rank
-
-        serve_rank()
     code = run()
     _finish_writing(interrupted=code == ExitCode.INTERRUPTED)
     sys.exit(code)

@@ -15,6 +15,7 @@ import typer
 
 from cacheblend_cli.cli import completion
 from cacheblend_cli.cli.help import PANELS
+from cacheblend_cli.engine.outer_ranks import outer_ranks
 from cacheblend_cli.errors import CacheBlendError, NotFoundError
 from cacheblend_cli.settings import GROUPS, Resolved, Settings, grouped, of_settings, resolve
 
@@ -89,6 +90,8 @@ def with_settings(*names: str, **help_of: str) -> Callable[[Callable[..., T]], C
         @wraps(command)
         def run(**values: Any) -> T:
             resolved = resolve({name: values.pop(name) for name in flags})
+            if "tensor_parallel" in flags:
+                _serve_if_other_rank(resolved.settings.tensor_parallel)
             return command(**values, **{result: _RESULTS[result](resolved)})
 
         # the parser reads these; --json and --quiet come last in the help
@@ -98,6 +101,14 @@ def with_settings(*names: str, **help_of: str) -> Callable[[Callable[..., T]], C
         return run
 
     return decorate
+
+
+def _serve_if_other_rank(tensor_parallel: int) -> None:
+    """Serve rank 0, which runs the command, in another rank of torchrun, and exit."""
+    if (outer := outer_ranks(tensor_parallel)) is not None and outer[0]:
+        from cacheblend_cli.engine.rank_worker import serve_rank
+
+        serve_rank(*outer)
 
 
 ENGINE = (

@@ -24,7 +24,8 @@ class EngineConfig:
     message with {chunks} and {question}, "" for the model's own or the default; system: the system prompt, "" for none;
     template_var: NAME=VALUE for the chat template. decode_with: torch, llama.cpp, or auto for the faster of the two where both can;
     decode_model: the GGUF file that llama.cpp decodes with, "" for the model's own. weights_cache_gb: disk for packed weights of all models
-    (model/packed_cache.py), 0 for none. tensor_parallel: processes that compute the model together, each a part of it (ranks)."""
+    (model/packed_cache.py), 0 for none. tensor_parallel: processes that compute the model together, each a part of it (ranks); 0: those that
+    torchrun started, or one."""
 
     model: str | None = None
     lora: str | None = None
@@ -45,7 +46,7 @@ class EngineConfig:
     decode_with: str = "auto"
     decode_model: str = ""
     weights_cache_gb: float = 4.0
-    tensor_parallel: int = 1
+    tensor_parallel: int = 0
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):

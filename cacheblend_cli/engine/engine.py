@@ -89,15 +89,16 @@ class Engine:
         time once on a machine. Raises NotFoundError, UsageError or DeviceError.
 
         In a process that torchrun started as another rank than 0 this does not return: it serves rank 0 until that ends, and exits.
+        tensor_parallel=1 loads the whole model in every process.
         """
-        if (outer := outer_ranks()) is not None and outer[0]:
-            serve_rank()
         if isinstance(model, EngineConfig):
             config, resolved = model, overridden(DEFAULTS, settings)
         else:
             resolved = overridden(DEFAULTS, {"model": model or "", **settings})
             own = resolved.settings
             config = of_settings(EngineConfig, own, model=own.model or None, lora=own.lora or None)
+        if (outer := outer_ranks(config.tensor_parallel)) is not None and outer[0]:
+            serve_rank(*outer)
         return cls(Runtime.load(config, progress, notice), resolved)
 
     @property

@@ -1,4 +1,4 @@
-"""Ranks that torchrun started. Imports no torch: every command looks here."""
+"""Ranks that torchrun started. Imports no torch: commands look here before they do anything."""
 
 from __future__ import annotations
 
@@ -7,26 +7,42 @@ from collections.abc import Mapping
 
 from cacheblend_cli.errors import UsageError
 
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of torchrun
+VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)  # of torchrun, and of others who start processes for other ends
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # of torchrun alone
 
 
-def outer_ranks(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """This process's rank and the number of ranks where torchrun, or whoever sets its variables, has started it; None elsewhere."""
-    if not all(environment.get(name, "").strip() for name in VARIABLES) or environment["WORLD_SIZE"] == "1":
+def outer_ranks(tensor_parallel: int, environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """Return this process's rank and the number of ranks where torchrun has started it, or another program that sets VARIABLES has
+    started as many processes as `tensor_parallel` says. None elsewhere.
+
+    tensor_parallel: the setting; 1 asks for one process, 0 was not set. Raises UsageError where RANK or WORLD_SIZE is not a number.
+    """
+    if tensor_parallel == 1 or not all(environment.get(name, "").strip() for name in VARIABLES):
+        return None
+    size = environment["WORLD_SIZE"].strip()
+    if size == "1" or not (environment.get(TORCHRUN) or size == str(tensor_parallel)):
         return None
     try:
-        return int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        return int(environment["RANK"]), int(size)
     except ValueError as error:
         raise UsageError(
             f"RANK and WORLD_SIZE are not numbers: {error}", "unset them, or let torchrun set them"
         ) from error
 
 
-def num_ranks(asked: int) -> int:
-    """Ranks of --tensor-parallel `asked` here. Raises UsageError where torchrun has started another number of them."""
-    outer = outer_ranks()
-    if outer is not None and asked not in (1, outer[1]):
+def num_ranks(tensor_parallel: int) -> int:
+    """Return the number of ranks that compute a model. Raises UsageError where torchrun has started another number of them."""
+    outer = outer_ranks(tensor_parallel)
+    if outer is None:
+        return max(1, tensor_parallel)
+    if tensor_parallel not in (0, outer[1]):
         raise UsageError(
-            f"torchrun has started {outer[1]} ranks, and --tensor-parallel is {asked}", "leave one of them out"
+            f"torchrun has started {outer[1]} ranks, and --tensor-parallel is {tensor_parallel}",
+            "leave one of them out",
         )
-    return asked if outer is None else outer[1]
+    return outer[1]

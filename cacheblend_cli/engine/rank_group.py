@@ -102,7 +102,7 @@ class RankGroup:
 
     def _begin(self) -> None:
         """Start the ranks, or meet those of torchrun, and join them."""
-        if outer_ranks() is not None:
+        if outer_ranks(self.size) is not None:
             self._store: dist.Store = _outer_store()
         else:
             self._store, port = _loopback_store()

@@ -25,7 +25,6 @@ from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.decode import BatchRunner
 from cacheblend_cli.engine.driver import Calibrate, Driver, Drop, LoadModel, Reserve, load_part
 from cacheblend_cli.engine.memory import DeviceMemory, reserve
-from cacheblend_cli.engine.outer_ranks import outer_ranks
 from cacheblend_cli.engine.prefill import PrefillInput, PrefillOutput
 from cacheblend_cli.engine.rank_group import STARTED, join
 from cacheblend_cli.engine.runtime import Runtime
@@ -239,23 +238,21 @@ class Follower:
             self._stores[worker, given.number] = store
 
 
-def serve_rank() -> NoReturn:
-    """Be a rank beside rank 0."""
-    outer = outer_ranks()
-    assert outer is not None
+def serve_rank(rank: int, size: int) -> NoReturn:
+    """Be a rank beside rank 0, and exit when that ends."""
     own = STARTED in os.environ  # then a terminal, or a supervisor, may tell it what it tells rank 0, which ends all
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if own else (signal.SIGINT,):
         signal.signal(number, signal.SIG_IGN)
     try:
         with torch.inference_mode():
-            Follower(*join(*outer)).run()
+            Follower(*join(rank, size)).run()
     except Exception as error:
         message = error.message if isinstance(error, CacheBlendError) else f"{type(error).__name__}: {error}"
-        sys.stderr.write(f"rank {outer[0]}: {message}\n")
+        sys.stderr.write(f"rank {rank}: {message}\n")
         sys.stderr.flush()
         os._exit(ExitCode.DEVICE)
     os._exit(0)  # the interpreter would wait for gloo's threads
 
 
 if __name__ == "__main__":
-    serve_rank()
+    serve_rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))

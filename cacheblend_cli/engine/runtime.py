@@ -99,6 +99,7 @@ class Runtime:
             runtime = cls(driver.load(path, name, config), config)
             runtime.driver = driver
         else:
+            config = replace(config, tensor_parallel=1)
             runtime = cls(load_model(path, name, device, precision, config.attention_backend, lora), config)
         if isinstance(runtime.decoder, GenericDecoder):
             check_once(runtime.decoder, runtime.model.fingerprint)

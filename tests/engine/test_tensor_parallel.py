@@ -27,6 +27,7 @@ from cacheblend_cli.engine import rank_group, rank_worker
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Limits
+from cacheblend_cli.engine.outer_ranks import TORCHRUN, outer_ranks
 from cacheblend_cli.engine.rank_group import RankGroup
 from cacheblend_cli.engine.rank_worker import Begin
 from cacheblend_cli.errors import DeviceError, UsageError
@@ -220,6 +221,25 @@ def test_what_cannot_be_divided_is_refused(house: House, tmp_path: Path) -> None
     for other in ({"weight_dtype": "int8"}, {"decode_with": "llama.cpp"}):
         with pytest.raises(UsageError):
             house.engine(2, **other)
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "extra", "found"),
+    [
+        (0, {}, None),  # a training job of another program
+        (0, {TORCHRUN: "none"}, (1, 2)),
+        (1, {TORCHRUN: "none"}, None),
+        (2, {}, (1, 2)),
+        (4, {}, None),
+        (4, {TORCHRUN: "none"}, (1, 2)),  # which is refused
+    ],
+)
+def test_the_ranks_of_torchrun_are_used_and_no_other_programs(
+    tensor_parallel: int, extra: dict[str, str], found: tuple[int, int] | None
+) -> None:
+    job = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    assert outer_ranks(tensor_parallel, job | extra) == found
+    assert outer_ranks(tensor_parallel, {**job, **extra, "WORLD_SIZE": "1"}) is None
 
 
 def listening(pid: int) -> list[str]:
