@@ -362,9 +362,25 @@ def main() -> None:
     for (kind, name, ratio), values in rows.items():
         divergence, state = (sum(v[i] for v in values) / len(values) for i in (0, 1))
         nothing = sum(v[0] for v in rows[kind, name, 0.0]) / len(values)
+        least, most = min(v[0] for v in values), max(v[0] for v in values)
         print(
-            f"| {kind} | {name} | {ratio} | {divergence:.3g} | {divergence / nothing:.0%} | {f'{state:.0%}' if kind == 'hybrid' else ''} |"
+            f"| {kind} | {name} | {ratio} | {divergence:.3g} ({least:.3g} to {most:.3g}) | {divergence / nothing:.0%} | {f'{state:.0%}' if kind == 'hybrid' else ''} |"
         )
+    print("\n" + "\n".join(by_model(rows, ratios[1:-1])))
+
+
+def by_model(rows: dict[tuple[str, str, float], list[tuple[float, float]]], ratios: Sequence[float]) -> Iterator[str]:
+    """Compare hybrid with control, and selection with selection, model by model."""
+
+    def kl(*of: Any) -> list[float]:
+        return [value[0] for value in rows[of]]
+
+    times = sorted(h / f for h, f in zip(kl("hybrid", "random", 0.0), kl("full attention", "random", 0.0), strict=True))
+    yield f"nothing recomputed: KL of the hybrid over full attention's, by model: {' '.join(f'{t:.0f}' for t in times)}"
+    for kind in ("hybrid", "full attention"):
+        for ratio in ratios:
+            pairs = list(zip(kl(kind, "largest change", ratio), kl(kind, "random", ratio), strict=True))
+            yield f"{kind} {ratio}: largest change nearer than random in {sum(a < b for a, b in pairs)} of {len(pairs)} models"
 
 
 if __name__ == "__main__":
