@@ -201,7 +201,7 @@ class PrefillState:
         start = time.perf_counter()
         result = finish(self._blend(self._plan, output_positions.to(self._decoder.device)))
         agree(self._decoder, self._plan, self._loader.bad)
-        return self._output(result, start)
+        return self._output(result, start, self._done)
 
     @torch.inference_mode()
     def advance(self) -> PrefillOutput:
@@ -211,7 +211,7 @@ class PrefillState:
             return advance_together([self])[0]
         result = self._next_layers(piece)
         agree(self._decoder, self._plan, self._loader.bad)
-        return self._output(result, start)
+        return self._output(result, start, self._done)
 
     def _part(self) -> SlicePart:
         """The next slice, as a part of a launch."""
@@ -224,9 +224,8 @@ class PrefillState:
         return SlicePart(self._sequence, self._loader, self._plan, positions, first)
 
     def _computed(self, hidden: Hidden | None, logits: Tensor | None, start: float) -> PrefillOutput:
-        """A slice is computed. hidden: its rows from `outputs_from` on, where their logits are wanted. logits: of the prompt's last
+        """The output of the next slice, which is not counted as done yet. hidden: its rows from `outputs_from` on, where their logits are wanted. logits: of the prompt's last
         row, fp32 [1, vocab_size], where it was the last slice."""
-        self._done += 1
         if hidden is not None and self._given.outputs_from is not None:  # each row once: logits are computed in place
             end = len(hidden.delta) - (logits is not None)
             for at in range(0, end, LOGIT_ROWS):
@@ -234,11 +233,11 @@ class PrefillState:
             if logits is not None:
                 self._on_logits(logits)
         if logits is None:
-            return self._output(None, start)
+            return self._output(None, start, self._done + 1)
         count = sum(len(s.positions) for s in self._slices)
         layers = [LayerReport(layer.index, Status.AFTER_CHECK, count, 0) for layer in self._decoder.layers]
         chosen = torch.empty(0, dtype=torch.int64, device=logits.device)
-        return self._output(PrefillResult(logits, chosen, layers), start)
+        return self._output(PrefillResult(logits, chosen, layers), start, self._done + 1)
 
     def _next_layers(self, piece: Slice) -> PrefillResult | None:
         """Compute as many layers of the blended slice as have the rows of a step, one at least. None unless it is done then."""
@@ -259,10 +258,11 @@ class PrefillState:
         prompt = Prompt(self._decoder, plan, self._sequence, self._loader)
         return blended_layers(prompt, self._policy, output_positions)
 
-    def _output(self, result: PrefillResult | None, start: float) -> PrefillOutput:
+    def _output(self, result: PrefillResult | None, start: float, done: int) -> PrefillOutput:
+        """done: slices that are computed."""
         self._prefill_s += time.perf_counter() - start
         cached = next(s.start for s in self._plan.segments if s.status != "prefix_cached")  # the suffix at the latest
-        num_filled = self._slices[self._done - 1].end if self._done else cached
+        num_filled = self._slices[done - 1].end if done else cached
         return PrefillOutput(num_filled, self._loader, result, self._prefill_s)
 
 
@@ -276,8 +276,11 @@ def advance_together(prompts: Sequence[PrefillState]) -> list[PrefillOutput]:
     for prompt in prompts:
         agree(decoder, prompt._plan, prompt._loader.bad)
     ending = prompts[0]._done == len(prompts[0]._slices) - 1
-    if hidden is None or not ending:
-        return [prompt._computed(hidden, None, start) for prompt in prompts]
-    ends = list(accumulate(len(part.positions) - part.first for part in parts))
-    logits = last_logits(decoder, hidden, ends)
-    return [prompt._computed(hidden, row, start) for prompt, row in zip(prompts, logits, strict=True)]
+    logits: Sequence[Tensor | None] = [None] * len(prompts)
+    if hidden is not None and ending:
+        ends = list(accumulate(len(part.positions) - part.first for part in parts))
+        logits = last_logits(decoder, hidden, ends)
+    outputs = [prompt._computed(hidden, row, start) for prompt, row in zip(prompts, logits, strict=True)]
+    for prompt in prompts:  # all of them, or none
+        prompt._done += 1
+    return outputs

@@ -293,6 +293,26 @@ def test_a_bad_chunk_in_a_shared_launch_concerns_one_prompt(house: House) -> Non
     assert bench.stepper.counts.joined == 0
 
 
+def test_prompts_of_a_launch_that_failed_late_are_computed_alone(house: House) -> None:
+    good = house.question("who keeps a parrot at home near the harbor who keeps a parrot at home")
+    asked = [replace(good, keys=house.keys[:1]), replace(good, keys=[])]
+    expected = [Bench(house, LAZY).ask(question) for question in asked]
+    bench = Bench(house, LAZY)
+    listeners = [bench.arrive(question)[0] for question in asked]
+    worker = bench.stepper.worker
+
+    def fails(numbers: list[int]) -> list[PrefillOutput]:
+        last = worker._prefills[numbers[-1]]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(last, "_computed", lambda *given: 1 / 0)  # the first has its output then
+            return type(worker).prefill_together(worker, numbers)
+
+    worker.prefill_together = fails  # type: ignore[method-assign, assignment]
+    bench.run()
+    assert [ids_of(listener) for listener in listeners] == expected
+    assert bench.stepper.counts.joined == 0
+
+
 @pytest.mark.parametrize("blocks", [0, 4])
 def test_kv_that_the_swap_space_has_no_room_for_is_computed_again(house: House, blocks: int) -> None:
     """To the bit: log-probabilities are compared, too."""
