@@ -126,7 +126,7 @@ class Worker(BlockSpace):
         return export(self._decoder, self._view(table), num_tokens)
 
     def close(self) -> None:
-        """Do nothing any more."""
+        """Release what the worker holds elsewhere; it is not used afterwards."""
 
     def _view(self, table: TableInput) -> SequenceView:
         return SequenceView(self._pool, list(table.blocks), table.gone)

@@ -122,7 +122,7 @@ def _check_layer(decoder: GenericDecoder, layer: GenericLayer, came: Tensor, cal
 
 
 def _check_turns(decoder: GenericDecoder, layer: GenericLayer, came: Tensor, call: Call, positions: Tensor) -> None:
-    """Return whether q and k stand at far positions as our RoPE turns them."""
+    """Raise what `_demand` raises unless q and k at far positions are turned as by our RoPE."""
     h = came[torch.arange(len(positions), device=came.device) % len(came)]
     plain, turned = layer.module.project(h), layer.module.project(h, call["position_embeddings"])
     ours = turned_as_ours(decoder.spec, layer.index, plain, positions)
