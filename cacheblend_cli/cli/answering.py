@@ -54,6 +54,12 @@ class LocalEngine:
         """Bytes of the files that its weights were read from."""
         return sum(file.stat().st_size for file in self._engine.model.files if file.exists())
 
+    @property
+    def is_lost(self) -> bool:
+        """Return whether its ranks have ended, so that it answers no more."""
+        driver = self._engine.runtime.driver
+        return driver is not None and driver.group.is_lost
+
     def begin(self, ask: AskRequest) -> End:
         """Resolve the request, and after `serve` queue it; otherwise it runs when its answer is waited for."""
         from cacheblend_cli.engine.sequence_output import Listener
@@ -130,6 +136,10 @@ class Answering:
                 if streams is not None and streams.begun:
                     raise
         return self._loaded().begin(ask_request)(streams)
+
+    @property
+    def is_lost(self) -> bool:
+        return self._here is not None and self._here.is_lost
 
     def plan(self, question_input: QuestionInput) -> AskPlan:
         ask_request = self._request(question_input)

@@ -19,7 +19,7 @@ from cacheblend_cli.cli.exits import report
 from cacheblend_cli.cli.inputs import QuestionInput, read_ids
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import store_in_use
-from cacheblend_cli.errors import CacheBlendError, ExitCode, PromptTooLong, UsageError
+from cacheblend_cli.errors import CacheBlendError, DeviceError, ExitCode, PromptTooLong, UsageError
 from cacheblend_cli.settings import Resolved
 from cacheblend_cli.text_files import write_text
 
@@ -98,10 +98,12 @@ def chat(
                 if not interactive:
                     raise
                 output.text("")
+                if answering.is_lost:
+                    raise DeviceError("the ranks were interrupted, and have ended", "start chat again") from None
                 output.note("interrupted; this turn is forgotten")
             except Exception as error:  # reported as by `ask`; the conversation goes on
                 failed = report(error, output)
-                if failed == ExitCode.INTERNAL:
+                if failed == ExitCode.INTERNAL or answering.is_lost:
                     raise typer.Exit(failed) from error
     if failed and not interactive:
         raise typer.Exit(failed)

@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, get_origin, get_type_hints
@@ -214,11 +215,13 @@ def load_engine(settings: Settings, output: Output) -> Engine:
     )
     engine = Engine.load(config, progress=output.note if output.err_tty else None, notice=output.note)
     if engine.runtime.driver is not None:
-        engine.runtime.driver.group.on_lost = partial(_end, output)
+        engine.runtime.driver.group.on_lost = partial(_end, output, engine)
     return engine
 
 
-def _end(output: Output, error: CacheBlendError) -> NoReturn:
+def _end(output: Output, engine: Engine, error: CacheBlendError) -> NoReturn:
     """End this process, from any thread, when a rank is lost: an exchange with the others may never return."""
     output.error(error.message, error.hint)
+    with suppress(OSError):
+        engine.remove_files()
     os._exit(error.exit_code)

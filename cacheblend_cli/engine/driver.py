@@ -67,18 +67,30 @@ class Driver:
         """Send the message, then compute what it asks for. An error that the other ranks do not know of ends them."""
         ranks = self.group.ranks
         with ranks.lock:
-            if self.gone_models or self.gone_workers:
-                models, workers = ([gone.pop() for _ in [*gone]] for gone in (self.gone_models, self.gone_workers))
-                ranks.tell(Drop(models, workers))
+            self.drop()
             with ranks.telling(message):
                 yield
+
+    def drop(self) -> None:
+        """Have the other ranks drop the models and workers that this one has no more."""
+        with self.group.ranks.lock:
+            if (self.gone_models or self.gone_workers) and not self.group.has_ended:
+                models, workers = ([gone.pop() for _ in [*gone]] for gone in (self.gone_models, self.gone_workers))
+                self.group.ranks.tell(Drop(models, workers))
 
     def load(self, path: Path, name: str, config: EngineConfig) -> LoadedModel:
         """Load the model on every rank. Raises what one of them raises."""
         ranks = self.group.ranks
         with ranks.lock:
+            self.drop()
             ranks.tell(LoadModel(self.model, str(path), config))
-            loaded = load_part(path, name, config, self.group.device, ranks)
+            try:
+                loaded = load_part(path, name, config, self.group.device, ranks)
+            except Exception:
+                raise
+            except BaseException as error:  # the others wait for this rank
+                ranks.failed(error)
+                raise
         loaded.decoder.number = self.model
         return loaded
 
@@ -93,19 +105,23 @@ class Driver:
             return calibrate(decoder, prefix_ids, block_size)
 
 
+class OtherRankFailed(DeviceError):
+    """Another rank could not load its part of the model; it says why."""
+
+
 def load_part(path: Path, name: str, config: EngineConfig, device: torch.device, ranks: Ranks) -> LoadedModel:
-    """Load this rank's part of a model. Raises DeviceError where another rank could not."""
+    """Load this rank's part of a model. Raises OtherRankFailed where another rank could not."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    lora, failed = Path(config.lora) if config.lora else None, 1
+    lora = Path(config.lora) if config.lora else None
+    precision = Precision(config.dtype, config.weight_dtype)
     try:
-        precision = Precision(config.dtype, config.weight_dtype)
         loaded = load_model(path, name, device, precision, config.attention_backend, lora, ranks=ranks)
-        failed = 0
-    finally:  # nobody waits for a rank that has no model
-        other = int(ranks.largest(torch.tensor([failed * (ranks.rank + 1)], device=device)))
-    if other:
-        raise DeviceError(f"rank {other - 1} could not load the model", "see what it wrote above")
+    except Exception:
+        ranks.wait(ranks.rank + 1)  # nobody waits for a rank that has no model
+        raise
+    if other := ranks.wait(0):
+        raise OtherRankFailed(f"rank {other - 1} could not load the model", "see what it wrote above")
     return loaded
 
 

@@ -71,7 +71,8 @@ class Engine:
         self._given: ChunkStore | None = None
         self._store: ChunkStore | None = None
         self._temporary = ExitStack()
-        self._lock = threading.RLock()  # guards these four
+        self._folder: TemporaryDirectory[str] | None = None
+        self._lock = threading.RLock()  # guards these five
 
     @classmethod
     def load(
@@ -259,6 +260,13 @@ class Engine:
                 self._service.close()
                 self._service = None
             self._temporary.close()
+            if self.runtime.driver is not None:
+                self.runtime.driver.drop()
+
+    def remove_files(self) -> None:
+        """Remove the temporary store's files while it may be in use: this process ends without `close`."""
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def __enter__(self) -> Engine:
         return self
@@ -369,7 +377,8 @@ class Engine:
                 service.cancel(state)
 
     def _temporary_store(self) -> ChunkStore:
-        folder = self._temporary.enter_context(TemporaryDirectory(prefix="cacheblend-"))
+        self._folder = TemporaryDirectory(prefix="cacheblend-")
+        folder = self._temporary.enter_context(self._folder)
         return self._temporary.enter_context(ChunkStore.open(folder, mode="write"))
 
     def _running(self) -> AsyncEngine:

@@ -76,6 +76,10 @@ class RankGroup:
     def is_lost(self) -> bool:
         return self._is_lost.is_set()
 
+    @property
+    def has_ended(self) -> bool:
+        return self.is_lost or self._ending.is_set()
+
     def close(self) -> None:
         """End the other ranks."""
         if self._ending.is_set():
@@ -188,8 +192,8 @@ class RankGroup:
 
 
 class Beats:
-    """Last heartbeats of the other ranks, the number of reads without news, and of the exchanges they had begun. Reads are
-    counted, not seconds: all ranks may have been suspended together."""
+    """Other ranks' last heartbeats: each rank's text, how often it was read since it changed, and the number of exchanges the rank
+    had begun. Reads are counted, not seconds: all ranks may have been suspended together."""
 
     def __init__(self, ranks: range) -> None:
         self._last = dict.fromkeys(ranks, ("", 0, 0))

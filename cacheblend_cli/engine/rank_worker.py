@@ -11,7 +11,6 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,7 +22,7 @@ from torch import Tensor
 from cacheblend_cli.collect.prefill import CollectPieces, NewPlace, Places
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.decode import BatchRunner
-from cacheblend_cli.engine.driver import Calibrate, Driver, Drop, LoadModel, Reserve, load_part
+from cacheblend_cli.engine.driver import Calibrate, Driver, Drop, LoadModel, OtherRankFailed, Reserve, load_part
 from cacheblend_cli.engine.memory import DeviceMemory, reserve
 from cacheblend_cli.engine.prefill import PrefillInput, PrefillOutput
 from cacheblend_cli.engine.rank_group import STARTED, join
@@ -180,9 +179,13 @@ class Follower:
     def _do(self, message: Message) -> None:
         match message:
             case LoadModel(model, path, config):
-                with suppress(CacheBlendError):  # rank 0 says so
+                try:
                     loaded = load_part(Path(path), path, config, self._device, self._ranks)
                     self._models[model] = loaded.decoder, config
+                except OtherRankFailed:
+                    pass
+                except CacheBlendError as error:
+                    _write(self._ranks.rank, error)
             case Calibrate(model, prefix_ids):
                 decoder, config = self._models[model]
                 decoder.kv_scales = calibrate(decoder, prefix_ids, config.block_size)
@@ -238,6 +241,12 @@ class Follower:
             self._stores[worker, given.number] = store
 
 
+def _write(rank: int, error: Exception) -> None:
+    message = error.message if isinstance(error, CacheBlendError) else f"{type(error).__name__}: {error}"
+    sys.stderr.write(f"rank {rank}: {message}\n")
+    sys.stderr.flush()
+
+
 def serve_rank(rank: int, size: int) -> NoReturn:
     """Be a rank beside rank 0, and exit when that ends."""
     own = STARTED in os.environ  # then a terminal, or a supervisor, may tell it what it tells rank 0, which ends all
@@ -247,9 +256,7 @@ def serve_rank(rank: int, size: int) -> NoReturn:
         with torch.inference_mode():
             Follower(*join(rank, size)).run()
     except Exception as error:
-        message = error.message if isinstance(error, CacheBlendError) else f"{type(error).__name__}: {error}"
-        sys.stderr.write(f"rank {rank}: {message}\n")
-        sys.stderr.flush()
+        _write(rank, error)
         os._exit(ExitCode.DEVICE)
     os._exit(0)  # the interpreter would wait for gloo's threads
 

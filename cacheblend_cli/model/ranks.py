@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,6 +19,7 @@ from cacheblend_cli.errors import DeviceError, UsageError
 EXCHANGE_S = 300.0
 """Seconds that a rank waits for the others in one exchange: longer than the slowest layer, and than compiling its kernels."""
 IDLE = timedelta(days=365)  # between two messages
+WAIT_S = 0.01
 
 
 class RankLost(DeviceError):
@@ -65,6 +67,18 @@ class Ranks:
         x = x.contiguous()
         self._run(lambda: dist.all_reduce(x, dist.ReduceOp.MAX, group=self._data))
         return x
+
+    def wait(self, number: int) -> int:
+        """Wait for all ranks however long they take, as to read weights. Returns their largest number."""
+        found = torch.tensor([number])
+        try:
+            work = dist.all_reduce(found, dist.ReduceOp.MAX, group=self._messages, async_op=True)
+            while not work.is_completed():  # Ctrl-C comes between two looks
+                time.sleep(WAIT_S)
+            work.wait()
+        except RuntimeError as error:
+            raise self.lost(str(error)) from error
+        return int(found)
 
     def gather(self, x: Tensor, dim: int, every: int = 1) -> Tensor:
         """The tensors of ranks 0, `every`, 2 * `every`, ... joined along a dimension."""

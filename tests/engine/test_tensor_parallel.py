@@ -22,9 +22,12 @@ from gguf_files import write_gguf
 from hub_models import HubModel
 from parity import PROMPT, QUESTION, write_documents
 
+from cacheblend_cli.cli import options
+from cacheblend_cli.cli.output import Output
 from cacheblend_cli.collect.precompute import PrecomputeOptions
-from cacheblend_cli.engine import rank_group, rank_worker
+from cacheblend_cli.engine import driver, rank_group, rank_worker
 from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.driver import LoadModel, OtherRankFailed
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.engine.outer_ranks import TORCHRUN, outer_ranks
@@ -277,6 +280,46 @@ def test_ranks_end_when_rank_0_is_interrupted_before_they_come(monkeypatch: pyte
     with pytest.raises(KeyboardInterrupt):
         RankGroup(3, torch.device("cpu"))
     assert [child.poll() for child in started] == [-signal.SIGKILL] * 2
+
+
+def test_a_model_that_one_rank_cannot_load_is_an_error_and_the_next_one_is_loaded(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "LoadModel", lambda model, path, config: LoadModel(model, f"{path}-gone", config))
+        with pytest.raises(OtherRankFailed):
+            house.engine(2)
+    assert not group().is_lost
+    with house.engine(2) as engine:
+        engine.use(None)
+        engine.ask(QUESTION, documents=["Ada leads team one."], max_tokens=1)
+    assert not driver.Driver.gone_workers  # the other rank has dropped its own
+
+
+def test_loading_can_be_interrupted(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*given: Any, **named: Any) -> None:
+        raise KeyboardInterrupt
+
+    house.engine(2)
+    lost = group()
+    monkeypatch.setattr(driver, "load_model", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        house.engine(2)
+    assert lost.is_lost
+    assert lost._children[1].poll() == -signal.SIGKILL
+
+
+def test_a_lost_rank_leaves_no_temporary_store(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, codes = house.engine(1), list[int]()
+    engine.use(None)
+    assert engine._folder is not None
+    folder = Path(engine._folder.name)
+    assert folder.exists()
+    monkeypatch.setattr(os, "_exit", codes.append)
+    options._end(Output(quiet=True), engine, RankLost("rank 1 was lost"))
+    assert codes == [5]
+    assert not folder.exists()
+    engine.close()
 
 
 def test_a_killed_rank_is_named_and_ends_all(house: House) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from asking import Cli, Said
 
+from cacheblend_cli.cli.answering import Answering
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 
@@ -87,3 +89,16 @@ def test_a_long_conversation_forgets_its_beginning(talk: Any, start: Any) -> Non
     code, _, err = talk(long * 20, "who?", flags=("--chunks", ""))
     assert code == 2
     assert "context" in err
+
+
+def test_a_talk_ends_when_a_rank_is_lost(talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def lost(self: Answering, *given: Any) -> None:
+        asked.append(given)
+        raise DeviceError("rank 1 was lost")
+
+    monkeypatch.setattr(Answering, "ask", lost)
+    monkeypatch.setattr(Answering, "is_lost", True)
+    assert talk("who leads billing?", "and where?")[0] == 5
+    assert len(asked) == 1
