@@ -1,4 +1,4 @@
-"""Choices between ways to compute the same, by what this machine takes for them: measured once, when first needed, and kept.
+"""Select computation variants by their speed on this machine, measured once, when first needed, and kept.
 
 Nothing is chosen by the CPU's name. A record is kept per CPU, torch version and shape, and serves all thread counts and all
 processes, so that answers computed cold, warm or in a batch are computed alike.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -36,6 +37,9 @@ COLD = 8  # products measured in turn, so that their weights are not in the CPU'
 TILE = 128  # rows of the measured attention: one tile
 LENGTHS = (512, 2048)  # keys of the measured attention; with fewer than the first, tiles are taken
 LEAST_WEIGHTS = 1 << 20  # of the widest product, from which the layout of weights is measured
+
+_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+_MEASURING = threading.Lock()
 
 Run = Callable[[], object]
 _RECORD = msgspec.json.Decoder(dict[str, tuple[float, float]])
@@ -66,18 +70,18 @@ class Speeds:
         return max(fit, key=lambda name: self.gain(name, 0), default=default)
 
     def best_in(self, case: int) -> str:
-        """The same, of one case alone."""
+        """Return a candidate WORTH times as fast as the default in this case, whatever the other; else the default."""
         default = next(iter(self.seconds))
         fastest = max(self.seconds, key=lambda name: self.gain(name, case))
         return fastest if self.gain(fastest, case) >= WORTH else default
 
     def gain(self, name: str, case: int) -> float:
-        """How many times as fast as the default."""
+        """Speed-up over the default."""
         return next(iter(self.seconds.values()))[case] / self.seconds[name][case]
 
 
 def cpu_dtype(spec: ModelSpec, stated: torch.dtype) -> torch.dtype:
-    """bf16 for weights saved in bf16 if this CPU multiplies it faster; otherwise fp32, which rounds nothing. CPUs without native
+    """Return bf16 for weights saved in bf16 if this CPU multiplies it faster; otherwise fp32, which rounds nothing. CPUs without native
     support of bf16 take several times fp32's time."""
     faster = stated == torch.bfloat16 and product_speeds(spec).best == "bfloat16"
     return torch.bfloat16 if faster else torch.float32
@@ -91,21 +95,22 @@ def product_speeds(spec: ModelSpec) -> Speeds:
         dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
         return {name: _rows(Linear(weight.to(d)), x.to(d), 1) for name, d in dtypes.items()}
 
-    return _kept("products", (f"{ROWS} rows", "one row"), _width(spec), candidates)
+    return _kept("products", (f"{ROWS} rows", "one row"), ("float32", "bfloat16"), _width(spec), candidates)
 
 
 def layout_speeds(spec: ModelSpec, dtype: torch.dtype) -> Speeds:
-    """The same products with weights in oneDNN's layout and as they are in the file."""
+    """Products of `product_speeds` with weights in oneDNN's layout and as they are in the file."""
 
     def candidates() -> Mapping[str, tuple[Run, Run]]:
         weight, x = _weight(spec).to(dtype), torch.ones(ROWS, spec.hidden_size, dtype=dtype)
         return {n: _rows(Linear(weight, pack=n == "packed"), x, STEADY_ROWS) for n in ("packed", "plain")}
 
-    return _kept("layouts", (f"{ROWS} rows", f"{STEADY_ROWS} rows"), (*_width(spec), dtype), candidates)
+    cases = (f"{ROWS} rows", f"{STEADY_ROWS} rows")
+    return _kept("layouts", cases, ("packed", "plain"), (*_width(spec), dtype), candidates)
 
 
 def int8_speeds(spec: ModelSpec, dtype: torch.dtype) -> Speeds:
-    """The same products with int8 weights; those of few rows, as in decoding, with weights that have to be read from memory."""
+    """Products of `product_speeds` with int8 weights; those of few rows, as in decoding, with weights that have to be read from memory."""
 
     def candidates() -> Mapping[str, tuple[Run, Run]]:
         weight, x = _weight(spec).to(dtype), torch.ones(ROWS, spec.hidden_size, dtype=dtype)
@@ -119,7 +124,7 @@ def int8_speeds(spec: ModelSpec, dtype: torch.dtype) -> Speeds:
             for name, each in products.items()
         }
 
-    return _kept("int8", ("prefill", "decode"), (*_width(spec), dtype), candidates)
+    return _kept("int8", ("prefill", "decode"), (_name(dtype), "int8"), (*_width(spec), dtype), candidates)
 
 
 @cache
@@ -138,19 +143,21 @@ def attention_speeds(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head
         }
 
     cases = (f"{LENGTHS[0]} keys", f"{LENGTHS[1]} keys")
-    return _kept("attention", cases, (dtype, num_heads, num_kv_heads, head_dim), candidates)
+    return _kept("attention", cases, ("tiles", "sdpa"), (dtype, num_heads, num_kv_heads, head_dim), candidates)
 
 
 def prefers_sdpa(q: Tensor, k: Tensor, num_keys: int) -> bool:
-    """Whether SDPA takes less time here than tiles. q: [num_rows, num_heads, head_dim], k: [kv_len, num_kv_heads, head_dim];
+    """Return whether SDPA takes less time here than tiles. q: [num_rows, num_heads, head_dim], k: [kv_len, num_kv_heads, head_dim];
     num_keys: those that the last row sees, by which prompts that are cut alike choose alike."""
     if num_keys < LENGTHS[0]:
         return False
-    return attention_speeds(q.dtype, *q.shape[1:2], *k.shape[1:]).best_in(int(num_keys >= LENGTHS[1])) == "sdpa"
+    with _MEASURING:  # one thread measures
+        speeds = attention_speeds(q.dtype, *q.shape[1:2], *k.shape[1:])
+    return speeds.best_in(int(num_keys >= LENGTHS[1])) == "sdpa"
 
 
 def weight_layout(spec: ModelSpec, dtype: torch.dtype) -> str:
-    """How weights of a dtype are held: "packed" or "plain"."""
+    """Return the layout of weights in a dtype: "packed" or "plain"."""
     if dtype not in (torch.float32, torch.bfloat16) or spec.hidden_size * spec.intermediate_size < LEAST_WEIGHTS:
         return "packed"
     return layout_speeds(spec, dtype).best
@@ -170,7 +177,7 @@ def why_int8_does_not_pay(spec: ModelSpec, dtype: torch.dtype) -> str | None:
 
 
 def describe(spec: ModelSpec, dtype: torch.dtype, weight_dtype: str) -> dict[str, str]:
-    """What was measured, here if not before, and what is chosen by it."""
+    """Return the times, measured now if not before, and the choices."""
     products = product_speeds(spec)
     found = {"products": f"{products}: {products.best} for weights saved in bfloat16"}
     if spec.latent is None and not spec.generic:
@@ -200,20 +207,42 @@ def cpu_name() -> str:
     return next((s.split(":")[1].strip() for s in lines if s.startswith("model name")), platform.machine())
 
 
+def cpu_features() -> list[str | None]:
+    """Return the CPU's instruction sets, and those that the user allows oneDNN."""
+    lines = []
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return [flags, *(os.environ.get(name) for name in _VARIABLES)]
+
+
 def _kept(
     kind: str,
     cases: tuple[str, str],
+    names: tuple[str, ...],
     shape: tuple[object, ...],
     candidates: Callable[[], Mapping[str, tuple[Run, Run]]],
 ) -> Speeds:
-    """What is kept on disk of this kind and shape, or is measured now and kept: of two processes, the first one's."""
-    path = user_cache.place(kind, FORMAT, cpu_name(), os.cpu_count(), torch.__version__, *map(str, shape))
-    with suppress(msgspec.DecodeError):
-        return Speeds(cases, _RECORD.decode(user_cache.recall(path)))
-    with suppress(OSError):
-        path.unlink()
-    text = msgspec.json.encode(measure(candidates())).decode()
-    return Speeds(cases, _RECORD.decode(user_cache.settle(path, text)))
+    """Return the record on disk of this kind and shape, or measure now and keep it: of two processes, the first one's counts."""
+    machine = cpu_name(), *cpu_features(), os.cpu_count(), torch.__version__
+    path = user_cache.place(kind, FORMAT, *machine, *map(str, shape))
+    if text := user_cache.recall(path):
+        if (seconds := _read(text, names)) is not None:
+            return Speeds(cases, seconds)
+        with suppress(OSError):
+            path.unlink()
+    measured = measure(candidates())
+    kept = user_cache.settle(path, msgspec.json.encode(measured).decode())
+    return Speeds(cases, _read(kept, names) or measured)
+
+
+def _read(text: str, names: tuple[str, ...]) -> dict[str, tuple[float, float]] | None:
+    """Return the seconds of a record of these candidates; None for any other text."""
+    try:
+        seconds = _RECORD.decode(text)
+    except msgspec.DecodeError:
+        return None
+    return seconds if tuple(seconds) == names and all(s > 0 for times in seconds.values() for s in times) else None
 
 
 @torch.inference_mode()

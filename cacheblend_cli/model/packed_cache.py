@@ -20,7 +20,7 @@ import torch
 
 from cacheblend_cli import user_cache
 from cacheblend_cli.model.decoder import Decoder
-from cacheblend_cli.model.machine_speeds import cpu_name
+from cacheblend_cli.model.machine_speeds import cpu_features, cpu_name
 from cacheblend_cli.model.packed_file import (
     PackedFile,
     PackedMismatch,
@@ -37,7 +37,6 @@ LEAST_BYTES = 64 << 20  # of a file: less is packed as fast
 RECENT_S = 24 * 3600.0
 DEAD_S = 600.0  # age from which a temporary file belongs to no process that still writes
 FREE_SHARE = 4  # a file takes this part of the free disk at most
-_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
 
 class Build(Protocol):
@@ -73,7 +72,7 @@ class PackedCache:
         self._max_bytes, self._least_bytes = max_bytes, least_bytes
         self.is_used = False  # after `decoder`: whether the file was there
         self.path = user_cache.place(
-            user_cache.PACKED_WEIGHTS, FORMAT, __version__, fingerprint, torch.__version__, cpu_name(), *_machine()
+            user_cache.PACKED_WEIGHTS, FORMAT, __version__, fingerprint, torch.__version__, cpu_name(), *cpu_features()
         )
 
     def decoder(self, build: Build) -> Decoder:
@@ -142,12 +141,3 @@ class PackedCache:
         for path in removed:
             path.unlink(missing_ok=True)
         return True
-
-
-def _machine() -> list[str | None]:
-    """Return what determines the layout beside the CPU's name: its instructions, and those that the user allows."""
-    lines = []
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return [flags, *(os.environ.get(name) for name in _VARIABLES)]

@@ -220,7 +220,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @cache
 def _rotates_alike() -> bool:
-    """Whether the compiled code rotates as torch does, to the bit: stored K is rotated by torch, and K that were equal have to stay
+    """Return whether the compiled code rotates as torch does, to the bit: stored K is rotated by torch, and K that were equal have to stay
     equal. It depends on whether torch's build for this CPU fuses a product with a sum."""
     x, angles = torch.linspace(-7, 7, 512).sin().view(4, 2, 64), torch.linspace(0, 9, 128).view(4, 32).repeat(1, 2)
     caches = [LayerCache(torch.zeros(1, 4, 2, 64), torch.zeros(1, 4, 2, 64)) for _ in range(2)]

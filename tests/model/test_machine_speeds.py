@@ -64,10 +64,12 @@ def test_it_is_measured_once(spec: ModelSpec, tmp_path: Path, monkeypatch: pytes
     assert product_speeds(spec) == product_speeds(spec)
     assert len(asked) == 1
     [kept] = (tmp_path / "products").iterdir()
-    for damaged in ("{", "[1]", '{"float32": 1}', '{"float32": [1, 2, 3]}'):
+    other, zero = '{"tiles": [1, 1], "sdpa": [1, 1]}', '{"float32": [0, 0], "bfloat16": [1, 1]}'
+    texts = ("{", "{}", "[1]", '{"float32": 1}', '{"float32": [1, 2, 3]}', other, zero)
+    for damaged in texts:
         kept.write_text(damaged)
         assert product_speeds(spec).seconds == FASTER
-    assert len(asked) == 5, "what does not read is measured again"
+    assert len(asked) == 1 + len(texts), "what does not read is measured again"
 
 
 def test_of_two_processes_that_measure_at_once_the_first_decides(
