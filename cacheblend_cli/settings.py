@@ -138,7 +138,7 @@ class Settings:
     )
     kv_pool_dtype: str = _setting("auto", "Format of KV on the device: auto (as computed) or float8_e4m3.", shown=False)
     keep_alive: str = _setting(
-        "", "Answer by an engine in the background, which ends after so long without a question, such as 10m. 0: off."
+        "", "Answer by an engine in the background, which exits after this long idle, such as 10m. 0: off."
     )
     weights_cache_gb: float = _setting(4.0, "Disk for weights packed for this CPU, in GB; 0: none.")
 

@@ -16,6 +16,7 @@ from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.warm import WarmEngine
 from cacheblend_cli.client import EngineLost
 from cacheblend_cli.corpus.scopes import EVERYTHING
+from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.read_ahead import read_ahead
 from cacheblend_cli.settings import Resolved
 from cacheblend_cli.types import AskOptions, AskRequest, BlendParams, SearchParams, sampling_of
@@ -180,19 +181,23 @@ class Answering:
         place = user_cache.place("said", "background")
         if not user_cache.recall(place):
             user_cache.keep(place, "said\n")
+            missing = _why_not_served()
             self._output.note(
                 "torch and the model were loaded for this answer: `cacheblend serve --background` keeps them loaded for the next ones, "
-                "and so does `cacheblend config set keep_alive 10m`"
+                f"and so does `cacheblend config set keep_alive 10m`{f' (first: {missing.hint})' if missing else ''}"
             )
 
     def _warm(self) -> WarmEngine | None:
         """Return the running engine; with keep_alive it is started. Raises CacheBlendError where it cannot start."""
         if (found := self._running()) is not None or self._local or self._here or not self._keep_alive_s:
             return found
-        from cacheblend_cli.cli.serve import check_installed
+        if (missing := _why_not_served()) is not None:
+            if self._resolved.origin["keep_alive"] == "flag":
+                raise missing
+            self._output.note(f"answered without keep_alive: {missing.message} ({missing.hint})")
+            return None
         from cacheblend_cli.server.background import start_own
 
-        check_installed()
         start_own(self._resolved.settings, self._keep_alive_s, options.flags_of(self._resolved, options.ENGINE))
         self._output.note(
             f"an engine stays in the background for {self._resolved.settings.keep_alive}: cacheblend serve --stop ends it"
@@ -218,6 +223,17 @@ class Answering:
             history=tuple(history),
             options=self._options,
         )
+
+
+def _why_not_served() -> UsageError | None:
+    """Return the error of `serve` if its extra is not installed."""
+    from cacheblend_cli.cli.serve import check_installed
+
+    try:
+        check_installed()
+    except UsageError as error:
+        return error
+    return None
 
 
 def _seconds(keep_alive: str) -> float:

@@ -129,7 +129,7 @@ app.command("check")(check)
 
 @app.command("clear")
 def clear(json: options.Json = False) -> None:
-    """Remove the packed weights that starts are faster with (setting weights_cache_gb). The models stay."""
+    """Remove the cached packed weights (setting weights_cache_gb). The models stay."""
 
     output, folder = Output(), user_cache.folder(user_cache.PACKED_WEIGHTS)
     files = list(folder.iterdir()) if folder.is_dir() else []

@@ -171,7 +171,7 @@ def why_int8_does_not_pay(spec: ModelSpec, dtype: torch.dtype) -> str | None:
         return None
     gains = " and ".join(f"{speeds.gain('int8', i):.2f} times as fast in {case}" for i, case in enumerate(speeds.cases))
     return (
-        f"--weight-dtype int8 does not pay in {' and '.join(vain)} on this machine: its products are {gains} as those in "
+        f"--weight-dtype int8 is not faster for {' and '.join(vain)} on this machine: its products are {gains} as those in "
         f"{_name(dtype)} (measured once). Without it the model also loads sooner"
     )
 

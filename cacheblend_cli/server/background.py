@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,17 @@ def start(settings: Settings, idle_exit_s: float, arguments: Sequence[str] | Non
         arguments = [argument for argument in sys.argv[1:] if argument not in ("--background", "--json")]
     path = socket_of(settings)
     make_folder(path.parent)
-    return ask_status(path) or _started(path, path.with_suffix(".log"), idle_exit_s, arguments)
+    with _alone(path.with_suffix(".lock")):  # of two commands at once the second finds the first one's engine
+        return ask_status(path) or _started(path, path.with_suffix(".log"), idle_exit_s, arguments)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Hold the file's lock, which processes started meanwhile do not inherit."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as stream:
+        with suppress(OSError):  # a filesystem without locks
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
 
 
 def start_own(settings: Settings, idle_exit_s: float, flags: Sequence[str]) -> None:
@@ -59,7 +70,7 @@ def _started(path: Path, log: Path, idle_exit_s: float, arguments: Sequence[str]
     if not any(a.partition("=")[0] == "--idle-exit" for a in arguments):
         arguments = [*arguments, "--idle-exit", str(idle_exit_s)]
     command = [sys.executable, "-P", "-c", "from cacheblend_cli.cli.main import main; main()", *arguments]
-    with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:
+    with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600), "wb") as stream:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True, close_fds=True
         )

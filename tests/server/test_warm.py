@@ -329,6 +329,19 @@ def test_keep_alive_leaves_an_engine_running(cli: Cli, monkeypatch: pytest.Monke
     assert cli("serve", "--status").code == 3
 
 
+def test_keep_alive_without_the_extra_serve(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking() -> None:
+        raise UsageError("serve needs uvicorn, which is not installed", "pip install 'cacheblend[serve]'")
+
+    monkeypatch.setattr("cacheblend_cli.cli.serve.check_installed", lacking)
+    short = (*ASK, "--max-tokens", "2", "--chunks", "")
+    assert cli(*short, "--keep-alive", "10m").code == 2
+    monkeypatch.setenv("CACHEBLEND_KEEP_ALIVE", "10m")
+    answered = cli(*short)
+    assert answered.code == 0, answered.err
+    assert "cacheblend[serve]" in answered.err
+
+
 def test_an_engine_that_keep_alive_starts_has_the_flags_of_the_question(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

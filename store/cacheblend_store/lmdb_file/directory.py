@@ -14,7 +14,7 @@ from cacheblend_store.lmdb_file.translation import again_hint, system_errors
 
 DATA, LOCK, MAKING = "data.mdb", "lock.mdb", "making.tmp"
 OWN_FILES = ("writer.lock", "open.lock", MAKING, "search.sqlite3", "search.sqlite3-journal")
-_SERVER_FILES = re.compile(r"engine-[0-9a-f]+\.(log|sock(\.\d+)?)")
+_SERVER_FILES = re.compile(r"engine-[0-9a-f]+\.(lock|log|sock(\.\d+)?)")
 """Log and socket of a server, which are made before it opens the store."""
 _MIN_FREE_BYTES = 64 << 20
 _TREE_BYTES = 1 << 20  # more than the pages of its trees that a commit writes anew
