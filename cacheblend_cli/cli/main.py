@@ -138,7 +138,7 @@ def _finish_writing(*, interrupted: bool) -> None:
         if writers and sys.stderr.isatty() and not {"-q", "--quiet", "--json"} & set(sys.argv):
             print("writing packed weights for the next start (Ctrl-C: leave it)", file=sys.stderr)
         for writer in writers:
-            writer.join()
+            writer.wait()
     except KeyboardInterrupt:
         for writer in writers:
             writer.stop()

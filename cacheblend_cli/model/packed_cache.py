@@ -50,14 +50,22 @@ class Writer(threading.Thread):
 
     def __init__(self, keep: Callable[[Callable[[], bool]], None]) -> None:
         super().__init__(name="cacheblend-packed")
-        self._keep, self._stop_asked = keep, threading.Event()
+        self._keep, self._stop_asked, self._done = keep, threading.Event(), threading.Event()
 
     def run(self) -> None:
-        self._keep(self._stop_asked.is_set)
+        try:
+            self._keep(self._stop_asked.is_set)
+        finally:
+            self._done.set()
+
+    def wait(self) -> None:
+        """Wait for the end. Not `join`: interrupted, it takes the thread for ended in CPython 3.11 (bpo-45274)."""
+        self._done.wait()
 
     def stop(self) -> None:
-        """Give the file up."""
+        """Give the file up, and return when what was written of it is removed."""
         self._stop_asked.set()
+        self._done.wait()
 
 
 def writers() -> list[Writer]:

@@ -182,3 +182,22 @@ def test_the_cache_is_cleared_by_a_command(tmp_path: Path) -> None:
     assert run(["models", "clear"]) == 0
     assert files() == []
     assert run(["models", "clear"]) == 0
+
+
+def test_a_file_that_is_given_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+
+    def endless(path: Path, products: object, stopped: Callable[[], bool]) -> None:
+        path.write_bytes(b"half")
+        begun.set()
+        while not stopped():
+            os.sched_yield()
+        raise packed_cache.PackedMismatch("stopped")
+
+    monkeypatch.setattr(packed_cache, "write", endless)
+    write_checkpoint(tmp_path / "m", "llama-gqa")
+    load_model(tmp_path / "m", "m", CPU, Precision("float32", "auto", PLENTY), "torch")
+    assert begun.wait(20)
+    [writer] = packed_cache.writers()
+    writer.stop()
+    assert files() == []
