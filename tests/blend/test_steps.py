@@ -20,6 +20,7 @@ from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.prefill import Prefilled, prefill
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.engine.runtime import SLICE_ROWS
+from cacheblend_cli.model.linear import STEADY_ROWS
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams, Status
 
 LAYERS = 4
@@ -83,7 +84,9 @@ def test_a_full_prefill_computes_every_row_once(counted: Counted) -> None:
     done = counted.prefill(BlendParams(mode="full"))
     tokens = done.plan.num_tokens
     first, second = SLICE_ROWS, tokens - SLICE_ROWS
-    assert counted.attended == [first] * (LAYERS - 1) + [second] * (LAYERS - 1) + [1], "the last layer finishes one row"
+    assert counted.attended == [first] * (LAYERS - 1) + [second] * (LAYERS - 1) + [STEADY_ROWS], (
+        "the last layer finishes these"
+    )
     # one kernel a layer rotates q and k and writes; where only some rows go on, q is rotated by itself
     assert counted.launches["rope_and_cache"] == 2 * LAYERS
     assert counted.launches["rope"] == 1

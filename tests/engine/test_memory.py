@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cacheblend_cli.blend.corrections import Regression
 from cacheblend_cli.collect import prefill as collect
-from cacheblend_cli.engine import prefill
+from cacheblend_cli.engine import slices
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.memory import Profile, blocks_that_fit, measure, reserve, warm_up
@@ -159,7 +159,7 @@ def test_what_would_fit_is_said(engine: Engine, monkeypatch: pytest.MonkeyPatch)
         held.append(weakref.ref(activations))
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(prefill, "run_layers", out_of_memory)
+    monkeypatch.setattr(slices, "run_layers", out_of_memory)
     with pytest.raises(DeviceError, match="tokens") as caught:
         engine.run_alone(None, AskRequest("where?", [], BlendParams(), GREEDY))
     assert caught.value.__cause__ is not None

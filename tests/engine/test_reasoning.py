@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,10 +90,15 @@ class Says(Sampler):
         super().__init__(*arguments)
         self._left = list(self.script)
 
-    def _token(self, logits: Tensor) -> Tensor:
-        return torch.tensor([self._left.pop(0) if self._left else self._x])
+    def said(self) -> int:
+        return self._left.pop(0) if self._left else self._x
 
     _x = 0
+
+
+def said_by(samplers: Sequence[Says], logits: Tensor) -> Tensor:
+    """What is drawn where nothing is forced, int64 [n]."""
+    return torch.tensor([sampler.said() for sampler in samplers])
 
 
 Saying = Callable[..., Generation]
@@ -105,6 +110,7 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Saying:
         of: Tokenizer = runtime.model.tokenizer
         Says.script, Says._x = tuple(of.encode_template_rest(text)), of.encode_text("x")[0]
         monkeypatch.setattr("cacheblend_cli.engine.sequence_output.Sampler", Says)
+        monkeypatch.setattr("cacheblend_cli.engine.sampling._tokens", said_by)
         sequence = runtime.new_sequence(1 + runtime.max_new_tokens(params))
         sequence.ensure(1 + runtime.max_new_tokens(params))
         begin = Continuation(sequence, 1, torch.zeros(runtime.model.spec.vocab_size))
