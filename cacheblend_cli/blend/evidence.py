@@ -28,8 +28,7 @@ LOGITS_AT_ONCE = 1 << 25
 """Numbers of a probe layer that a GPU holds at once, 128 MiB: all its heads in one product where the prompt is not long. On
 a CPU heads take turns, and what one head makes stays in its cache."""
 
-
-LATENT_HEADS_AT_ONCE = 8
+LATENT_HEADS_AT_ONCE = 8  # query heads whose logits over the one shared key are made together
 
 
 class BeforeLayers:

@@ -178,9 +178,9 @@ class Answering:
         """Say once, on a terminal, how the next question is spared loading a model as large as this one's."""
         if self._here is None or self._output.quiet or not self._output.err_tty or self._here.model_bytes < _LARGE:
             return
-        place = user_cache.place("said", "background")
+        place = user_cache.place("hints", "background")
         if not user_cache.recall(place):
-            user_cache.keep(place, "said\n")
+            user_cache.keep(place, "shown\n")
             missing = _why_not_served()
             self._output.note(
                 "torch and the model were loaded for this answer: `cacheblend serve --background` keeps them loaded for the next ones, "

@@ -132,9 +132,11 @@ def _finish_writing(*, interrupted: bool) -> None:
     """Wait for packed weights that are being written, or give them up on Ctrl-C."""
     cache = sys.modules.get("cacheblend_cli.model.packed_cache")  # not imported for this
     writers = [] if cache is None else cache.writers()
+    if interrupted:
+        for writer in writers:
+            writer.stop()
+        return
     try:
-        if interrupted:
-            raise KeyboardInterrupt
         if writers and sys.stderr.isatty() and not {"-q", "--quiet", "--json"} & set(sys.argv):
             print("writing packed weights for the next start (Ctrl-C: leave it)", file=sys.stderr)
         for writer in writers:

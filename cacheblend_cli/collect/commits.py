@@ -10,10 +10,8 @@ from cacheblend_store.store import PutStatus
 
 GROUP_BYTES = 128 << 20
 GROUP_SECONDS = 1.0
-_COMMIT_SHARE, _MOST = (
-    4,
-    5,
-)  # a commit into a large store takes seconds: wait that many times as long, at most _MOST groups
+# A commit into a large store takes seconds: the next one waits this many times as long, at most this many GROUP_SECONDS.
+_COMMIT_SHARE, _MOST = 4, 5
 Whole = tuple[ChunkManifest, Sequence[bytes]]
 """A chunk with its blobs, one per layer."""
 

@@ -104,11 +104,11 @@ class Plan:
 
 
 class Planner:
-    """Plans the documents of a comparison. Documents that did not change since they were stored are not cut again."""
+    """Plans the documents of `diff`, a comparison. Documents that did not change since they were stored are not cut again."""
 
     def __init__(self, diff: CorpusDiff, on_cut: OnCut, on_changed: Callable[[DocumentFile, str], None]) -> None:
         """on_changed: called for a document that does not read any more, or changed since it was found, with the reason."""
-        self._diff, self._on_cut, self._on_changed = diff, on_cut, on_changed
+        self.diff, self._on_cut, self._on_changed = diff, on_cut, on_changed
         self._spool = Spool()
 
     def plan(self, store: ChunkStore | None, given: Mapping[str, Any], *, with_records: bool) -> Plan:
@@ -117,11 +117,11 @@ class Planner:
         with_records: compute the sizes of records, which count in a quota; else they are 0.
         """
         groups: dict[CollectSettings, list[DocumentFile]] = {}
-        for file in self._diff.documents:
-            settings = replace(self._diff.settings_of(file.source, file.root), **given)
+        for file in self.diff.documents:
+            settings = replace(self.diff.settings_of(file.source, file.root), **given)
             groups.setdefault(settings, []).append(file)
         parts = list[Part]()
-        collections = {settings: self._diff.collection.in_codec(settings.kv_dtype) for settings in groups}
+        collections = {settings: self.diff.collection.in_codec(settings.kv_dtype) for settings in groups}
         for settings, collection in collections.items():
             collection.check_chunk_tokens(settings.chunk_tokens)
         if any(settings.context == "neighbours" for settings in groups):
@@ -158,7 +158,7 @@ class Planner:
         current = dict[str, list[bytes]]()
         waiting, count = list[DocumentFile](), 0
         for file in files:
-            record = self._diff.stored.get(document_key(id, file.source, context))
+            record = self.diff.stored.get(document_key(id, file.source, context))
             if record is not None and is_current(record, file.digest, now):
                 current[file.source] = record.chunk_keys
                 count += len(current[file.source])
@@ -185,7 +185,7 @@ class Planner:
         with_records: bool,
     ) -> list[Part]:
         """Plan documents of which some have `neighbours` among all of them: every one is cut and held in memory."""
-        diff, parts = self._diff, list[Part]()
+        diff, parts = self.diff, list[Part]()
         cuts = {
             settings: [
                 (file, found)
@@ -228,10 +228,10 @@ class Planner:
     ) -> tuple[Document, list[Chunk]] | None:
         """Read and cut a document. None if it has changed since it was found: what is stored of it stays."""
         try:
-            document = file.read(self._diff.conversions)
+            document = file.read(self.diff.conversions)
         except NoDocument as error:
             self._on_changed(file, error.reason)
-            self._diff.digests[file.source] = ""
+            self.diff.digests[file.source] = ""
             return None
         encode, head = collection.model.tokenizer.encode_text, collection.template.wording.head
         chunks: list[Chunk] = []

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk, chunk_manifest
-from cacheblend_cli.collect.corpus_diff import CorpusDiff, diff_corpus
+from cacheblend_cli.collect.corpus_diff import diff_corpus
 from cacheblend_cli.collect.difference import Difference, compare
 from cacheblend_cli.collect.document_records import (
     document_record,
@@ -40,9 +40,8 @@ __all__ = ["Difference", "PrecomputeEvent", "PrecomputeOptions", "PrecomputeRepo
 
 OnEvent = Callable[["PrecomputeEvent"], None]
 Confirm = Callable[[Difference], bool]
-_BATCH_TOKENS = (
-    1 << 18
-)  # of documents whose records and texts are stored together: commits of a few small chunks rewrite as many pages as those of many
+# Of documents whose records and texts are stored together: a commit of a few small chunks rewrites as many pages as one of many.
+_BATCH_TOKENS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -195,7 +194,7 @@ def precompute(
         return report
     start += _confirm(report.difference, confirm)
     on_event(PrecomputeEvent("plan", total=report.tokens))
-    run = _Run(diff, planner, store, room, on_event, report, cluster)
+    run = _Run(planner, store, room, on_event, report, cluster)
     roots = diff.given_roots(options.given) if plan.parts else []
     diff.source_settings.remember(store, roots, options.given, done=False)
     if plan.parts:
@@ -225,7 +224,6 @@ class _Run:
 
     def __init__(
         self,
-        diff: CorpusDiff,
         planner: Planner,
         store: ChunkStore,
         room: Room,
@@ -233,7 +231,7 @@ class _Run:
         report: PrecomputeReport,
         cluster: Cluster | None,
     ) -> None:
-        self._diff, self._planner, self._store, self._room = diff, planner, store, room
+        self._diff, self._planner, self._store, self._room = planner.diff, planner, store, room
         self._keep = room.keep or frozenset()  # what the store is not to evict
         self._on_event, self._report, self._cluster = on_event, report, cluster
         self._shown = lru_cache(16)(shown)  # called for each chunk

@@ -60,9 +60,8 @@ class EngineCore:
         self._measuring = deque[tuple[RequestState, Pieces[None]]]()  # not admitted yet
         self.counts = EngineStats()
         ahead = 1 if decoder.device.type == "cpu" else 0  # on a GPU prompts load one after another
-        joins = (
-            decoder.steady and decoder.rope.switches_at is None and runtime.driver is None
-        )  # else a row depends on what is beside it
+        # Short prompts share a launch where a row does not depend on those beside it.
+        joins = decoder.steady and decoder.rope.switches_at is None and runtime.driver is None
         rows, self.block_bytes = self._slice_rows if joins else 0, int(bytes_per_token(decoder) * size)
         swap_blocks = int(runtime.config.swap_space * 2**30 / self.block_bytes)
         self.scheduler = Scheduler(
@@ -192,9 +191,8 @@ class EngineCore:
         """Compute a slice of a prompt, or several short prompts."""
         outputs: list[PrefillOutput | None] = [None] * len(sequences)
         if len(sequences) > 1:
-            with suppress(
-                Exception
-            ):  # a bad chunk, or too little memory: each is computed alone, and meets its own error
+            # After a bad chunk, or with too little memory, each is computed alone, and meets its own error.
+            with suppress(Exception):
                 outputs = [*self.worker.prefill_together([s.prefill.number for s in sequences if s.prefill])]
                 self.counts.joined += len(outputs)
         for sequence, out in zip(sequences, outputs, strict=True):

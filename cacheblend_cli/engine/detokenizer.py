@@ -193,7 +193,7 @@ class Detokenizer:
 
     @property
     def closing(self) -> str:
-        """Ids that close the reasoning when its token budget is used up."""
+        """Text that closes the reasoning when its token budget is used up."""
         return CLOSING if self._channels is None else FINAL
 
     @property

@@ -85,7 +85,7 @@ class Driver:
             self.drop()
             ranks.tell(LoadModel(self.model, str(path), config))
             try:
-                loaded = load_part(path, name, config, self.group.device, ranks)
+                loaded = load_part(path, name, config, ranks)
             except Exception:
                 raise
             except BaseException as error:  # the others wait for this rank
@@ -109,14 +109,14 @@ class OtherRankFailed(DeviceError):
     """Another rank could not load its part of the model; it says why."""
 
 
-def load_part(path: Path, name: str, config: EngineConfig, device: torch.device, ranks: Ranks) -> LoadedModel:
+def load_part(path: Path, name: str, config: EngineConfig, ranks: Ranks) -> LoadedModel:
     """Load this rank's part of a model. Raises OtherRankFailed where another rank could not."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     lora = Path(config.lora) if config.lora else None
     precision = Precision(config.dtype, config.weight_dtype)
     try:
-        loaded = load_model(path, name, device, precision, config.attention_backend, lora, ranks=ranks)
+        loaded = load_model(path, name, ranks, precision, config.attention_backend, lora)
     except Exception:
         ranks.wait(ranks.rank + 1)  # nobody waits for a rank that has no model
         raise

@@ -96,7 +96,8 @@ class EngineStats:
 
     computed: tokens of prompts whose KV was computed; reused: taken from the store; repaired: of these, computed again;
     prefix_cached: found in the prefix cache. swap_bytes: KV that is swapped out, of swap_space_bytes. preempted: answers that gave
-    their blocks up; recomputed: those of them whose KV was dropped, as the swap space was full. joined: short prompts computed in one launch with others. refined: prompts whose exact KV was computed while nobody asked. stall_s: waited for KV to load.
+    their blocks up; recomputed: those of them whose KV was dropped, as the swap space was full. joined: short prompts computed in one
+    launch with others. refined: prompts whose exact KV was computed while nobody asked. stall_s: waited for KV to load.
     step_s, scheduling_s: seconds of all steps, and of deciding what they do."""
 
     waiting: int = 0

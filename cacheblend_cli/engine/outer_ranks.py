@@ -7,12 +7,8 @@ from collections.abc import Mapping
 
 from cacheblend_cli.errors import UsageError
 
-VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)  # of torchrun, and of others who start processes for other ends
+# Of torchrun, and of other launchers, which may start processes for another purpose.
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # of torchrun alone
 
 

@@ -224,8 +224,10 @@ class PrefillState:
         return SlicePart(self._sequence, self._loader, self._plan, positions, first)
 
     def _computed(self, hidden: Hidden | None, logits: Tensor | None, start: float) -> PrefillOutput:
-        """The output of the next slice, which is not counted as done yet. hidden: its rows from `outputs_from` on, where their logits are wanted. logits: of the prompt's last
-        row, fp32 [1, vocab_size], where it was the last slice."""
+        """Return the output of the next slice, which is not counted as done yet.
+
+        hidden: its rows from `outputs_from` on, if their logits are wanted. logits: of the prompt's last row, fp32 [1, vocab_size],
+        if it was the last slice."""
         if hidden is not None and self._given.outputs_from is not None:  # each row once: logits are computed in place
             end = len(hidden.delta) - (logits is not None)
             for at in range(0, end, LOGIT_ROWS):

@@ -214,7 +214,7 @@ class Beats:
         return next((rank for rank, (_, _, own) in self._last.items() if own < exchanges), None)
 
 
-def join(rank: int, size: int) -> tuple[Ranks, torch.device]:
+def join(rank: int, size: int) -> Ranks:
     """Join rank 0, as another rank. This process ends with exit code 5 when rank 0 is gone."""
     if STARTED in os.environ:
         port, timeout = int(os.environ["MASTER_PORT"]), timedelta(seconds=START_S)
@@ -227,7 +227,7 @@ def join(rank: int, size: int) -> tuple[Ranks, torch.device]:
     store.set(f"here/{rank}", "1")
     ranks = _joined(store, rank, size, device)
     threading.Thread(target=_watch_first, args=(cloned(store), ranks), name="cacheblend-ranks", daemon=True).start()
-    return ranks, device
+    return ranks
 
 
 def _watch_first(store: dist.Store, ranks: Ranks) -> None:

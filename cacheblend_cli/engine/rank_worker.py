@@ -160,8 +160,8 @@ def worker_of(runtime: Runtime, memory: DeviceMemory) -> Worker:
 class Follower:
     """A rank beside rank 0: does what it is told, until it is told to end."""
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        self._ranks, self._device = ranks, device
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         self._models: dict[int, tuple[Decoder, EngineConfig]] = {}
         self._memories: dict[int, DeviceMemory] = {}  # of GPUs
         self._workers: dict[int, Worker] = {}
@@ -180,7 +180,7 @@ class Follower:
         match message:
             case LoadModel(model, path, config):
                 try:
-                    loaded = load_part(Path(path), path, config, self._device, self._ranks)
+                    loaded = load_part(Path(path), path, config, self._ranks)
                     self._models[model] = loaded.decoder, config
                 except OtherRankFailed:
                     pass
@@ -254,7 +254,7 @@ def serve_rank(rank: int, size: int) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     try:
         with torch.inference_mode():
-            Follower(*join(rank, size)).run()
+            Follower(join(rank, size)).run()
     except Exception as error:
         _write(rank, error)
         os._exit(ExitCode.DEVICE)

@@ -103,12 +103,8 @@ class Sampler:
 
     @property
     def alters(self) -> bool:
-        """Whether it draws from other logits than the model's."""
+        """Return whether it draws from other logits than the model's."""
         return self._penalties is not None or bool(self._bias) or self.grammar is not None
-
-    def draw(self, logits: Tensor, forced: int | None = None) -> Draw:
-        """Draw from logits, fp32 [vocab_size], see `draw_together`."""
-        return draw_together([self], logits[None], [forced])[0]
 
     def adjusted(self, logits: Tensor) -> Tensor:
         """Logits [vocab_size] after penalties, bias and the answer's form; the same tensor where there are none."""

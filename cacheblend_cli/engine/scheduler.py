@@ -2,8 +2,8 @@
 
 Requests are served by priority, then first come, first served. A sequence that was swapped out comes back before a new one
 begins. One prompt is prefilled at a time, a slice a step, and between two slices every running answer gets a token; short
-prompts that follow each other share a step, if their rows are a slice at most. The next prompt may begin to load meanwhile. Where blocks are short, the sequence that came last is preempted. Background requests run only
-while there are no others.
+prompts that follow each other share a step, if their rows are a slice at most. The next prompt may begin to load meanwhile. Where
+blocks are short, the sequence that came last is preempted. Background requests run only while there are no others.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from cacheblend_cli.kv.block_table import BlockTable
 @dataclass
 class Scheduler:
     """worker: keeps what is swapped out. begin: allocates a sequence's blocks, or fails its request. restart: queues its prompt
-    again. ahead: prompts that load while another is prefilled. launch_rows: of short prompts that share a step, at most. swap_blocks: that may be swapped out at a time. counts: preemptions are counted there. states: requests that are
-    not over, in turn."""
+    again. ahead: prompts that load while another is prefilled. launch_rows: maximum rows of short prompts that share a step.
+    swap_blocks: maximum blocks that are swapped out at a time. counts: preemptions are counted there. states: requests that are not
+    over, in turn."""
 
     blocks: BlockManager
     worker: Worker
@@ -116,7 +117,7 @@ class Scheduler:
         return state.short_rows(found.hit.num_tokens, self.launch_rows)
 
     def _may_join(self, prefilling: list[Sequence], num_rows: int | None) -> bool:
-        """Whether a prompt of num_rows, None = not a short one, can be computed in one step with all that begun before it."""
+        """Return whether a prompt of num_rows, None = not a short one, can be computed in one step with all that begun before it."""
         short = [num_rows, *(s.prefill.short for s in prefilling if s.prefill is not None)]
         return None not in short and sum(n for n in short if n is not None) <= self.launch_rows
 

@@ -33,7 +33,7 @@ class KVScales:
 
 
 def is_kv_scale(name: str) -> bool:
-    """Whether the tensor belongs to the quantisation of K and V, which weights do not depend on."""
+    """Return whether the tensor belongs to the quantisation of K and V, which weights do not depend on."""
     return _NAMES.search(name) is not None
 
 

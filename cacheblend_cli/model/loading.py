@@ -88,16 +88,15 @@ class Precision:
 def load_model(
     path: Path,
     name: str,
-    device: torch.device,
+    place: torch.device | Ranks,
     precision: Precision,
     attention_backend: str,
     lora: Path | None = None,
-    *,
-    ranks: Ranks | None = None,
 ) -> LoadedModel:
-    """Load the checkpoint in `path`, with ranks this one's part of it. lora: directory of an adapter to merge. Raises UsageError,
-    NotFoundError, DeviceError."""
+    """Load the checkpoint in `path` to a device, or this rank's part of it to the rank's. lora: directory of an adapter to merge.
+    Raises UsageError, NotFoundError, DeviceError."""
     bound_caches()
+    ranks, device = (place, place.device) if isinstance(place, Ranks) else (None, place)
     spec = read_spec(path)
     shard = None if ranks is None else Shard(spec, ranks)
     if shard is not None and precision.weights != "auto":
@@ -147,7 +146,7 @@ def load_model(
         packed, held_as = False, "plain"
 
     def build(*, hollow: bool = False) -> Decoder:
-        weights = load_weights(spec, path, compute_dtype, device, adapter, hollow, shard=shard)
+        weights = load_weights(shard or spec, path, compute_dtype, device, adapter, hollow)
         return Decoder(spec, weights, kernels, held_as, shard)
 
     cache = None

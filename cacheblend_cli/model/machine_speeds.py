@@ -200,20 +200,21 @@ def describe(spec: ModelSpec, dtype: torch.dtype, weight_dtype: str) -> dict[str
 
 def cpu_name() -> str:
     """The CPU's model name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    return next((s.split(":")[1].strip() for s in lines if s.startswith("model name")), platform.machine())
+    return next((s.split(":")[1].strip() for s in _cpu_info() if s.startswith("model name")), platform.machine())
 
 
 def cpu_features() -> list[str | None]:
     """Return the CPU's instruction sets, and those that the user allows oneDNN."""
-    lines = []
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    flags = next((line for line in _cpu_info() if line.startswith(("flags", "Features"))), "")
     return [flags, *(os.environ.get(name) for name in _VARIABLES)]
+
+
+@cache
+def _cpu_info() -> list[str]:
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
 
 
 def _kept(

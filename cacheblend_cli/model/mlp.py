@@ -68,8 +68,8 @@ class MLP:
 
 
 def sparse(gate: Tensor, deviations: float, summed: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """What of a row's channels is more than `deviations` standard deviations above their mean, 0 elsewhere (Gaussian top-k, Spark
-    Transformer, arXiv 2506.06644). gate: [num_rows, width], on each rank as many; summed: over the ranks."""
+    """Return the excess of a row's channels over their mean plus `deviations` standard deviations, 0 for the others (Gaussian top-k,
+    Spark Transformer, arXiv 2506.06644). gate: [num_rows, width], on each rank as many; summed: over the ranks."""
     wide = gate.float()
     if summed is None:
         std, mean = torch.std_mean(wide, dim=-1, keepdim=True, unbiased=False)

@@ -36,7 +36,7 @@ class Ranks:
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         """The default process group exists."""
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.device = rank, size, device
         self._messages = dist.new_group(backend="gloo", timeout=IDLE)
         timeout = timedelta(seconds=EXCHANGE_S)
         self._data = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout)

@@ -11,9 +11,8 @@ from pathlib import Path
 from cacheblend_cli import user_cache
 
 KIND = "read"
-PIECE = (
-    32 << 20
-)  # bytes; one page of a piece tells whether it is in memory. Large: after each one the thread waits for Python's lock
+# Bytes; one page of a piece tells whether it is in memory. Large: after each piece the thread waits for Python's lock.
+PIECE = 32 << 20
 MOST = 1 / 2  # of the machine's memory
 
 

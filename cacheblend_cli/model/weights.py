@@ -64,17 +64,15 @@ class Weights(dict[str, Tensor]):
 
 
 def load_weights(
-    spec: ModelSpec,
+    model: ModelSpec | Shard,
     model_dir: Path,
     dtype: torch.dtype,
     device: torch.device,
     adapter: LoraAdapter | None = None,
     hollow: bool = False,
-    *,
-    shard: Shard | None = None,
 ) -> Weights:
-    """Every tensor of the model under our names, in `dtype` on `device`; norms with an offset in float32. With a shard the
-    rank's part of each.
+    """Every tensor of the model under our names, in `dtype` on `device`; norms with an offset in float32. Of a shard the rank's
+    part of each.
 
     Names: see `weight_map.expected_shapes`. What can be put into the weights is (see `fold`).
     Each part is copied from its file into its place, in blocks of rows; nothing is held twice. What an adapter adds is
@@ -86,7 +84,10 @@ def load_weights(
     Raises UsageError on a missing tensor, a wrong shape, one that is no part of the model, quantised weights, and an
     adapter of another model.
     """
-    whole, spec = spec, spec if shard is None else shard.own
+    if isinstance(model, Shard):
+        shard, whole, spec = model, model.whole, model.own
+    else:
+        shard, whole, spec = None, model, model
     shapes = expected_shapes(spec)
     deltas = {} if adapter is None else deltas_of(whole, adapter, expected_shapes(whole))
     if shard is not None:

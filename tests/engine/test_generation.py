@@ -17,13 +17,18 @@ from cacheblend_cli.blend.selectors import Candidates, budget, choose
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.detokenizer import StopStrings
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.sampling import Sampler, draw_together, filtered_probs
+from cacheblend_cli.engine.sampling import Draw, Sampler, draw_together, filtered_probs
 from cacheblend_cli.engine.sequence_output import Listener
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, -8.0])
+
+
+def drawn(sampler: Sampler, logits: torch.Tensor = LOGITS, forced: int | None = None) -> Draw:
+    """A token drawn alone."""
+    return draw_together([sampler], logits[None], [forced])[0]
 
 
 def test_filters_keep_what_they_should() -> None:
@@ -43,18 +48,18 @@ def test_filters_keep_what_they_should() -> None:
 def test_a_seed_repeats_and_greedy_is_the_argmax() -> None:
     def draw(seed: int) -> list[int]:
         sampler = Sampler(SamplingParams(temperature=2.0, seed=seed), torch.device("cpu"))
-        return [sampler.draw(LOGITS).fetch()[0] for _ in range(30)]
+        return [drawn(sampler).fetch()[0] for _ in range(30)]
 
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)
-    assert Sampler(SamplingParams(), torch.device("cpu")).draw(LOGITS).fetch() == (0, None)
+    assert drawn(Sampler(SamplingParams(), torch.device("cpu"))).fetch() == (0, None)
 
 
 def test_logprobs_are_of_the_models_distribution() -> None:
     sampler = Sampler(SamplingParams(temperature=4.0, seed=5, logprobs=2), torch.device("cpu"))
     seen = set()
     for _ in range(20):
-        token_id, found = sampler.draw(LOGITS).fetch()
+        token_id, found = drawn(sampler).fetch()
         assert found is not None
         assert found.token_id == token_id
         assert found.logprob == pytest.approx(float(torch.log_softmax(LOGITS, -1)[token_id]))
@@ -70,7 +75,7 @@ def test_a_draw_is_a_multinomial_sample(seed: int, temperature: float, top_p: fl
     probs = filtered_probs(LOGITS, params)
     for _ in range(5):
         expected = int(torch.multinomial(probs, 1, generator=generator))
-        assert sampler.draw(LOGITS).fetch()[0] == expected
+        assert drawn(sampler).fetch()[0] == expected
 
 
 @given(st.text(alphabet="abEND", max_size=40), st.lists(st.integers(1, 4), max_size=40))
@@ -238,6 +243,6 @@ def test_rows_of_the_same_settings_are_drawn_together_as_alone() -> None:
     alone, together = ([Sampler(params, cpu, [1, 2, 3]) for params in every] for _ in range(2))
     for step in range(3):
         logits, forced = rows.roll(step, 0), [7 if step == 1 and i % 4 == 0 else None for i in range(len(every))]
-        expected = [s.draw(row, token).fetch() for s, row, token in zip(alone, logits, forced, strict=True)]
+        expected = [drawn(s, row, token).fetch() for s, row, token in zip(alone, logits, forced, strict=True)]
         assert [draw.fetch() for draw in draw_together(together, logits, forced)] == expected
         assert len(set(expected)) > 10

@@ -267,12 +267,17 @@ def answers_of(listener: Listener) -> list[object]:
     return [(a.generated_ids, a.logprobs) for a in listener.done().answers]
 
 
-def test_a_bad_chunk_in_a_shared_launch_concerns_one_prompt(house: House) -> None:
+def two_short_prompts(house: House) -> tuple[Bench, list[Listener], list[list[int]]]:
+    """A bench where they wait to share a launch, and the tokens that each gets alone."""
     good = house.question("who keeps a parrot at home near the harbor who keeps a parrot at home")
     asked = [replace(good, keys=house.keys[:1]), replace(good, keys=[])]
     expected = [Bench(house, LAZY).ask(question) for question in asked]
     bench = Bench(house, LAZY)
-    listeners = [bench.arrive(question)[0] for question in asked]
+    return bench, [bench.arrive(question)[0] for question in asked], expected
+
+
+def test_a_bad_chunk_in_a_shared_launch_concerns_one_prompt(house: House) -> None:
+    bench, listeners, expected = two_short_prompts(house)
     worker = bench.stepper.worker
 
     def fails(numbers: list[int]) -> list[PrefillOutput]:
@@ -294,11 +299,7 @@ def test_a_bad_chunk_in_a_shared_launch_concerns_one_prompt(house: House) -> Non
 
 
 def test_prompts_of_a_launch_that_failed_late_are_computed_alone(house: House) -> None:
-    good = house.question("who keeps a parrot at home near the harbor who keeps a parrot at home")
-    asked = [replace(good, keys=house.keys[:1]), replace(good, keys=[])]
-    expected = [Bench(house, LAZY).ask(question) for question in asked]
-    bench = Bench(house, LAZY)
-    listeners = [bench.arrive(question)[0] for question in asked]
+    bench, listeners, expected = two_short_prompts(house)
     worker = bench.stepper.worker
 
     def fails(numbers: list[int]) -> list[PrefillOutput]:

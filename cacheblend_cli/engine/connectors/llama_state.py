@@ -73,7 +73,8 @@ class StateLayout:
         return np.concatenate(parts)
 
     def differences(self, kv: KVReader, theirs: np.ndarray) -> list[str]:
-        """Return the differences between the state written for this KV and llama.cpp's own for the same tokens: headers, size, K or V of the first layer."""
+        """Return the differences between the state of this KV and llama.cpp's own of the same tokens: headers, size, the first
+        layer's K or V that differs."""
         ours, at, found = self.state_of(kv), 0, list[str]()
         for field in self._fields(kv):
             own, other = (state[at : at + field.num_bytes] for state in (ours, theirs))
