@@ -19,8 +19,9 @@ from cacheblend_cli.errors import ExitCode, UsageError
 
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SPIN_COUNT = "1000"
-"""Spins of an OpenMP thread at a barrier before it sleeps. libgomp's default is about 300,000: beside busy programs a
-spinning thread takes the core from the thread that it waits for (benchmarks/README.md)."""
+"""Spins of an OpenMP thread at a barrier before it sleeps, beside busy programs. With libgomp's default, about 300,000, a spinning
+thread takes the core from the thread that it waits for; on a quiet machine waking threads costs a fifth of a token's time
+(benchmarks/README.md)."""
 COMMANDS = {
     "init": ("init:init", "Choose a model for this machine."),
     "precompute": ("precompute:precompute", "Compute and store the KV cache of documents."),
@@ -163,9 +164,26 @@ def ensure_home() -> None:
 
 
 def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set a short spin count unless the user set one of VARIABLES. libgomp reads it when torch loads it."""
-    if not any(name in environment for name in VARIABLES):
+    """Set a short spin count where other programs need the CPUs, unless the user set one of VARIABLES. libgomp reads it when torch
+    loads it."""
+    if not any(name in environment for name in VARIABLES) and _cpus_are_short():
         environment["GOMP_SPINCOUNT"] = SPIN_COUNT
+
+
+def _cpus_are_short(stat: str = "/proc/stat") -> bool:
+    """Return whether a thread of this process on each of its CPUs, and those of others that run now, are more than the CPUs; True
+    where the system does not say."""
+    try:
+        running = min(_running_threads(stat) for _ in range(3))  # what runs for a moment does not count
+        return running - 1 + len(os.sched_getaffinity(0)) > (os.cpu_count() or 1)
+    except (OSError, IndexError, ValueError, AttributeError):
+        return True
+
+
+def _running_threads(stat: str) -> int:
+    """Number of threads that run or are ready to, this one among them."""
+    with open(stat, encoding="ascii") as lines:
+        return int(next((line for line in lines if line.startswith("procs_running")), "").split()[1])
 
 
 def _failed(error: BaseException) -> int:

@@ -1,4 +1,4 @@
-"""How threads wait: set before torch loads, and the user's own variables win."""
+"""How threads wait: set before torch loads where CPUs are short, and the user's own variables win."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend_cli.cli import main
-from cacheblend_cli.cli.main import SPIN_COUNT, VARIABLES, limit_spinning
+from cacheblend_cli.cli.main import SPIN_COUNT, VARIABLES, _cpus_are_short, limit_spinning
 
 
 def test_the_entry_point_sets_a_short_spin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,9 +19,36 @@ def test_the_entry_point_sets_a_short_spin(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv(name, "")  # put back afterwards, whatever the command sets
         monkeypatch.delenv(name)
     monkeypatch.setattr(sys, "argv", ["cacheblend", "--version"])
+    monkeypatch.setattr(main, "_cpus_are_short", lambda: True)
     with pytest.raises(SystemExit):
         main.main()
     assert os.environ["GOMP_SPINCOUNT"] == SPIN_COUNT
+
+
+def test_a_quiet_machine_keeps_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "_cpus_are_short", lambda: False)
+    environment: dict[str, str] = {}
+    limit_spinning(environment)
+    assert environment == {}
+
+
+@pytest.mark.parametrize(("running", "short"), [(1, False), (2, True), (9, True)])
+def test_cpus_are_short_where_others_run_on_them(
+    running: int, short: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    (tmp_path / "stat").write_text(f"cpu  1 2 3 4\nctxt 5\nprocs_running {running}\nprocs_blocked 0\n")
+    assert _cpus_are_short(str(tmp_path / "stat")) is short
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
+    assert _cpus_are_short(str(tmp_path / "stat")) is (running > 4)
+
+
+@pytest.mark.parametrize("text", ["", "cpu 1\n", "procs_running many\n", "procs_running\n"])
+def test_a_system_that_does_not_say_counts_as_busy(text: str, tmp_path: Path) -> None:
+    assert _cpus_are_short(str(tmp_path / "none"))
+    (tmp_path / "stat").write_text(text)
+    assert _cpus_are_short(str(tmp_path / "stat"))
 
 
 @pytest.mark.parametrize("name", VARIABLES)
@@ -39,7 +66,10 @@ def test_torchs_libgomp_reads_it_when_it_is_loaded() -> None:
     library = Path(torch.submodule_search_locations[0]) / "lib/libgomp.so.1"
     if not library.exists():
         pytest.skip("torch came without libgomp")
-    code = f"import ctypes; from cacheblend_cli.cli.main import limit_spinning; limit_spinning(); ctypes.CDLL({str(library)!r})"
+    code = (
+        "import ctypes; from cacheblend_cli.cli import main; main._cpus_are_short = lambda: True; main.limit_spinning(); "
+        f"ctypes.CDLL({str(library)!r})"
+    )
     environment = {k: v for k, v in os.environ.items() if k not in VARIABLES} | {"OMP_DISPLAY_ENV": "VERBOSE"}
     told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert f"GOMP_SPINCOUNT = '{SPIN_COUNT}'" in told.stderr
