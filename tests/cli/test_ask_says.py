@@ -46,7 +46,7 @@ def test_hits_that_do_not_fit_are_left_out_and_counted(cli: Cli, stored: list[st
     assert count > 2
     assert everything["notes"] == []
     room = str(1024 - everything["prompt_tokens"] + sum(c["tokens"] for c in everything["chunks"][:-2]))
-    result = cli(*ask, "--max-tokens", room, "--stop", "e")
+    result = cli(*ask, "--max-tokens", room, *(f"--stop={letter}" for letter in "aeiou "))
     assert result.code == 0, result.err
     [answer] = result.records
     assert answer["prompt_tokens"] + int(room) <= 1024
@@ -71,7 +71,7 @@ def test_the_best_hits_are_kept(cli: Cli, stored: list[str]) -> None:
     for count in (1, 2, 3):
         [answer] = cli("ask", "alpha beta lead?", "--top-k", str(count), "--max-tokens", "2", "--json").records
         room = 1024 - answer["prompt_tokens"]
-        [kept] = cli("ask", "alpha beta lead?", "--max-tokens", str(room), "--stop", "e", "--json").records
+        [kept] = cli("ask", "alpha beta lead?", "--max-tokens", str(room), "--dry-run", "--json").records
         assert {c["id"] for c in kept["chunks"]} >= set(best[:count])
 
 

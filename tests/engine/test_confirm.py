@@ -14,7 +14,7 @@ from cacheblend_cli.engine.sequence_output import Listener as Hearer
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.types import AskOptions, BlendParams, SamplingParams
 
-QUESTIONS = ["where does Mara work?", "who?", "what is the hobby of Orin", "alpha", "the first", "Tilda and Bo"]
+QUESTIONS = ["where does Mara work?", "who?", "what is the hobby of Orin", "alpha"]
 
 
 @pytest.fixture(scope="module")

@@ -112,7 +112,7 @@ def test_an_answer_ends_with_the_token_that_completes_a_stop_string(tmp_path: Pa
 
     def ask(*stop: str) -> tuple[str, str, list[int], str]:
         pieces: list[str] = []
-        params = SamplingParams(max_tokens=60, temperature=1.5, seed=3, stop=stop, ignore_eos=True)
+        params = SamplingParams(max_tokens=36, temperature=1.5, seed=3, stop=stop, ignore_eos=True)
         answer = engine.run_alone(None, AskRequest("who?", [], BlendParams(), params), listener=Listener(pieces.append))
         return "".join(pieces), answer.text, answer.generated_ids, answer.finish_reason
 

@@ -51,13 +51,16 @@ BLENDS = (
 )
 MODELS = {model.name: model for model in [*hub_models.RUN, *hub_families.RUN]}
 TWO = (
-    "llama-3.2", "dynamic", "biases", "one KV head", "mistral-small-3", "qwen2.5-vl", "gemma-3-4b", "ministral-3-8b",
-    "gemma, biases, float16", "gemma-2", "gemma-3-1b", "gemma-4-31b", "gemma-4-e2b", "gemma-4-26b-a4b", "gemma-3n-e4b",
-    "phi-3-mini-4k", "granite-3", "smollm3",
-    "olmo-2, grouped", "glm-4-9b", "glm-4-0414", "starcoder2", "stablelm-2", "stablelm, parallel", "command-r, biases", "command-r7b",
-    "qwen3-30b-a3b", "qwen1.5-moe", "mixtral-8x7b", "gpt-oss-20b", "gpt-oss, mxfp4", "bloom-560m", "mpt-7b", "falcon-7b", "falcon-40b",
-    "falcon-rw-1b", "exaone-4-32b",
+    "llama-3.2", "dynamic", "biases", "one KV head", "mistral-small-3", "gemma, biases, float16", "gemma-2", "gemma-4-e2b",
+    "gemma-4-26b-a4b", "gemma-3n-e4b", "phi-3-mini-4k", "granite-3", "olmo-2, grouped", "glm-4-9b", "starcoder2",
+    "stablelm, parallel", "command-r, biases", "qwen3-30b-a3b", "qwen1.5-moe", "gpt-oss-20b", "gpt-oss, mxfp4", "bloom-560m", "mpt-7b",
+    "falcon-40b", "falcon-rw-1b",
 )  # fmt: skip
+ALIKE = (
+    "qwen2.5-vl", "gemma-3-4b", "ministral-3-8b", "gemma-3-1b", "gemma-4-31b", "smollm3", "glm-4-0414", "stablelm-2", "command-r7b",
+    "mixtral-8x7b", "falcon-7b", "exaone-4-32b",
+)  # fmt: skip
+"""Divided in the same way as one of TWO."""
 FOUR = ("llama-3.2", "falcon-7b", "olmo-2, grouped")  # with fewer KV heads than ranks
 
 
@@ -127,7 +130,14 @@ def group() -> RankGroup:
     return rank_group._group[0]
 
 
-@pytest.mark.parametrize(("size", "name"), [*((2, name) for name in TWO), *((4, name) for name in FOUR)])
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [
+        *((2, name) for name in TWO),
+        *((4, name) for name in FOUR),
+        *(pytest.param(2, name, marks=pytest.mark.torture) for name in ALIKE),
+    ],
+)
 def test_ranks_give_what_one_gives(size: int, name: str, tmp_path: Path, documents: Path) -> None:
     house = House(tmp_path, documents, MODELS[name])
     one, many = house.engine(1), house.engine(size)

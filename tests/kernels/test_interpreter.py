@@ -1,4 +1,4 @@
-"""Runs `numeric/` in Triton's interpreter, in two processes that take about as long, whether or not there is a GPU too."""
+"""Runs `numeric/` in Triton's interpreter, in a process of its own, whether or not there is a GPU too."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ NUMERIC = Path(__file__).parent / "numeric"
 ROOT = Path(__file__).parents[2]
 FILES = sorted(path.name for path in NUMERIC.glob("test_*.py"))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-LONGEST = "test_prefill_attention.py"
 
 
 def run(marks: str, *names: str) -> subprocess.CompletedProcess[str]:
@@ -38,9 +36,8 @@ def check(result: subprocess.CompletedProcess[str]) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
-@pytest.mark.parametrize("names", [[LONGEST], [name for name in FILES if name != LONGEST]], ids=["prefill", "others"])
-def test_in_interpreter(names: list[str]) -> None:
-    check(run("not torture", *names))
+def test_in_interpreter() -> None:
+    check(run("not torture", *FILES))
 
 
 @pytest.mark.torture

@@ -22,6 +22,8 @@ from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 BLEND = BlendParams(ratio=0.3)
 GREEDY = SamplingParams(max_tokens=2, ignore_eos=True)
+SHALLOW = {"num_hidden_layers": 2}
+SHAPES = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
 FORMS = {"llama": ("llama-gqa", False), "window": ("mistral-window", False), "float8 pool": ("llama-gqa", True),
          "alibi": ("bloom", False),
          "shapes": ("gemma4", False)}  # fmt: skip
@@ -31,8 +33,8 @@ class Setup:
     """One random model under two backends, and a store of three chunks."""
 
     def __init__(self, root: Path, family: str, float8: bool, device: torch.device) -> None:
-        write_checkpoint(root / "model", family, **({} if family == "gemma4" else {"num_hidden_layers": 2}))
-        shared = {"model": str(root / "model"), "block_size": 16, "dtype": "float32"}
+        write_checkpoint(root / "model", family, **(SHAPES if family == "gemma4" else SHALLOW))
+        shared = {"model": str(root / "model"), "block_size": 16, "dtype": "float32", "prompt": "{chunks}{question}"}
         self.torch = Engine.load(EngineConfig(device="cpu", attention_backend="torch", **shared))  # type: ignore[arg-type]
         self.triton = Engine.load(EngineConfig(device=device.type, attention_backend="triton", **shared))  # type: ignore[arg-type]
         if float8:
