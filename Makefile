@@ -27,7 +27,7 @@ test: install
 
 # hours of kills, cuts and flipped bits, and properties on examples of this run's own; writes benchmarks/results/torture.*
 torture: install
-	$(BIN)/pytest --hypothesis-profile=default
+	$(BIN)/pytest --hypothesis-profile=torture
 	$(BIN)/python benchmarks/torture.py
 
 lint: install

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-settings.register_profile("repeatable", derandomize=True)  # a change is judged by itself, not by its luck
-settings.load_profile("repeatable")  # `make torture` looks for new faults: --hypothesis-profile=default
+settings.register_profile(
+    "repeatable", derandomize=True, max_examples=50, deadline=None
+)  # judges a change, not its luck
+settings.register_profile("torture", max_examples=300, deadline=None)  # of `make torture`, which looks for new faults
+settings.load_profile("repeatable")
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))  # for `checkpoints`; the root stays off the path
 os.environ["CACHEBLEND_MODEL"] = "handbook"  # of commands without --model: small, and there whatever is installed

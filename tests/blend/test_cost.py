@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_cli.blend.cost import (
@@ -152,7 +152,6 @@ def test_the_ceilings_of_the_cost_model(layers: int, ratio: float, speedup: floa
     assert found == pytest.approx(speedup, rel=0.06)
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     layers=st.integers(1, 80),
     exact=st.integers(0, 5000),

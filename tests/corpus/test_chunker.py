@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from checkpoints import write_tokenizer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_cli.corpus.chunker import Chunk, Encode, iter_cut
@@ -83,7 +83,6 @@ def test_one_token_and_a_character_of_too_many_tokens() -> None:
     assert [c.token_ids for c in chunks] == [(97,), (0xC3, 0xA9)]
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     st.lists(
         st.sampled_from(["a", "lead of billing", " ", "\n", "\n\n", "# H\n", ". ", "\t", "né", "\U0001f600", "x" * 40])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_cli.corpus.chunker import Chunk, iter_cut
@@ -74,7 +74,6 @@ def test_code_is_cut_between_definitions() -> None:
     assert any(text.startswith("    def two(self):\n        b = 2") for text in small)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.sampled_from(["a", "word. ", "\n", "\n\n", "# H\n", "def f():\n", "    ", "né", "x" * 30, "}\n"])),
     st.integers(4, 40),

@@ -141,14 +141,21 @@ def launches_of(inputs: Inputs, arch: int) -> list[Launch]:
     return launches
 
 
+LOWERED: set[object] = set()
+"""Kinds of launches that an earlier test has put through Triton's front end."""
+
+
 def lower(launches: list[Launch]) -> None:
     """One of each kind through Triton's front end. Tiles of other sizes are no other kind: types are those of the first."""
     tile = ("BLOCK_M", "BLOCK_N")
     kinds: dict[object, Launch] = {}
     for launch in launches:
         constants = sorted((name, value) for name, value in launch.constants.items() if name not in tile)
-        kinds[launch.kernel.__name__, *sorted(launch.types.items()), *constants] = launch
-    for launch in kinds.values():
+        kinds[launch.arch, launch.kernel.__name__, *sorted(launch.types.items()), *constants] = launch
+    for kind, launch in kinds.items():
+        if kind in LOWERED:
+            continue
+        LOWERED.add(kind)
         try:
             launch.lower()
         except Exception as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cacheblend_cli.errors import UsageError
@@ -65,14 +65,12 @@ def read(config: dict[str, Any]) -> None:
 
 
 @given(st.sampled_from(sorted(FAMILIES)), st.dictionaries(st.sampled_from(NAMES), JSON, max_size=2))
-@settings(max_examples=200, deadline=None)
 def test_fields_of_any_type(name: str, fields: dict[str, Any]) -> None:
     read({"model_type": name, **BASE, **fields})
 
 
 @given(st.sampled_from(["rope_parameters", "rope_scaling"]), ROPE, st.none() | st.integers(1, 300) | SCALARS)
 @example("rope_parameters", {"rope_type": "yarn"}, 0.125)
-@settings(max_examples=200, deadline=None)
 def test_rope_of_any_kind(field: str, rope: dict[str, Any], original: Any) -> None:
     read({"model_type": "llama", **BASE, field: DEFAULTS | rope, "original_max_position_embeddings": original})
 

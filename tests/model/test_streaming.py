@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from text_tokenizers import BYTE_KINDS, KINDS, SCRIPTS, text_tokenizer
 
@@ -40,7 +40,6 @@ def streamed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 
 @kinds
-@settings(max_examples=150, deadline=None)
 @given(text=TEXTS)
 def test_streamed_text_is_one_decode(make: Make, kind: str, text: str) -> None:
     tokenizer = make(kind)
@@ -49,7 +48,6 @@ def test_streamed_text_is_one_decode(make: Make, kind: str, text: str) -> None:
 
 
 @kinds
-@settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_streamed_ids_are_one_decode(make: Make, kind: str, data: st.DataObject) -> None:
     """Ids as a random model draws them: control tokens, cut characters, ids beyond the vocabulary; byte tokens often."""

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from text_tokenizers import BYTE_KINDS, SCRIPTS, WORDS, text_tokenizer
 
@@ -57,7 +57,6 @@ def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("kind", BYTE_KINDS)
-@settings(max_examples=60, deadline=None)
 @given(chunks=st.lists(PIECES, max_size=4), question=st.sampled_from(["Who?", "a", "\u8c01\uff1f", "[INST] </s> who"]))
 def test_the_ids_decode_to_the_rendered_text(
     make: Make, kind: str, template: str, chunks: list[str], question: str
@@ -87,7 +86,6 @@ def test_words_stand_as_they_stood_without_bytes_to_fall_back_to(make: Make) -> 
 
 
 @pytest.mark.parametrize("kind", BYTE_KINDS)
-@settings(max_examples=40, deadline=None)
 @given(text=st.lists(PIECES, min_size=1, max_size=12).map("".join), size=st.integers(1, 40))
 def test_the_chunks_of_a_document_join_to_its_text(make: Make, kind: str, text: str, size: int) -> None:
     """A chunk's ids are those of its text in the middle of the document, the first chunk's too."""

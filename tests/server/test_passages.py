@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_cli.server.passages import elements_of
@@ -74,7 +74,6 @@ def test_other_text_stays_text(text: str) -> None:
     assert elements_of(text) == []
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.lists(
         st.sampled_from(["<source>", "</source>", "<document a='b'>", "</document>", "<source/>", "a", "<", ">", " "])
