@@ -1,12 +1,14 @@
 """How time and memory grow with the prompt, with its number of chunks, and with the store.
 
-    python benchmarks/scaling.py [--seconds 360] [--largest 100000] [--only prompts,chunks,store] [--paragraphs 640000]
+    python benchmarks/scaling.py [--seconds 360] [--only prompts,chunks,store] [--largest 100000]
+    python benchmarks/scaling.py --chunks 1000000 --work FOLDER
 
 Prompts: SmolLM2-135M's shape with random weights in bfloat16, 1,024 to 32,768 tokens in chunks of 256, and 4,096 tokens in 2 to 64
-chunks; one process each. Stores: a model of one tiny layer, 1,000 paragraphs (some 1.6 chunks each) and up to `--largest`, ten times
-as many each; CPU seconds and peak memory of whole commands, and the reads of `ask` for eight chunks. With `--paragraphs`, one store
-of that many alone, whose row is added. Each part ends when its share of the seconds is over. Writes benchmarks/results/scaling.json
-and docs/scaling.md; parts that are not in --only stay as they were.
+chunks; one process each. Stores: a model of one tiny layer, some 1,000 chunks and up to `--largest`, ten times as many each; CPU
+seconds and peak memory of whole commands, CPU time of other processes meanwhile, and the reads of `ask` for eight chunks. With
+`--chunks`, one store of about that many alone, whose row is added; a million takes a quarter of an hour of CPU and 6 GB below
+`--work`, where finished phases are kept, so that the same command goes on after an interruption. Each part ends when its share of the
+seconds is over. Writes benchmarks/results/scaling.json and docs/scaling.md; parts that are not in --only stay as they were.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ import argparse
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +55,8 @@ TINY = SMOLLM2 | {
 }  # fmt: skip
 SHAPES = {"SmolLM2-135M": (30, 3, 64), "Qwen2.5-0.5B": (24, 2, 64), "Llama-3.1-8B": (32, 8, 128)}
 """Layers, KV heads, head_dim."""
-BUSY = 0.1
-"""CPUs that others may use before the page says so."""
+PARAGRAPHS = 0.72
+"""Paragraphs a chunk: a paragraph has one chunk or two, and some of the second ones recur."""
 COMMANDS = {
     "first search": "first `search`", "search": "`search`", "ls": "`chunks ls`", "ask": "`ask`", "again": "`precompute` again",
     "one changed": "one changed", "precompute": "`precompute`",
@@ -65,7 +68,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=360)
     parser.add_argument("--largest", type=int, default=100_000)
-    parser.add_argument("--paragraphs", type=int, help="measure one store of this many paragraphs")
+    parser.add_argument("--chunks", type=int, help="measure one store of about this many chunks")
+    parser.add_argument("--work", type=Path, help="keep documents, store and finished phases here")
     parser.add_argument("--only", default="prompts,chunks,store")
     parser.add_argument("--child", nargs=3, metavar=("MODEL", "TOKENS", "CHUNKS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -77,14 +81,16 @@ def main() -> None:
 
     result: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     result |= {"hardware": hardware(), "bytes": bytes_per_million()}
-    if arguments.paragraphs:
+    if arguments.chunks:
         arguments.only = ""
-    others, share = Others(), arguments.seconds / len(arguments.only.split(","))
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    share = arguments.seconds / len(arguments.only.split(","))
+    with ExitStack() as stack:
+        folder = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for shape, config in (("smollm2", SMOLLM2), ("tiny", TINY)):
-            (folder / f"{shape}.json").write_text(json.dumps(config))
-            write_checkpoint(folder / shape, folder / f"{shape}.json")
+            if not (folder / shape / "config.json").exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / f"{shape}.json").write_text(json.dumps(config))
+                write_checkpoint(folder / shape, folder / f"{shape}.json")
         if "prompts" in arguments.only:
             cases = [(tokens, tokens // CHUNK_TOKENS) for tokens in PROMPTS]
             result["prompts"] = in_children(folder / "smollm2", cases, share)
@@ -92,11 +98,10 @@ def main() -> None:
             result["chunks"] = in_children(folder / "smollm2", [(SPLIT_TOKENS, count) for count in COUNTS], share)
         if "store" in arguments.only:
             result["store"] = stores(folder, arguments.largest, share)
-        if arguments.paragraphs:
-            row = of_store(folder, arguments.paragraphs)
-            others_rows = [known for known in result.get("store", []) if known["chunks"] != row["chunks"]]
-            result["store"] = sorted([*others_rows, row], key=lambda known: known["chunks"])
-    result["others"] = others.used()
+        if arguments.chunks:
+            row = of_store(folder, arguments.chunks)
+            others = [known for known in result.get("store", []) if known["wanted"] != row["wanted"]]
+            result["store"] = sorted([*others, row], key=lambda known: known["chunks"])
     RESULTS.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     PAGE.write_text(page(result), encoding="utf-8")
     print(page(result))
@@ -163,62 +168,92 @@ def stores(folder: Path, largest: int, seconds: float) -> list[dict[str, float]]
     return found
 
 
-def of_store(folder: Path, count: int) -> dict[str, Any]:
-    """Fill a store with documents of 100 paragraphs; return CPU seconds and peak memory of each command, and seconds of look-ups."""
-    from cacheblend_store import ChunkStore
+def of_store(folder: Path, wanted: int) -> dict[str, Any]:
+    """Fill a store of about `wanted` chunks from documents of 100 paragraphs; return the cost of each command.
 
-    others, docs, path, rng = Others(), folder / f"docs{count}", folder / f"store{count}", random.Random(0)
-    docs.mkdir()
-    words = [f"word{i}" for i in range(2000)]
-
-    def write(number: int) -> None:
-        paragraphs = [" ".join(rng.choice(words) for _ in range(3)) for _ in range(100)]
-        (docs / f"{number}.txt").write_text("\n\n".join(paragraphs))
-
-    for number in range(count // 100):
-        write(number)
+    Phases that a former run finished in this folder are not run again.
+    """
+    docs, path, file = folder / f"docs{wanted}", folder / f"store{wanted}", folder / f"costs{wanted}.json"
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    count = round(wanted * PARAGRAPHS / 100)
     machine = ["--store", str(path), "--model", str(folder / "tiny"), "--dtype", "float32"]
     precompute = ["precompute", str(docs), "--chunk-tokens", "16", "--context", "sink", "-q", *machine]
-    found: dict[str, Any] = {"precompute": command_cost(precompute)}
-    with ChunkStore.open(path) as store:
-        keys = [manifest.key for manifest in store.chunks()]
-
-        def look_up() -> None:
-            for _ in range(8):
-                store.get_chunk(store.resolve(rng.choice(keys).hex()[:16]))
-
-        found["look-up of 8"] = statistics.median(timed(look_up) for _ in range(50))
-    search = ["search", "word7 word77", "--all", "-q", "--search", "words", "--store", str(path)]
+    words = ["--search", "words", "--all", "-q"]
+    search = ["search", "word7 word77", *words, "--store", str(path)]
     ask = [
         "ask",
-        "Where is word7?",
+        "Where are word7, word70, word77 and word700?",
         "--max-tokens",
         "4",
-        "--search",
-        "words",
         "--top-k",
         "4",
-        "--all",
         "--local",
-        "-q",
+        *words,
         *machine,
     ]
-    found["again"] = command_cost(precompute)
-    found["first search"] = command_cost(search)
-    found["search"] = command_cost(search)
-    found["ask"] = command_cost(ask)
-    found["ls"] = command_cost(["chunks", "ls", "--limit", "50", "--store", str(path)])
-    write(count // 200)
-    found["one changed"] = command_cost(precompute)
-    row = {"chunks": len(keys), **found, "others": others.used()}
-    print(json.dumps(row), flush=True)
-    return row
+
+    def fill() -> dict[str, float]:
+        shutil.rmtree(path, ignore_errors=True)
+        docs.mkdir(exist_ok=True)
+        for number in range(count):
+            write_document(docs / f"{number}.txt", number)
+        return command_cost(precompute)
+
+    def change() -> dict[str, float]:
+        write_document(docs / f"{count // 2}.txt", count)
+        return command_cost(precompute)
+
+    phases: dict[str, Callable[[], Any]] = {
+        "precompute": fill,
+        "look-up": lambda: look_up(path),
+        "again": lambda: command_cost(precompute),
+        "first search": lambda: command_cost(search),
+        "search": lambda: command_cost(search),
+        "ask": lambda: command_cost(ask),
+        "ls": lambda: command_cost(["chunks", "ls", "--limit", "50", "--store", str(path)]),
+        "one changed": change,
+    }
+    for name, phase in phases.items():
+        if name not in found:
+            found[name] = phase()
+            print(wanted, name, json.dumps(found[name]), file=sys.stderr, flush=True)
+            file.write_text(json.dumps(found))
+    costs = [cost for cost in found.values() if "wall" in cost]
+    others = sum(cost["others"] * cost["wall"] for cost in costs) / sum(cost["wall"] for cost in costs)
+    return {"wanted": wanted, "chunks": found["look-up"]["chunks"], **found, "others": others}
+
+
+def write_document(file: Path, seed: int) -> None:
+    """Write 100 paragraphs of three random words."""
+    rng = random.Random(seed)
+    paragraphs = [" ".join(f"word{rng.randrange(2000)}" for _ in range(3)) for _ in range(100)]
+    file.write_text("\n\n".join(paragraphs))
+
+
+def look_up(path: Path) -> dict[str, float]:
+    """Return the number of chunks, bytes of the store, and CPU milliseconds to read eight chunks by id: a median of 50."""
+    from cacheblend_store import ChunkStore
+
+    rng, took = random.Random(0), list[float]()
+    with ChunkStore.open(path) as store:
+        keys = [manifest.key for manifest in store.chunks()]
+        for _ in range(50):
+            start = time.process_time()
+            for _ in range(8):
+                store.get_chunk(store.resolve(rng.choice(keys).hex()[:16]))
+            took.append(time.process_time() - start)
+    on_disk = sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file())
+    return {"chunks": len(keys), "bytes": on_disk, "ms": statistics.median(took) * 1000}
 
 
 def command_cost(command: list[str]) -> dict[str, float]:
-    """Run a command; return its CPU seconds, wall-clock seconds, and peak memory of its own (without mapped files) in MiB."""
-    start, peak = time.perf_counter(), 0.0
-    with subprocess.Popen([*CLI, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    """Run a command; return its CPU seconds, wall-clock seconds, peak memory of its own (without mapped files) in MiB, and the CPUs
+    that other processes used meanwhile."""
+    others, start, peak, said = Others(), time.perf_counter(), 0.0, ""
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen([*CLI, *command], stdout=subprocess.DEVNULL, stderr=errors) as process,
+    ):
         while True:
             found, status, usage = os.wait4(process.pid, os.WNOHANG)
             if found:
@@ -228,17 +263,13 @@ def command_cost(command: list[str]) -> dict[str, float]:
                 peak = max(peak, int(next(x for x in status_file if x.startswith("RssAnon")).split()[1]) / 1024)
             time.sleep(0.05)
         process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            errors.seek(0)
+            said = errors.read()
     if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
-    cost = {"cpu": usage.ru_utime + usage.ru_stime, "wall": time.perf_counter() - start, "peak_mib": peak}
-    print(command[0], json.dumps(cost), file=sys.stderr, flush=True)
-    return cost
-
-
-def timed(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+        sys.exit(f"{' '.join(command)}: exit {process.returncode}\n{said}")
+    used = usage.ru_utime + usage.ru_stime
+    return {"cpu": used, "wall": time.perf_counter() - start, "peak_mib": peak, "others": others.used()}
 
 
 def bytes_per_million() -> dict[str, dict[str, float]]:
@@ -275,20 +306,16 @@ def page(result: dict[str, Any]) -> str:
         "A model of one tiny layer, chunks of at most 16 tokens, documents of 100 paragraphs. CPU seconds of whole commands, interpreter and "
         "libraries included, and their peak memory in MiB, mapped files left out. The second `precompute` finds nothing to do, the third "
         "one changed document of 100 paragraphs; `search` is one query again, after the first has made the index; `ask` searches and "
-        "answers with four tokens. Look-up: wall-clock time to read eight chunks by id, as `ask` does.",
+        "answers with four tokens. Look-up: CPU time to read eight chunks by id, as `ask` does. Others: CPUs that other processes used "
+        "meanwhile, in the mean; where they did, CPU seconds are above those of a quiet machine.",
         "",
-        "| chunks | look-up of 8, ms | " + " | ".join(COMMANDS.values()) + " |",
-        "|---" * (2 + len(COMMANDS)) + "|",
+        "| chunks | GB | look-up of 8, ms | " + " | ".join(COMMANDS.values()) + " | others |",
+        "|---" * (4 + len(COMMANDS)) + "|",
     ]
     for row in result.get("store", []):
         cells = (f"{row[name]['cpu']:.1f} s, {row[name]['peak_mib']:,.0f}" for name in COMMANDS)
-        lines.append(f"| {int(row['chunks']):,} | {row['look-up of 8'] * 1000:.1f} | {' | '.join(cells)} |")
-    busy = max((row["others"] for row in result.get("store", [])), default=0.0)
-    if busy > BUSY:
-        lines += [
-            "",
-            f"Other processes used up to {busy:.1f} of the {h['cores']} cores meanwhile, so CPU seconds are above those of a quiet machine.",
-        ]
+        size = f"{row['look-up']['bytes'] / 1e9:.2f} | {row['look-up']['ms']:.1f}"
+        lines.append(f"| {int(row['chunks']):,} | {size} | {' | '.join(cells)} | {row['others']:.1f} |")
     lines += [
         "",
         "## Size of stored KV",

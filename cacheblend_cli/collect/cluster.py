@@ -144,6 +144,10 @@ class ClusterCollector(Collector):
         with ThreadPoolExecutor(_LOOK_UPS) as pool:
             return {c.key for c, found in zip(chunks, pool.map(there, chunks), strict=True) if found}
 
+    def fetch(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
+        """Yield nothing: KV stays in the tier."""
+        yield from ()
+
     def store(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
         """Collect the chunks. Yields the key and status of each once its KV is in the tier."""
         wanted = {c.key: c for c in chunks}

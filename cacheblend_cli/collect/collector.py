@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -41,14 +41,13 @@ class PlannedChunk:
 class Collector:
     """Collects chunks of one collection behind its prefix, whose KV is computed when it is first needed.
 
-    keep: keys of chunks that are not evicted to make room. from_tier: `store` waits for KV that the store's tier has. taken: keys of chunks whose KV came from the store's tier.
+    keep: keys of chunks that are not evicted to make room.
     """
 
     def __init__(
-        self, collection: Collection, store: ChunkStore | None = None, keep: Set[bytes] = frozenset(), *, from_tier: bool = False
-    ) -> None:  # fmt: skip
+        self, collection: Collection, store: ChunkStore | None = None, keep: Container[bytes] = frozenset()
+    ) -> None:
         self.collection, self._store, self._keep = collection, store, keep
-        self._is_from_tier, self.taken = from_tier, set[bytes]()
 
     @cached_property
     def prefix(self) -> PrefixKV:
@@ -64,17 +63,20 @@ class Collector:
         return set()
 
     def store(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
-        """Take the chunks that the store's tier has, collect the others, and commit them in groups. Yields the key and status of
-        each once it is durable."""
+        """Collect the chunks and commit them in groups. Yields the key and status of each once it is durable."""
         assert self._store is not None, "a collector that stores has a store"
-        yield from commit(self._store, self._from_tier(self._store, chunks), self._keep)
-        chunks = [chunk for chunk in chunks if chunk.key not in self.taken]
         collected = zip(chunks, self.collect(chunks), strict=True)
         yield from commit(self._store, (self._whole(planned, kv) for planned, kv in collected), self._keep)
 
+    def fetch(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
+        """Commit the chunks that the store's tier has, and wait for these; any thread. Yields the key and status of each once it is
+        durable."""
+        assert self._store is not None, "a collector that stores has a store"
+        yield from commit(self._store, self._from_tier(self._store, chunks), self._keep)
+
     def _from_tier(self, store: ChunkStore, chunks: Sequence[PlannedChunk]) -> Iterator[Whole]:
         """Yield the chunks that the tier has, a few of them in memory at a time."""
-        if store.tier is None or not self._is_from_tier:
+        if store.tier is None:
             return
         waiting = {planned.key: chunk_manifest(self.collection, planned) for planned in chunks}
         while waiting and not store.tier.resting:
@@ -86,7 +88,6 @@ class Collector:
             for manifest in window:
                 blobs = source.take(manifest.key)
                 if blobs is not None:
-                    self.taken.add(manifest.key)
                     yield manifest, blobs
 
     def store_prefix(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from cacheblend_store import ChunkManifest, ChunkStore, StoreFull, StoreNoSpace
 from cacheblend_store.store import PutStatus
@@ -17,7 +17,7 @@ Whole = tuple[ChunkManifest, Sequence[bytes]]
 
 
 def commit(
-    store: ChunkStore, chunks: Iterable[Whole], keep: Set[bytes] = frozenset()
+    store: ChunkStore, chunks: Iterable[Whole], keep: Container[bytes] = frozenset()
 ) -> Iterator[tuple[bytes, PutStatus]]:
     """Store the chunks. Yields the key and status of each once it is durable.
 
@@ -40,7 +40,7 @@ def commit(
         yield from _put(store, waiting, keep)
 
 
-def _put(store: ChunkStore, group: Sequence[Whole], keep: Set[bytes]) -> Iterator[tuple[bytes, PutStatus]]:
+def _put(store: ChunkStore, group: Sequence[Whole], keep: Container[bytes]) -> Iterator[tuple[bytes, PutStatus]]:
     try:
         statuses = store.put_chunks(group, keep)
     except (StoreFull, StoreNoSpace):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +11,28 @@ from cacheblend_store import Amount, ChunkStore
 
 from cacheblend_cli.collect.corpus_diff import CorpusDiff
 from cacheblend_cli.collect.document_records import StoredDocument
-from cacheblend_cli.collect.plan import ChunkSizes, Part, Plan
+from cacheblend_cli.collect.key_set import KeySet
+from cacheblend_cli.collect.plan import ChunkSize, Part, Plan
 from cacheblend_cli.collect.room import Room
 from cacheblend_cli.prompt.collection import Collection
+
+
+@dataclass
+class Missing:
+    """Chunks to compute, of one collection. prefill_tokens: tokens of these, and of their left contexts except where a chunk follows
+    the one before it."""
+
+    collection: Collection
+    chunks: int = 0
+    tokens: int = 0
+    prefill_tokens: int = 0
+    _end: int = 0
+
+    def add(self, size: ChunkSize) -> None:
+        self.chunks += 1
+        self.tokens += size.num_tokens
+        self.prefill_tokens += size.num_tokens + (0 if size.left_len == self._end else size.left_len)
+        self._end = size.left_len + size.num_tokens
 
 
 @dataclass
@@ -30,40 +49,39 @@ class Difference:
     unchanged: Amount = field(default_factory=Amount)
     removed: Amount = field(default_factory=Amount)
     changes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    missing: list[tuple[Collection, ChunkSizes]] = field(default_factory=list)
+    missing: list[Missing] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
     def computed_tokens(self) -> int:
-        return sum(size.num_tokens for _, sizes in self.missing for size in sizes)
+        return sum(missing.tokens for missing in self.missing)
 
 
 def compare(store: ChunkStore | None, diff: CorpusDiff, plan: Plan, room: Room, *, force: bool = False) -> Difference:
     """Return what storing the plan changes. room: the chunks that are to have KV. force: compute all of these."""
-    found, planned = Difference(), set[bytes]()
+    found, planned = Difference(), KeySet()
     for part in plan.parts:
-        missing = ChunkSizes()
+        missing = Missing(part.collection)
         for document in part.documents:
-            source, before = document.file.source, len(missing)
+            source, before = document.file.source, missing.chunks
             versions = diff.versions(source)
             own = diff.replaced(source, part.collection, part.settings.context)
             for size in document.sizes:
-                if size.key in planned:
+                if not planned.add(size.key):
                     continue
-                planned.add(size.key)
                 kept = size.key in room
                 is_stored = not force and size.has_kv is not None and (size.has_kv or not kept)
                 amount = found.unchanged if is_stored else found.replaced if own else found.new
                 amount.add(size.num_tokens, part.stored_bytes(size) if kept else 0)
                 if kept and not is_stored:
-                    missing.append(size)
-            if len(missing) > before and versions and not force:
+                    missing.add(size)
+            if missing.chunks > before and versions and not force:
                 latest = max(own or versions, key=lambda r: r.updated)
                 found.changes.update(_changes(latest, diff, part))
-            elif len(missing) > before and source in diff.worded and not force:
+            elif missing.chunks > before and source in diff.worded and not force:
                 stored = diff.worded[source]
                 found.changes.update(stored.differences(part.collection.template.wording))
-        found.missing.append((part.collection, missing))
+        found.missing.append(missing)
     if store is not None:
         _count_removed(found, store, _leaving(diff, plan), planned)
     return found
@@ -112,10 +130,10 @@ def _leaving(diff: CorpusDiff, plan: Plan) -> dict[bytes, StoredDocument]:
 
 
 def _count_removed(
-    found: Difference, store: ChunkStore, leaving: Mapping[bytes, StoredDocument], planned: Set[bytes]
+    found: Difference, store: ChunkStore, leaving: Mapping[bytes, StoredDocument], planned: KeySet
 ) -> None:
     with store.read() as reader:
-        for key in sorted({key for record in leaving.values() for key in record.chunk_keys} - planned):
+        for key in sorted({key for record in leaving.values() for key in record.chunk_keys if key not in planned}):
             manifest = reader.undamaged(key)
             if manifest is not None and all(document in leaving for document in reader.documents_of(key)):
                 found.removed.add(manifest.num_tokens, manifest.num_bytes)

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from cacheblend_cli.prompt.collection import Collection
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredDocument:
-    """A document record without its chunks' places. key: its key in the store. keys: its chunks' keys, joined."""
+    """A document record without its chunks' places. key: its key in the store. keys: its chunks' keys, joined. settings: shared by
+    documents that have the same."""
 
     key: bytes
     source: str
@@ -76,14 +77,16 @@ def stored_documents(store: ChunkStore) -> dict[bytes, StoredDocument]:
     A name changes when a link takes the place of a folder on its path.
     """
     folders: dict[str, str] = {}
+    same: dict[tuple[str, str, str], tuple[str, str, Mapping[str, Any]]] = {}
+    found = list[StoredDocument]()
     with store.read() as reader:
-        found = [
-            StoredDocument(
-                r.key, _name_now(r, folders), r.collection, r.context, r.content_digest, r.updated, r.settings,
-                b"".join(c.key for c in r.chunks),
+        for r in reader.documents():
+            collection, context, settings = same.setdefault(
+                (r.collection, r.context, repr(r.settings)), (r.collection, r.context, r.settings)
             )
-            for r in reader.documents()
-        ]  # fmt: skip
+            keys = b"".join(c.key for c in r.chunks)
+            name = _name_now(r, folders)
+            found.append(StoredDocument(r.key, name, collection, context, r.content_digest, r.updated, settings, keys))
     return {d.key: d for d in sorted(found, key=lambda d: (d.source, d.collection, d.context))}
 
 

@@ -6,28 +6,15 @@ import time
 from collections.abc import Sequence
 
 from cacheblend_cli.collect.collector import Collector
-from cacheblend_cli.collect.plan import ChunkSizes
+from cacheblend_cli.collect.difference import Missing
 from cacheblend_cli.collect.prefill import CollectSequence, Kept, collect, pack_tokens
 from cacheblend_cli.prompt.collection import Collection
 
 
-def estimate_seconds(missing: Sequence[tuple[Collection, ChunkSizes]]) -> float:
+def estimate_seconds(missing: Sequence[Missing]) -> float:
     """Return the seconds that collecting these chunks takes, from a measured prefill of one pack in one sequence."""
-    total = 0.0
-    for collection, sizes in missing:
-        if sizes:
-            tokens = prefill_tokens(sizes)
-            total += _seconds_per_token(collection, tokens) * tokens
-    return total
-
-
-def prefill_tokens(sizes: ChunkSizes) -> int:
-    """Return the tokens to prefill: chunks, and their left contexts except where a chunk follows the one before it."""
-    total, end = 0, 0
-    for size in sizes:
-        total += size.num_tokens + (0 if size.left_len == end else size.left_len)
-        end = size.left_len + size.num_tokens
-    return total
+    tokens = [(of.collection, of.prefill_tokens) for of in missing if of.chunks]
+    return sum(_seconds_per_token(collection, count) * count for collection, count in tokens)
 
 
 def _seconds_per_token(collection: Collection, tokens: int) -> float:

@@ -28,7 +28,8 @@ Planned = list[tuple[Document, list[PlannedChunk]]]
 D = TypeVar("D", bound=Document | DocumentFile)
 OnCut = Callable[[Document, int], None]
 """Called while a document is cut: the document, and the number of characters cut so far."""
-_READ_CHUNKS = 1 << 16  # whose records are read together, in key order
+_READ_CHUNKS = 1 << 14  # whose records are read together, in key order
+_FEW_BYTES = 256  # a place in the spool takes no less
 _SIZE = Struct(f"<{KEY_BYTES}sIIIb")
 _HAS_KV = {None: -1, False: 0, True: 1}
 
@@ -45,25 +46,22 @@ class ChunkSize(NamedTuple):
 
 
 class ChunkSizes:
-    """Sizes of chunks, in order, in a few bytes each: a corpus has millions of them."""
+    """Sizes of a document's chunks, in order, in a spool or, where they are few or the disk is full, in memory."""
 
-    def __init__(self, sizes: Iterable[ChunkSize] = ()) -> None:
-        self._data = bytearray()
-        for size in sizes:
-            self.append(size)
+    __slots__ = ("_data", "_spool")
 
-    def append(self, size: ChunkSize) -> None:
-        self._data += _SIZE.pack(*size[:4], _HAS_KV[size.has_kv])
-
-    def __len__(self) -> int:
-        return len(self._data) // _SIZE.size
+    def __init__(self, sizes: Iterable[ChunkSize], spool: Spool) -> None:
+        data, self._spool = b"".join(_SIZE.pack(*size[:4], _HAS_KV[size.has_kv]) for size in sizes), spool
+        place = spool.append_bytes(data) if len(data) > _FEW_BYTES else None
+        self._data: bytes | Place = data if place is None else place
 
     def __iter__(self) -> Iterator[ChunkSize]:
-        for key, num_tokens, left_len, num_bytes, has_kv in _SIZE.iter_unpack(self._data):
+        data = self._spool.read_bytes(self._data) if isinstance(self._data, Place) else self._data
+        for key, num_tokens, left_len, num_bytes, has_kv in _SIZE.iter_unpack(data):
             yield ChunkSize(key, num_tokens, left_len, num_bytes, None if has_kv < 0 else has_kv > 0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PlannedDocument:
     """A document and the sizes of its chunks, in order.
 
@@ -169,7 +167,7 @@ class Planner:
                     known = [stored.get(key) for key in current.get(one.source, ())]
                     whole = [size for size in known if size is not None]
                     if one.source in current and len(whole) == len(known):
-                        yield PlannedDocument(one, ChunkSizes(whole), is_current=True)
+                        yield PlannedDocument(one, ChunkSizes(whole, self._spool), is_current=True)
                     elif (found := self._cut(one, collection, settings, self._on_cut)) is not None:
                         [(_, chunks)] = plan_documents(collection, [found], settings)
                         sizes = self._sizes(store, chunks, collection, with_records)
@@ -212,7 +210,7 @@ class Planner:
         self, store: ChunkStore | None, chunks: Sequence[PlannedChunk], collection: Collection, with_records: bool
     ) -> ChunkSizes:
         stored = stored_sizes(store, collection, (chunk.key for chunk in chunks))
-        return ChunkSizes(
+        sizes = [
             ChunkSize(
                 c.key,
                 len(c.chunk.token_ids),
@@ -221,7 +219,8 @@ class Planner:
                 stored[c.key].has_kv if c.key in stored else None,
             )
             for c in chunks
-        )
+        ]
+        return ChunkSizes(sizes, self._spool)
 
     def _cut(
         self, file: DocumentFile, collection: Collection, settings: CollectSettings, on_cut: OnCut | None = None

@@ -240,7 +240,7 @@ class _Run:
         """Store the part's documents that changed or lack KV, in batches. With force, KV that is stored is computed again."""
         cluster = self._cluster
         collector = (
-            Collector(part.collection, self._store, self._keep, from_tier=True)
+            Collector(part.collection, self._store, self._keep)
             if cluster is None
             else cluster.collector(part.collection, self._store)
         )
@@ -317,12 +317,14 @@ class _Run:
         for chunk in places:
             if chunk.key not in missing:
                 tell(chunk, "unchanged" if chunk.key in stored else "new")
-        for key, status in collector.store([chunk for key, chunk in wanted.items() if key in missing]):
+        taken = set[bytes]()
+        for key, status in collector.fetch([chunk for key, chunk in wanted.items() if key in missing]):
             tell(wanted[key], status)
-            if key in collector.taken:
-                report.taken += 1
-            else:
-                report.computed_tokens += len(wanted[key].chunk.token_ids)
+            taken.add(key)
+        report.taken += len(taken)
+        for key, status in collector.store([c for key, c in wanted.items() if key in missing and key not in taken]):
+            tell(wanted[key], status)
+            report.computed_tokens += len(wanted[key].chunk.token_ids)
         for chunk in places:
             if chunk.key in missing and chunk is not wanted[chunk.key]:  # the same text in a second place
                 tell(chunk, "unchanged")

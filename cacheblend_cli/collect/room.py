@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from cacheblend_store import ChunkStore
 from cacheblend_store.format.keys import KEY_BYTES
 
 from cacheblend_cli.collect.collector import prefix_chunk, record_bytes
-from cacheblend_cli.collect.plan import Plan
+from cacheblend_cli.collect.key_set import KeySet
+from cacheblend_cli.collect.plan import ChunkSize, Part, Plan
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Room:
     them have KV, text of other documents included. max_bytes: the quota in bytes. These are 0 without a quota.
     """
 
-    keep: Set[bytes] | None = None
+    keep: Container[bytes] | None = None
     chunks: int = 0
     without_kv: int = 0
     needed: int = 0
@@ -40,36 +41,53 @@ def room_for(plan: Plan, store: ChunkStore | None, max_bytes: int) -> Room:
     """
     if not max_bytes:
         return Room()
-    prefixes, chunks, stored = dict[bytes, int](), dict[bytes, int](), list[bytes]()
-    for part in plan.parts:
-        of = part.collection
-        prefixes |= {of.prefix_key: of.stored_bytes(len(of.prefix_ids))} if of.prefix_ids else {}
-        for size in part.sizes:
-            chunks[size.key] = part.stored_bytes(size)
-            stored += [size.key] if size.has_kv else []
-    sizes = prefixes | chunks
-    texts = _text_bytes(plan, store, sizes.keys())
-    needed = sum(sizes.values()) + texts
-    if needed <= max_bytes:
-        return Room(sizes.keys(), len(chunks), 0, needed, max_bytes)
-    keep, left = set[bytes](), max_bytes - texts
-    for key in dict.fromkeys((*prefixes, *stored, *sizes)):
-        if sizes[key] <= left:
+    texts = kv = num_chunks = without_kv = 0
+    own, keep = KeySet(), KeySet()
+    prefixes = {part.collection.prefix_key: part.collection for part in plan.parts if part.collection.prefix_ids}
+    for key, of in prefixes.items():
+        own.add(key)
+        texts += record_bytes(of, prefix_chunk(of))
+        kv += of.stored_bytes(len(of.prefix_ids))
+    for part, size in _chunks(plan):
+        own.add(size.key)
+        texts += size.record_bytes
+        kv += part.stored_bytes(size)
+        num_chunks += 1
+    texts += _texts_of_others(store, own)
+    left = max_bytes - texts
+    for key, of in prefixes.items():
+        if (num_bytes := of.stored_bytes(len(of.prefix_ids))) <= left:
             keep.add(key)
-            left -= sizes[key]
-    return Room(keep, len(chunks), len(chunks.keys() - keep), needed, max_bytes)
+            left -= num_bytes
+    for is_stored in (True, False):
+        for part, size in _chunks(plan):
+            if bool(size.has_kv) != is_stored:
+                continue
+            if (num_bytes := part.stored_bytes(size)) <= left:
+                keep.add(size.key)
+                left -= num_bytes
+            else:
+                without_kv += 1
+    return Room(keep, num_chunks, without_kv, texts + kv, max_bytes)
 
 
-def _text_bytes(plan: Plan, store: ChunkStore | None, own: Set[bytes]) -> int:
-    """Return the bytes of the records of this run's chunks and prefixes, and of other documents' chunks."""
-    sizes = dict[bytes, int]()
-    for part in plan.parts:
-        of = part.collection
-        if of.prefix_ids:
-            sizes[of.prefix_key] = record_bytes(of, prefix_chunk(of))
-        sizes.update((size.key, size.record_bytes) for size in part.sizes)
-    if store is not None:
-        with store.read() as reader:
-            others = {name[:KEY_BYTES] for name in reader.keys_from(b"", "refs")} - own
-            sizes.update((node.key, node.size) for node in reader.pages.nodes("chunks") if node.key in others)
-    return sum(sizes.values())
+def _chunks(plan: Plan) -> Iterator[tuple[Part, ChunkSize]]:
+    """Yield the plan's chunks, each once."""
+    seen = KeySet()
+    return ((part, size) for part in plan.parts for size in part.sizes if seen.add(size.key))
+
+
+def _texts_of_others(store: ChunkStore | None, own: KeySet) -> int:
+    """Return the bytes of the records of other documents' chunks."""
+    if store is None:
+        return 0
+    num_bytes = 0
+    with store.read() as reader:
+        refs = reader.keys_from(b"", "refs")  # a chunk's key and a document's, in order, as the chunks are
+        ref = next(refs, b"")
+        for node in reader.pages.nodes("chunks"):
+            while ref and ref[:KEY_BYTES] < node.key:
+                ref = next(refs, b"")
+            if ref[:KEY_BYTES] == node.key and node.key not in own:
+                num_bytes += node.size
+    return num_bytes

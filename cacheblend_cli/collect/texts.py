@@ -60,23 +60,23 @@ def plan_texts(collection: Collection, documents: Sequence[Document], settings: 
 
 
 class Putting:
-    """A document on its way into the store: planned, its missing KV collected one launch at a time, then committed. It is listed
-    and searched once it is there whole, in place of what was stored under its name."""
+    """A document on its way into the store: planned, its missing KV fetched from the store's tier or collected one launch at a time,
+    then committed. It is listed and searched once it is there whole, in place of what was stored under its name."""
 
     def __init__(
         self, collection: Collection, store: ChunkStore, document: Document, settings: CollectSettings, title: str = ""
     ) -> None:
         """Cut the document. Any thread. title: the document's name in lists, "" for its id.
 
-        num_stored: chunks whose KV is in the store. settled: committed or undone.
+        missing: chunks without KV in the store. num_stored: chunks whose KV is there by now. settled: committed or undone.
         """
         [(_, self.chunks)] = plan_texts(collection, [document], settings)
         record = document_record(collection, document, self.chunks, settings)
         self._record = replace(record, settings={**record.settings, TITLE: title}) if title else record
         self._store, self._old = store, store.get_document(*record.place)
         self._new = {p.key for p in self.chunks if not store.has_chunk(p.key)}
-        wanted = {p.key: p for p in self.chunks if not store.has_kv(p.key)}
-        self.missing = list(wanted.values())
+        self._left = {p.key: p for p in self.chunks if not store.has_kv(p.key)}
+        self.missing = list(self._left.values())
         self._collector = Collector(collection, store, {p.key for p in self.chunks} | {collection.prefix_key})
         self._launches = self._collect()
         self.num_stored = len(self.chunks) - len(self.missing)
@@ -87,15 +87,27 @@ class Putting:
         """Return whether nothing was stored under the document's name."""
         return self._old is None
 
+    def fetch(self) -> None:
+        """Store the missing KV that the store's tier has, before the first `collect`. Any thread but the engine's: it waits."""
+        try:
+            for key, _ in self._collector.fetch(self.missing):
+                self._left.pop(key)
+                self.num_stored += 1
+                if self.settled:
+                    break
+        finally:
+            if self.settled:  # undone meanwhile
+                self.undo()
+
     def collect(self) -> bool:
         """Do the next launch, in the engine's thread. Returns whether there are more."""
         return next(self._launches, False)
 
     def _collect(self) -> Iterator[bool]:
-        if self.missing:
+        if self._left:
             self._collector.store_prefix()
             yield True
-            for _ in self._collector.store(self.missing):
+            for _ in self._collector.store(list(self._left.values())):
                 self.num_stored += 1
                 yield True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from cacheblend_cli.corpus.chunker import Chunk, Encode, iter_cut
@@ -46,8 +46,8 @@ def cut_document(document: Document, encode: Encode, cut: Cut) -> Iterator[Chunk
             head = heads.of(locator.headings) if heads is not None else ""
             before = document.text[repeated:start]
             ids = (*(encode(head) if head else ()), *(encode(before) if before else ()), *own.token_ids)
-            found = replace(own, index=index, text=head + before + own.text, token_ids=ids, start=repeated, end=stop)
-            yield replace(found, locator=locating.find(repeated, stop) if before else locator)
+            locator = locating.find(repeated, stop) if before else locator
+            yield Chunk(index, head + before + own.text, ids, repeated, stop, locator)
             index += 1
 
 

@@ -45,7 +45,7 @@ class Document:
         return hashlib.blake2b(self.text.encode("utf-8"), digest_size=16).hexdigest()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class DocumentFile:
     """A document that was found, without its text, so that a corpus need not fit in memory.
 

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import cached_property
 
 from cacheblend_store import KeyParts, chunk_key, collection_id
 from cacheblend_store.format.blobs import CODECS, BlobSpec, blob_size, blob_spec
@@ -83,7 +84,7 @@ class Collection:
                 f"use --chunk-tokens {min(512, room)}",
             )
 
-    @property
+    @cached_property
     def id(self) -> str:
         return collection_id(self._parts(self.prefix_ids, ()))
 

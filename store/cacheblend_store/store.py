@@ -6,7 +6,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -243,7 +243,7 @@ class ChunkStore:
         return self.put_chunks([(manifest, blobs)])[0]
 
     def put_chunks(
-        self, chunks: Iterable[tuple[ChunkManifest, Sequence[Blob]]], keep: Collection[bytes] = ()
+        self, chunks: Iterable[tuple[ChunkManifest, Sequence[Blob]]], keep: Container[bytes] = ()
     ) -> list[PutStatus]:
         """Store several chunks in one transaction: all are there, durable, or none. Raises as `put_chunk`.
 
@@ -275,7 +275,7 @@ class ChunkStore:
             self.tier.offer(m.key for (m, _), status in zip(given, statuses, strict=True) if status != "unchanged")
         return statuses
 
-    def put_records(self, manifests: Iterable[ChunkManifest], keep: Collection[bytes] = ()) -> int:
+    def put_records(self, manifests: Iterable[ChunkManifest], keep: Container[bytes] = ()) -> int:
         """Store chunks of no document without KV, in one transaction, unless they are stored. Returns how many were missing.
 
         They count against the quota and are removed in turn, least recently used first. keep: keys of chunks that are not
@@ -294,7 +294,7 @@ class ChunkStore:
         records: Sequence[DocumentRecord],
         removed: Collection[bytes] = (),
         texts: Sequence[ChunkManifest] = (),
-        keep: Collection[bytes] = (),
+        keep: Container[bytes] = (),
     ) -> list[bytes]:
         """Store document records, each in place of the one of its collection, source and context, in one transaction.
 
@@ -413,7 +413,7 @@ class ChunkStore:
             raise StorePermission(f"the store at {self.path} is open for reading only", "open it with mode='write'")
 
 
-def _make_room_for_texts(writer: StoreWriter, manifests: Sequence[ChunkManifest], keep: Collection[bytes]) -> None:
+def _make_room_for_texts(writer: StoreWriter, manifests: Sequence[ChunkManifest], keep: Container[bytes]) -> None:
     """Free space for the records of these chunks that are not stored. Raises StoreFull."""
     if writer.state.max_bytes:
         sizes = {m.key: 0 if writer.manifest(m.key) else len(encode_manifest(m.without_kv())) for m in manifests}

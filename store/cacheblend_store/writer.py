@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -198,7 +198,7 @@ class StoreWriter:
                 return False
         return True
 
-    def make_room(self, num_bytes: int, *keep: Collection[bytes]) -> None:
+    def make_room(self, num_bytes: int, *keep: Container[bytes]) -> None:
         """Free space until num_bytes more fit the quota, least recently used chunks first.
 
         A chunk of a document loses its KV; a chunk that no document refers to is removed. keep: keys of chunks that stay as

@@ -6,6 +6,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 FORMAT_VERSION = 2
 KEY_BYTES = 20  # blake2b-160
@@ -52,15 +53,23 @@ def unpack_ids(data: bytes) -> tuple[int, ...]:
 
 
 def _digest_of(kind: bytes, parts: KeyParts) -> hashlib.blake2b:
+    ids = tuple(parts.prefix_ids)
+    return _digest(kind, parts.model, parts.tokenizer, ids, parts.codec, parts.salt).copy()
+
+
+@lru_cache(64)  # millions of chunks share it
+def _digest(
+    kind: bytes, model: str, tokenizer: str, prefix_ids: tuple[int, ...], codec: str, salt: str
+) -> hashlib.blake2b:
     digest = hashlib.blake2b(digest_size=KEY_BYTES)
     for field in (
         kind,
         struct.pack("<I", FORMAT_VERSION),
-        parts.model.encode(),
-        parts.tokenizer.encode(),
-        pack_ids(parts.prefix_ids),
-        parts.codec.encode(),
-        parts.salt.encode(),
+        model.encode(),
+        tokenizer.encode(),
+        pack_ids(prefix_ids),
+        codec.encode(),
+        salt.encode(),
     ):
         _add(digest, field)
     return digest

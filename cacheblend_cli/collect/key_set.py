@@ -1,0 +1,50 @@
+"""A set of chunk keys in eight bytes a key: a corpus has millions of them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+
+import numpy as np
+
+_RECENT = 1 << 16
+
+
+class KeySet:
+    """Chunk keys by their first 64 bits: of ten million keys two agree in these with a probability of 3e-6.
+
+    Keys are in a sorted array, and the latest ones in a set until there are enough of them to sort.
+    """
+
+    def __init__(self, keys: Iterable[bytes] = ()) -> None:
+        self._sorted = np.empty(0, np.uint64).data
+        self._recent = set[int]()
+        for key in keys:
+            self.add(key)
+
+    def add(self, key: bytes) -> bool:
+        """Add a key. Returns whether it is new."""
+        if key in self:
+            return False
+        self._recent.add(_number(key))
+        if len(self._recent) >= _RECENT:
+            recent = np.fromiter(self._recent, np.uint64, len(self._recent))
+            merged = np.concatenate((np.asarray(self._sorted), recent))
+            merged.sort(kind="stable")
+            self._sorted, self._recent = merged.data, set()
+        return True
+
+    def __contains__(self, key: object) -> bool:
+        assert isinstance(key, bytes)
+        number = _number(key)
+        if number in self._recent:
+            return True
+        at = bisect_left(self._sorted, number)
+        return at < len(self._sorted) and self._sorted[at] == number
+
+    def __len__(self) -> int:
+        return len(self._sorted) + len(self._recent)
+
+
+def _number(key: bytes) -> int:
+    return int.from_bytes(key[:8], "little")
