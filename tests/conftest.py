@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
 import sys
@@ -32,6 +33,16 @@ os.environ["CACHEBLEND_SEARCH"] = "words"  # so that what is found depends on no
 def pytest_report_header() -> str:
     names = ("torch", "transformers", "lmdb", "safetensors", "typer", "tokenizers", "hypothesis")
     return "versions: " + ", ".join(f"{n} {importlib.metadata.version(n)}" for n in names)
+
+
+def pytest_collection_finish() -> None:
+    """Take what is loaded by now, torch, transformers and all test modules, out of the garbage collector's rounds."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or Triton's bindings count leaks at the end
 
 
 @pytest.fixture(autouse=True)

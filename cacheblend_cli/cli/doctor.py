@@ -75,7 +75,7 @@ def _versions() -> dict[str, str]:
 def _device(settings: Any) -> dict[str, Any]:
     import torch
 
-    from cacheblend_cli.model.loading import resolve_device
+    from cacheblend_cli.model.device import resolve_device
 
     device = resolve_device(settings.device)
     facts: dict[str, Any] = {
@@ -109,7 +109,7 @@ def _backends(settings: Any) -> dict[str, Any]:
     tried only if it is set as the backend."""
     from cacheblend_kernels import BACKENDS, compiled, missing_for, select_backend
 
-    from cacheblend_cli.model.loading import resolve_device
+    from cacheblend_cli.model.device import resolve_device
 
     device = resolve_device(settings.device)
     tried = [name for name in BACKENDS if name != "xformers" or settings.attention_backend == name]

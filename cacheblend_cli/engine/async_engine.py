@@ -19,7 +19,7 @@ from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sequence import RequestState, Status
 from cacheblend_cli.errors import QueueFull, UsageError
-from cacheblend_cli.model.loading import make_current
+from cacheblend_cli.model.device import make_current
 from cacheblend_cli.types import Answer
 
 T = TypeVar("T")

@@ -10,20 +10,18 @@ from itertools import groupby
 
 from torch import Tensor
 
+from cacheblend_cli.engine.admission import admitting
 from cacheblend_cli.engine.attention import AttentionShares
 from cacheblend_cli.engine.block_manager import BlockManager, Found
-from cacheblend_cli.engine.checks import InternalRequest, Refine, seeded
+from cacheblend_cli.engine.checks import InternalRequest, Refine
 from cacheblend_cli.engine.connectors.connector import Connector
-from cacheblend_cli.engine.controller import deciding
-from cacheblend_cli.engine.events import Done, EngineStats, Event, Failed, Limits, OnEvent, Started
-from cacheblend_cli.engine.gate import Gate
+from cacheblend_cli.engine.events import EngineStats, Limits, Started
 from cacheblend_cli.engine.memory import DeviceMemory
 from cacheblend_cli.engine.output_processor import Emit, OutputProcessor, listener
-from cacheblend_cli.engine.pools import lasting_pool, pool_for
+from cacheblend_cli.engine.pools import lasting_pool
 from cacheblend_cli.engine.prefill import PrefillOutput, PrefillReport
 from cacheblend_cli.engine.rank_worker import worker_of
 from cacheblend_cli.engine.refine import Refiner
-from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.scheduler import Scheduler
 from cacheblend_cli.engine.sequence import RequestState, Sequence, Snapshot, Status, SwappedKV, provenance_of
@@ -32,13 +30,9 @@ from cacheblend_cli.engine.speeds import Pieces
 from cacheblend_cli.engine.worker import DecodeInput, TableInput
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.block_allocator import Allocation
-from cacheblend_cli.kv.forward import finish
 from cacheblend_cli.kv.pool import bytes_per_token, upload
 from cacheblend_cli.kv.prefix_cache import Hit
 from cacheblend_cli.kv.source import BadChunk
-from cacheblend_cli.types import Answer
-
-_ALONE = Limits(max_sequences=128, enable_prefix_caching=False)  # for one request: all of its answers at once
 
 
 class EngineCore:
@@ -372,55 +366,3 @@ class EngineCore:
         paged, unseen = sequence.paged, self.blocks.num_unseen(sequence.kv_len)
         if paged is not None and unseen > paged.gone:
             paged.give_back(unseen)
-
-
-def admitting(runtime: Runtime, state: RequestState) -> Pieces[None]:
-    """Check that a submitted request is possible. Raises UsageError."""
-    request = state.request
-    state.max_new_tokens = runtime.max_new_tokens(request.sampling)
-    runtime.check_length(request.plan.num_tokens, state.max_new_tokens)
-    if request.options.confirm:
-        request = seeded(request)
-    if request.options.auto:
-        request, state.report = yield from deciding(runtime, request)
-    state.request, state.gate = request, Gate.of(request)
-    state.sequences = [Sequence(state, 0)]
-    if state.gate is not None and state.num_answers > 1:
-        raise UsageError("the risk is of one answer", "ask for one answer, or without max_risk")
-
-
-def answer_one(runtime: Runtime, request: Request, on_event: OnEvent) -> list[Answer]:
-    """Answer one request in the caller's thread, with a pool as large as it needs. Blending never changes stored KV.
-
-    Raises what the request fails of, and what on_event raises.
-    """
-    state, raised = RequestState(request, on_event, 0), list[BaseException]()
-    finish(admitting(runtime, state))
-    size, headroom = runtime.config.block_size, state.max_new_tokens
-    verify = request.options.verify
-    copies = 1 if verify else state.num_answers - 1  # of the whole prompt, or of the blocks that answers write to
-    each = -(-(headroom + (state.num_tokens if verify else size)) // size) + 1
-    memory = pool_for(runtime, -(-(state.num_tokens + headroom) // size) + 1 + copies * each)
-    memory.pool.check_fits(state.num_tokens + headroom)
-    answers: list[Answer] = []
-
-    def emit(state: RequestState, event: Event) -> None:
-        if isinstance(event, Done):
-            answers.extend(event.answers)
-        elif isinstance(event, Failed):
-            raised.append(event.error)
-        try:
-            on_event(event)
-        except BaseException as error:
-            raised.append(error)
-
-    core = EngineCore(runtime, _ALONE, emit, memory)
-    try:
-        core.add(state)
-        while core.busy and not raised:
-            core.step()
-    finally:
-        core.close()
-    if raised:
-        raise raised[0]
-    return answers

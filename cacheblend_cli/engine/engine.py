@@ -21,7 +21,6 @@ from cacheblend_cli.collect.texts import Putting, document_of, put_name
 from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.chunk_inputs import chunk_of
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core import answer_one
 from cacheblend_cli.engine.events import Done, Event, Failed, Limits, Reasoning, Text, Token
 from cacheblend_cli.engine.outer_ranks import outer_ranks
 from cacheblend_cli.engine.plan import plan
@@ -31,6 +30,7 @@ from cacheblend_cli.engine.runtime import Runtime, Say
 from cacheblend_cli.engine.search import Retrieved, retrieve
 from cacheblend_cli.engine.sequence import RequestState
 from cacheblend_cli.engine.sequence_output import NOBODY, Listener
+from cacheblend_cli.engine.single import answer_one
 from cacheblend_cli.errors import QueueFull, UsageError
 from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.loading import LoadedModel

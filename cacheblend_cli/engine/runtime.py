@@ -32,10 +32,11 @@ from cacheblend_cli.kv.forward import Observer
 from cacheblend_cli.kv.generic_check import check_once
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
 from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.device import resolve_device
 from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.generic.decoder import GenericDecoder
 from cacheblend_cli.model.kv_scales import checkpoint_scales
-from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_device, resolve_model
+from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_model
 from cacheblend_cli.model.machine_speeds import describe as describe_speeds
 from cacheblend_cli.model.machine_speeds import why_int8_does_not_pay
 from cacheblend_cli.model.model_files import unused_adapter

@@ -18,6 +18,7 @@ from cacheblend_cli.errors import DeviceError, NotFoundError, UsageError
 from cacheblend_cli.model.adapter import LoraAdapter
 from cacheblend_cli.model.checkpoint import quantisation_of
 from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.device import check_room, make_current
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.families.reader import OTHER_FIELDS
 from cacheblend_cli.model.generic.decoder import load_generic
@@ -33,11 +34,9 @@ from cacheblend_cli.model.ranks import Ranks
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tensor_source import SafetensorsFiles
 from cacheblend_cli.model.tokenizer import Tokenizer
-from cacheblend_cli.model.weight_map import num_parameters
 from cacheblend_cli.model.weights import load_weights, weights_digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_DEVICES = "known: auto, cpu, cuda, cuda:N, mps"
 STORED_AS = {"F64": "float32", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # of safetensors
 
 
@@ -199,49 +198,6 @@ def resolve_model(name: str, say: Callable[[str], None] | None = None) -> Path:
     hub = HubName.parse(name)
     found = cached(hub) or fetch(hub)
     return model_dir_of(found, say) if hub.file else found
-
-
-def resolve_device(name: str) -> torch.device:
-    """Resolve a device name; `auto` takes CUDA if available, never MPS, which is untried. Returns CUDA devices with an index.
-    Raises DeviceError, UsageError."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"unknown device {name!r}", _DEVICES) from error
-    if device.type not in ("cpu", "cuda", "mps"):
-        raise UsageError(f"unsupported device {name!r}", _DEVICES)
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise DeviceError("this machine or this torch build has no MPS, Apple's GPU interface", "use --device cpu")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("this machine or this torch build has no CUDA", "use --device cpu")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise DeviceError(f"there is no {device}", f"this machine has {torch.cuda.device_count()} CUDA devices")
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def make_current(device: torch.device) -> None:
-    """Make this the calling thread's current device, for streams, events and graphs created without a device."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
-def check_room(spec: ModelSpec, dtype: torch.dtype, device: torch.device, free: int) -> None:
-    """Raise DeviceError if the weights alone exceed the device's free bytes, before anything is copied."""
-    if spec.generic:
-        return  # what its weights are, transformers knows
-    needed = dtype.itemsize * num_parameters(spec)
-    if needed > free:
-        name = str(dtype).removeprefix("torch.")
-        most = free // dtype.itemsize
-        raise DeviceError(
-            f"the weights take {needed / 2**30:.1f} GiB in {name}, and {free / 2**30:.1f} GiB are free on {device}",
-            f"up to about {most / 1e9:.1f} billion parameters would fit: use a smaller model, end what else uses the GPU, "
-            "or use --device cpu",
-        )
 
 
 def resolve_dtype(name: str, device: torch.device, spec: ModelSpec, model_dir: Path) -> torch.dtype:

@@ -117,7 +117,7 @@ def _flips(path: Path, ids: tuple[str, ...], count: int) -> list[tuple[int, int]
     return places
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(500, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("count", [10, pytest.param(500, marks=pytest.mark.torture)])
 def test_a_flipped_bit_never_changes_an_answer(
     tmp_path: Path, stored: tuple[Path, tuple[str, ...]], count: int
 ) -> None:

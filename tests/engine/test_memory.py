@@ -22,7 +22,7 @@ from cacheblend_cli.engine.memory import Profile, blocks_that_fit, measure, rese
 from cacheblend_cli.engine.sequence_output import Listener
 from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.kv.pool import KVPool
-from cacheblend_cli.model.loading import check_room
+from cacheblend_cli.model.device import check_room
 from cacheblend_cli.types import AskOptions, AskRequest, BlendParams, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)

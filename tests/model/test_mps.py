@@ -20,7 +20,7 @@ from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.kv import loading
 from cacheblend_cli.kv.transfer import HostTransfer, StagedTransfer
-from cacheblend_cli.model.loading import resolve_device
+from cacheblend_cli.model.device import resolve_device
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 ANY_DEVICE = ("CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")

@@ -112,7 +112,7 @@ def use(path: Path, *, write: bool) -> str:
     return "consistent" if sound else "found and repaired"
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(2000, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("count", [24, pytest.param(2000, marks=pytest.mark.torture)])
 def test_bad_sectors_and_lost_writes(
     tmp_path: Path, images: tuple[list[bytes], list[int]], count: int, ledger: Ledger
 ) -> None:

@@ -119,7 +119,7 @@ def _flips(path: Path, count: int, seed: int) -> list[tuple[str, int, int]]:
     return flips
 
 
-@pytest.mark.parametrize("num_flips", [200, pytest.param(10_000, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("num_flips", [80, pytest.param(10_000, marks=pytest.mark.torture)])
 def test_a_flipped_bit_is_found_or_harmless(
     tmp_path: Path, whole: tuple[Path, Contents], num_flips: int, ledger: Ledger
 ) -> None:

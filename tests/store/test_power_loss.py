@@ -114,7 +114,7 @@ def _cut(root: Path, events: list[Event], tmp_path: Path, num_images: int) -> Co
     )
 
 
-@pytest.mark.parametrize("num_images", [80, pytest.param(2000, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("num_images", [32, pytest.param(2000, marks=pytest.mark.torture)])
 def test_a_power_cut_loses_nothing_acknowledged(tmp_path: Path, shim: Path, num_images: int, ledger: Ledger) -> None:
     root, events = _record(shim, tmp_path, "sync")
     seen = _cut(root, events, tmp_path, num_images)
@@ -122,7 +122,7 @@ def test_a_power_cut_loses_nothing_acknowledged(tmp_path: Path, shim: Path, num_
     ledger.add("power loss", images=num_images, bad=0, calls_recorded=len(events), operations=NUM_OPERATIONS)
 
 
-@pytest.mark.parametrize("num_images", [80, pytest.param(2000, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("num_images", [32, pytest.param(2000, marks=pytest.mark.torture)])
 def test_the_harness_sees_what_unsynced_writes_do(tmp_path: Path, shim: Path, num_images: int, ledger: Ledger) -> None:
     """With LMDB's syncs off the same cuts must lose data, or the test above proves nothing."""
     root, events = _record(shim, tmp_path, "nosync")

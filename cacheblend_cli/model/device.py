@@ -1,0 +1,54 @@
+"""Devices by name, and whether a model fits one."""
+
+from __future__ import annotations
+
+import torch
+
+from cacheblend_cli.errors import DeviceError, UsageError
+from cacheblend_cli.model.spec import ModelSpec
+from cacheblend_cli.model.weight_map import num_parameters
+
+_DEVICES = "known: auto, cpu, cuda, cuda:N, mps"
+
+
+def resolve_device(name: str) -> torch.device:
+    """Resolve a device name; `auto` takes CUDA if available, never MPS, which is untried. Returns CUDA devices with an index.
+    Raises DeviceError, UsageError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"unknown device {name!r}", _DEVICES) from error
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise UsageError(f"unsupported device {name!r}", _DEVICES)
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise DeviceError("this machine or this torch build has no MPS, Apple's GPU interface", "use --device cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("this machine or this torch build has no CUDA", "use --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise DeviceError(f"there is no {device}", f"this machine has {torch.cuda.device_count()} CUDA devices")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def make_current(device: torch.device) -> None:
+    """Make this the calling thread's current device, for streams, events and graphs created without a device."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def check_room(spec: ModelSpec, dtype: torch.dtype, device: torch.device, free: int) -> None:
+    """Raise DeviceError if the weights alone exceed the device's free bytes, before anything is copied."""
+    if spec.generic:
+        return  # what its weights are, transformers knows
+    needed = dtype.itemsize * num_parameters(spec)
+    if needed > free:
+        name = str(dtype).removeprefix("torch.")
+        most = free // dtype.itemsize
+        raise DeviceError(
+            f"the weights take {needed / 2**30:.1f} GiB in {name}, and {free / 2**30:.1f} GiB are free on {device}",
+            f"up to about {most / 1e9:.1f} billion parameters would fit: use a smaller model, end what else uses the GPU, "
+            "or use --device cpu",
+        )
