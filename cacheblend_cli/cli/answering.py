@@ -41,7 +41,7 @@ class LocalEngine:
 
             share(store, resolved.settings, output)
         settings = resolved.settings
-        read_ahead(settings.model, (settings.dtype, settings.weight_dtype))
+        read_ahead(settings)
         options.import_engine()
         from cacheblend_cli.blend.policy import check_names
 

@@ -114,7 +114,7 @@ def serve(
     keyring = Keyring(read_keys(api_key or (), api_key_file), settings.salt)
     if keyring.is_open and host not in _LOOPBACK and unix_socket is None:
         raise UsageError(f"{host} is open to others, and there is no --api-key", "give one, or leave --host out")
-    read_ahead(settings.model, (settings.dtype, settings.weight_dtype))
+    read_ahead(settings)
     from cacheblend_cli.cli.tier import share
     from cacheblend_cli.engine.async_engine import AsyncEngine, Limits
     from cacheblend_cli.engine.sampling import as_the_model

@@ -111,7 +111,7 @@ class Runtime:
             else:
                 own = checkpoint_scales(runtime.decoder.spec, path, runtime.decoder.device)
                 runtime.decoder.kv_scales = own or calibrate(*measured)
-        remember(config.model or "", (config.dtype, config.weight_dtype), runtime.model.files)
+        remember(config, "weights", runtime.model.files)
         runtime.load_s = time.perf_counter() - start
         runtime.progress, runtime.say = progress or runtime.progress, say or runtime.say
         if slower := fallback_reason(config.attention_backend, device):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,13 +33,15 @@ class LayerKV:
 class KVReader:
     """KV of positions 0 to num_tokens, layer by layer, valid while the sequence holds its blocks. Iterates over the layers.
 
-    order: index of each of the checkpoint's head channels among ours, [head_dim] int64; None for the identity.
+    order: index of each of the checkpoint's head channels among ours, [head_dim] int64; None for the identity. further: for each
+    layer what the other engine's RoPE turns our channels further, radians a position [head_dim] fp32; None for nothing.
     """
 
     decoder: Decoder
     sequence: PagedSequence
     num_tokens: int
     order: Tensor | None
+    further: Sequence[Tensor | None] = ()
 
     @property
     def num_layers(self) -> int:
@@ -59,6 +61,9 @@ class KVReader:
         else:
             slots = self.sequence.slots(torch.arange(start, self.num_tokens, device=pool.device))
         k, v = pool.read(index, slots)
+        if self.further and (further := self.further[index]) is not None:
+            angles = torch.outer(torch.arange(start, self.num_tokens, dtype=torch.float32), further).to(pool.device)
+            k = self.decoder.layers[index].kernels.rope(k, angles.cos(), angles.sin())
         if self.order is not None:
             k = k.index_select(-1, self.order)
         dtype = self.decoder.dtype

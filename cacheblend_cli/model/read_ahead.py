@@ -1,4 +1,4 @@
-"""Weights are read from disk while torch is imported. Imports neither torch nor numpy."""
+"""Weights, also those of another engine that decodes, are read from disk while torch is imported. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -7,26 +7,47 @@ import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal, Protocol
 
 from cacheblend_cli import user_cache
 
 KIND = "read"
-# Bytes; one page of a piece tells whether it is in memory. Large: after each piece the thread waits for Python's lock.
+# Bytes; the last page of a piece tells whether it is in memory: the first ones are read with the piece before. Large: after each piece the thread waits for Python's lock.
 PIECE = 32 << 20
 MOST = 1 / 2  # of the machine's memory
 
 
-def remember(model: str, dtypes: tuple[str, str], files: Iterable[Path]) -> None:
-    """Keep which files a start with this model, dtype and weight dtype reads."""
-    place, text = _place(model, dtypes), "\n".join(os.path.realpath(file) for file in files)
+class Start(Protocol):
+    """Settings that decide which files a start reads."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def weight_dtype(self) -> str: ...
+    @property
+    def decode_with(self) -> str: ...
+    @property
+    def decode_model(self) -> str: ...
+
+
+Part = Literal["weights", "decoder"]
+PARTS: tuple[Part, ...] = ("weights", "decoder")
+"""What a start reads, in this order. The decoder's file is read before the second token, if at all."""
+
+
+def remember(start: Start, part: Part, files: Iterable[Path]) -> None:
+    """Keep which files a start with these settings reads."""
+    place, text = _place(start, part), "\n".join(os.path.realpath(file) for file in files)
     if user_cache.recall(place) != text:
         user_cache.keep(place, text)
 
 
-def read_ahead(model: str, dtypes: tuple[str, str]) -> threading.Thread | None:
+def read_ahead(start: Start) -> threading.Thread | None:
     """Begin to read what the last such start read, in a thread that ends with the process. None where nothing is known."""
-    files = user_cache.recall(_place(model, dtypes)).split("\n")
-    if not hasattr(os, "RWF_NOWAIT") or not files[0]:
+    files = [name for part in PARTS for name in user_cache.recall(_place(start, part)).split("\n") if name]
+    if not hasattr(os, "RWF_NOWAIT") or not files:
         return None
     thread = threading.Thread(target=_read, args=(files,), name="cacheblend-read-ahead", daemon=True)
     thread.start()
@@ -43,12 +64,15 @@ def _read(files: list[str]) -> int:
             left -= end
             for start in range(0, end, PIECE):
                 try:
-                    os.preadv(stream.fileno(), [page], start, os.RWF_NOWAIT)
+                    os.preadv(stream.fileno(), [page], min(start + PIECE, end) - 1, os.RWF_NOWAIT)
                 except BlockingIOError:
                     os.preadv(stream.fileno(), [piece], start)
                     count += 1
     return count
 
 
-def _place(model: str, dtypes: tuple[str, str]) -> Path:
-    return user_cache.place(KIND, os.path.realpath(model) if os.path.exists(model) else model, dtypes)
+def _place(start: Start, part: Part) -> Path:
+    files = [
+        os.path.realpath(name) if os.path.exists(name) else name for name in (start.model or "", start.decode_model)
+    ]
+    return user_cache.place(KIND, part, files, start.dtype, start.weight_dtype, start.decode_with)

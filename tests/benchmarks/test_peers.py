@@ -34,7 +34,7 @@ def measure(peers: ModuleType, machine: str, **dies: bool) -> dict[str, Any]:
     commands = {
         name.replace("_", "."): [sys.executable, "-c", PROGRAM.format(dies=value)] for name, value in dies.items()
     }
-    peers.measure(commands, result, machine, 0.0, float("inf"), 0)
+    peers.measure(commands, result, machine, 0.0, float("inf"))
     return json.loads(peers.RESULTS.read_text())["machines"]
 
 
@@ -55,3 +55,34 @@ def test_another_machine_is_kept_beside_the_first(peers: ModuleType) -> None:
     assert page.index("## one") < page.index("## two")
     assert list(peers.results_of(peers.RESULTS, "one", anew=True)["machines"]) == ["two", "one"]
     assert peers.results_of(peers.RESULTS, "one", anew=True)["machines"]["one"]["runs"] == {}
+
+
+SERVER = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Fake(BaseHTTPRequestHandler):
+    def do_GET(self): self.reply(json.dumps({"data": [{"id": "tiny"}]}))
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert asked["prompt"] == [1, 2, 3] and asked["max_tokens"] == 100, asked
+        self.reply("".join(f"data: {json.dumps({'choices': [{'token_ids': [7]}]})}\\n\\n" for _ in range(100)) + "data: [DONE]\\n\\n")
+    def reply(self, text):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text.encode())
+    def log_message(self, *about): pass
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Fake).serve_forever()
+"""
+
+
+def test_a_server_that_runs_is_asked_and_its_memory_is_counted(peers: ModuleType, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!{sys.executable} -u\n{SERVER}")
+    python.chmod(0o700)
+    (tmp_path / "ids.json").write_text("[1, 2, 3]")
+    with peers.VllmServer(peers.Models(tmp_path), str(python)) as server:
+        found = peers.run(server.command("alone"), server=server)
+        assert server.cpu_s() > 0
+        assert found["peak_mib"] > server.peak_mib() > 1
+        assert 0 < found["first_s"] <= found["process_first_s"] <= found["process_last_s"]
+    assert server.cpu_s() == 0

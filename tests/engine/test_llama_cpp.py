@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -32,6 +32,7 @@ from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.engine.sequence import Status
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.kv.export import export
+from cacheblend_cli.model import read_ahead
 from cacheblend_cli.model.named import smollm2_file
 from cacheblend_cli.types import AskRequest, BlendParams, Risk, SamplingParams
 
@@ -91,6 +92,17 @@ def ask(engine: Engine, count: int = 8, **sampling: object) -> tuple[list[int], 
     return answer.generated_ids, [p.logprob for p in answer.logprobs], answer.notes
 
 
+def own_logits(file: Path | None, ids: Sequence[int]) -> torch.Tensor:
+    """llama.cpp's own logits after each token, [n, vocab_size]."""
+    assert file is not None
+    llama = LlamaCpp(library(), file, 1)
+    llama._fit(len(ids), 1)
+    parts = [range(i, min(i + 16, len(ids))) for i in range(0, len(ids), 16)]
+    logits = torch.cat([llama._run([ids[i] for i in part], part, [0] * len(part)) for part in parts])
+    llama.close()
+    return logits
+
+
 # what it computes
 
 
@@ -115,6 +127,23 @@ def test_it_computes_what_this_engine_computes(name: str, tmp_path: Path, monkey
     assert kl < 1e-3
     other = llama.decode([llama.hand_over(token_ids, kv)], [(last + 1) % 100])
     assert divergence(log_distribution(done.logits[None]), log_distribution(other)).kl[0] > 0.01
+
+
+def test_keys_are_where_llama_cpp_rotates_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpt-oss: llama.cpp rounds the range of YaRN, so its keys drift from the checkpoint's from token to token."""
+    monkeypatch.setattr(llama_choice, "_probe", lambda file, num_threads: 1e-9)
+    FAMILIES["gpt-oss"].write(tmp_path / "m", tmp_path / "m.gguf")
+    engine, said = engine_of(tmp_path / "m.gguf")
+    llama = llama_engine(engine.runtime)
+    assert llama is not None, said
+    done = prefill(engine.runtime, resolve(engine.runtime, None, AskRequest("where does Mara work? " * 6, ())))
+    *token_ids, last = done.plan.token_ids
+    kv = export(engine.runtime.decoder, done.sequence, len(token_ids))
+    handed = llama.decode([llama.hand_over(token_ids, kv)], [last])
+    own = own_logits(tmp_path / "m.gguf", done.plan.token_ids)[-1:]
+    assert (
+        divergence(log_distribution(own), log_distribution(handed)).kl[0] < 0.02
+    )  # 0.15 with the checkpoint's own keys
 
 
 def test_answers_are_those_of_this_engine(house: House) -> None:
@@ -330,6 +359,19 @@ def test_both_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert llama_choice.decode_speeds(engine.runtime) == speeds
 
 
+def test_the_next_start_reads_the_file_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path / "m", "llama-gqa")
+    write_gguf(tmp_path / "m", tmp_path / "other.gguf", "llama", "F32")
+    read = list[list[str]]()
+    monkeypatch.setattr(read_ahead, "_read", read.append)
+    engine, said = engine_of(tmp_path / "m", tmp_path / "other.gguf")
+    assert llama_engine(engine.runtime) is not None, said
+    thread = read_ahead.read_ahead(engine.config)
+    assert thread is not None
+    thread.join()
+    assert [Path(name).name for name in read[0]] == ["model.safetensors", "other.gguf"]
+
+
 def test_what_cannot_be_is_a_usage_error(house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = house.engine.model
     assert decode_with(EngineConfig(), model).file is None  # a checkpoint, and no file named
@@ -368,14 +410,7 @@ def test_a_real_models_greedy_tokens_are_llama_cpps_own(monkeypatch: pytest.Monk
     llama = llama_engine(engine.runtime)
     assert llama is not None
     assert "Paris" in answer.text
-    theirs, ids = LlamaCpp(library(), smollm2_file(), 1), [*answer.prompt_ids, *answer.generated_ids[:-1]]  # type: ignore[arg-type]
-    theirs._fit(len(ids), 1)
-    rows = torch.cat(
-        [
-            theirs._run(ids[i : i + 16], range(i, i + len(ids[i : i + 16])), [0] * len(ids[i : i + 16]))
-            for i in range(0, len(ids), 16)
-        ]
-    )
+    rows = own_logits(smollm2_file(), [*answer.prompt_ids, *answer.generated_ids[:-1]])
     own = rows[-len(answer.generated_ids) :].log_softmax(-1)
     assert own.argmax(-1).tolist() == answer.generated_ids
     logprobs = own.gather(1, torch.tensor(answer.generated_ids)[:, None])[:, 0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,24 +15,29 @@ from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.model import read_ahead
 
-AUTO = ("auto", "auto")
+PAGE = 4096
 
 
 def test_a_start_remembers_the_files_that_it_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = list[list[str]]()
     monkeypatch.setattr(read_ahead, "_read", read.append)
-    path = str(tmp_path / "m")
+    start = EngineConfig(str(tmp_path / "m"), decode_with="torch")
     write_checkpoint(tmp_path / "m", "llama-gqa")
-    assert read_ahead.read_ahead(path, AUTO) is None
-    Runtime.load(EngineConfig(model=path))
+    assert read_ahead.read_ahead(start) is None
+    Runtime.load(start)
+    weights, other = (os.path.realpath(tmp_path / name) for name in ("m/model.safetensors", "m.gguf"))
+    both = replace(start, decode_with="llama.cpp", decode_model="m.gguf")
+    read_ahead.remember(both, "weights", [Path(weights)])
+    read_ahead.remember(both, "decoder", [Path(other)])
     monkeypatch.chdir(tmp_path)
-    for name, dtypes, files in (
-        (path, AUTO, [[os.path.realpath(tmp_path / "m" / "model.safetensors")]]),
-        ("m", AUTO, [[os.path.realpath(tmp_path / "m" / "model.safetensors")]]),
-        ("m", ("float32", "auto"), []),
-        ("other", AUTO, []),
+    for asked, files in (
+        (start, [[weights]]),
+        (replace(start, model="m"), [[weights]]),
+        (replace(start, dtype="float32"), []),
+        (replace(start, model="other"), []),
+        (both, [[weights, other]]),
     ):
-        if (thread := read_ahead.read_ahead(name, dtypes)) is not None:
+        if (thread := read_ahead.read_ahead(asked)) is not None:
             thread.join()
         assert read == files
         read.clear()
@@ -41,6 +47,24 @@ def test_a_start_remembers_the_files_that_it_read(tmp_path: Path, monkeypatch: p
 def test_files_that_are_gone_or_in_memory_cost_nothing(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(100_000))
     assert read_ahead._read([str(tmp_path / "none"), str(tmp_path / "a"), ""]) == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="not Linux")
+def test_a_piece_whose_beginning_the_kernel_has_read_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reads a little more than it is asked for."""
+    cached, size = set[int](), 5 * PAGE * 4
+    (tmp_path / "a").write_bytes(bytes(size))
+    monkeypatch.setattr(read_ahead, "PIECE", PAGE * 4)
+
+    def preadv(file: int, buffers: list[bytearray], start: int, flags: int = 0) -> int:
+        if flags and start // PAGE not in cached:
+            raise BlockingIOError
+        first = start // PAGE
+        cached.update(range(first, first + len(buffers[0]) // PAGE + (0 if flags else 2)))
+        return len(buffers[0])
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert read_ahead._read([str(tmp_path / "a")]) == 5
 
 
 def test_it_needs_no_torch() -> None:

@@ -25,6 +25,7 @@ from cacheblend_cli.kv.forward import forward
 from cacheblend_cli.kv.pool import PagedSequence, upload
 from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.model.machine_speeds import cpu_name
+from cacheblend_cli.model.read_ahead import remember
 
 FORMAT = 1
 TOKENS, STEPS = 8, 8
@@ -66,6 +67,7 @@ def llama_engine(runtime: Runtime) -> LlamaCpp | None:
         with _ShortPrompt(runtime) as prompt:
             llama.check(prompt.token_ids, export(runtime.decoder, prompt.sequence, TOKENS))
         choice.engine = llama
+        remember(runtime.config, "decoder", [choice.file])
     except LlamaError as error:
         runtime.say(f"{error.message}; cacheblend decodes by itself")
     return choice.engine
@@ -105,7 +107,7 @@ def describe(runtime: Runtime) -> dict[str, str | int]:
     beside = "beside the weights above"
     return {
         "decoded_by": f"llama.cpp ({llama.library.name}), {llama.file}, {beside}",
-        "llama_cpp_bytes": llama.num_bytes,
+        "llama_cpp_bytes": llama.file.stat().st_size,
         **facts,
     }
 

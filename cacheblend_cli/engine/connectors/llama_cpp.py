@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from cacheblend_cli.engine.connectors.llama_library import LEAST_BATCH, Batch, L
 from cacheblend_cli.engine.connectors.llama_state import StateLayout
 from cacheblend_cli.kv.export import KVReader
 
+PROBED = 8
+"""Tokens of a trial. A batch of so many is what takes ggml's code for many rows."""
 CELLS = 256  # llama.cpp rounds a context up to multiples of this
 
 
@@ -41,7 +44,6 @@ class LlamaCpp:
         self._model = library.load_model(file)
         self.vocab_size = int(library.llama_vocab_n_tokens(library.llama_model_get_vocab(self._model)))
         self.max_context = int(library.llama_model_n_ctx_train(self._model))
-        self.num_bytes = int(library.llama_model_size(self._model))
         self._rope_type = int(library.llama_model_rope_type(self._model))
         self._layout: StateLayout | None = None
         self._context = self._num_cells = self._num_places = 0
@@ -105,6 +107,19 @@ class LlamaCpp:
         if self._live.get(sequence.index) is sequence:
             del self._live[sequence.index]
             self.library.llama_memory_seq_rm(self.library.llama_get_memory(self._context), sequence.index, -1, -1)
+
+    def decode_s(self) -> float:
+        """Seconds of a token after a few, the best of a few. Before the first sequence only."""
+        assert not self._live
+        token_ids = [i * self.vocab_size // PROBED for i in range(PROBED)]
+        self._fit(2 * PROBED, 1)
+        self._run(token_ids, range(PROBED), [0] * PROBED)
+        best = float("inf")
+        for step, token in enumerate(token_ids):
+            start = time.perf_counter()
+            self._run([token], [PROBED + step], [0])
+            best = min(best, time.perf_counter() - start)
+        return best
 
     @property
     def num_sequences(self) -> int:

@@ -52,7 +52,6 @@ class Batch(ctypes.Structure):
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_backend_init": (None, ()),
     "llama_log_set": (None, (c_void_p, c_void_p)),
-    "llama_print_system_info": (c_char_p, ()),
     "llama_model_default_params": (Params, ()),
     "llama_model_load_from_file": (c_void_p, (c_char_p, Params)),
     "llama_model_free": (None, (c_void_p,)),
@@ -61,7 +60,6 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_rope_type": (c_int, (c_void_p,)),
     "llama_model_n_ctx_train": (c_int32, (c_void_p,)),
     "llama_model_n_swa": (c_int32, (c_void_p,)),
-    "llama_model_size": (ctypes.c_uint64, (c_void_p,)),
     "llama_context_default_params": (Params, ()),
     "llama_init_from_model": (c_void_p, (c_void_p, Params)),
     "llama_free": (None, (c_void_p,)),

@@ -10,8 +10,9 @@ state that llama.cpp itself wrote of a few tokens.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from cacheblend_cli.engine.connectors.llama_library import ROPE_NEOX, ROPE_NORM
 from cacheblend_cli.kv.export import KVReader
-from cacheblend_cli.model.spec import ModelSpec
+from cacheblend_cli.model.rope import inverse_frequencies
+from cacheblend_cli.model.spec import ModelSpec, rotated_dim
 
 MAGIC = 0xAF143CD8
 GGML_TYPE_F16 = 1
@@ -46,10 +48,11 @@ class Field:
 @dataclass(frozen=True)
 class StateLayout:
     """order: index of each of llama.cpp's head channels among a checkpoint's, [head_dim]; None for the identity. extra: what a part's
-    header ends with."""
+    header ends with. further: see `KVReader.further`."""
 
     order: Tensor | None
     extra: bytes = b""
+    further: tuple[Tensor | None, ...] = ()
 
     @classmethod
     def of(cls, spec: ModelSpec, rope_type: int, template: np.ndarray) -> StateLayout:
@@ -58,7 +61,7 @@ class StateLayout:
         (cells,) = struct.unpack_from("<I", template.tobytes(), 12)
         known = 16 + 12 * cells + 8
         extra = template[known:start].tobytes() if 0 <= start - known <= MOST_EXTRA else b""
-        return cls(_channel_order(spec, rope_type), extra)
+        return cls(_channel_order(spec, rope_type), extra, _further_turns(spec))
 
     @torch.inference_mode()
     def state_of(self, kv: KVReader) -> np.ndarray:
@@ -89,6 +92,7 @@ class StateLayout:
         return found
 
     def _fields(self, kv: KVReader) -> Iterator[Field]:
+        kv = replace(kv, further=self.further)
         yield Field("magic and sequence", struct.pack("<Ii", MAGIC, 0))
         windows = [layer.attention.sliding_window for layer in kv.decoder.layers]
         for windowed in (False, True):
@@ -112,6 +116,23 @@ class StateLayout:
         for index in layers:
             yield Field("type and row size of V", head)
             yield Field(f"V of layer {index}", rows=kv.layer(index).v)
+
+
+def _further_turns(spec: ModelSpec) -> tuple[Tensor | None, ...]:
+    """`KVReader.further` of llama.cpp. ggml rounds the range of YaRN's ramp to whole dimensions (`ggml_rope_yarn_corr_dims`), which gpt-oss
+    does not (`truncate`): angles differ by up to .4 radians after 2,000 tokens, and by nothing that shows after a few."""
+    return tuple(_further(spec, spec.rope_of(layer)) for layer in range(spec.num_kv_layers))
+
+
+def _further(spec: ModelSpec, rope: Mapping[str, Any] | None) -> Tensor | None:
+    if rope is None or rope["rope_type"] != "yarn" or rope.get("truncate", True):
+        return None
+    ours, theirs = (
+        inverse_frequencies(parameters, rotated_dim(rope, spec.head_dim), spec.max_position_embeddings, 1)[0]
+        for parameters in (rope, {**rope, "truncate": True})
+    )
+    half = torch.nn.functional.pad(theirs - ours, (0, spec.head_dim // 2 - len(ours)))
+    return torch.cat((half, half))
 
 
 def _row_header(spec: ModelSpec) -> bytes:
