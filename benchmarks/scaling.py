@@ -100,7 +100,7 @@ def main() -> None:
             result["store"] = stores(folder, arguments.largest, share)
         if arguments.chunks:
             row = of_store(folder, arguments.chunks)
-            others = [known for known in result.get("store", []) if known["wanted"] != row["wanted"]]
+            others = [known for known in result.get("store", []) if known.get("wanted") != row["wanted"]]
             result["store"] = sorted([*others, row], key=lambda known: known["chunks"])
     RESULTS.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     PAGE.write_text(page(result), encoding="utf-8")
@@ -287,20 +287,13 @@ def page(result: dict[str, Any]) -> str:
     lines = [
         "# Scaling",
         "",
-        f"Time and memory by prompt length, number of chunks and store size. {h['cpu']}, {h['cores']} cores, torch {h['torch']}; written by "
+        f"Time and memory by {'prompt length, number of chunks and ' if 'prompts' in result else ''}store size. {h['cpu']}, {h['cores']} cores, torch {h['torch']}; written by "
         "`python benchmarks/scaling.py`.",
         "",
-        "## Prompt length",
-        "",
-        f"SmolLM2-135M's shape in bfloat16, chunks of {CHUNK_TOKENS} tokens, a question of {SUFFIX_TOKENS}. Seconds to the first token; "
-        "seconds that computing waited for stored KV; peak memory of the process, mapped weights included.",
-        "",
-        *_table("tokens", result.get("prompts", [])),
-        "",
-        f"{SPLIT_TOKENS:,} tokens, by number of chunks:",
-        "",
-        *_table("chunks", result.get("chunks", [])),
-        "",
+    ]
+    if "prompts" in result:
+        lines += _of_prompts(result)
+    lines += [
         "## Store size",
         "",
         "A model of one tiny layer, chunks of at most 16 tokens, documents of 100 paragraphs. CPU seconds of whole commands, interpreter and "
@@ -312,10 +305,14 @@ def page(result: dict[str, Any]) -> str:
         "| chunks | GB | look-up of 8, ms | " + " | ".join(COMMANDS.values()) + " | others |",
         "|---" * (4 + len(COMMANDS)) + "|",
     ]
+    notes = list[str]()
     for row in result.get("store", []):
         cells = (f"{row[name]['cpu']:.1f} s, {row[name]['peak_mib']:,.0f}" for name in COMMANDS)
-        size = f"{row['look-up']['bytes'] / 1e9:.2f} | {row['look-up']['ms']:.1f}"
-        lines.append(f"| {int(row['chunks']):,} | {size} | {' | '.join(cells)} | {row['others']:.1f} |")
+        size = f"{row['look-up']['bytes'] / 1e9:.2f} | {row['look-up']['ms']:.1f}" if "look-up" in row else " | "
+        others = f"{row['others']:.1f}" if "others" in row else ""
+        lines.append(f"| {int(row['chunks']):,} | {size} | {' | '.join(cells)} | {others} |")
+        notes += ["", f"{int(row['chunks']):,} chunks: {row['note']}."] if "note" in row else []
+    lines += notes
     lines += [
         "",
         "## Size of stored KV",
@@ -329,6 +326,22 @@ def page(result: dict[str, Any]) -> str:
         f"| {name} | " + " | ".join(f"{of[c]:.1f}" for c in CODECS) + " |" for name, of in result["bytes"].items()
     ]
     return "\n".join(lines) + "\n"
+
+
+def _of_prompts(result: dict[str, Any]) -> list[str]:
+    return [
+        "## Prompt length",
+        "",
+        f"SmolLM2-135M's shape in bfloat16, chunks of {CHUNK_TOKENS} tokens, a question of {SUFFIX_TOKENS}. Seconds to the first token; "
+        "seconds that computing waited for stored KV; peak memory of the process, mapped weights included.",
+        "",
+        *_table("tokens", result.get("prompts", [])),
+        "",
+        f"{SPLIT_TOKENS:,} tokens, by number of chunks:",
+        "",
+        *_table("chunks", result.get("chunks", [])),
+        "",
+    ]
 
 
 def _table(across: str, rows: list[dict[str, float]]) -> list[str]:
