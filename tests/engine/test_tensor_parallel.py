@@ -61,7 +61,8 @@ ALIKE = (
     "mixtral-8x7b", "falcon-7b", "exaone-4-32b",
 )  # fmt: skip
 """Divided in the same way as one of TWO."""
-FOUR = ("llama-3.2", "falcon-7b", "olmo-2, grouped")  # with fewer KV heads than ranks
+FOUR = ("olmo-2, grouped", *(pytest.param(name, marks=pytest.mark.torture) for name in ("llama-3.2", "falcon-7b")))
+"""With fewer KV heads than ranks."""
 
 
 class House:
@@ -130,21 +131,17 @@ def group() -> RankGroup:
     return rank_group._group[0]
 
 
-@pytest.mark.parametrize(
-    ("size", "name"),
-    [
-        *((2, name) for name in TWO),
-        *((4, name) for name in FOUR),
-        *(pytest.param(2, name, marks=pytest.mark.torture) for name in ALIKE),
-    ],
-)
-def test_ranks_give_what_one_gives(size: int, name: str, tmp_path: Path, documents: Path) -> None:
-    house = House(tmp_path, documents, MODELS[name])
+@pytest.mark.parametrize("name", [*TWO, *(pytest.param(name, marks=pytest.mark.torture) for name in ALIKE)])
+def test_two_ranks_give_what_one_gives(name: str, tmp_path: Path, documents: Path) -> None:
+    compare(2, name, tmp_path, documents, BLENDS[:3])
+
+
+def compare(size: int, name: str, path: Path, documents: Path, blends: Sequence[BlendParams]) -> None:
+    house = House(path, documents, MODELS[name])
     one, many = house.engine(1), house.engine(size)
     assert many.model.fingerprint == one.model.fingerprint
     with house.store(one) as own, house.store(many) as other:
         assert keys_of(own) == keys_of(other)
-        blends = BLENDS if name in FOUR else BLENDS[:3]
         assert_same(answers(one, own, blends), answers(many, other, blends))
 
 
@@ -343,3 +340,9 @@ def test_a_killed_rank_is_named_and_ends_all(house: House) -> None:
         assert "rank 1" in lost.value.message
         assert lost.value.exit_code == DeviceError.exit_code == 5
         assert child.wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks_give_what_one_gives(name: str, tmp_path: Path, documents: Path) -> None:
+    """Last, since other tests share two ranks."""
+    compare(4, name, tmp_path, documents, BLENDS)
