@@ -56,13 +56,36 @@ def not_needed() -> list[str]:
     return sorted(names - {*gpu_check.NEEDED, *gpu_check.LARGE, "huggingface_hub", "httpx2"})
 
 
-def test_the_first_two_stages_run_on_a_cpu(tmp_path: Path) -> None:
-    """With no package but those that are looked for."""
-    more = ("--stages", "1,2", "--store-dir", str(tmp_path), "--processes", "1")
-    code, result, stdout, stderr = run(tmp_path / "all", *more, lacking=not_needed())
+@pytest.fixture
+def here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., dict[str, Any]]:
+    """Runs stages in this process, which has torch already. Returns the JSON."""
+
+    def run_child(command: list[str], *limits: Any) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", command[2:])
+        return gpu.steps.main(), ""
+
+    def run_here(*more: str) -> dict[str, Any]:
+        command = ["gpu_check.py", "--device", "cpu", "--tiny", "--out", str(tmp_path / "all"), *more]
+        monkeypatch.setattr(sys, "argv", command)
+        assert gpu_check.main() == 0, capsys.readouterr().err
+        return dict(json.loads((tmp_path / "all.json").read_text()))
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(gpu.steps, "stands", lambda: None)
+    monkeypatch.setattr(gpu_check, "run_child", run_child)
+    return run_here
+
+
+def test_the_first_two_stages_run_on_a_cpu(tmp_path: Path, here: Callable[..., dict[str, Any]]) -> None:
+    """The first one with no package but those that are looked for."""
+    more = ("--store-dir", str(tmp_path), "--processes", "1")
+    code, result, stdout, stderr = run(tmp_path / "all", "--stages", "1", *more, lacking=not_needed())
     assert (code, result["faults"]) == (0, []), stderr
     assert result["skipped"] == [f"compute-sanitizer, {tool}: no GPU" for tool in ("memcheck", "racecheck")]
     assert stdout.strip() == (tmp_path / "all.md").read_text().strip()
+    result = here("--stages", "2", "--resume", *more)
     assert not list(tmp_path.glob("cacheblend-gpu-*"))  # nothing stays but the result's files
     kernels = {row["kernel"] for row in result["checks"]}
     assert kernels >= {
@@ -291,28 +314,11 @@ def test_a_report_that_cannot_be_made_costs_no_step(tmp_path: Path, monkeypatch:
     assert followed == ["first", "second"]
 
 
-def test_a_resumed_run_measures_nothing_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In this process, which has torch already."""
-
-    def run_here(command: list[str], *limits: Any) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", command[2:])
-        return gpu.steps.main(), ""
-
-    def stage_3(*more: str) -> dict[str, Any]:
-        command = ["gpu_check.py", "--device", "cpu", "--tiny", "--stages", "3", "--out", str(tmp_path / "some"), *more]
-        monkeypatch.setattr(sys, "argv", command)
-        assert gpu_check.main() == 0, capsys.readouterr().err
-        return dict(json.loads((tmp_path / "some.json").read_text()))
-
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(gpu.steps, "stands", lambda: None)
-    monkeypatch.setattr(gpu_check, "run_child", run_here)
-    first = stage_3()
+def test_a_resumed_run_measures_nothing_twice(here: Callable[..., dict[str, Any]]) -> None:
+    first = here("--stages", "3")
     assert len(first["kernels"]) == 26
     assert first["assumed"] == []
-    second = stage_3("--resume")
+    second = here("--stages", "3", "--resume")
     assert {**second, "seconds": 0} == {**first, "seconds": 0}
 
 
