@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
-from cacheblend_kernels import Slots
 from torch import Tensor
 
 from cacheblend_cli.kv.rows import Rows
@@ -74,8 +73,10 @@ class Observer:
 class AllRows:
     """Every row at every layer: a full prefill, or a decode step."""
 
+    _step = LayerStep()
+
     def at(self, layer: DecoderLayer) -> LayerStep:
-        return LayerStep()
+        return self._step
 
 
 class KVOnly:
@@ -131,7 +132,6 @@ def layer_by_layer(
     decoder: Decoder, rows: Rows, token_ids: Tensor, steps: Steps, observer: Observer | None = None
 ) -> Pass[Hidden | None]:
     """`run_layers`, with a pause after every layer but the last. While it pauses, other sequences may be computed."""
-    seen = observer or Observer()
     delta, residual, num_rows = decoder.embed(token_ids), None, 0
     rows = replace(rows, token_ids=token_ids)
     for layer in decoder.layers:
@@ -140,16 +140,18 @@ def layer_by_layer(
         step, num_rows = steps.at(layer), len(rows)
         h, residual = decoder.input_norm(layer, delta, residual)
         del delta  # what is not needed any more goes before attention and MLP: activations are most of a pass's memory
-        q, rows, residual = _project(layer, h, residual, rows, step, seen)
+        q, rows, residual = _project(layer, h, residual, rows, step, observer)
         del h
         if q is None:
             return None
-        seen.queries(layer, q, rows)
+        if observer is not None:
+            observer.queries(layer, q, rows)
         if step.stop:
             return None
         output = attend(layer, q, rows)
         del q
-        seen.attended(layer, output)
+        if observer is not None:
+            observer.attended(layer, output)
         delta, residual = layer.finish(output, residual, rows.token_ids)
         del output
     assert residual is not None
@@ -157,7 +159,7 @@ def layer_by_layer(
 
 
 def _project(
-    layer: DecoderLayer, h: Tensor, residual: Tensor, rows: Rows, step: LayerStep, observer: Observer
+    layer: DecoderLayer, h: Tensor, residual: Tensor, rows: Rows, step: LayerStep, observer: Observer | None
 ) -> tuple[Tensor | None, Rows, Tensor]:
     """Project, and write K and V. Returns the rotated q of the rows that continue (None: none do), these rows, their residual."""
     if not layer.own_kv:
@@ -167,7 +169,8 @@ def _project(
         return queries(layer, h, rows), rows, residual
     if step.kv_rows is None and step.next_rows is None:  # one product, and one kernel that rotates and writes
         q, k, v = layer.project_qkv(h)
-        observer.fresh(FreshKV(layer, rows, h, k, v))
+        if observer is not None:
+            observer.fresh(FreshKV(layer, rows, h, k, v))
         rotated = rotate_and_write(layer, q, k, v, rows)
         assert rotated is not None
         return layer.scale_queries(rotated, rows.positions), rows, residual
@@ -176,7 +179,8 @@ def _project(
     else:
         kv_rows, (k, v) = rows.take(step.kv_rows), layer.project_kv(h[step.kv_rows])
     fresh = FreshKV(layer, rows, h, k, v)
-    observer.fresh(fresh)
+    if observer is not None:
+        observer.fresh(fresh)
     going = step.next_rows(fresh) if callable(step.next_rows) else step.next_rows
     write_kv(layer, k, v, kv_rows)
     if going is not None:
@@ -217,7 +221,7 @@ def write_kv(layer: DecoderLayer, k: Tensor, v: Tensor, rows: Rows) -> None:
 
 def rotate_and_write(layer: DecoderLayer, q: Tensor | None, k: Tensor, v: Tensor, rows: Rows) -> Tensor | None:
     """The rotated q; K, rotated, and V are in the rows' slots of the layer."""
-    slots = Slots(rows.slots, *rows.cos_sin(layer))
+    slots = rows.mappings[layer.rope]
     if q is not None and layer.latent_heads is not None:  # of which RoPE turns a part
         layer.kernels.rope_and_cache(None, k, v, rows.pool.layers[layer.index], slots)
         return rotate(layer, q, rows)

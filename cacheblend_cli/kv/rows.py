@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 import torch
-from cacheblend_kernels import AttentionMetadata
+from cacheblend_kernels import AttentionMetadata, Slots
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -36,6 +37,11 @@ class Rows:
 
     def __len__(self) -> int:
         return int(self.positions.shape[0])
+
+    @cached_property
+    def mappings(self) -> tuple[Slots, ...]:
+        """The slot mapping with each RoPE of the model."""
+        return tuple(Slots(self.slots, cos, sin) for cos, sin in self.rotations)
 
     def cos_sin(self, layer: DecoderLayer) -> CosSin:
         """cos and sin of the layer's RoPE."""

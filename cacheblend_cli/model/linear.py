@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,9 @@ STEADY_ROWS = 4
 three rows the sums are made in another order)."""
 LEAST = 1e-12  # of a row's largest value: rows of zeros stay zeros; in cpu.c, too
 NUMBERS_AT_ONCE = 1 << 18  # that are made int8: as many as stay in a core's cache in float32
+# Overloads, where torch has oneDNN: they are called without a search among others.
+_packed_product: Any = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
+_int8_product: Any = getattr(getattr(torch.ops.onednn, "qlinear_pointwise", None), "default", None)
 
 
 def bound_caches(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -40,7 +44,7 @@ def can_pack(weight: Tensor) -> bool:
         weight.device.type in ("cpu", "meta")
         and weight.dtype in PACKABLE
         and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and _packed_product is not None
     )
 
 
@@ -65,7 +69,7 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_rows, in] -> [num_rows, out]."""
         if self.packed:
-            out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            out: Tensor = _packed_product(x, self.weight, self.bias, "none", [], "")
             return out
         return F.linear(x, self.weight, self.bias)
 
@@ -108,7 +112,7 @@ class Int8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_rows, in] -> [num_rows, out]."""
         whole, scale = _rounded(x, self._from)
-        out: Tensor = torch.ops.onednn.qlinear_pointwise(
+        out: Tensor = _int8_product(
             whole, 1.0, 128, self.weight, self.scales, self._zeros, None, 1.0, 0, self._from, "none", [], ""
         )
         out = out.mul_(scale).to(self.dtype)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 from functools import cache
+from struct import Struct
 from typing import Any
 
 import torch
@@ -17,28 +18,13 @@ from torch import Tensor
 
 from cacheblend_kernels.interface import AttentionMetadata, AttentionParams, KernelError, LayerCache, Slots
 
-ABI, LANES, CHUNK, MAX_DIM = 1, 16, 256, 256  # as in cpu.c
+ABI, LANES, CHUNK, MAX_DIM = 2, 16, 256, 256  # as in cpu.c
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ALONE = 1 << 15  # values up to which a second thread costs more than it saves
 
-
-class _Attention(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "table", "lens", "out", "partial")),
-        *((name, ctypes.c_int64) for name in ("seqs", "heads", "kv_heads", "dim", "block_size", "max_blocks")),
-        *((name, ctypes.c_int64) for name in ("chunks", "window")),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("type", "threads")),
-    ]
-
-
-class _Rope(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin", "slots", "q_out", "k_pool", "v_pool")),
-        *((name, ctypes.c_int64) for name in ("rows", "heads", "kv_heads", "dim")),
-        *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride", "num_slots")),
-        ("type", ctypes.c_int32),
-    ]
+# The structures of cpu.c. Packing them takes less time than ctypes.Structure, most of all with cold caches.
+_NORM, _GATE, _ROUNDING = Struct("4P2qf3i").pack, Struct("2P2q2i").pack, Struct("3P2q3i").pack
+_ATTENTION, _ROPE = Struct("7P9qf2i").pack, Struct("9P8q2i").pack
 
 
 @cache
@@ -47,75 +33,86 @@ def library() -> Any:
     found = importlib.util.find_spec("cacheblend_kernels._cpu")
     if found is None or found.origin is None:
         return None
-    address, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     try:
         code = ctypes.CDLL(found.origin)
         if ctypes.c_int32.in_dll(code, "cb_abi").value != ABI:
             return None
-        code.cb_rms_norm.argtypes = [*[address] * 4, count, count, ctypes.c_float, number, number, number]
-        code.cb_round_rows.argtypes = [*[address] * 3, count, count, number, number, number]
-        code.cb_decode_attention.argtypes = [ctypes.POINTER(_Attention)]
-        code.cb_rope_and_cache.argtypes = [ctypes.POINTER(_Rope), number]
+        for name in ("rms_norm", "silu_and_mul", "round_rows", "decode_attention", "rope_and_cache"):
+            getattr(code, f"cb_{name}").argtypes = [ctypes.c_char_p]
     except (OSError, AttributeError, ValueError):  # built for another machine, or of another version
         return None
-    for function in (code.cb_rms_norm, code.cb_round_rows, code.cb_decode_attention):
-        function.restype = None
     return code
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | None:
     """RMSNorm of x, or of residual + x, which residual then holds. x, residual: [..., dim] of one dtype; weight: [dim] of the
     same, or fp32."""
-    code, kind, dim = library(), _TYPES.get(x.dtype), x.shape[-1]
-    if code is None or kind is None or dim % LANES or not x.is_cpu or weight.dtype not in (x.dtype, torch.float32):
+    code, dtype, shape, of_weight = library(), x.dtype, x.shape, weight.dtype
+    kind, dim = _TYPES.get(dtype), shape[-1]
+    if code is None or kind is None or dim % LANES or not x.is_cpu or of_weight not in (dtype, torch.float32):
         return None
     if weight.shape != (dim,) or not weight.is_cpu:
         return None
-    if residual is not None and (residual.dtype, residual.shape, residual.is_contiguous()) != (x.dtype, x.shape, True):
-        return None
+    added_to = 0
+    if residual is not None:
+        if residual.dtype != dtype or residual.shape != shape or not residual.is_contiguous():
+            return None
+        added_to = residual.data_ptr()
     x, weight = x.contiguous(), weight.contiguous()
-    out, added_to = torch.empty_like(x), None if residual is None else residual.data_ptr()
-    types = kind, _TYPES[weight.dtype]
-    num_rows = x.numel() // dim
+    out, num_values = torch.empty_like(x), x.numel()
     addresses = x.data_ptr(), added_to, weight.data_ptr(), out.data_ptr()
-    code.cb_rms_norm(*addresses, num_rows, dim, eps, *types, _threads(x.numel()))
+    code.cb_rms_norm(
+        _NORM(*addresses, num_values // dim, dim, eps, kind, int(of_weight == torch.bfloat16), _threads(num_values))
+    )
+    return out
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor | None:
+    """silu(gate) * up, both rounded to the dtype. gate_up: [num_rows, 2 * dim]."""
+    code, kind, (num_rows, width) = library(), _TYPES.get(gate_up.dtype), gate_up.shape
+    if code is None or kind is None or width % (2 * LANES) or not gate_up.is_cpu or not gate_up.is_contiguous():
+        return None
+    out = gate_up.new_empty(num_rows, width // 2)
+    addresses = gate_up.data_ptr(), out.data_ptr()
+    code.cb_silu_and_mul(_GATE(*addresses, num_rows, width // 2, kind, _threads(num_rows * width // 2)))
     return out
 
 
 def round_rows(x: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
     """x [num_rows, dim] as uint8 with 128 for zero, and the scale of each row [num_rows, 1], rounded to scale_dtype."""
-    code, kind, dim = library(), _TYPES.get(x.dtype), x.shape[-1]
-    if code is None or kind is None or scale_dtype not in _TYPES or dim % LANES or not x.is_cpu or x.ndim != 2:
+    code, kind, of_scale, shape = library(), _TYPES.get(x.dtype), _TYPES.get(scale_dtype), x.shape
+    if code is None or kind is None or of_scale is None or len(shape) != 2 or shape[1] % LANES or not x.is_cpu:
         return None
+    num_rows, dim = shape
     x = x.contiguous()
-    whole, scale = torch.empty(x.shape, dtype=torch.uint8), torch.empty(len(x), 1, dtype=scale_dtype)
+    whole, scale = torch.empty(shape, dtype=torch.uint8), torch.empty((num_rows, 1), dtype=scale_dtype)
     addresses = x.data_ptr(), whole.data_ptr(), scale.data_ptr()
-    code.cb_round_rows(*addresses, len(x), dim, kind, _TYPES[scale_dtype], _threads(x.numel()))
+    code.cb_round_rows(_ROUNDING(*addresses, num_rows, dim, kind, of_scale, _threads(num_rows * dim)))
     return whole, scale
 
 
 def decode_attention(q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams) -> Tensor | None:
     """`KernelBackend.decode_attention` over pools of q's dtype, in one pass over K and V as they are (a softmax in chunks of
     keys: FlashDecoding). A row's result depends neither on other rows nor on the number of threads."""
-    code, kind, (num_rows, num_heads, dim), (k, v) = library(), _TYPES.get(q.dtype), q.shape, (cache.k, cache.v)
-    if code is None or kind is None or dim % LANES or dim > MAX_DIM or not q.is_cpu:
+    code, dtype, pool, where = library(), q.dtype, cache.addresses, meta.addresses
+    kind, (num_rows, num_heads, dim) = _TYPES.get(dtype), q.shape
+    if code is None or kind is None or pool is None or where is None or dim % LANES or dim > MAX_DIM:
         return None
     if params.soft_cap is not None or params.sinks is not None or params.alibi is not None:
         return None
-    if not k.dtype == v.dtype == q.dtype or k.shape != v.shape or k.shape[3] != dim or num_heads % k.shape[2]:
+    _, block_size, num_kv_heads, pool_dim = cache.k.shape
+    num_seqs, max_blocks = meta.block_table.shape
+    if cache.k.dtype != dtype or pool_dim != dim or num_heads % num_kv_heads or not q.is_cpu or num_rows < num_seqs:
         return None
-    q, table, lens = q.contiguous(), meta.block_table.contiguous(), meta.kv_lens.contiguous()
-    num_seqs, max_blocks = table.shape
-    if not table.dtype == lens.dtype == torch.int32 or lens.shape != (num_seqs,) or num_rows < num_seqs:
+    max_keys = max_blocks * block_size
+    if meta.max_kv_len > max_keys:
         return None
-    if not (k.is_contiguous() and v.is_contiguous()) or meta.max_kv_len > max_blocks * k.shape[1]:
-        return None
-    chunks = -(-(meta.max_kv_len or max_blocks * k.shape[1]) // CHUNK)
-    out = torch.empty_like(q) if num_rows == num_seqs else torch.zeros_like(q)
-    partial = torch.empty(num_seqs * num_heads * chunks * (dim + 2))
-    addresses = [x.data_ptr() for x in (q, k, v, table, lens, out, partial)]
-    shape = num_seqs, num_heads, k.shape[2], dim, k.shape[1], max_blocks, chunks, params.sliding_window or 0
-    code.cb_decode_attention(_Attention(*addresses, *shape, params.scale, kind, torch.get_num_threads()))
+    q = q.contiguous()
+    out, chunks = torch.empty_like(q), -(-(meta.max_kv_len or max_keys) // CHUNK)
+    addresses = q.data_ptr(), *pool, *where, out.data_ptr(), 0
+    shape = num_rows, num_seqs, num_heads, num_kv_heads, dim, block_size, max_blocks, chunks, params.sliding_window or 0
+    if code.cb_decode_attention(_ATTENTION(*addresses, *shape, params.scale, kind, torch.get_num_threads())):
+        raise MemoryError("no memory for the parts of decode attention")
     return out
 
 
@@ -123,27 +120,29 @@ def rope_and_cache(
     q: Tensor | None, k: Tensor, v: Tensor, cache: LayerCache, slots: Slots
 ) -> tuple[Tensor | None] | None:
     """`KernelBackend.rope_and_cache` into pools of K's dtype; the rotated q is in a tuple."""
-    code, kind, (num_rows, num_kv_heads, dim) = library(), _TYPES.get(k.dtype), k.shape
-    parts = (k, v) if q is None else (k, v, q)
-    if code is None or kind is None or dim % 2 or v.shape != k.shape or not k.is_cpu:
+    code, dtype, shape, pool, where = library(), k.dtype, k.shape, cache.addresses, slots.addresses
+    kind, (num_rows, num_kv_heads, dim), of_pool = _TYPES.get(dtype), shape, cache.k.shape
+    if code is None or kind is None or pool is None or where is None or dim % 2 or not k.is_cpu:
         return None
-    if not cache.k.dtype == cache.v.dtype == k.dtype or any(x.dtype != k.dtype for x in parts):
+    if v.shape != shape or not v.dtype == cache.k.dtype == dtype or of_pool[2:] != shape[1:]:
         return None
-    if any(x.stride()[1:] != (dim, 1) for x in parts):
+    if slots.cos.shape != (num_rows, dim):
         return None
-    cos, sin, where = slots.cos.contiguous(), slots.sin.contiguous(), slots.slots.contiguous()
-    if not cos.shape == sin.shape == (num_rows, dim) or not cos.dtype == sin.dtype == torch.float32:
+    (k_stride, *k_rest), (v_stride, *v_rest) = k.stride(), v.stride()
+    if k_rest != [dim, 1] or v_rest != k_rest:
         return None
-    if where.shape != (num_rows,) or where.dtype != torch.int64 or any(x.shape[0::2] != (num_rows, dim) for x in parts):
-        return None
-    if any(pool.shape[2:] != (num_kv_heads, dim) or not pool.is_contiguous() for pool in (cache.k, cache.v)):
-        return None
-    out = None if q is None else torch.empty(q.shape, dtype=q.dtype)
-    addresses = [None if x is None else x.data_ptr() for x in (q, k, v, cos, sin, where, out, cache.k, cache.v)]
-    shape = num_rows, 0 if q is None else q.shape[1], num_kv_heads, dim
-    strides = 0 if q is None else q.stride(0), k.stride(0), v.stride(0)
-    arguments = _Rope(*addresses, *shape, *strides, cache.k.shape[0] * cache.k.shape[1], kind)
-    if code.cb_rope_and_cache(arguments, _threads(sum(x.numel() for x in parts))):
+    out, from_to, num_heads, q_stride = None, (0, 0), 0, 0
+    if q is not None:
+        q_stride, *q_rest = q.stride()
+        num_heads = q.shape[1]
+        if q.dtype != dtype or q.shape != (num_rows, num_heads, dim) or q_rest != k_rest:
+            return None
+        out = torch.empty(q.shape, dtype=dtype)
+        from_to = q.data_ptr(), out.data_ptr()
+    addresses = from_to[0], k.data_ptr(), v.data_ptr(), where[1], where[2], where[0], from_to[1], *pool
+    counts = num_rows, num_heads, num_kv_heads, dim, q_stride, k_stride, v_stride, of_pool[0] * of_pool[1]
+    threads = _threads(num_rows * (num_heads + 2 * num_kv_heads) * dim)
+    if code.cb_rope_and_cache(_ROPE(*addresses, *counts, kind, threads)):
         raise KernelError("rows go to slots that the pool does not have", "slots are below num_blocks * block_size")
     return (out,)
 

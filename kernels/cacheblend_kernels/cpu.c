@@ -1,9 +1,13 @@
 /* What a CPU computes between the products of a decode step, each in one pass: RMSNorm, RoPE with the write to the pool,
-   attention of one row over the paged pool, rounding of activations to 8 bits. Called through ctypes (compiled.py) on
-   contiguous arrays, without Python's lock. Sums do not depend on the number of threads or of other rows. */
+   attention of one row over the paged pool, the gate of an MLP, rounding of activations to 8 bits. Called through ctypes
+   (compiled.py) on contiguous arrays, without Python's lock. Sums do not depend on the number of threads or of other rows.
+
+   Each function takes one structure, packed by Python's `struct` in the same order: behind a product, whose weights have displaced
+   all else from the CPU's caches, a call costs what it touches. */
 
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #if !defined(__x86_64__) || !defined(__gnu_linux__) || defined(__clang__)
@@ -32,7 +36,7 @@ typedef float vec8 __attribute__((vector_size(32)));
 typedef float vec4 __attribute__((vector_size(16)));
 typedef int32_t veci4 __attribute__((vector_size(16)));
 
-enum { ABI = 1 }; /* of the functions and structures here, as in compiled.py */
+enum { ABI = 2 }; /* of the functions and structures here, as in compiled.py */
 const int32_t cb_abi = ABI;
 
 INLINE vec splat(float x) { return x - (vec){0}; }
@@ -153,13 +157,56 @@ CLONES static void norm_rows(const char *x, char *residual, const void *weight, 
     }
 }
 
-void cb_rms_norm(const void *x, void *residual, const void *weight, void *out, int64_t rows, int64_t dim, float eps,
-                 int type, int weight_type, int threads) {
-    const int64_t each = (rows + threads - 1) / threads;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int part = 0; part < threads; part++) {
-        const int64_t first = part * each, last = first + each < rows ? first + each : rows;
-        if (first < last) norm_rows(x, residual, weight, out, first, last, dim, eps, type, weight_type);
+typedef struct {
+    const void *x;
+    void *residual; /* may be missing */
+    const void *weight;
+    void *out;
+    int64_t rows, dim;
+    float eps;
+    int32_t type, weight_type, threads;
+} Norm;
+
+void cb_rms_norm(const Norm *n) {
+    const int64_t each = (n->rows + n->threads - 1) / n->threads;
+#pragma omp parallel for num_threads(n->threads) if (n->threads > 1)
+    for (int part = 0; part < n->threads; part++) {
+        const int64_t first = part * each, last = first + each < n->rows ? first + each : n->rows;
+        if (first < last) norm_rows(n->x, n->residual, n->weight, n->out, first, last, n->dim, n->eps, n->type, n->weight_type);
+    }
+}
+
+/* ---- silu(gate) * up, both rounded; rows are [gate, up] ---- */
+
+INLINE void gate_row(const void *x, void *out, int64_t dim, int type) {
+    for (int64_t i = 0; i < dim; i += LANES) {
+        const vec gate = load(x, i, type), e = exponential((vec)((vecu)gate | 0x80000000u)); /* e^-|gate| */
+        const vec silu = gate * where(gate < 0, e, splat(1.f)) / (1.f + e);
+        store(out, i, as_type(silu, type) * load(x, dim + i, type), type);
+    }
+}
+
+CLONES static void gate_rows(const char *x, char *out, int64_t first, int64_t last, int64_t dim, int type) {
+    for (int64_t row = first; row < last; row++)
+        if (type == FLOAT32)
+            gate_row(x + row * dim * 8, out + row * dim * 4, dim, FLOAT32);
+        else
+            gate_row(x + row * dim * 4, out + row * dim * 2, dim, BFLOAT16);
+}
+
+typedef struct {
+    const void *x;
+    void *out;
+    int64_t rows, dim; /* dim: of a row of out, half of x's */
+    int32_t type, threads;
+} Gate;
+
+void cb_silu_and_mul(const Gate *g) {
+    const int64_t each = (g->rows + g->threads - 1) / g->threads;
+#pragma omp parallel for num_threads(g->threads) if (g->threads > 1)
+    for (int part = 0; part < g->threads; part++) {
+        const int64_t first = part * each, last = first + each < g->rows ? first + each : g->rows;
+        if (first < last) gate_rows(g->x, g->out, first, last, g->dim, g->type);
     }
 }
 
@@ -195,13 +242,20 @@ CLONES static void round_rows(const char *x, uint8_t *out, void *scale, int64_t 
     }
 }
 
-void cb_round_rows(const void *x, uint8_t *out, void *scale, int64_t rows, int64_t dim, int type, int scale_type,
-                   int threads) {
-    const int64_t each = (rows + threads - 1) / threads;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int part = 0; part < threads; part++) {
-        const int64_t first = part * each, last = first + each < rows ? first + each : rows;
-        if (first < last) round_rows(x, out, scale, first, last, dim, type, scale_type);
+typedef struct {
+    const void *x;
+    uint8_t *out;
+    void *scale;
+    int64_t rows, dim;
+    int32_t type, scale_type, threads;
+} Rounding;
+
+void cb_round_rows(const Rounding *r) {
+    const int64_t each = (r->rows + r->threads - 1) / r->threads;
+#pragma omp parallel for num_threads(r->threads) if (r->threads > 1)
+    for (int part = 0; part < r->threads; part++) {
+        const int64_t first = part * each, last = first + each < r->rows ? first + each : r->rows;
+        if (first < last) round_rows(r->x, r->out, r->scale, first, last, r->dim, r->type, r->scale_type);
     }
 }
 
@@ -210,9 +264,9 @@ void cb_round_rows(const void *x, uint8_t *out, void *scale, int64_t rows, int64
 typedef struct {
     const void *q, *k, *v;      /* q: [seqs, heads, dim]; k, v: [blocks, block_size, kv_heads, dim] */
     const int32_t *table, *lens; /* [seqs, max_blocks], [seqs] */
-    void *out;                   /* [seqs, heads, dim] */
-    float *partial;              /* [seqs, kv_heads, chunks, group, dim + 2]: sum of values, sum of weights, maximum */
-    int64_t seqs, heads, kv_heads, dim, block_size, max_blocks, chunks, window; /* window: 0 for none */
+    void *out;                   /* [rows, heads, dim]; those behind the sequences become 0 */
+    float *partial; /* set here. [seqs, kv_heads, chunks, group, dim + 2]: sum of values, sum of weights, maximum */
+    int64_t rows, seqs, heads, kv_heads, dim, block_size, max_blocks, chunks, window; /* window: 0 for none */
     float scale;
     int32_t type, threads;
 } Attention;
@@ -336,8 +390,13 @@ CLONES static void combine(const Attention *a, int64_t seq, int64_t head) {
     }
 }
 
-void cb_decode_attention(const Attention *a) {
-    const int64_t tasks = a->seqs * a->kv_heads * a->chunks;
+/* 1 without memory. */
+int cb_decode_attention(const Attention *given) {
+    Attention own = *given, *a = &own;
+    const int64_t tasks = a->seqs * a->kv_heads * a->chunks, size = a->heads * a->dim * (a->type == FLOAT32 ? 4 : 2);
+    a->partial = malloc(a->seqs * a->heads * a->chunks * (a->dim + 2) * sizeof(float));
+    if (!a->partial && tasks) return 1;
+    memset((char *)a->out + a->seqs * size, 0, (a->rows - a->seqs) * size);
 #pragma omp parallel num_threads(a->threads) if (a->threads > 1)
     {
 #pragma omp for schedule(dynamic)
@@ -345,6 +404,8 @@ void cb_decode_attention(const Attention *a) {
 #pragma omp for
         for (int64_t i = 0; i < a->seqs * a->heads; i++) combine(a, i / a->heads, i % a->heads);
     }
+    free(a->partial);
+    return 0;
 }
 
 /* ---- RoPE of q and K, and K and V into the pool ---- */
@@ -355,7 +416,7 @@ typedef struct {
     const int64_t *slots;    /* [rows] */
     void *q_out, *k_pool, *v_pool; /* [rows, heads, dim], [num_slots, kv_heads, dim] */
     int64_t rows, heads, kv_heads, dim, q_stride, k_stride, v_stride, num_slots;
-    int32_t type;
+    int32_t type, threads;
 } Rope;
 
 INLINE float value_at(const void *p, int64_t i, int type) {
@@ -402,12 +463,12 @@ CLONES static void rotate_part(const Rope *r, int64_t first, int64_t last) {
 }
 
 /* 1, and nothing is written, where a slot is none of the pool's. */
-int cb_rope_and_cache(const Rope *r, int threads) {
+int cb_rope_and_cache(const Rope *r) {
     for (int64_t row = 0; row < r->rows; row++)
         if (r->slots[row] < 0 || r->slots[row] >= r->num_slots) return 1;
-    const int64_t each = (r->rows + threads - 1) / threads;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int part = 0; part < threads; part++) {
+    const int64_t each = (r->rows + r->threads - 1) / r->threads;
+#pragma omp parallel for num_threads(r->threads) if (r->threads > 1)
+    for (int part = 0; part < r->threads; part++) {
         const int64_t first = part * each, last = first + each < r->rows ? first + each : r->rows;
         if (first < last) rotate_part(r, first, last);
     }

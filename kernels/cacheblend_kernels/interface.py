@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
 
@@ -37,6 +39,13 @@ class LayerCache:
     v: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+
+    @cached_property
+    def addresses(self) -> tuple[int, int] | None:
+        """Addresses of K and V in the host's memory; None unless both have one shape and dtype and are contiguous there."""
+        k, v = self.k, self.v
+        alike = k.is_cpu and v.is_cpu and k.dtype == v.dtype and k.shape == v.shape
+        return (k.data_ptr(), v.data_ptr()) if alike and k.is_contiguous() and v.is_contiguous() else None
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,16 @@ class Slots:
     cos: Tensor
     sin: Tensor
     first_slot: int = -1
+
+    @cached_property
+    def addresses(self) -> tuple[int, int, int] | None:
+        """Addresses of slots, cos and sin in the host's memory; None where they are not contiguous there, or not as stated above."""
+        slots, cos, sin = self.slots, self.cos, self.sin
+        fits = slots.is_cpu and cos.is_cpu and sin.is_cpu and slots.dtype == torch.int64 and slots.ndim == 1
+        fits = fits and cos.shape == sin.shape and cos.dtype == sin.dtype == torch.float32 and len(cos) == len(slots)
+        if not (fits and slots.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()):
+            return None
+        return slots.data_ptr(), cos.data_ptr(), sin.data_ptr()
 
 
 @dataclass(frozen=True)
@@ -134,6 +153,13 @@ class AttentionMetadata:
     kv_lens: Tensor
     max_kv_len: int = 0
     contiguous_slots: tuple[int, ...] = ()
+
+    @cached_property
+    def addresses(self) -> tuple[int, int] | None:
+        """Addresses of block_table and kv_lens in the host's memory; None where they are not contiguous there, or not as stated above."""
+        table, lens = self.block_table, self.kv_lens
+        fits = table.is_cpu and lens.is_cpu and table.dtype == lens.dtype == torch.int32 and len(table) == len(lens)
+        return (table.data_ptr(), lens.data_ptr()) if fits and table.is_contiguous() and lens.is_contiguous() else None
 
     @property
     def num_rows(self) -> int:

@@ -139,6 +139,8 @@ class TorchBackend(KernelBackend):
         return self._rms_norm(residual, weight, eps), residual
 
     def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        if activation == "silu" and (fused := compiled.silu_and_mul(gate_up)) is not None:
+            return fused
         gate, up = gate_up.chunk(2, dim=-1)
         if activation not in _ACTIVATIONS:
             raise KernelError(f"unknown activation {activation!r}", f"known: {', '.join(_ACTIVATIONS)}")

@@ -71,6 +71,23 @@ def test_rms_norm(num_rows: int, wide: bool, dtype: torch.dtype) -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize("num_rows", [1, 70])
+def test_silu_and_mul(num_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(num_rows, 2 * 1008).mul_(20).to(dtype)
+    x[0, :5] = torch.tensor([0.0, -0.0, 80.0, -80.0, torch.nan])
+    out = compiled.silu_and_mul(x)
+    assert out is not None
+    gate, up = x.double().chunk(2, -1)
+    silu = torch.nn.functional.silu(gate).to(dtype)
+    torch.testing.assert_close(out, (silu.double() * up).to(dtype), equal_nan=True)
+    alone = compiled.silu_and_mul(x[-1:])
+    assert alone is not None
+    torch.testing.assert_close(alone[0], out[-1], rtol=0, atol=0, equal_nan=True)
+    monkeypatch.setattr(compiled, "library", lambda: None)
+    torch.testing.assert_close(TorchBackend().act_and_mul(x, "silu"), out, equal_nan=True)
+
+
+@DTYPES
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_rounded_as_by_torch(
     dtype: torch.dtype, scale_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -124,6 +141,9 @@ def test_what_it_does_not_take_is_left_to_torch() -> None:
     half = torch.ones(2, 32, dtype=torch.float16)
     assert compiled.rms_norm(half, torch.ones(32), 1e-6) is None
     assert compiled.round_rows(half, torch.float32) is None
+    assert compiled.silu_and_mul(half) is None
+    assert compiled.silu_and_mul(torch.ones(2, 40)) is None
+    assert compiled.silu_and_mul(torch.ones(64, 2).t()) is None
 
 
 @DTYPES

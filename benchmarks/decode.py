@@ -1,0 +1,278 @@
+"""Where a decoded token's time goes: share of the matrix products, tensor operations and OpenMP regions of a step, tokens per second.
+
+    python benchmarks/decode.py [--threads 1] [--folder FOLDER] [--tokens 40] [--dry]
+
+Qwen2.5-0.5B's shape with random weights (`peers.py` writes the models), a context of 2,000 tokens, one answer. With one thread the
+shares are of CPU time, which other programs hardly change; with more they are of wall-clock time, and only a quiet machine gives
+usable ones. OpenMP regions are counted where there is a C compiler. Each case is a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from machine import MOST_USED, ROOT, Others, hardware, machine_name
+from peer_models import PRECISIONS, Models, prepare
+
+RESULTS = ROOT / "benchmarks/results/decode.json"
+CASES = ("bfloat16", "int8 weights")
+CONTEXT, SUFFIX, CHUNKS = 2000, 48, 8
+COUNTER = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+long regions;
+void GOMP_parallel(void (*body)(void *), void *data, unsigned threads, unsigned flags) {
+    static void (*own)(void (*)(void *), void *, unsigned, unsigned);
+    if (!own) own = dlsym(dlopen("libgomp.so.1", RTLD_LAZY | RTLD_NOLOAD), "GOMP_parallel");
+    regions += threads != 1;
+    own(body, data, threads, flags);
+}
+"""
+
+
+class Parts:
+    """Seconds by part of a step, without those of parts within it."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock, self.seconds, self.calls = clock, Counter[str](), Counter[str]()
+        self._inner = [0.0]
+
+    def time(self, owner: Any, name: str, part: str) -> None:
+        """Replace a function by one that adds its time to the part."""
+        function = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._inner.append(0.0)
+            start = self.clock()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                took = self.clock() - start
+                self.seconds[part] += took - self._inner.pop()
+                self.calls[part] += 1
+                self._inner[-1] += took
+
+        setattr(owner, name, timed)
+
+    def clear(self) -> None:
+        self.seconds.clear()
+        self.calls.clear()
+
+
+def steps_of(folder: Path, precision: str, store_folder: Path, tokens: int) -> tuple[Any, Callable[[], None]]:
+    """Return the engine's core with a prompt of CONTEXT tokens prefilled, and what computes the next token."""
+    import torch
+    from cacheblend_store import ChunkStore
+
+    from cacheblend_cli.engine.config import EngineConfig
+    from cacheblend_cli.engine.core import EngineCore, admitting
+    from cacheblend_cli.engine.events import Failed, Limits
+    from cacheblend_cli.engine.pools import pool_for
+    from cacheblend_cli.engine.runtime import Runtime
+    from cacheblend_cli.engine.sequence import RequestState
+    from cacheblend_cli.evaluation.speed import Layout, SpeedPrompt, even_lengths, ordinary_ids, random_ids
+    from cacheblend_cli.kv.forward import finish
+    from cacheblend_cli.types import BlendParams, SamplingParams
+
+    dtype, weights = PRECISIONS[precision]
+    config = EngineConfig(model=str(Models(folder).checkpoint(dtype)), dtype=dtype, weight_dtype=weights)
+    runtime = Runtime.load(config)
+    ids, generator = ordinary_ids(runtime.model), torch.Generator().manual_seed(1)
+    lengths = even_lengths(CONTEXT - SUFFIX - len(runtime.template.prefix_ids), CHUNKS)
+    layout = Layout(tuple(random_ids(ids, n, generator) for n in lengths), random_ids(ids, SUFFIX, generator))
+    with ChunkStore.open(store_folder, mode="write") as store:
+        request = SpeedPrompt.stored(runtime, store, layout, tokens).request
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        state = RequestState(
+            replace(request, blend=BlendParams(mode="reuse"), sampling=sampling), lambda event: None, 0
+        )
+        finish(admitting(runtime, state))
+
+        def emit(state: RequestState, event: object) -> None:
+            if isinstance(event, Failed):
+                raise event.error
+
+        limits = Limits(max_sequences=1, enable_prefix_caching=False)
+        core = EngineCore(
+            runtime, limits, emit, pool_for(runtime, (state.num_tokens + tokens) // config.block_size + 3)
+        )
+        core.add(state)
+        while state.sequences[0].output is None:
+            core.step()
+    return core, core.step
+
+
+def measure(folder: Path, precision: str, tokens: int, counted: bool) -> dict[str, Any]:
+    """Measure one case in this process."""
+    import ctypes
+
+    import torch
+    from cacheblend_kernels import compiled
+    from cacheblend_kernels.torch_backend import TorchBackend
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from cacheblend_cli.engine import core as core_module
+    from cacheblend_cli.engine import decode
+    from cacheblend_cli.engine.output_processor import OutputProcessor
+    from cacheblend_cli.engine.scheduler import Scheduler
+    from cacheblend_cli.model import linear
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if not func.is_view:
+                names[str(func)] += 1
+            return func(*args, **(kwargs or {}))
+
+    names, one = Counter[str](), torch.get_num_threads() == 1
+    with tempfile.TemporaryDirectory() as store:
+        _, step = steps_of(folder, precision, Path(store), 2 * tokens + 16)
+    for _ in range(3):
+        step()
+    found: dict[str, Any] = {}
+    if counted:
+        regions = ctypes.c_long.in_dll(ctypes.CDLL(None), "regions")
+        before = regions.value
+        step()
+        found["regions"] = regions.value - before
+    others, times, cpu = Others(), list[float](), list[float]()
+    for _ in range(tokens):
+        wall, used = time.perf_counter(), time.process_time()
+        step()
+        times.append(time.perf_counter() - wall)
+        cpu.append(time.process_time() - used)
+    found |= {"ms": statistics.median(times) * 1000, "cpu_ms": statistics.median(cpu) * 1000, "others": others.used()}
+    with Operations():
+        step()
+    products = sum(n for name, n in names.items() if "linear" in name or "mm" in name)
+    found |= {"operations": sum(names.values()), "products": products, "names": dict(names.most_common())}
+
+    parts = Parts(time.thread_time if one else time.perf_counter)
+    for owner, name, part in (
+        (linear, "_packed_product", "products"),
+        (linear, "_int8_product", "products"),
+        (torch.nn.functional, "linear", "products"),
+        (compiled, "decode_attention", "attention"),
+        (compiled, "rms_norm", "norms and sums"),
+        (compiled, "rope_and_cache", "RoPE and cache"),
+        (compiled, "round_rows", "rounding to 8 bits"),
+        (TorchBackend, "act_and_mul", "activation"),
+        (core_module, "draw_next", "sampling"),
+        (decode, "next_rows", "batch"),
+        (decode, "filled", "batch"),
+        (OutputProcessor, "sampled", "text"),
+        (Scheduler, "schedule", "scheduling"),
+    ):
+        parts.time(owner, name, part)
+    step()
+    parts.clear()
+    whole = parts.clock()
+    for _ in range(tokens):
+        step()
+    whole = parts.clock() - whole
+    seconds = dict(parts.seconds.most_common()) | {"other Python and tensors": whole - sum(parts.seconds.values())}
+    found["parts_ms"] = {part: s / tokens * 1000 for part, s in seconds.items()}
+    found["calls"] = {part: n / tokens for part, n in parts.calls.items()}
+    return found
+
+
+@contextmanager
+def region_counter() -> Iterator[str]:
+    """The library that counts OpenMP regions; "" without a C compiler."""
+    compiler = shutil.which("cc")
+    with tempfile.TemporaryDirectory() as folder:
+        if compiler is None:
+            yield ""
+            return
+        library = Path(folder) / "regions.so"
+        command = [compiler, "-shared", "-fPIC", "-O2", "-xc", "-", "-o", str(library), "-ldl"]
+        subprocess.run(command, input=COUNTER, text=True, check=True)
+        yield str(library)
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the page: a table per machine and number of threads."""
+    lines = [
+        "# A decoded token",
+        "",
+        f"Qwen2.5-0.5B's shape, random weights, a context of {CONTEXT:,} tokens, one answer; a step from the scheduler to the text, medians. Shares of one thread are "
+        "of its CPU time, others of wall-clock time. Views are not counted as operations. By `benchmarks/decode.py`.",
+    ]
+    for name, machine in result.items():
+        for threads, here in machine["threads"].items():
+            cases = here["cases"]
+            parts = list(dict.fromkeys(p for case in cases.values() for p in case["parts_ms"]))
+            rows: dict[str, Callable[[dict[str, Any]], str]] = {
+                "products' share": lambda c: f"{c['parts_ms']['products'] / sum(c['parts_ms'].values()):.0%}",
+                "tokens/s": lambda c: f"{1000 / c['ms']:.1f}" if c["others"] <= MOST_USED else "not quiet",
+                "CPU time, ms": lambda c: f"{c['cpu_ms']:.1f}",
+                "tensor operations a product": lambda c: f"{c['operations'] / c['products']:.2f}",
+                "OpenMP regions": lambda c: str(c.get("regions", "")),
+                "CPUs used by others": lambda c: f"{c['others']:.2f}",
+                **{f"{p}, ms": lambda c, p=p: f"{c['parts_ms'].get(p, 0):.2f}" for p in parts},  # type: ignore[misc]
+            }
+            h = here["hardware"]
+            lines += [
+                *("", f"## {name}, {threads} thread{'s' * (threads != '1')}", ""),
+                f"{h['cores']} cores, {h['memory_gib']} GiB, torch {h['torch']}.",
+                *("", "| | " + " | ".join(cases) + " |", "|---" * (len(cases) + 1) + "|"),
+                *(f"| {row} | " + " | ".join(cell(c) for c in cases.values()) + " |" for row, cell in rows.items()),
+            ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "cacheblend-peers")
+    parser.add_argument("--config", type=Path, default=ROOT / "configs/qwen2.5-0.5b.json")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--tokens", type=int, default=40)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--dry", action="store_true", help="print, and write no results")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.case:
+        print(json.dumps(measure(arguments.folder, arguments.case, arguments.tokens, "LD_PRELOAD" in os.environ)))
+        return
+    if not Models(arguments.folder).checkpoint("bfloat16").exists():
+        prepare(Models(arguments.folder), arguments.config)
+    cases = {}
+    with region_counter() as library:
+        environment = (
+            os.environ | {"OMP_NUM_THREADS": str(arguments.threads)} | ({"LD_PRELOAD": library} if library else {})
+        )
+        for case in (name for name in CASES if arguments.only in name):
+            command = [sys.executable, __file__, "--case", case, "--folder", str(arguments.folder)]
+            command += ["--tokens", str(arguments.tokens)]
+            done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+            cases[case] = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    own = result.setdefault(machine_name(), {"threads": {}})["threads"]
+    if arguments.dry:
+        own = {}
+        result = {machine_name(): {"threads": own}}
+        print(json.dumps({name: case["names"] for name, case in cases.items()}, indent=1))
+    here = own.setdefault(str(arguments.threads), {"cases": {}})
+    here["hardware"] = hardware()
+    here["cases"] |= cases
+    if not arguments.dry:
+        RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        RESULTS.with_suffix(".md").write_text(table(result), encoding="utf-8")
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()
