@@ -14,7 +14,8 @@ is no moment between two layers.
 
 FOLDER has musique_dev.json; a question has its first --passages passages. KL is the mean over the first 16 tokens of each engine's own full prefill's
 greedy answer, each token fed to both; the times are of the same runs. --model: what cacheblend plans and selects with; --file: what llama.cpp computes with, by
-default the model's own GGUF file. --times: no KL, for random weights. For the times use a quiet machine. A line is printed for each question.
+default the model's own GGUF file. --times: no KL, for random weights. For the times use a quiet machine. The page goes to stdout, figures
+of each question to stderr.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import argparse
 import json
 import statistics
 import struct
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -42,12 +44,16 @@ from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.connectors.llama_library import ROPE_NORM, library
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.evaluation.samples import Sample
+from cacheblend_cli.model.machine_speeds import cpu_name
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.types import Answer, AskOptions, AskRequest, BlendParams, SamplingParams, TextDocument
 
 PROMPT, WORK, LOADED = range(3)  # sequences
 BATCH = 512
 ANSWER = 16  # tokens over which KL is a mean
+SOONER, NEAR_ENOUGH = 2.5, 1.5
+INTRODUCTION = """By `study/llama_alone.py`: stored chunks are placed, joined and repaired by llama.cpp's own sequence operations, and nothing else computes. *sooner*: its full
+prefill's time over blending's, median. KL: from its own full prefill, mean over the first 16 tokens of the answer; the default's is from cacheblend's."""
 Run = tuple[int, int]
 Way = tuple[str, bool]
 """How tokens are chosen, and whether the others are corrected."""
@@ -261,7 +267,7 @@ def runs_of(positions: Sequence[int]) -> list[Run]:
 def asked(engine: Engine, store: ChunkStore, sample: Sample, blend: BlendParams, verify: bool = False) -> Answer:
     """cacheblend's own answer, which says what it chose. The chunks are stored by the first one."""
     documents = tuple(TextDocument(context.text, context.title) for context in sample.contexts)
-    sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=ANSWER if verify else 1, ignore_eos=True)  # verify compares as many tokens
     request = AskRequest(sample.question, (), blend, sampling, documents=documents)
     return engine.run_alone(store, request, AskOptions(verify=verify))
 
@@ -317,6 +323,7 @@ def measure(alone: Alone, prompt: Prompt, ways: dict[Way, Measured], *, times: b
     }
     print(
         json.dumps({"tokens": len(prompt.ids), "full_s": full_s, "own_kl": prompt.own_kl, "sooner, kl": each}),
+        file=sys.stderr,
         flush=True,
     )
 
@@ -335,6 +342,19 @@ def table(own: list[float], ways: dict[Way, Measured]) -> list[str]:
             cells[3:] = f"{mean:.4f}", f"{statistics.median(found.kl):.4f}", f"{mean / statistics.mean(own):.1f} x"
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def verdict(own: list[float], ways: dict[Way, Measured]) -> str:
+    """Return which ways are worth building, by the rule."""
+    if not own:
+        return "Times only: the weights are random."
+    good = [
+        f"{name}{', corrected' * corrected}"
+        for (name, corrected), found in ways.items()
+        if statistics.median(found.sooner) >= SOONER and statistics.mean(found.kl) <= NEAR_ENOUGH * statistics.mean(own)
+    ]
+    rule = f"Wanted: {SOONER:g} x sooner than its full prefill at a mean KL of at most {NEAR_ENOUGH:g} x the default's."
+    return f"{rule} {'; '.join(good) if good else 'None of these'} {'meet' if len(good) != 1 else 'meets'} it."
 
 
 def main() -> None:
@@ -360,15 +380,6 @@ def main() -> None:
         file, spec = given.file or engine.model.shown_path, engine.model.spec
     longest = max(len(prompt.ids) for prompt in prompts)
     alone = Alone(file, spec, longest + ANSWER + 64, torch.get_num_threads())
-    shape = {
-        "questions": len(prompts),
-        "tokens": round(statistics.mean(len(p.ids) for p in prompts)),
-        "ratio": given.ratio,
-    }
-    print(
-        json.dumps(shape | {"library": alone.llama.name, "file": file.name, "threads": torch.get_num_threads()}),
-        flush=True,
-    )
     names = prompts[0].runs
     ways = {
         (name, corrected): Measured()
@@ -378,7 +389,25 @@ def main() -> None:
     }
     for prompt in prompts:
         measure(alone, prompt, ways, times=given.times)
-    print("\n".join(table([prompt.own_kl for prompt in prompts if prompt.own_kl is not None], ways)))
+    own = [prompt.own_kl for prompt in prompts if prompt.own_kl is not None]
+    tokens = round(statistics.mean(len(prompt.ids) for prompt in prompts))
+    settings = f"{file.name}, {alone.llama.name}; {len(prompts)} questions of {tokens:,} tokens in the mean, ratio {given.ratio:g}; "
+    machine = f"{torch.get_num_threads()} threads of {cpu_name()}."
+    print(
+        "\n".join(
+            [
+                "# Blending by llama.cpp alone",
+                "",
+                INTRODUCTION,
+                "",
+                settings + machine,
+                "",
+                *table(own, ways),
+                "",
+                verdict(own, ways),
+            ]
+        )
+    )
 
 
 if __name__ == "__main__":
