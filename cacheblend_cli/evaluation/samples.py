@@ -8,13 +8,17 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct, ValidationError, convert
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.text_files import read_text
 
 _HINT = 'a sample is {"question", "answers"?, "ctxs"?: [{"title"?, "text"}]} or {"0", ..., "chunk_num", "query"}'
 _SPACE, _IN_A_LIST = re.compile(r"[ \t\r\n]*"), re.compile(r"[ \t\r\n,]*")
+_Text = Annotated[str, Meta(pattern=r"\S")]
+_Answers = list[str | list[str]] | None
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,25 @@ class Sample:
         """Digest of everything but the tags, 128 bits in hex."""
         identity = [self.question, self.answers, [(c.text, c.title, c.before) for c in self.contexts]]
         return hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
+
+
+class _Passage(Struct):
+    text: _Text
+    title: str | None = None
+
+
+class _Row(Struct):
+    question: _Text
+    answers: _Answers = None
+    ctxs: Annotated[list[_Passage], Meta(min_length=1)] = []
+
+
+class _Numbered(Struct):
+    """Beside its fields "0", "1", ... for the texts."""
+
+    query: _Text
+    chunk_num: Annotated[int, Meta(ge=1)]
+    answers: _Answers = None
 
 
 def pages(titles: Sequence[str], texts: Sequence[str]) -> tuple[Context, ...]:
@@ -96,55 +119,21 @@ def _values(text: str, name: str) -> Iterator[tuple[Any, int]]:
         raise UsageError(f"{name}:{where} is not JSON: {getattr(error, 'msg', error)}", _HINT) from error
 
 
-def _sample(row: Any, place: str) -> Sample:
-    if not isinstance(row, dict):
-        raise UsageError(f"{place} is not a JSON object", _HINT)
-    if "chunk_num" in row:
-        return _numbered(row, place)
-    question = _question(row, "question", place)
-    ctxs = row.get("ctxs", [])
-    if not isinstance(ctxs, list) or ("ctxs" in row and not ctxs):
-        raise UsageError(f"{place} has ctxs that are not a list of at least one context", _HINT)
-    titles, texts = [], []
-    for i, ctx in enumerate(ctxs):
-        text = ctx.get("text") if isinstance(ctx, dict) else None
-        title = ctx.get("title") if isinstance(ctx, dict) else None
-        if not isinstance(text, str) or not text.strip() or not isinstance(title, str | None):
-            raise UsageError(f"{place} has a context without a text: number {i + 1} of ctxs", _HINT)
-        titles.append(title or "")
-        texts.append(text)
-    tags = {k: v for k, v in row.items() if k not in ("question", "answers", "ctxs")}
-    return Sample(question, _answers(row, place), pages(titles, texts), tags)
+def _sample(value: Any, place: str) -> Sample:
+    """Raises UsageError, which names the field."""
+    try:
+        if isinstance(value, dict) and "chunk_num" in value:  # chunks from anywhere, each a page of its own
+            numbered = convert(value, _Numbered)
+            texts = convert([value.get(str(i)) for i in range(numbered.chunk_num)], list[_Text])
+            return Sample(numbered.query.strip(), _flat(numbered.answers), tuple(map(Context, texts)))
+        row = convert(value, _Row)
+    except ValidationError as error:
+        raise UsageError(f"{place} is not a sample: {error}", _HINT) from error
+    contexts = pages([c.title or "" for c in row.ctxs], [c.text for c in row.ctxs])
+    tags = {name: field for name, field in value.items() if name not in _Row.__struct_fields__}
+    return Sample(row.question.strip(), _flat(row.answers), contexts, tags)
 
 
-def _numbered(row: dict[str, Any], place: str) -> Sample:
-    """Read {"0": text, ..., "chunk_num": n, "query": text}: chunks from anywhere, each a page of its own."""
-    count = row["chunk_num"]
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise UsageError(f"{place} has a chunk_num that is not a positive integer", _HINT)
-    texts = [row.get(str(i)) for i in range(count)]
-    for i, text in enumerate(texts):
-        if not isinstance(text, str) or not text.strip():
-            raise UsageError(f'{place} has no text "{i}", and chunk_num is {count}', _HINT)
-    contexts = tuple(Context(str(text)) for text in texts)
-    return Sample(_question(row, "query", place), _answers(row, place), contexts)
-
-
-def _question(row: dict[str, Any], name: str, place: str) -> str:
-    question = row.get(name)
-    if not isinstance(question, str) or not question.strip():
-        raise UsageError(f"{place} has no {name}", _HINT)
-    return question.strip()
-
-
-def _answers(row: dict[str, Any], place: str) -> tuple[str, ...]:
+def _flat(answers: _Answers) -> tuple[str, ...]:
     """Return the answers of a list, or list of lists, of texts; () without answers."""
-    answers = row.get("answers")
-    if answers is None:
-        return ()
-    found: list[Any] = []
-    for answer in answers if isinstance(answers, list) else [None]:
-        found += answer if isinstance(answer, list) else [answer]
-    if not all(isinstance(answer, str) for answer in found):
-        raise UsageError(f"{place} has answers that are not a list of texts", _HINT)
-    return tuple(found)
+    return tuple(text for answer in answers or () for text in (answer if isinstance(answer, list) else [answer]))
