@@ -210,7 +210,3 @@ for _command in (upkeep.stats, upkeep.verify, upkeep.prune, upkeep.compact):
     app.command(_command.__name__)(_command)
 app.command("push")(tier.push)
 app.command("pull")(tier.pull)
-for _old, _new in (("export", "push"), ("import", "pull")):
-    app.command(_old, hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(
-        tier.renamed(_new)
-    )

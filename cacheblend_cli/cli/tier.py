@@ -118,15 +118,6 @@ def pull(
     _summary(output, report, f"from {url}", "push it again from a store that has it; the others were taken")
 
 
-def renamed(new: str) -> Callable[[], None]:
-    """Return a command that says its new name. Raises UsageError."""
-
-    def command() -> None:
-        raise UsageError("archives were replaced by tiers", f"it is now: cacheblend chunks {new} file:///FOLDER")
-
-    return command
-
-
 def open_tier(settings: Settings, url: str = "", *, create: bool = True) -> Tier:
     """Return the tier at the URL, by default the setting's. Raises TierErrors, each with a hint that fits this installation."""
     from cacheblend_store import TierUsage

@@ -112,12 +112,6 @@ def test_a_key_hides_and_is_needed(
     assert set(cli("chunks", "ls", "-q").out.split()) == set(stored)
 
 
-def test_the_old_names_say_the_new_ones(cli: Cli, stored: list[str]) -> None:
-    for old, new in (("export", "push"), ("import", "pull")):
-        result = cli("chunks", old, "x.tar", "--all")
-        assert (result.code, f"chunks {new}" in result.err) == (2, True)
-
-
 def test_precompute_and_ask_over_a_tier(
     cli: Cli, docs: Path, elsewhere: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
