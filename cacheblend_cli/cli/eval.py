@@ -169,10 +169,6 @@ def _fit_risk(engine: Engine, results: Results, output: Output) -> None:
 
     for setting in [s for s in results.settings if s.reuses and s.prefill is None]:
         answers = tokens_of(results.by_label[setting.label])
-        if not answers:
-            raise UsageError(
-                "the records are from an earlier version and lack signals", "measure again with another --out"
-            )
         fit = fit_risk(answers)
         RiskFile.of(engine.runtime.collection(), [setting.context], setting.blend).write(fit)
         try:

@@ -73,6 +73,7 @@ def pull(
         output.note(f"{format_size(size)}; --model {name.text} uses it")
 
 
+@app.command("show")
 @options.with_settings("lora")
 def show(settings: Settings, model: Model, json: options.Json = False) -> None:
     """Say what a model is: family, layers, KV of a token, context, dtype. What is missing or not implemented is named."""
@@ -86,9 +87,7 @@ def show(settings: Settings, model: Model, json: options.Json = False) -> None:
         output.text(f"{'size' if name == 'bytes' else name.replace('_', ' ').replace('bytes ', ''):<18}{shown}")
 
 
-app.command("show")(show)
-
-
+@app.command("check")
 @options.with_settings("device", "dtype", "threads", "lora")
 def check(settings: Settings, model: Model, json: options.Json = False) -> None:
     """Check that a model computes what it should: full prefill, blending that recomputes everything, and transformers agree.
@@ -122,9 +121,6 @@ def check(settings: Settings, model: Model, json: options.Json = False) -> None:
         output.text(str(found.verdict))
     if not found.passed:
         raise typer.Exit(ExitCode.INTERNAL)
-
-
-app.command("check")(check)
 
 
 @app.command("clear")

@@ -28,7 +28,6 @@ from cacheblend_cli.engine.outer_ranks import num_ranks
 from cacheblend_cli.engine.rank_group import group_of, rank_device
 from cacheblend_cli.errors import PromptTooLong
 from cacheblend_cli.kv.calibration import calibrate
-from cacheblend_cli.kv.forward import Observer
 from cacheblend_cli.kv.generic_check import check_once
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
 from cacheblend_cli.model.decoder import Decoder
@@ -153,12 +152,12 @@ class Runtime:
         pool = KVPool.of(self.decoder, -(-num_tokens // size), size) if memory is None else memory.pool
         return pool.new_sequence(num_tokens)
 
-    def decode_runner(self, pool: KVPool, observer: Observer | None = None) -> DecodeRunner:
-        """Return the runner that decodes sequences of that pool. observer: sees every step, if no graph is replayed."""
+    def decode_runner(self, pool: KVPool) -> DecodeRunner:
+        """Return the runner that decodes sequences of that pool."""
         memory = self.memory()
         if memory is not None and memory.pool is pool and not isinstance(memory.runner, EagerRunner):
             return memory.runner
-        return EagerRunner(self.decoder, pool, observer)
+        return EagerRunner(self.decoder, pool)
 
     def template_of(self, wording: Wording | None = None, day: date | None = None) -> PromptTemplate:
         """Template with this wording and date. None for either: the engine's own. A template that prints no date ignores

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from codecs import BOM_UTF8
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -267,7 +268,7 @@ def parse(kind: type[Body], body: bytes) -> Body:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad(f"the body is not JSON: {error}") from error
     if isinstance(parsed, AskBody):
-        _check_unsupported(parsed)
+        refuse_unsupported(parsed, _NEUTRAL)
     return parsed
 
 
@@ -288,9 +289,10 @@ def _dotted(path: str) -> str:
     return path.replace("[...]", "").replace("[", ".").replace("]", "").strip(".")
 
 
-def _check_unsupported(body: AskBody) -> None:
-    for name, neutral in _NEUTRAL.items():
-        raw = bytes(getattr(body, name))
+def refuse_unsupported(body: Struct, neutral_values: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises ApiError for a field with another value than those that change nothing; null never does."""
+    for name, neutral in neutral_values.items():
+        raw = bytes(getattr(body, name, b"null"))
         if raw != b"null" and (len(raw) > 64 or msgspec.json.decode(raw) not in neutral):
             raise ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Raw, Struct
 
 from cacheblend_cli.server.bodies import (
@@ -24,6 +23,7 @@ from cacheblend_cli.server.bodies import (
     SearchIn,
     Stop,
     TopLogprobs,
+    refuse_unsupported,
 )
 from cacheblend_cli.server.embedding import MAX_TEXTS
 from cacheblend_cli.server.errors import ApiError, bad
@@ -150,10 +150,7 @@ class AnswerBody(LoadBody, forbid_unknown_fields=True, kw_only=True):
     def ask_body(self) -> AskBody:
         """The request in the form of /v1. Raises ApiError for what is not supported."""
         self.check()
-        for name, neutral in _NEUTRAL.items():
-            raw = bytes(getattr(self, name, b"null"))
-            if raw != b"null" and (len(raw) > 64 or msgspec.json.decode(raw) not in neutral):
-                raise ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
+        refuse_unsupported(self, _NEUTRAL)
         if isinstance(self.think, str):
             raise bad("think is true or false: levels are not supported", "think", "unsupported_parameter")
         return AskBody(
