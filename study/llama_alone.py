@@ -39,7 +39,7 @@ from cacheblend_store import ChunkStore
 from sets import musique
 from torch import Tensor
 
-from cacheblend_cli.blend.corrections import CHUNK, LENGTHS, NEAR, _noise, _solved
+from cacheblend_cli.blend.corrections import CHUNK, LENGTHS, NEAR, _explained, _noise, _solved
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.connectors.llama_library import ROPE_NORM, library
 from cacheblend_cli.engine.engine import Engine
@@ -235,8 +235,9 @@ def regress(old: Tensor, new: Tensor, known: Tensor) -> Tensor:
     noise = torch.diag_embed(_noise(sizes, torch.full(sizes.shape, 1 / len(old)))[0])
     parts = []
     for i, part in enumerate(change.chunk(2, -1)):
-        weights = _solved((alike[i][:, known] + noise)[None], part[None])[0]
-        parts.append(old.chunk(2, -1)[i] + alike[i].mT @ weights)
+        lower, cross = torch.linalg.cholesky((alike[i][:, known] + noise)[None]), alike[i][None]
+        move = cross[0].mT @ _solved(lower, part[None])[0]
+        parts.append(old.chunk(2, -1)[i] + (move * _explained(lower, cross)[0][:, None] if i == 0 else move))
     return torch.cat(parts, -1)
 
 

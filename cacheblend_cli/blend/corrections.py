@@ -85,7 +85,9 @@ class Regression:
     regression, one chunk and layer at a time, over K before RoPE and V together.
 
     The prior correlates all tokens of a chunk (the mean shift), more strongly if they are close to each other or if their
-    old K and V are similar. Recomputed tokens that disagree reduce the shift; a chunk without any is not shifted.
+    old K and V are similar. Recomputed tokens that disagree reduce the shift; a chunk without any is not shifted. K, which decides
+    where later tokens look, is shifted by the share of a token's variance that is explained, times the prediction: a token of
+    which little is known keeps nearly its old K (study/fidelity.md).
 
     A token is shifted by later tokens of its own chunk too, never by another chunk: causal per chunk, not per token.
     """
@@ -189,24 +191,32 @@ class _Part:
         change = fresh.index_select(0, self.own.flatten()).view(num_chunks, num_known, -1).sub_(old[:, known])
         sizes = _over_heads(layer, torch.linalg.vector_norm(change, dim=-1).square_())
         noise = torch.diag_embed(_noise(sizes, self.share[:, 0, known]))
-        weights = _solved(alike[:, :, known] + noise, change)
-        of_each = zip(old[:, stale].split(widths, -1), weights.split(widths, -1), (old_k, old_v), strict=True)
-        k, v = (torch.baddbmm(o, alike[:, :, stale].mT, w).view(-1, *like.shape[1:]) for o, w, like in of_each)
+        lower, cross = torch.linalg.cholesky_ex(alike[:, :, known] + noise).L, alike[:, :, stale]
+        trusts = _explained(lower, cross)[..., None], None
+        of_each = zip(old[:, stale].split(widths, -1), _solved(lower, change).split(widths, -1), trusts, strict=True)
+        moved = (torch.baddbmm(o, cross.mT if trust is None else cross.mT * trust, w) for o, w, trust in of_each)
+        k, v = (x.view(-1, *like.shape[1:]) for x, like in zip(moved, (old_k, old_v), strict=True))
         slots = Slots(self.slots[:, stale].flatten(), *self.forth[layer.rope])
         layer.kernels.rope_and_cache(None, k, v, pool.layers[layer.index], slots)
 
 
-def _solved(a: Tensor, b: Tensor) -> Tensor:
-    """a^-1 b, a positive definite: fp32 [C, M, M] and [C, M, width].
+def _explained(lower: Tensor, cross: Tensor) -> Tensor:
+    """Share of a stale token's prior variance that the known ones explain, fp32 [C, S]. lower: see `_solved`; cross: [C, M, S],
+    covariance of the known with the stale."""
+    half = torch.linalg.solve_triangular(lower, cross, upper=False)
+    return half.square_().sum(1).div_(1 + CHUNK + NEAR * len(LENGTHS))
+
+
+def _solved(lower: Tensor, b: Tensor) -> Tensor:
+    """(lower lower^T)^-1 b, by a Cholesky factor: fp32 [C, M, M] and [C, M, width].
 
     LU (solve, inv_ex) is faster, but MKL's batched LU fails or hangs with several threads and M of about 200.
     """
-    lower = torch.linalg.cholesky_ex(a).L
     return _by_triangles(lower, b) if b.is_cuda else torch.cholesky_solve(b, lower)
 
 
 def _by_triangles(lower: Tensor, b: Tensor) -> Tensor:
-    """(lower lower^T)^-1 b. For GPUs: up to torch 2.11 a batched `cholesky_solve` is MAGMA's, which allocates from the driver
+    """`_solved` for GPUs: up to torch 2.11 a batched `cholesky_solve` is MAGMA's, which allocates from the driver
     and synchronises on every call."""
     half = torch.linalg.solve_triangular(lower, b, upper=False)
     return torch.linalg.solve_triangular(lower.mT, half, upper=True)
