@@ -189,7 +189,7 @@ def test_an_answer_goes_on_while_anothers_chunks_are_stored(
     monkeypatch.setattr(Collector, "put", lambda *given: (counts.append(len(listener.events)), put(*given))[1])
     submit(
         service,
-        house.request(AskRequest("who?", (), BlendParams(), replace(SAMPLING, max_tokens=400, logprobs=0))),
+        house.request(AskRequest("who?", (), BlendParams(), replace(SAMPLING, max_tokens=200, logprobs=0))),
         listener,
     )
     [answer] = submit(service, house.request())[0].done().answers

@@ -124,7 +124,7 @@ def test_no_memory_for_a_graph_names_the_flag(engine: Engine) -> None:
 def test_steps_ahead_end_where_the_plain_loop_ends(engine: Engine) -> None:
     """EOS at every place of the answer, and stop strings cut anywhere out of it."""
     pool = pool_of(engine)
-    params = SamplingParams(max_tokens=12, temperature=1.5, seed=11)
+    params = SamplingParams(max_tokens=8, temperature=1.5, seed=11)
     whole, _ = run(engine, pool, params, None, False)
     for eos in set(whole.token_ids):
         ours, theirs = (run(engine, pool, params, None, ahead, {eos})[0] for ahead in (True, False))
@@ -133,7 +133,7 @@ def test_steps_ahead_end_where_the_plain_loop_ends(engine: Engine) -> None:
         assert ours.token_ids == whole.token_ids[: whole.token_ids.index(eos) + 1]
     for start in range(len(whole.text)):
         stop = (whole.text[start : start + 2],)
-        stopped = SamplingParams(max_tokens=12, temperature=1.5, seed=11, stop=stop)
+        stopped = SamplingParams(max_tokens=8, temperature=1.5, seed=11, stop=stop)
         ours, theirs = (run(engine, pool, stopped, None, ahead)[0] for ahead in (True, False))
         assert facts(ours) == facts(theirs)
         assert ours.text == whole.text[: whole.text.find(stop[0])]
