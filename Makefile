@@ -28,6 +28,7 @@ test: install
 # hours of kills, cuts and flipped bits, and properties on examples of this run's own; writes benchmarks/results/torture.*
 torture: install
 	$(BIN)/pytest --hypothesis-profile=torture
+	$(BIN)/pytest -m torture tests/collect tests/engine tests/kernels tests/model
 	$(BIN)/python benchmarks/torture.py
 
 lint: install
