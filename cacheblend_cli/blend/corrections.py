@@ -87,7 +87,7 @@ class Regression:
     The prior correlates all tokens of a chunk (the mean shift), more strongly if they are close to each other or if their
     old K and V are similar. Recomputed tokens that disagree reduce the shift; a chunk without any is not shifted. K, which decides
     where later tokens look, is shifted by the share of a token's variance that is explained, times the prediction: a token of
-    which little is known keeps nearly its old K (study/fidelity.md).
+    which little is known keeps nearly its old K (study/fidelity.md). Of latent attention, whose keys are in V too, both move in full.
 
     A token is shifted by later tokens of its own chunk too, never by another chunk: causal per chunk, not per token.
     """
@@ -192,7 +192,7 @@ class _Part:
         sizes = _over_heads(layer, torch.linalg.vector_norm(change, dim=-1).square_())
         noise = torch.diag_embed(_noise(sizes, self.share[:, 0, known]))
         lower, cross = torch.linalg.cholesky_ex(alike[:, :, known] + noise).L, alike[:, :, stale]
-        trusts = _explained(lower, cross)[..., None], None
+        trusts = None if layer.latent_heads is not None else _explained(lower, cross)[..., None], None
         of_each = zip(old[:, stale].split(widths, -1), _solved(lower, change).split(widths, -1), trusts, strict=True)
         moved = (torch.baddbmm(o, cross.mT if trust is None else cross.mT * trust, w) for o, w, trust in of_each)
         k, v = (x.view(-1, *like.shape[1:]) for x, like in zip(moved, (old_k, old_v), strict=True))

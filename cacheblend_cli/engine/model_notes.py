@@ -13,7 +13,7 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.types import BlendParams, SamplingParams
 
-FORMAT = 1  # of the check: one more where it measures otherwise
+FORMAT = 2  # of the check: one more where it measures, or blending computes, otherwise
 DEFAULT = BlendParams()
 
 

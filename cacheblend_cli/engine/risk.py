@@ -22,7 +22,7 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.types import BlendParams
 
-FORMAT, SIGNALS = 1, 4
+FORMAT, SIGNALS = 2, 4  # the format: one more where blending computes otherwise
 RIDGE = 1.0
 """What a weight costs: half its square, in the log-likelihood's unit. It keeps weights finite where the signals part the
 tokens completely."""

@@ -38,7 +38,7 @@ from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.prompt.plan import PromptPlan, Segment
 
 T = TypeVar("T")
-FORMAT = 3
+FORMAT = 4
 PROBE_ROWS = (8, 32, 128, 512, 1024)
 PROBE_S = 1.0
 """Seconds for the probes of compute; a size that would not fit what is left of them is not measured."""

@@ -2,7 +2,7 @@
 
 It is built when the package is installed, where there is a C compiler. Each function returns None for what the compiled code
 does not take (no such code, another dtype, a width that is no multiple of 16): torch's operations then do the same, equal up
-to the order of sums; `round_rows` and `rope_and_cache` are equal to the bit.
+to the order of sums and the last bits of e^x; `round_rows` and `rope_and_cache` are equal to the bit.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ ABI, LANES, CHUNK, MAX_DIM = 2, 16, 256, 256  # as in cpu.c
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ALONE = 1 << 15  # values up to which a second thread costs more than it saves
 
-# The structures of cpu.c. Packing them takes less time than ctypes.Structure, most of all with cold caches.
-_NORM, _GATE, _ROUNDING = Struct("4P2qf3i").pack, Struct("2P2q2i").pack, Struct("3P2q3i").pack
-_ATTENTION, _ROPE = Struct("7P9qf2i").pack, Struct("9P8q2i").pack
+# The structures of cpu.c, with the padding at their ends. Packing takes less time than ctypes.Structure, most of all with cold caches.
+_NORM, _GATE, _ROUNDING = Struct("4P2qf3i0P").pack, Struct("2P2q2i0P").pack, Struct("3P2q3i0P").pack
+_ATTENTION, _ROPE = Struct("7P9qf2i0P").pack, Struct("9P8q2i0P").pack
 
 
 @cache
@@ -69,9 +69,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
 def silu_and_mul(gate_up: Tensor) -> Tensor | None:
     """silu(gate) * up, both rounded to the dtype. gate_up: [num_rows, 2 * dim]."""
-    code, kind, (num_rows, width) = library(), _TYPES.get(gate_up.dtype), gate_up.shape
-    if code is None or kind is None or width % (2 * LANES) or not gate_up.is_cpu or not gate_up.is_contiguous():
+    code, kind, shape = library(), _TYPES.get(gate_up.dtype), gate_up.shape
+    if code is None or kind is None or len(shape) != 2 or shape[1] % (2 * LANES) or not gate_up.is_cpu:
         return None
+    if not gate_up.is_contiguous():
+        return None
+    num_rows, width = shape
     out = gate_up.new_empty(num_rows, width // 2)
     addresses = gate_up.data_ptr(), out.data_ptr()
     code.cb_silu_and_mul(_GATE(*addresses, num_rows, width // 2, kind, _threads(num_rows * width // 2)))
@@ -111,9 +114,8 @@ def decode_attention(q: Tensor, cache: LayerCache, meta: AttentionMetadata, para
     out, chunks = torch.empty_like(q), -(-(meta.max_kv_len or max_keys) // CHUNK)
     addresses = q.data_ptr(), *pool, *where, out.data_ptr(), 0
     shape = num_rows, num_seqs, num_heads, num_kv_heads, dim, block_size, max_blocks, chunks, params.sliding_window or 0
-    if code.cb_decode_attention(_ATTENTION(*addresses, *shape, params.scale, kind, torch.get_num_threads())):
-        raise MemoryError("no memory for the parts of decode attention")
-    return out
+    failed = code.cb_decode_attention(_ATTENTION(*addresses, *shape, params.scale, kind, torch.get_num_threads()))
+    return None if failed else out
 
 
 def rope_and_cache(

@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -27,7 +28,7 @@ from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.model.machine_speeds import cpu_name
 from cacheblend_cli.model.read_ahead import remember
 
-FORMAT = 1
+FORMAT = 2
 TOKENS, STEPS = 8, 8
 PROBE_TIMEOUT_S = 600
 
@@ -54,23 +55,27 @@ def llama_engine(runtime: Runtime) -> LlamaCpp | None:
     """The engine that decodes for this runtime, loaded when it is first asked for; None where this one does, with a message
     where llama.cpp was wanted and refused."""
     choice = runtime.decode_with
-    if choice.file is None or choice.decided:
-        return choice.engine
-    choice.decided = True
-    try:
-        speeds = decode_speeds(runtime)
-        if speeds.error is not None:
-            raise LlamaError(f"llama.cpp does not run here: {speeds.error}")
-        if choice.measured and speeds.own_s <= speeds.llama_cpp_s:
-            return None
-        llama = LlamaCpp(library(), choice.file, torch.get_num_threads())
-        with _ShortPrompt(runtime) as prompt:
-            llama.check(prompt.token_ids, export(runtime.decoder, prompt.sequence, TOKENS))
-        choice.engine = llama
-        remember(runtime.config, "decoder", [choice.file])
-    except LlamaError as error:
-        runtime.say(f"{error.message}; cacheblend decodes by itself")
+    if not choice.decided:
+        choice.decided = True
+        try:
+            choice.engine = None if choice.file is None else _loaded(runtime, choice.file, measured=choice.measured)
+        except LlamaError as error:
+            runtime.say(f"{error.message}; cacheblend decodes by itself")
+        remember(runtime.config, "decoder", [] if choice.engine is None else [choice.engine.file])
     return choice.engine
+
+
+def _loaded(runtime: Runtime, file: Path, *, measured: bool) -> LlamaCpp | None:
+    """llama.cpp with the file, whose KV is this model's; None where it is `measured` and slower. Raises LlamaError."""
+    speeds = decode_speeds(runtime)
+    if speeds.error is not None:
+        raise LlamaError(f"llama.cpp does not run here: {speeds.error}")
+    if measured and speeds.own_s <= speeds.llama_cpp_s:
+        return None
+    llama = LlamaCpp(library(), file, torch.get_num_threads())
+    with _ShortPrompt(runtime) as prompt:
+        llama.check(prompt.token_ids, export(runtime.decoder, prompt.sequence, TOKENS))
+    return llama
 
 
 def hand_over(runtime: Runtime, worker: Worker, sequence: Sequence) -> bool:

@@ -119,6 +119,7 @@ class LlamaCpp:
             start = time.perf_counter()
             self._run([token], [PROBED + step], [0])
             best = min(best, time.perf_counter() - start)
+        self.library.llama_memory_seq_rm(self.library.llama_get_memory(self._context), 0, -1, -1)
         return best
 
     @property
