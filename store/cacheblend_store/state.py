@@ -25,21 +25,21 @@ class State:
     """Counters, exact in the transaction that reads them, and the quota. All sizes are in bytes.
 
     generation: increases with every commit that adds or removes chunks or documents; derived from the clock, so that no two
-    copies of a store share one. live_bytes: all blobs. text_bytes: all chunk records (text, token ids, digests). max_bytes: the
-    quota for live_bytes + text_bytes, 0 = none.
+    copies of a store share one. live_bytes: all blobs. text_bytes: all chunk records (text, token ids, digests); None in a
+    store of an earlier version, which did not count them. max_bytes: the quota for live_bytes + text_bytes, 0 = none.
     """
 
-    generation: int
-    live_bytes: int
-    max_bytes: int
-    text_bytes: int
+    generation: int = 0
+    live_bytes: int = 0
+    max_bytes: int = 0
+    text_bytes: int | None = None
 
 
 def write_identity(transaction: Any, dbs: Mapping[str, Any]) -> None:
     meta = dbs["meta"]
     transaction.put(_VERSION, str(FORMAT_VERSION).encode(), db=meta)
     transaction.put(_IDENTITY, seal(_IDENTITY, uuid.uuid4().hex.encode()), db=meta)
-    write_state(transaction, dbs, State(1, 0, 0, 0))
+    write_state(transaction, dbs, State(generation=1, text_bytes=0))
 
 
 def read_identity(get: Get, where: str) -> str:

@@ -39,7 +39,8 @@ class StoreWriter:
         self._txn, self._dbs, self._pages = transaction, dbs, pages
         self._checked = set[tuple[str, bytes]]()
         self.state = self._before = read_state(self.get, pages)
-        self._num_bytes = {"blobs": self.state.live_bytes, "chunks": self.state.text_bytes}
+        text_bytes = self.state.text_bytes if self.state.text_bytes is not None else count_bytes(pages, "chunks")
+        self._num_bytes = {"blobs": self.state.live_bytes, "chunks": text_bytes}
         self._own = set[tuple[str, bytes]]()  # records written in this transaction
         self._changes: Changes | None = Changes(set(), set())  # None: not all of them are known
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from bare_store import bare_writing
 from cacheblend_store import BadBlob, ChunkStore, DocumentChunk, DocumentRecord, StoreFull, prune, stats, verify
-from cacheblend_store.format.records import decode_manifest, encode_manifest, unseal
+from cacheblend_store.format.records import decode_manifest, encode_manifest, seal_json, unseal
 from cacheblend_store.writer import with_digests
 from small_chunks import COLLECTION, key_of, make_chunk
 
@@ -236,3 +236,18 @@ def test_text_that_has_no_room_is_refused_unless_a_document_owns_it(store: Chunk
     store.put_documents([DocumentRecord("own.md", COLLECTION, "digest", places, 1.0)], (), [make_chunk(2)[0]])
     assert [m.key for m in store.chunks()] == [key_of(2)]
     assert verify(store).ok
+
+
+def test_a_store_whose_counters_know_no_texts_counts_them(store: ChunkStore) -> None:
+    store.put_chunks([make_chunk(seed) for seed in SEEDS[:3]])
+    with store.read() as reader:
+        state = reader.state()
+    with bare_writing(store) as (txn, dbs):
+        old = {name: value for name, value in vars(state).items() if name != "text_bytes"}
+        txn.put(b"state", seal_json(b"state", old), db=dbs["meta"])
+    assert verify(store).ok
+    assert stats(store).text_bytes == state.text_bytes
+    store.put_chunk(*make_chunk(SEEDS[3]))
+    with store.read() as reader:
+        sizes = [len(reader.get("chunks", key)) for key in reader.keys_from(b"")]
+        assert reader.state().text_bytes == sum(sizes)

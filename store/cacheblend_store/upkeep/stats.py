@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cacheblend_store.lmdb_file.directory import DATA
+from cacheblend_store.state import count_bytes
 from cacheblend_store.store import ChunkStore
 
 
@@ -59,7 +60,7 @@ def stats(store: ChunkStore) -> StoreStats:
             chunks=reader.entries("chunks"),
             documents=reader.entries("documents"),
             live_bytes=state.live_bytes,
-            text_bytes=state.text_bytes,
+            text_bytes=count_bytes(reader.pages, "chunks") if state.text_bytes is None else state.text_bytes,
             used_bytes=reader.pages.used_bytes("chunks") + reader.pages.used_bytes("blobs"),
             max_bytes=state.max_bytes,
             file_bytes=(store.path / DATA).stat().st_size,

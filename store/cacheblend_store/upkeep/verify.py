@@ -172,7 +172,7 @@ def _check_counters(reader: StoreReader, report: VerifyReport) -> None:
         text = "the record of the counters does not read, and the quota that was in it is lost"
     elif state.live_bytes != there:
         text = f"the counters say {state.live_bytes:,} bytes of blobs, and there are {there:,}"
-    elif state.text_bytes != text_bytes:
+    elif state.text_bytes not in (None, text_bytes):
         text = f"the counters say {state.text_bytes:,} bytes of chunk records, and there are {text_bytes:,}"
     if text:
         report.findings.append(Finding("counter", text))
