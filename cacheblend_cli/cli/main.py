@@ -171,13 +171,25 @@ def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def _cpus_are_short(stat: str = "/proc/stat") -> bool:
-    """Return whether a thread of this process on each of its CPUs, and those of others that run now, are more than the CPUs; True
-    where the system does not say."""
+    """Return whether others run now on CPUs that this process would use; True where the system does not say, or gives this process
+    a share of its CPUs."""
     try:
-        running = min(_running_threads(stat) for _ in range(3))  # what runs for a moment does not count
-        return running - 1 + len(os.sched_getaffinity(0)) > (os.cpu_count() or 1)
+        others = min(_running_threads(stat) for _ in range(3)) - 1  # what runs for a moment does not count
+        own, count = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+        if others < 0 or (own < count and others) or _has_quota():
+            return True
+        return others + own > count
     except (OSError, IndexError, ValueError, AttributeError):
         return True
+
+
+def _has_quota(limit: str = "/sys/fs/cgroup/cpu.max") -> bool:
+    """Return whether the control group is stopped for the rest of a period once it has used its CPU time."""
+    try:
+        with open(limit, encoding="ascii") as line:
+            return not line.read().startswith("max")
+    except OSError:
+        return False
 
 
 def _running_threads(stat: str) -> int:

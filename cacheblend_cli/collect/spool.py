@@ -1,4 +1,4 @@
-"""What a run plans, in a temporary file until it is stored: a corpus need not fit in memory, and is not cut twice."""
+"""Temporary file of what a run plans, until it is stored: a corpus need not fit in memory, and is not cut twice."""
 
 from __future__ import annotations
 

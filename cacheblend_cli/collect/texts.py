@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from cacheblend_store import ChunkStore, StoreError
+from cacheblend_store.writer import StoreWriter
 
 from cacheblend_cli.collect.collector import Collector
 from cacheblend_cli.collect.document_records import document_record, is_news
@@ -60,23 +61,23 @@ def plan_texts(collection: Collection, documents: Sequence[Document], settings: 
 
 
 class Putting:
-    """A document on its way into the store: planned, its missing KV fetched from the store's tier or collected one launch at a time,
-    then committed. It is listed and searched once it is there whole, in place of what was stored under its name."""
+    """A document on its way into the store: planned, its missing KV collected one launch at a time, then committed. It is listed
+    and searched once it is there whole, in place of what was stored under its name."""
 
     def __init__(
         self, collection: Collection, store: ChunkStore, document: Document, settings: CollectSettings, title: str = ""
     ) -> None:
         """Cut the document. Any thread. title: the document's name in lists, "" for its id.
 
-        missing: chunks without KV in the store. num_stored: chunks whose KV is there by now. settled: committed or undone.
+        num_stored: chunks whose KV is in the store. settled: committed or undone.
         """
         [(_, self.chunks)] = plan_texts(collection, [document], settings)
         record = document_record(collection, document, self.chunks, settings)
         self._record = replace(record, settings={**record.settings, TITLE: title}) if title else record
         self._store, self._old = store, store.get_document(*record.place)
         self._new = {p.key for p in self.chunks if not store.has_chunk(p.key)}
-        self._left = {p.key: p for p in self.chunks if not store.has_kv(p.key)}
-        self.missing = list(self._left.values())
+        wanted = {p.key: p for p in self.chunks if not store.has_kv(p.key)}
+        self.missing = list(wanted.values())
         self._collector = Collector(collection, store, {p.key for p in self.chunks} | {collection.prefix_key})
         self._launches = self._collect()
         self.num_stored = len(self.chunks) - len(self.missing)
@@ -87,27 +88,15 @@ class Putting:
         """Return whether nothing was stored under the document's name."""
         return self._old is None
 
-    def fetch(self) -> None:
-        """Store the missing KV that the store's tier has, before the first `collect`. Any thread but the engine's: it waits."""
-        try:
-            for key, _ in self._collector.fetch(self.missing):
-                self._left.pop(key)
-                self.num_stored += 1
-                if self.settled:
-                    break
-        finally:
-            if self.settled:  # undone meanwhile
-                self.undo()
-
     def collect(self) -> bool:
         """Do the next launch, in the engine's thread. Returns whether there are more."""
         return next(self._launches, False)
 
     def _collect(self) -> Iterator[bool]:
-        if self._left:
+        if self.missing:
             self._collector.store_prefix()
             yield True
-            for _ in self._collector.store(list(self._left.values())):
+            for _ in self._collector.store(self.missing):
                 self.num_stored += 1
                 yield True
 
@@ -124,8 +113,11 @@ class Putting:
         """Remove what was stored of a document that is not committed. What cannot be removed is logged."""
         self.settled = True
         try:
-            with self._store.read() as reader:
-                loose = [key for key in self._new if not any(reader.documents_of(key))]
-            self._store.remove_chunks(loose)
+            self._store.transact(self._remove_new)
         except StoreError as error:
             logger.error("chunks of a document that was refused stay in the store: %s", error.message)
+
+    def _remove_new(self, writer: StoreWriter) -> None:
+        for key in self._new:
+            if not writer.is_referred(key):  # by a document that was committed meanwhile
+                writer.delete_chunk(key)

@@ -228,7 +228,6 @@ class Engine:
             document = document_of(put_name("", document_id), text, None)
             putting = Putting(collection, store, document, self._collect_settings)
             try:
-                putting.fetch()
                 while self._running().run(_collecting(putting)).result():
                     pass
                 putting.commit()

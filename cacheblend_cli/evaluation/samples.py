@@ -61,7 +61,7 @@ class _Row(Struct):
 
 
 class _Numbered(Struct):
-    """Beside its fields "0", "1", ... for the texts."""
+    """Sample whose texts are in fields "0", "1" and so on."""
 
     query: _Text
     chunk_num: Annotated[int, Meta(ge=1)]
@@ -124,7 +124,13 @@ def _sample(value: Any, place: str) -> Sample:
     try:
         if isinstance(value, dict) and "chunk_num" in value:  # chunks from anywhere, each a page of its own
             numbered = convert(value, _Numbered)
-            texts = convert([value.get(str(i)) for i in range(numbered.chunk_num)], list[_Text])
+            names = [str(i) for i in range(min(numbered.chunk_num, len(value)))]
+            missing = next((name for name in names if name not in value), None)
+            if missing is not None:
+                raise UsageError(
+                    f'{place} is not a sample: it has no text "{missing}", and chunk_num is {numbered.chunk_num}', _HINT
+                )
+            texts = convert([value[name] for name in names], list[_Text])
             return Sample(numbered.query.strip(), _flat(numbered.answers), tuple(map(Context, texts)))
         row = convert(value, _Row)
     except ValidationError as error:

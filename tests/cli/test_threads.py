@@ -38,13 +38,21 @@ def test_cpus_are_short_where_others_run_on_them(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(main, "_has_quota", lambda: False)
     (tmp_path / "stat").write_text(f"cpu  1 2 3 4\nctxt 5\nprocs_running {running}\nprocs_blocked 0\n")
     assert _cpus_are_short(str(tmp_path / "stat")) is short
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
-    assert _cpus_are_short(str(tmp_path / "stat")) is (running > 4)
+    assert _cpus_are_short(str(tmp_path / "stat")) is short, "the others may run on this one"
 
 
-@pytest.mark.parametrize("text", ["", "cpu 1\n", "procs_running many\n", "procs_running\n"])
+@pytest.mark.parametrize(("text", "short"), [("max 100000\n", False), ("200000 100000\n", True), (None, False)])
+def test_cpus_are_short_under_a_quota(text: str | None, short: bool, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "cpu.max").write_text(text)
+    assert main._has_quota(str(tmp_path / "cpu.max")) is short
+
+
+@pytest.mark.parametrize("text", ["", "procs_running 0\n", "cpu 1\n", "procs_running many\n", "procs_running\n"])
 def test_a_system_that_does_not_say_counts_as_busy(text: str, tmp_path: Path) -> None:
     assert _cpus_are_short(str(tmp_path / "none"))
     (tmp_path / "stat").write_text(text)

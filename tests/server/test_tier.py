@@ -11,8 +11,6 @@ import pytest
 from cacheblend_store.tier import SharedTier, open_tier
 from object_server import ObjectServer, object_server
 
-from cacheblend_cli.collect.collector import Collector
-
 LONG_S = 60.0  # no test waits for it: requests end before
 DOCUMENTS = [{"text": f"page {i}: the lead of billing is Mara, who moved to Bergen in year {i}"} for i in range(3)]
 
@@ -79,56 +77,3 @@ def test_no_answer_fails_for_the_tier(pair: list[Any], objects: ObjectServer, fa
     assert two.ask(documents=DOCUMENTS).status_code == 200
     assert metric(two, "refused_total" if fault == "damaged" else "failed_total") >= 3
     assert metric(two, "resting") == (fault != "damaged")
-
-
-PAGES = "\n\n".join(
-    f"The lead of billing in year {i} is Mara, who moved to Bergen with {7 * i} others." for i in range(12)
-)
-
-
-def put(server: Any, name: str = "handbook", text: str = PAGES) -> dict[str, Any]:
-    reply = server.client.put(f"/v1/documents/{name}", json={"text": text})
-    assert reply.status_code in (200, 201)
-    found: dict[str, Any] = reply.json()
-    return found
-
-
-@pytest.fixture
-def collected(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Keys of the chunks that are computed from now on."""
-    keys, collect = list[bytes](), Collector.collect
-
-    def noted(self: Collector, chunks: Any) -> Any:
-        keys.extend(chunk.key for chunk in chunks)
-        return collect(self, chunks)
-
-    monkeypatch.setattr(Collector, "collect", noted)
-    return keys
-
-
-def test_a_document_put_to_the_other_comes_from_the_tier(
-    start: Any, objects: ObjectServer, collected: list[bytes]
-) -> None:
-    one, two = (start(tier=SharedTier(open_tier("s3://kv-test/team"), LONG_S)) for _ in range(2))
-    chunks = [chunk["id"] for chunk in put(one)["chunks"]]
-    assert len(collected) == len(chunks) > 3
-    assert one.state.store.tier.flush(LONG_S) == 0
-    collected.clear()
-    assert (
-        put(two)["chunks"] == put(start(), "other")["chunks"]
-    )  # new ones, as those that a server without a tier computes
-    assert {key.hex() for key in collected} == set(chunks)  # of the third server
-    with two.state.store.read() as reader:
-        assert all(reader.undamaged(bytes.fromhex(key)).has_kv for key in chunks)
-
-
-def test_a_document_is_computed_where_the_tier_fails(start: Any, objects: ObjectServer, collected: list[bytes]) -> None:
-    one, two = (start(tier=SharedTier(open_tier("s3://kv-test/team"), LONG_S)) for _ in range(2))
-    put(one)
-    assert one.state.store.tier.flush(LONG_S) == 0
-    for file in objects.objects():
-        data = bytearray(file.read_bytes())
-        data[len(data) // 2] ^= 1
-        file.write_bytes(data)
-    collected.clear()
-    assert len(put(two)["chunks"]) == len(collected)
