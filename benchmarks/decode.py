@@ -208,8 +208,9 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         "# A decoded token",
         "",
-        f"Qwen2.5-0.5B's shape, random weights, a context of {CONTEXT:,} tokens, one answer; a step from the scheduler to the text, medians. Shares of one thread are "
-        "of its CPU time, others of wall-clock time. Views are not counted as operations. By `benchmarks/decode.py`.",
+        f"Qwen2.5-0.5B's shape, random weights, a context of {CONTEXT:,} tokens, one answer; a step from the scheduler to the text. Tokens/s and CPU time are medians of the "
+        "steps; the parts, measured in other steps with timers around them, and the products' share are means. With one thread parts are CPU time, with more "
+        "wall-clock time. Views are not counted as operations. By `benchmarks/decode.py`.",
     ]
     for name, machine in result.items():
         for threads, here in machine["threads"].items():

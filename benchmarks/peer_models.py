@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from machine import write_checkpoint
+
+from cacheblend_cli.cli.main import VARIABLES
 
 QUESTION = "Which team was billed?"
 CHUNKS, CHUNK_TOKENS, ANSWER_TOKENS = 8, 256, 100
@@ -19,6 +22,12 @@ PRECISIONS = {
     "int8 weights": ("bfloat16", "int8"),
 }
 QUANTS = ("F16", "BF16", "Q8_0", "Q4_0")
+
+
+def environment(python: str) -> dict[str, str]:
+    """Return the environment of a measured program: without threads and spinning that somebody has set, nor, of another Python, our path."""
+    unset = ("OMP_NUM_THREADS", "PYTHONPATH" if python != sys.executable else "", *VARIABLES)
+    return {k: v for k, v in os.environ.items() if k not in unset} | {"HF_HUB_OFFLINE": "1"}
 
 
 @dataclass(frozen=True)

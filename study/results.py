@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import statistics
@@ -18,6 +19,7 @@ import torch
 from cacheblend_store import ChunkStore
 from settings import DEFAULT
 
+from cacheblend_cli.blend import corrections
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.prefill import prefill
 from cacheblend_cli.engine.request import resolve
@@ -121,6 +123,26 @@ def _lines(value: Any) -> str:
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return "[\n " + ",\n ".join(json.dumps(row) for row in value) + "\n]"
     return json.dumps(value)
+
+
+def correction_version() -> str:
+    """Return a digest of the blending's corrections: measurements of another version are not of the same default."""
+    return hashlib.blake2b(Path(corrections.__file__).read_bytes(), digest_size=4).hexdigest()
+
+
+class Measurements:
+    """What was measured of each place under one setting and version of the corrections, in a file of JSON lines that a later run goes on from."""
+
+    def __init__(self, path: Path, **setting: Any) -> None:
+        self._path, self._setting = path, {**setting, "correction": correction_version()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else [])
+        self.of = {row["place"]: row for row in rows if {**row, **self._setting} == row}
+
+    def add(self, place: int, found: Row) -> None:
+        self.of[place] = {"place": place, **self._setting, **found}
+        with self._path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(self.of[place]) + "\n")
 
 
 def hardware() -> dict[str, Any]:

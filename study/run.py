@@ -7,7 +7,8 @@
 
 FOLDER has musique_dev.json and rag/*.json; without --data only the handbook's sets are measured. Every setting is compared with
 one full prefill of the same token ids. Each measurement is kept in a file of records as soon as it is made, and a later run goes
-on from there, also after a setting or questions were added. After each set, and when --seconds are over or the run is interrupted,
+on from there, also after a setting or questions were added, but not after a change of `blend/corrections.py`: each version of it
+has a folder of records. After each set, and when --seconds are over or the run is interrupted,
 the results of the questions that are complete are written to OUT/SET.json and, for study/results, into the pages.
 """
 
@@ -25,7 +26,7 @@ import gate
 import torch
 from cacheblend_store import ChunkStore
 from report import PAGES, write_pages
-from results import first_tokens, hardware, rows_of, write_result
+from results import correction_version, first_tokens, hardware, rows_of, write_result
 from sets import StudySet, study_sets
 from settings import main_settings
 
@@ -122,6 +123,7 @@ def main() -> None:
     changed = arguments.quick or arguments.main or arguments.only or arguments.questions or arguments.model
     if arguments.out == RESULTS and (changed or arguments.half == "fit" or arguments.dtype != "float32"):
         parser.error("study/results is for the study as it is: give --out FOLDER")
+    arguments.records /= correction_version()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     if arguments.time:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.rope import LayerRotations
+from cacheblend_cli.model.spec import LENGTH_DEPENDENT, ModelSpec
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.model.weights import IN_FILE, load_weights
 from cacheblend_cli.prompt.template import split_template
@@ -23,15 +25,35 @@ KV = list[tuple[Tensor, Tensor]]
 LONGEST = 1 << 14  # tokens of a prompt
 
 
+LOADED = {"fused", "renamed", "outer", "other_parts"}
+"""What of a spec only says where `load_weights` finds the weights."""
+
+
+def unlike_llama(spec: ModelSpec) -> list[str]:
+    """Return what `Frozen` would compute otherwise than the spec says: names of its fields."""
+    found = [
+        f.name
+        for f in fields(spec)
+        if f.default is not MISSING and f.name not in LOADED | {"norms"} and getattr(spec, f.name) != f.default
+    ]
+    plain = {
+        "norms": [name for name, _ in spec.norms] == ["attention_in", "mlp_in"],
+        "activation": spec.activation == "silu",
+        **{name: not getattr(spec, name) for name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "query_growth")},
+        "sliding_windows": not any(spec.sliding_windows),
+        "rope": spec.rotated_dim == spec.head_dim and spec.rope["rope_type"] not in LENGTH_DEPENDENT,
+    }
+    return found + [name for name, is_plain in plain.items() if not is_plain]
+
+
 class Frozen:
     """A Llama in plain torch on the default device, differentiable in its inputs. Raises ValueError for other architectures."""
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         self.spec = spec = read_spec(path)
-        device, ropes = torch.get_default_device(), [spec.rope_of(i) for i in range(spec.num_layers)]
-        special = (spec.qk_norm, spec.experts, spec.latent, spec.sinks, spec.parallel, len(spec.norms) != 2)
-        if any(special) or any(rope != ropes[0] for rope in ropes):
-            raise ValueError(f"{spec.architecture} is not a plain Llama")
+        if special := unlike_llama(spec):
+            raise ValueError(f"{spec.architecture} is not a plain Llama: {', '.join(special)}")
+        device = torch.get_default_device()
         found = load_weights(spec, path, dtype, device)
         self.weights = {name: found.pop(name).clone() for name in [*found]}
         if IN_FILE in self.weights:

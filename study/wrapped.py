@@ -9,19 +9,22 @@ for recomputation and never moved. Every setting is compared with one full prefi
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from cacheblend_store import ChunkStore
+from results import correction_version
 from sets import musique
 from torch import Tensor
 from wrapped_prompts import Wrappers
@@ -155,10 +158,6 @@ def distance(engine: Engine, request: Request, reference: Reference) -> float:
     return divergence(reference.log_p, log_distribution(torch.cat((first, logits[1:])))).mean_kl
 
 
-Found = dict[str, float]
-"""KL of one question by setting; a setting with wrappers has their name before it."""
-
-
 def measure(
     engine: Engine, samples: Sequence[Sample], wrappers: Mapping[str, Wrappers], known: Sequence[Found] = ()
 ) -> Iterator[Found]:
@@ -202,12 +201,40 @@ def shortened(engine: Engine, sample: Sample, num_tokens: int) -> Sample:
     return replace(sample, contexts=tuple(Context(text) for text in texts))
 
 
+@dataclass
+class Figures:
+    """What was measured before, in a file. setting: all that rows depend on but their wrappers; wrappers: a digest of each, by name."""
+
+    path: Path
+    setting: dict[str, Any]
+    wrappers: dict[str, str]
+    rows: list[Found]
+
+    @classmethod
+    def of(cls, path: Path, setting: dict[str, Any], wrappers: dict[str, str]) -> Figures:
+        """Read the file, without the figures of wrappers that have changed since. Raises ValueError for a file of another setting."""
+        if not path.exists():
+            return cls(path, setting, wrappers, [])
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or found["setting"] != setting:
+            raise ValueError(f"{path} was measured with other settings: give another file")
+        old = {name: digest for name, digest in found["wrappers"].items() if wrappers.get(name, digest) == digest}
+        rows = [{k: kl for k, kl in row.items() if ": " not in k or k.split(": ")[0] in old} for row in found["rows"]]
+        return cls(path, setting, old | wrappers, rows)
+
+    def put(self, number: int, row: Found) -> None:
+        """Replace or add a question's row, and write the file."""
+        self.rows[number : number + 1] = [row]
+        kept = {"setting": self.setting, "wrappers": self.wrappers, "rows": self.rows}
+        self.path.write_text(json.dumps(kept), encoding="utf-8")
+
+
 def report(rows: Sequence[Found]) -> Iterator[str]:
     """Yield a table: mean with its interval, median, 90th percentile, and the paired difference from the default."""
     draws = Bootstrap(len(rows))
     yield f"{len(rows)} questions\n"
     yield f"| setting | KL (95 %) | median | 90th percentile | minus {DEFAULT} (95 %) | nearer |\n{'|---' * 6}|"
-    for name in rows[0]:
+    for name in (name for name in rows[0] if all(name in row for row in rows)):
         own, default = ([row[key] for row in rows] for key in (name, DEFAULT))
         of, less = draws.interval(mean, own), draws.interval(difference, own, default)
         assert of is not None
@@ -229,22 +256,28 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=15)
     parser.add_argument("--cut", type=int, metavar="TOKENS", help="take only the first tokens of each passage")
     parser.add_argument(
-        "--out", type=Path, required=True, help="each question's KL, JSON; what it has is not measured again"
+        "--out",
+        type=Path,
+        required=True,
+        help="each question's KL, JSON; what it has of these settings and wrappers is not measured again",
     )
     arguments = parser.parse_args()
+    files = [Path(file) for file in arguments.wrappers]
+    digests = {file.stem: hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest() for file in files}
+    setting = {name: getattr(arguments, name) for name in ("model", "dtype", "cut")}
+    try:
+        kept = Figures.of(arguments.out, setting | {"correction": correction_version()}, digests)
+    except ValueError as error:
+        parser.error(str(error))
     engine = Engine.load(EngineConfig(model=arguments.model, dtype=arguments.dtype))
     samples = musique(arguments.data, 4)[1::2][: arguments.questions]
     if arguments.cut is not None:
         samples = [shortened(engine, sample, arguments.cut) for sample in samples]
-    wrappers = {Path(file).stem: Wrappers.load(Path(file)) for file in arguments.wrappers}
-    out: Path = arguments.out
-    known = json.loads(out.read_text(encoding="utf-8")) if out.exists() else []
-    rows = list[Found]()
-    for row in measure(engine, samples, wrappers, known):
-        rows.append(row)
-        print(f"  {len(rows)}/{len(samples)}", file=sys.stderr, flush=True)
-        out.write_text(json.dumps([*rows, *known[len(rows) :]]), encoding="utf-8")
-    print("\n".join(report(rows)))
+    wrappers = {file.stem: Wrappers.load(file) for file in files}
+    for number, row in enumerate(measure(engine, samples, wrappers, [*kept.rows])):
+        kept.put(number, row)
+        print(f"  {number + 1}/{len(samples)}", file=sys.stderr, flush=True)
+    print("\n".join(report(kept.rows[: len(samples)])))
 
 
 if __name__ == "__main__":

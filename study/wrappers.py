@@ -1,11 +1,14 @@
 """Train soft tokens around chunks, so that stored KV fits any context (KV Packet, arXiv 2604.13226): what `wrappers.md` reports.
 
-    python study/wrappers.py --data FOLDER --out RUN --seconds 1200        # train; RUN.safetensors, RUN.jsonl
-    python study/wrappers.py --data FOLDER --untrained                     # real tokens as wrappers, nothing trained
+    python study/wrappers.py --data FOLDER --train "soft 8+8" --seconds 1200 --out RUN     # RUN/soft-8+8.safetensors, RUN/log.jsonl
+    python study/wrappers.py --data FOLDER --shift 20 --out RUN                            # nothing trained: a mean change
 
 Every chunk is collected behind the prompt's prefix as [header][chunk][trailer]. The model is frozen; the soft tokens' embeddings are trained by
 KL(full prefill of the prompt without wrappers || stored KV with wrappers, nothing recomputed) over full prefill's own greedy answers. The MuSiQue
-questions in even places are trained on, those in odd places are held out. Seconds are of the CPU. `wrapped.py` measures the result in the engine.
+questions in even places are trained on, without passages that are also given with a question in an odd place, which are held out. Seconds are of
+the CPU. `wrapped.py` measures the result in the engine.
+
+Wrappers that RUN has are trained on from their averaged values, which are all that is kept: Adam's moments, the steps and the lessons begin anew.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -105,6 +108,14 @@ class Lessons:
         return ids[start : start + length]
 
 
+def halves(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
+    """Return the questions to train on, without passages of the held-out ones, and those; of the first only such with two passages left."""
+    tests = list(samples[1::2])
+    theirs = {c.text for sample in tests for c in sample.contexts}
+    left = [replace(s, contexts=tuple(c for c in s.contexts if c.text not in theirs)) for s in samples[0::2]]
+    return [s for s in left if len(s.contexts) >= 2], tests
+
+
 def held_out(prompts: Prompts, samples: Sequence[Sample]) -> list[Lesson]:
     """Questions that are not trained on, each over the beginnings of its first passages."""
     count, length = HELD_OUT_LAYOUT
@@ -176,7 +187,7 @@ def main() -> None:
         metavar="PROMPTS",
         help="train nothing: add these prompts' mean change to stored KV",
     )
-    parser.add_argument("--seconds", type=float, default=1200, help="of the CPU")
+    parser.add_argument("--seconds", type=float, help="of the CPU, with --train (1200)")
     parser.add_argument("--rate", type=float, default=5e-3, help="of embeddings")
     parser.add_argument("--deep-rate", type=float, default=1e-2, help="of a deep header's K and V")
     parser.add_argument("--pool", type=int, default=200, help="lessons that recur")
@@ -189,9 +200,14 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--every", type=int, default=25, help="steps between two looks at the held-out questions")
     parser.add_argument(
-        "--out", type=Path, required=True, help="folder of the log and the wrappers; training goes on from those in it"
+        "--out",
+        type=Path,
+        required=True,
+        help="folder of the log and the wrappers; training begins at the averaged values of those in it",
     )
     arguments = parser.parse_args()
+    if arguments.seconds is not None and not arguments.train:
+        parser.error("--seconds is for --train NAME")
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.set_default_device(arguments.device)
     path = resolve_model(arguments.model)
@@ -199,8 +215,9 @@ def main() -> None:
         prompts = Prompts(Frozen(path, getattr(torch, arguments.dtype)))
         begun = variants(prompts)
     samples = read_samples(arguments.data / "musique_dev.json")
-    tests = held_out(prompts, samples[1::2][: arguments.held_out])
-    lessons = Lessons(prompts, samples[0::2], arguments.tokens, arguments.answer)
+    learned, unseen = halves(samples)
+    tests = held_out(prompts, unseen[: arguments.held_out])
+    lessons = Lessons(prompts, learned, arguments.tokens, arguments.answer)
 
     def note(**fields: object) -> None:
         line = json.dumps({"cpu_s": round(time.process_time(), 1), **fields})
@@ -214,7 +231,7 @@ def main() -> None:
         moved = [float(one.kl(prompts, prompts.shifted(one.chunks, change)).mean()) for one in tests]
         note(name=f"mean change of {arguments.shift} prompts", held_out=moved)
         return
-    trained = dict[str, Trained]()
+    trained, seconds = dict[str, Trained](), arguments.seconds or 1200
     for name in arguments.train:
         kept = file_of(arguments.out, name)
         one = trained[name] = Trained(
@@ -222,10 +239,10 @@ def main() -> None:
         )
         note(name=name, step=0, held_out=distances(prompts, tests, one.average))
     known, begin = list[Lesson](), time.process_time()
-    for step in itertools.count():
+    for step in itertools.count() if trained else ():
         while len(known) < min((step + 1) * arguments.batch, arguments.pool):
             known.append(lessons.draw())
-        over = time.process_time() - begin > arguments.seconds
+        over = time.process_time() - begin > seconds
         for name, one in trained.items():
             one.learn(prompts, [known[(step * arguments.batch + i) % len(known)] for i in range(arguments.batch)])
             if (step + 1) % arguments.every == 0 or over:

@@ -6,8 +6,9 @@ import importlib
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
@@ -61,7 +62,9 @@ SERVER = """
 import json, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 class Fake(BaseHTTPRequestHandler):
-    def do_GET(self): self.reply(json.dumps({"data": [{"id": "tiny"}]}))
+    def do_GET(self):
+        if self.path == "/large": bytes(b"x" * (64 << 20))
+        self.reply(json.dumps({"data": [{"id": "tiny"}]}))
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert asked["prompt"] == [1, 2, 3] and asked["max_tokens"] == 100, asked
@@ -75,7 +78,10 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Fake).ser
 """
 
 
-def test_a_server_that_runs_is_asked_and_its_memory_is_counted(peers: ModuleType, tmp_path: Path) -> None:
+def test_a_server_that_runs_is_asked_and_its_memory_is_counted(
+    peers: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     python = tmp_path / "python"
     python.write_text(f"#!{sys.executable} -u\n{SERVER}")
     python.chmod(0o700)
@@ -84,5 +90,41 @@ def test_a_server_that_runs_is_asked_and_its_memory_is_counted(peers: ModuleType
         found = peers.run(server.command("alone"), server=server)
         assert server.cpu_s() > 0
         assert found["peak_mib"] > server.peak_mib() > 1
+        small = server.peak_mib()
+        urlopen(f"{server.url}/large").close()
+        assert server.peak_mib() > small + 32
+        server.forget_peaks()
+        assert server.peak_mib() < small + 32
+        [pid] = server._stats()
+        assert b"OMP_NUM_THREADS" not in Path(f"/proc/{pid}/environ").read_bytes()
         assert 0 < found["first_s"] <= found["process_first_s"] <= found["process_last_s"]
     assert server.cpu_s() == 0
+
+
+SERVE = """
+import json, sys, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Fake(BaseHTTPRequestHandler):
+    def do_GET(self): self.begin()
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert asked["stream"] and asked["chunks"] == ["a", "b"], asked
+        self.begin()
+        for piece in ({"choices": [{}]}, {"choices": [{}], "blend": {"notes": []}}, {"choices": [], "usage": {"completion_tokens": 100}}):
+            self.wfile.write(f"data: {json.dumps(piece)}\\n\\n".encode())
+            self.wfile.flush()
+        self.wfile.write(b"data: [DONE]\\n\\n")
+    def begin(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *about): pass
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Fake).serve_forever()
+"""
+
+
+def test_a_blended_answers_times_are_those_of_its_stream(peers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("peer_vllm")
+    monkeypatch.setattr(module, "CLI", [sys.executable, "-c", SERVE])
+    models = SimpleNamespace(machine=lambda precision: [], chunks=lambda precision: "a,b")
+    found = module.blended("http://unused", models, "unused")
+    assert found["loaded"] < found["first"] < found["last"]

@@ -141,9 +141,9 @@ def test_a_run_goes_on_from_its_records_and_fills_its_page(
         run(study, monkeypatch, *flags, "--seconds", 0)
         result = json.loads((out / "musique.json").read_text())
         assert result["questions"] == number
-    first = (records / "musique.jsonl").read_text()
+    first = (records / study["results"].correction_version() / "musique.jsonl").read_text()
     run(study, monkeypatch, *flags, "--questions", 2)  # measures nothing
-    assert (records / "musique.jsonl").read_text() == first
+    assert (records / study["results"].correction_version() / "musique.jsonl").read_text() == first
     assert json.loads((out / "musique.json").read_text()) == result
     rows = {row["label"]: row for row in result["rows"]}
     assert result["questions"] == 2

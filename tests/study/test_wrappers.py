@@ -69,6 +69,47 @@ def test_the_engine_measures_what_was_trained(
     assert len(set(found.values())) == len(found) == 6
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "field"),
+    [
+        ("llama-gqa", {"attention_bias": True}, "qkv_bias"),
+        ("llama-gqa", {"hidden_act": "gelu"}, "activation"),
+        ("mistral", {"sliding_window": 24}, "sliding_windows"),
+    ],
+)
+def test_a_model_that_is_computed_otherwise_is_refused(
+    study: dict[str, ModuleType], tmp_path: Path, family: str, changes: dict[str, Any], field: str
+) -> None:
+    write_checkpoint(tmp_path / "model", family, **changes)
+    with pytest.raises(ValueError, match=field):
+        study["torch_llama"].Frozen(tmp_path / "model", torch.float32)
+
+
+def test_figures_are_kept_by_setting_and_wrappers(study: dict[str, ModuleType], tmp_path: Path) -> None:
+    of, path = study["wrapped"].Figures.of, tmp_path / "kl.json"
+    row = {"default 0.15": 0.1, "a: reuse": 0.2, "b: reuse": 0.3}
+    of(path, {"cut": None}, {"a": "1", "b": "2"}).put(0, row)
+    assert of(path, {"cut": None}, {"a": "1"}).rows == [row]
+    again = of(path, {"cut": None}, {"a": "1", "b": "3"})
+    assert again.rows == [{"default 0.15": 0.1, "a: reuse": 0.2}]
+    again.put(0, row)
+    again.put(1, {"default 0.15": 0.4, "b: reuse": 0.1})
+    assert of(path, {"cut": None}, {"b": "3"}).rows == again.rows
+    page = "\n".join(study["wrapped"].report(again.rows))
+    assert "b: reuse" in page
+    assert "a: reuse" not in page
+    with pytest.raises(ValueError, match=path.name):
+        of(path, {"cut": 128}, {"a": "1", "b": "3"})
+
+
+def test_no_held_out_passage_is_trained_on(study: dict[str, ModuleType]) -> None:
+    texts = [("a", "b", "c"), ("a", "d"), ("e", "d", "f"), ("g", "h"), ("g", "h", "i")]
+    samples = [Sample("?", (), tuple(Context(t) for t in of)) for of in texts]
+    learned, tests = study["wrappers"].halves(samples)
+    assert [[c.text for c in sample.contexts] for sample in learned] == [["b", "c"], ["e", "f"]]
+    assert tests == samples[1::2]
+
+
 def test_one_chunk_without_wrappers_is_a_full_prefill(study: dict[str, ModuleType], prompts: Any) -> None:
     of = lesson(study, prompts, Sample("where?", (), SAMPLE.contexts[:1]), 4)
     assert distance(prompts, of, None) < 1e-8

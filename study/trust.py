@@ -1,0 +1,106 @@
+"""How far the regression moves K: not shrunk, times the explained share e of a token's variance (the product's), or times e squared.
+
+    python study/trust.py --data FOLDER --ratio 0.15 --places 26,27,28 --out study/results/trust.json
+
+KL is that of study/README.md at the default's settings, over questions of `musique` (test half) by their place, paired on each question. A file
+of records keeps what was measured; a later run with the same corrections (`blend/corrections.py`) goes on from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from cacheblend_store import ChunkStore
+from results import Measurements, hardware, write_result
+from sets import study_sets
+from torch import Tensor
+from wrapped import TOKENS, distance, resolved
+
+from cacheblend_cli.blend import corrections
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.evaluation.bootstrap import Bootstrap, difference, mean
+from cacheblend_cli.evaluation.chunks import SampleChunks
+from cacheblend_cli.evaluation.measures import AnswerLengths, run_full
+from cacheblend_cli.evaluation.samples import Sample
+from cacheblend_cli.types import BlendParams
+
+POWERS = {"unshrunk": 0, "e": 1, "e squared": 2}
+"""Of the explained share, by name. With power 1 nothing is changed."""
+
+
+@contextmanager
+def trusting(power: int) -> Iterator[None]:
+    """Let the regression move K by this power of the explained share."""
+    explained = corrections._explained
+
+    def of(lower: Tensor, cross: Tensor) -> Tensor:
+        return explained(lower, cross).clamp_max(1) ** power
+
+    with patch.object(corrections, "_explained", of):
+        yield
+
+
+def measure(engine: Engine, store: ChunkStore, sample: Sample, ratio: float) -> dict[str, float]:
+    """Return the mean KL over full prefill's answer, by name of the power."""
+    request = resolved(engine, store, sample, SampleChunks(engine, store, [sample]))
+    reference = run_full(engine.runtime, request, AnswerLengths(TOKENS, TOKENS), 0.0)
+    asked, found = replace(request, blend=BlendParams(ratio=ratio)), dict[str, float]()
+    for name, power in POWERS.items():
+        with trusting(power):
+            found[name] = distance(engine, asked, reference)
+    return found
+
+
+def figures(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return each power's mean, its difference from the unshrunk move with 95 % intervals, and on how many questions it is nearer."""
+    bootstrap, found = Bootstrap(len(records)), dict[str, Any]()
+    plain = [record["unshrunk"] for record in records]
+    for name in POWERS:
+        own = [record[name] for record in records]
+        intervals = bootstrap.interval(mean, own), bootstrap.interval(difference, own, plain)
+        of, less = ([float(f"{x:.4g}") for x in (i.value, i.low, i.high)] for i in intervals if i is not None)
+        nearer = sum(a < b for a, b in zip(own, plain, strict=True))
+        found[name] = {"mean": of, "minus_unshrunk": less, "nearer": nearer, "by_question": own}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder with musique_dev.json")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--ratio", type=float, default=0.15)
+    parser.add_argument("--places", required=True, help="questions of the half, counted from 0: 3,5")
+    parser.add_argument("--records", type=Path, default=Path(__file__).parent / "records" / "trust.jsonl")
+    parser.add_argument("--out", type=Path, required=True, help="file of the result")
+    arguments = parser.parse_args()
+    samples = study_sets()["musique"].samples(arguments.data)[1::2]
+    places = [int(place) for place in arguments.places.split(",")]
+    setting = {name: getattr(arguments, name) for name in ("model", "dtype", "ratio")}
+    known = Measurements(arguments.records, **setting)
+    if missing := [place for place in places if place not in known.of]:
+        engine = Engine.load(EngineConfig(model=arguments.model, dtype=arguments.dtype))
+        with (
+            tempfile.TemporaryDirectory(prefix="cacheblend-study-") as folder,
+            ChunkStore.open(Path(folder) / "store", mode="write") as store,
+        ):
+            for place in missing:
+                known.add(place, measure(engine, store, samples[place], arguments.ratio))
+                print(f"  question {place}", file=sys.stderr, flush=True)
+    found = figures([known.of[place] for place in places])
+    write_result(arguments.out, {**setting, "hardware": hardware(), "places": places, **found})
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
