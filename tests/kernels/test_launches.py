@@ -269,6 +269,7 @@ FREE = (
     "slice",
     "split",
     "split_with_sizes",
+    "unbind",
     "transpose",
     "t",
     "select",
