@@ -63,8 +63,8 @@ COLUMNS = {
 }
 SERVED_NOTE = (
     "*served*: vLLM already runs, without a prefix cache. vLLM alone is asked for a completion of the ids; before it, the process starts `cacheblend "
-    "serve --decode-url`, which blends and hands over. The first token is when the client has it, streamed; cacheblend's is "
-    "the first piece of text, which may take a second token. Memory: of each process its peak during the run, together."
+    "serve --decode-url`, which blends and hands over. vLLM's first token is when the client has it, streamed; cacheblend's "
+    "is by its server's own clock, since tokens of random weights may be no text. Memory: of each process its peak during the run, together."
 )
 PLAIN_BUFFERS = "use_extra_bufts=False: ggml's AMX code ends with SIGILL on this CPU"
 

@@ -33,6 +33,7 @@ class RemoteEvents(RequestEvents):
         self._submitted = time.perf_counter()
         self._events: AsyncIterator[Event] | None = None
         self._reader: asyncio.Task[None] | None = None
+        self._is_over = False
         super().__init__(host, request.handed_to(self._file))
 
     def __exit__(self, *error: object) -> None:
@@ -46,12 +47,13 @@ class RemoteEvents(RequestEvents):
     async def next(self) -> Event:
         if self._events is None:
             self._events = self._all()
-        return await anext(self._events)
+        event = await anext(self._events)
+        self._is_over = isinstance(event, Done)
+        return event
 
     async def events(self) -> AsyncIterator[Event]:
-        while not isinstance(event := await self.next(), Done):
-            yield event
-        yield event
+        while not self._is_over:
+            yield await self.next()
 
     async def _all(self) -> AsyncIterator[Event]:
         """Yield events until the end, Done last."""

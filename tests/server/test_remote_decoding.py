@@ -75,7 +75,7 @@ def test_streams_stops_and_usage(start: Any, start_both: Any, fake: FakeServer) 
     here, there = start(), start_both()
     whole = said(here.ask(documents=DOCUMENTS, max_tokens=8))
     stop = whole[len(whole) // 2 :][:2]
-    for more in ({}, {"stop": [stop]}):
+    for more in ({}, {"stop": [stop]}, {"stop": [whole[:2]]}):  # the last one leaves no text
         asked = {
             "documents": DOCUMENTS,
             "max_tokens": 8,
@@ -91,7 +91,7 @@ def test_streams_stops_and_usage(start: Any, start_both: Any, fake: FakeServer) 
             usages.append(records[-1]["usage"]["completion_tokens"])
         assert texts[0] == texts[1]
         assert usages[0] == usages[1]
-    assert len(fake.requests) == 2
+    assert len(fake.requests) == 3
 
 
 def test_over_http_ranges(start_both: Any, fake: FakeServer) -> None:
