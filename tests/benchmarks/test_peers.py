@@ -110,7 +110,7 @@ class Fake(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert asked["stream"] and asked["chunks"] == ["a", "b"], asked
         self.begin()
-        for piece in ({"choices": [{}]}, {"choices": [{}], "blend": {"notes": []}}, {"choices": [], "usage": {"completion_tokens": 100}}):
+        for piece in ({"choices": [{}]}, {"choices": [{}], "blend": {"notes": [], "timing": {"ttft_s": 0.001}}}, {"choices": [], "usage": {"completion_tokens": 100}}):
             self.wfile.write(f"data: {json.dumps(piece)}\\n\\n".encode())
             self.wfile.flush()
         self.wfile.write(b"data: [DONE]\\n\\n")
@@ -122,9 +122,12 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Fake).ser
 """
 
 
-def test_a_blended_answers_times_are_those_of_its_stream(peers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blended_answer_is_timed_by_its_server_and_its_end(
+    peers: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = importlib.import_module("peer_vllm")
     monkeypatch.setattr(module, "CLI", [sys.executable, "-c", SERVE])
     models = SimpleNamespace(machine=lambda precision: [], chunks=lambda precision: "a,b")
     found = module.blended("http://unused", models, "unused")
-    assert found["loaded"] < found["first"] < found["last"]
+    assert found["first"] - found["loaded"] == pytest.approx(0.001, abs=1e-4)
+    assert found["loaded"] < found["last"]
