@@ -78,8 +78,9 @@ def steps_of(folder: Path, precision: str, store_folder: Path, tokens: int) -> t
     import torch
     from cacheblend_store import ChunkStore
 
+    from cacheblend_cli.engine.admission import admitting
     from cacheblend_cli.engine.config import EngineConfig
-    from cacheblend_cli.engine.core import EngineCore, admitting
+    from cacheblend_cli.engine.core import EngineCore
     from cacheblend_cli.engine.events import Failed, Limits
     from cacheblend_cli.engine.pools import pool_for
     from cacheblend_cli.engine.runtime import Runtime

@@ -18,8 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,7 +34,6 @@ from torch import Tensor
 from cacheblend_cli.blend.evidence import attention_peaks
 from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.blend.selectors import Candidates
-from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.fidelity import divergence, log_distribution, teacher_forced
 from cacheblend_cli.engine.prefill import Prefilled, prefill
@@ -163,17 +160,7 @@ def main() -> None:
     samples = study_sets()["musique"].samples(arguments.data)[1::2]
     named = [int(place) for place in arguments.places.split(",")] if arguments.places else range(arguments.questions)
     setting = {name: getattr(arguments, name) for name in ("model", "dtype", "ratio")}
-    known = Measurements(arguments.records, **setting)
-    if missing := [place for place in named if place not in known.of]:
-        engine = Engine.load(EngineConfig(model=arguments.model, dtype=arguments.dtype))
-        with (
-            tempfile.TemporaryDirectory(prefix="cacheblend-study-") as folder,
-            ChunkStore.open(Path(folder) / "store", mode="write") as store,
-        ):
-            for place in missing:
-                known.add(place, measure(engine, store, samples[place], arguments.ratio))
-                print(f"  question {place}", file=sys.stderr, flush=True)
-    found = figures([known.of[place] for place in named])
+    found = figures(Measurements(arguments.records, **setting).complete(named, samples, measure))
     write_result(arguments.out, {**setting, "hardware": hardware(), "places": list(named), **found})
     print(json.dumps(found, indent=1))
 

@@ -9,7 +9,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from cacheblend_store import ChunkStore
 from settings import DEFAULT
 
 from cacheblend_cli.blend import corrections
+from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.prefill import prefill
 from cacheblend_cli.engine.request import resolve
@@ -36,6 +37,7 @@ from cacheblend_cli.types import AskRequest
 MAIN_RATIO = 0.15
 TIMED_ROUNDS = 3
 Row = dict[str, Any]
+Measure = Callable[[Engine, ChunkStore, Sample, float], Row]
 
 
 def rows_of(results: Results, samples: Sequence[Sample], measures: Sequence[str]) -> list[Row]:
@@ -138,6 +140,19 @@ class Measurements:
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else [])
         self.of = {row["place"]: row for row in rows if {**row, **self._setting} == row}
+
+    def complete(self, places: Sequence[int], samples: Sequence[Sample], measure: Measure) -> list[Row]:
+        """Return what was measured of the places, and measure the others with an engine and a store of their own."""
+        if missing := [place for place in places if place not in self.of]:
+            engine = Engine.load(EngineConfig(model=self._setting["model"], dtype=self._setting["dtype"]))
+            with (
+                tempfile.TemporaryDirectory(prefix="cacheblend-study-") as folder,
+                ChunkStore.open(Path(folder) / "store", mode="write") as store,
+            ):
+                for place in missing:
+                    self.add(place, measure(engine, store, samples[place], self._setting["ratio"]))
+                    print(f"  question {place}", file=sys.stderr, flush=True)
+        return [self.of[place] for place in places]
 
     def add(self, place: int, found: Row) -> None:
         self.of[place] = {"place": place, **self._setting, **found}

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,7 +24,6 @@ from torch import Tensor
 from wrapped import TOKENS, distance, resolved
 
 from cacheblend_cli.blend import corrections
-from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.evaluation.bootstrap import Bootstrap, difference, mean
 from cacheblend_cli.evaluation.chunks import SampleChunks
@@ -87,17 +84,7 @@ def main() -> None:
     samples = study_sets()["musique"].samples(arguments.data)[1::2]
     places = [int(place) for place in arguments.places.split(",")]
     setting = {name: getattr(arguments, name) for name in ("model", "dtype", "ratio")}
-    known = Measurements(arguments.records, **setting)
-    if missing := [place for place in places if place not in known.of]:
-        engine = Engine.load(EngineConfig(model=arguments.model, dtype=arguments.dtype))
-        with (
-            tempfile.TemporaryDirectory(prefix="cacheblend-study-") as folder,
-            ChunkStore.open(Path(folder) / "store", mode="write") as store,
-        ):
-            for place in missing:
-                known.add(place, measure(engine, store, samples[place], arguments.ratio))
-                print(f"  question {place}", file=sys.stderr, flush=True)
-    found = figures([known.of[place] for place in places])
+    found = figures(Measurements(arguments.records, **setting).complete(places, samples, measure))
     write_result(arguments.out, {**setting, "hardware": hardware(), "places": places, **found})
     print(json.dumps(found, indent=1))
 

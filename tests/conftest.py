@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-gc.disable()  # until all is collected: imports and rewritten asserts make millions of objects that stay
-
 settings.register_profile(
     "repeatable", derandomize=True, max_examples=50, deadline=None
 )  # judges a change, not its luck
@@ -41,7 +39,6 @@ def pytest_collection_finish() -> None:
     """Take what is loaded by now, torch, transformers and all test modules, out of the garbage collector's rounds."""
     gc.collect()
     gc.freeze()
-    gc.enable()
 
 
 def pytest_unconfigure() -> None:

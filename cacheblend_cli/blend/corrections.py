@@ -192,10 +192,11 @@ class _Part:
         sizes = _over_heads(layer, torch.linalg.vector_norm(change, dim=-1).square_())
         noise = torch.diag_embed(_noise(sizes, self.share[:, 0, known]))
         lower, cross = torch.linalg.cholesky_ex(alike[:, :, known] + noise).L, alike[:, :, stale]
-        trusts = None if layer.latent_heads is not None else _explained(lower, cross)[..., None], None
-        of_each = zip(old[:, stale].split(widths, -1), _solved(lower, change).split(widths, -1), trusts, strict=True)
-        moved = (torch.baddbmm(o, cross.mT if trust is None else cross.mT * trust, w) for o, w, trust in of_each)
-        k, v = (x.view(-1, *like.shape[1:]) for x, like in zip(moved, (old_k, old_v), strict=True))
+        of_v = cross.mT
+        of_k = of_v if layer.latent_heads is not None else of_v * _explained(lower, cross)[..., None]
+        weights = _solved(lower, change).split(widths, -1)
+        of_each = zip(old[:, stale].split(widths, -1), (of_k, of_v), weights, (old_k, old_v), strict=True)
+        k, v = (torch.baddbmm(o, by, w).view(-1, *like.shape[1:]) for o, by, w, like in of_each)
         slots = Slots(self.slots[:, stale].flatten(), *self.forth[layer.rope])
         layer.kernels.rope_and_cache(None, k, v, pool.layers[layer.index], slots)
 

@@ -40,7 +40,7 @@ class Spool:
         self._num_bytes += 0 if place is None else len(data)
         return place
 
-    def append_bytes(self, data: bytes | bytearray) -> Place | None:
+    def append_bytes(self, data: bytes) -> Place | None:
         """Keep bytes. Returns None if the disk has no room for them."""
         with suppress(OSError):  # a full disk: the caller does without
             if self._file is None:

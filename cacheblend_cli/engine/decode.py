@@ -42,10 +42,11 @@ class DecodeRunner(Protocol):
 
 
 class EagerRunner:
-    """Every kernel launched from Python. observer: sees every step."""
+    """Every kernel launched from Python. observer: sees every step, where one is set."""
 
-    def __init__(self, decoder: Decoder, pool: KVPool, observer: Observer | None = None) -> None:
-        self._decoder, self._pool, self.observer = decoder, pool, observer
+    def __init__(self, decoder: Decoder, pool: KVPool) -> None:
+        self._decoder, self._pool = decoder, pool
+        self.observer: Observer | None = None
         self._sequences: list[PagedSequence] = []
         self._kv_lens: list[int] = []
 

@@ -117,11 +117,8 @@ class DecoderLayer:
 
     def project_qkv(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of the rows."""
-        q, kv = self._qkv.both(h)
-        if self.spec.qkv_clip is not None:
-            q, kv = self._clipped(q), self._clipped(kv)
-        k, v = self._keys_and_values(kv)
-        return self._queries(q), k, v
+        q, kv = map(self._clipped, self._qkv.both(h))
+        return self._queries(q), *self._keys_and_values(kv)
 
     def project_q(self, h: Tensor) -> Tensor:
         """q of the rows."""
@@ -146,13 +143,8 @@ class DecoderLayer:
     def _keys_and_values(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         if self._latent is not None:
             return self._latent.keys_and_values(kv)
-        if self._values_of_keys:
-            k, values = kv, self._heads(kv)
-        else:
-            keys, values = kv.view(kv.shape[0], 2, -1, self.head_dim).unbind(1)
-            if self.k_norm is None and self._v_norm is None:
-                return keys, values
-            k = keys.flatten(1)
+        k, v = (kv, kv) if self._values_of_keys else kv.split(kv.shape[-1] // 2, dim=-1)
+        values = self._heads(v)
         if self._v_norm is not None:
             values = self.kernels.rms_norm(values.contiguous(), self._v_norm, self.spec.rms_norm_eps)
         return self._normed_heads(k, self.k_norm), values

@@ -46,8 +46,6 @@ class MLP:
 
     def __call__(self, h: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> the same, some rows at a time: the widest activations of a prefill stay small."""
-        if h.shape[0] <= MLP_ROWS:
-            return self._rows(h)
         most = MLP_ROWS if h.device.type == "cpu" else GPU_MLP_ROWS
         if h.shape[0] <= most:
             return self._rows(h)

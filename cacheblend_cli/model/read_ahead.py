@@ -12,7 +12,8 @@ from typing import Literal, Protocol
 from cacheblend_cli import user_cache
 
 KIND = "read"
-# Bytes; the last page of a piece tells whether it is in memory: the first ones are read with the piece before. Large: after each piece the thread waits for Python's lock.
+# Bytes; the last page of a piece tells whether it is in memory: the first ones are read with the piece before. Large: after each
+# piece the thread waits for Python's lock.
 PIECE = 32 << 20
 MOST = 1 / 2  # of the machine's memory
 

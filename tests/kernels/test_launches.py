@@ -269,7 +269,6 @@ FREE = (
     "slice",
     "split",
     "split_with_sizes",
-    "unbind",
     "transpose",
     "t",
     "select",
