@@ -40,26 +40,6 @@ class EmbedBody(Struct, forbid_unknown_fields=True, kw_only=True):
     user: str | None = None
 
 
-class Embedding(Struct):
-    """embedding: numbers, or their fp32 bytes (little-endian) in base64."""
-
-    object: Literal["embedding"]
-    index: int
-    embedding: list[float] | str
-
-
-class EmbedUsage(Struct):
-    prompt_tokens: int
-    total_tokens: int
-
-
-class EmbedReply(Struct):
-    object: Literal["list"]
-    data: list[Embedding]
-    model: str
-    usage: EmbedUsage
-
-
 def name_of(host: ServerState) -> str:
     """Return the embedding model's name on the wire, without its path."""
     name = host.settings.embeddings or _BUNDLED

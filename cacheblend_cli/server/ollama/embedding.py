@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -14,20 +13,6 @@ from cacheblend_cli.server.http import any_body, unless_left
 from cacheblend_cli.server.ollama.bodies import OldEmbedBody, OllamaEmbedBody
 from cacheblend_cli.server.ollama.models import is_named
 from cacheblend_cli.server.state import ServerState
-
-
-class OllamaEmbedReply(Struct):
-    """Durations in nanoseconds. prompt_eval_count: tokens that were read."""
-
-    model: str
-    embeddings: list[list[float]]
-    total_duration: int
-    load_duration: int
-    prompt_eval_count: int
-
-
-class OldEmbedReply(Struct):
-    embedding: list[float]
 
 
 async def embed(request: Request, host: ServerState) -> Response:

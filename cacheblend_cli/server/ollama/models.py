@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
-from msgspec import Struct, to_builtins
+from typing import Any
 
 from cacheblend_cli.model.model_files import checkpoint_files, is_converted
 from cacheblend_cli.server import embedding
@@ -16,65 +14,6 @@ _LATEST = ":latest"
 _FOREVER = "2318-01-01T00:00:00Z"
 """When a model is unloaded that stays: what Ollama tells for keep_alive -1 is as far away."""
 _LEVELS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-
-
-class Details(Struct):
-    parent_model: str
-    format: str
-    family: str
-    families: list[str]
-    parameter_size: str
-    quantization_level: str
-
-
-class Listed(Struct):
-    """size: bytes of the files. digest: of all that the model's KV or its vectors depend on."""
-
-    name: str
-    model: str
-    modified_at: str
-    size: int
-    digest: str
-    details: Details
-
-
-class Running(Struct):
-    """size: bytes of the weights in memory; size_vram: of these on a GPU."""
-
-    name: str
-    model: str
-    size: int
-    digest: str
-    details: Details
-    expires_at: str
-    size_vram: int
-    context_length: int
-
-
-class Shown(Struct):
-    """template: jinja's, as the model has it."""
-
-    modelfile: str
-    parameters: str
-    template: str
-    details: Details
-    model_info: dict[str, Any]
-    capabilities: list[Literal["completion", "thinking", "embedding"]]
-    modified_at: str
-
-
-class ListReply(Struct):
-    models: list[Listed]
-
-
-class RunningReply(Struct):
-    models: list[Running]
-
-
-class Version(Struct):
-    """The version of Ollama whose API this is."""
-
-    version: str
 
 
 def tagged(name: str) -> str:
@@ -97,51 +36,71 @@ def listed(host: ServerState) -> list[dict[str, Any]]:
     models = [_answering(host)]
     if (own := embedding.model_of(host)) is not None:
         models.append(_embedding(host, own))
-    return [to_builtins(model) for model in models]
+    return models
 
 
 def running(host: ServerState) -> list[dict[str, Any]]:
-    own, decoder = _answering(host), host.runtime.decoder
+    """The answering model; size: bytes of its weights in memory, size_vram: of these on a GPU."""
+    decoder, own = host.runtime.decoder, _answering(host)
     size = decoder.num_parameters * (1 if host.runtime.model.weight_dtype == "int8" else decoder.dtype.itemsize)
+    del own["modified_at"]
     vram = 0 if decoder.device.type == "cpu" else size
-    name, context = own.name, host.runtime.context
-    return [to_builtins(Running(name, name, size, own.digest, own.details, _FOREVER, vram, context))]
+    return [own | {"size": size, "size_vram": vram, "expires_at": _FOREVER, "context_length": host.runtime.context}]
 
 
 def shown(host: ServerState, name: str) -> dict[str, Any]:
     """Raises ApiError for a model that is not here."""
     embedder = embedding.model_of(host)
     if embedder is not None and tagged(name) == tagged(embedding.name_of(host)):
-        return _shown_embedding(host, _embedding(host, embedder), embedder)
+        return _shown_embedding(_embedding(host, embedder), embedder)
     check(host, name)
     return _shown(host, _answering(host))
 
 
-def _answering(host: ServerState) -> Listed:
-    model, name = host.runtime.model, tagged(host.model)
-    size = sum(file.stat().st_size for file in checkpoint_files(model.path))
+def _answering(host: ServerState) -> dict[str, Any]:
+    model = host.runtime.model
     family = str(host.runtime.decoder.spec.config.get("model_type") or "")
     dtype = str(model.decoder.dtype).removeprefix("torch.")
-    details = Details(
-        parent_model="",
-        format="gguf" if is_converted(model.path) else "safetensors",
-        family=family,
-        families=[family],
-        parameter_size=_count(model.decoder.num_parameters),
-        quantization_level="INT8" if model.weight_dtype == "int8" else _LEVELS.get(dtype, dtype),
-    )
-    return Listed(name, name, timestamp(host.started), size, model.fingerprint, details)
+    details = {
+        "parent_model": "",
+        "format": "gguf" if is_converted(model.path) else "safetensors",
+        "family": family,
+        "families": [family],
+        "parameter_size": _count(model.decoder.num_parameters),
+        "quantization_level": "INT8" if model.weight_dtype == "int8" else _LEVELS.get(dtype, dtype),
+    }
+    size = sum(file.stat().st_size for file in checkpoint_files(model.path))
+    return _listed(host, host.model, size, model.fingerprint, details)
 
 
-def _embedding(host: ServerState, own: embedding.Embedder) -> Listed:
-    name = tagged(embedding.name_of(host))
-    details = Details("", "safetensors", "embedding", ["embedding"], "", "")
-    return Listed(name, name, timestamp(host.started), 0, own.digest, details)
+def _embedding(host: ServerState, own: embedding.Embedder) -> dict[str, Any]:
+    details = {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": "embedding",
+        "families": ["embedding"],
+        "parameter_size": "",
+        "quantization_level": "",
+    }
+    return _listed(host, embedding.name_of(host), 0, own.digest, details)
 
 
-def _shown(host: ServerState, model: Listed) -> dict[str, Any]:
+def _listed(host: ServerState, name: str, size: int, digest: str, details: dict[str, Any]) -> dict[str, Any]:
+    """size: bytes of the files. digest: of all that the model's KV or its vectors depend on."""
+    return {
+        "name": tagged(name),
+        "model": tagged(name),
+        "modified_at": timestamp(host.started),
+        "size": size,
+        "digest": digest,
+        "details": details,
+    }
+
+
+def _shown(host: ServerState, model: dict[str, Any]) -> dict[str, Any]:
+    """template: jinja's, as the model has it."""
     runtime, sampling = host.runtime, host.sampling
-    spec, family = runtime.decoder.spec, model.details.family
+    spec, family = runtime.decoder.spec, model["details"]["family"]
     defaults = {
         "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p,
         "num_predict": sampling.max_tokens, "num_ctx": runtime.context,
@@ -156,28 +115,32 @@ def _shown(host: ServerState, model: Listed) -> dict[str, Any]:
         f"{family}.attention.head_count_kv": spec.num_kv_heads,
         f"{family}.vocab_size": spec.vocab_size,
     }
-    shown = Shown(
-        modelfile="\n".join([f"FROM {model.name}", *(f"PARAMETER {k} {v}" for k, v in defaults.items())]),
-        parameters="\n".join(f"{name:<30} {value}" for name, value in defaults.items()),
-        template=runtime.model.tokenizer.template_source or "",
-        details=model.details,
-        model_info=info,
-        capabilities=["completion", "thinking"] if runtime.template.may_reason else ["completion"],
-        modified_at=model.modified_at,
-    )
-    record: dict[str, Any] = to_builtins(shown)
-    return record
+    return {
+        "modelfile": "\n".join([f"FROM {model['name']}", *(f"PARAMETER {k} {v}" for k, v in defaults.items())]),
+        "parameters": "\n".join(f"{name:<30} {value}" for name, value in defaults.items()),
+        "template": runtime.model.tokenizer.template_source or "",
+        "details": model["details"],
+        "model_info": info,
+        "capabilities": ["completion", "thinking"] if runtime.template.may_reason else ["completion"],
+        "modified_at": model["modified_at"],
+    }
 
 
-def _shown_embedding(host: ServerState, model: Listed, own: embedding.Embedder) -> dict[str, Any]:
+def _shown_embedding(model: dict[str, Any], own: embedding.Embedder) -> dict[str, Any]:
     info = {
         "general.architecture": "embedding",
         "embedding.embedding_length": own.dim,
         "embedding.context_length": own.most_tokens,
     }
-    shown = Shown(f"FROM {model.name}", "", "", model.details, info, ["embedding"], model.modified_at)
-    record: dict[str, Any] = to_builtins(shown)
-    return record
+    return {
+        "modelfile": f"FROM {model['name']}",
+        "parameters": "",
+        "template": "",
+        "details": model["details"],
+        "model_info": info,
+        "capabilities": ["embedding"],
+        "modified_at": model["modified_at"],
+    }
 
 
 def _count(parameters: int) -> str:

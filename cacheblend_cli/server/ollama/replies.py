@@ -6,51 +6,13 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal
-
-from msgspec import UNSET, Struct, UnsetType, to_builtins
+from typing import Any
 
 from cacheblend_cli.engine.events import Done, Event, Reasoning, Text, Token
 from cacheblend_cli.server import replies
 from cacheblend_cli.server.asking import Prepared
 from cacheblend_cli.server.request_events import checked
 from cacheblend_cli.types import Answer, TokenLogprob
-
-
-class OllamaMessage(Struct, omit_defaults=True):
-    role: Literal["assistant"]
-    content: str
-    thinking: str | UnsetType = UNSET
-
-
-class Numbers(Struct, omit_defaults=True, kw_only=True):
-    """Fields of the last object: durations in nanoseconds, counts of tokens; blend: what became of the chunks, see docs/serve.md."""
-
-    model: str
-    created_at: str
-    done: bool
-    done_reason: Literal["stop", "length", "load"] | UnsetType = UNSET
-    total_duration: int | UnsetType = UNSET
-    load_duration: int | UnsetType = UNSET
-    prompt_eval_count: int | UnsetType = UNSET
-    prompt_eval_duration: int | UnsetType = UNSET
-    eval_count: int | UnsetType = UNSET
-    eval_duration: int | UnsetType = UNSET
-    logprobs: list[dict[str, Any]] | UnsetType = UNSET
-    blend: dict[str, Any] | UnsetType = UNSET
-
-
-class OllamaChatReply(Numbers, omit_defaults=True, kw_only=True):
-    """A reply of /api/chat, or an object of its stream."""
-
-    message: OllamaMessage
-
-
-class GenerateReply(Numbers, omit_defaults=True, kw_only=True):
-    """A reply of /api/generate, or an object of its stream."""
-
-    response: str
-    thinking: str | UnsetType = UNSET
 
 
 @dataclass(frozen=True)
@@ -85,23 +47,18 @@ class OllamaReply:
 
     def loaded(self) -> dict[str, Any]:
         """The reply to a request without a prompt: the model is loaded."""
-        return self._record("", done=True, done_reason="load")
+        return self._record("", done_reason="load")
 
-    def _record(self, text: str, thought: str = "", **rest: Any) -> dict[str, Any]:
-        rest |= {"model": self.model, "created_at": timestamp()}
-        thinking = thought or UNSET
-        record: OllamaChatReply | GenerateReply
+    def _record(self, text: str, thought: str = "", *, done: bool = True, **rest: Any) -> dict[str, Any]:
+        thinking = {"thinking": thought} if thought else {}
+        said: dict[str, Any] = {"response": text, **thinking}
         if self.chat:
-            record = OllamaChatReply(message=OllamaMessage("assistant", text, thinking), **rest)
-        else:
-            record = GenerateReply(response=text, thinking=thinking, **rest)
-        named: dict[str, Any] = to_builtins(record)
-        return named
+            said = {"message": {"role": "assistant", "content": text, **thinking}}
+        return {"model": self.model, "created_at": timestamp(), "done": done, **rest, **said}
 
     def _last(self, done: Done, prepared: Prepared) -> dict[str, Any]:
         answer = done.answers[0]
         return {
-            "done": True,
             "done_reason": replies.finish_reason(answer),
             "total_duration": time.monotonic_ns() - self.started_ns,
             "load_duration": 0,
