@@ -11,8 +11,9 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -52,48 +53,24 @@ class Begin(msgspec.Struct, tag=True):
     store: str
 
 
-class Prefill(msgspec.Struct, tag=True):
+class Call(msgspec.Struct, tag=True):
+    """A method of a worker, and its arguments, of the types in ARGUMENTS."""
+
     worker: int
-    number: int
+    method: str
+    arguments: msgspec.Raw
 
 
-class End(msgspec.Struct, tag=True):
-    worker: int
-    number: int
-
-
-class Decode(msgspec.Struct, tag=True):
-    worker: int
-    given: DecodeInput
-
-
-class CopyBlocks(msgspec.Struct, tag=True):
-    worker: int
-    source: list[int]
-    target: list[int]
-
-
-class SwapOut(msgspec.Struct, tag=True):
-    worker: int
-    number: int
-    blocks: list[int]
-
-
-class SwapIn(msgspec.Struct, tag=True):
-    worker: int
-    number: int
-    blocks: list[int]
-
-
-class Forget(msgspec.Struct, tag=True):
-    worker: int
-    number: int
-
-
-Message = (
-    LoadModel | Calibrate | Reserve | NewWorker | Begin | Prefill | End | Decode | CopyBlocks | SwapOut | SwapIn | Forget
-    | Drop | NewPlace | CollectPieces
-)  # fmt: skip
+ARGUMENTS: dict[str, Any] = {
+    "prefill": tuple[int],
+    "end": tuple[int],
+    "decode": tuple[DecodeInput],
+    "copy_blocks": tuple[list[int], list[int]],
+    "swap_out": tuple[int, list[int]],
+    "swap_in": tuple[int, list[int]],
+    "forget": tuple[int],
+}
+Message = LoadModel | Calibrate | Reserve | NewWorker | Begin | Call | Drop | NewPlace | CollectPieces
 _decode = msgspec.msgpack.Decoder(Message).decode
 
 
@@ -110,6 +87,10 @@ class RankedWorker(Worker):
     def close(self) -> None:
         self._gone()
 
+    def _by_all(self, method: str, *arguments: Any) -> AbstractContextManager[None]:
+        """Tell the other ranks to call the method; this one does so within the context."""
+        return self._driver.telling(Call(self._number, method, msgspec.Raw(msgspec.msgpack.encode(arguments))))
+
     def begin(
         self, given: PrefillInput, source: KVSource | None, on_logits: Callable[[Tensor], None] = lambda logits: None
     ) -> None:
@@ -118,32 +99,32 @@ class RankedWorker(Worker):
             super().begin(given, source, on_logits)
 
     def prefill(self, number: int) -> PrefillOutput:
-        with self._driver.telling(Prefill(self._number, number)):
+        with self._by_all("prefill", number):
             return super().prefill(number)
 
     def end(self, number: int) -> None:
         if number in self._prefills:
-            with self._driver.telling(End(self._number, number)):
+            with self._by_all("end", number):
                 super().end(number)
 
     def decode(self, given: DecodeInput) -> DecodeOutput:
-        with self._driver.telling(Decode(self._number, given)):
+        with self._by_all("decode", given):
             return super().decode(given)
 
     def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
-        with self._driver.telling(CopyBlocks(self._number, [*source], [*target])):
+        with self._by_all("copy_blocks", [*source], [*target]):
             super().copy_blocks(source, target)
 
     def swap_out(self, number: int, blocks: Sequence[int]) -> None:
-        with self._driver.telling(SwapOut(self._number, number, [*blocks])):
+        with self._by_all("swap_out", number, [*blocks]):
             super().swap_out(number, blocks)
 
     def swap_in(self, number: int, blocks: Sequence[int]) -> None:
-        with self._driver.telling(SwapIn(self._number, number, [*blocks])):
+        with self._by_all("swap_in", number, [*blocks]):
             super().swap_in(number, blocks)
 
     def forget(self, number: int) -> None:
-        with self._driver.telling(Forget(self._number, number)):
+        with self._by_all("forget", number):
             super().forget(number)
 
     def export_kv(self, blocks: Sequence[int], num_tokens: int) -> KVReader:
@@ -197,24 +178,13 @@ class Follower:
                     pool = KVPool.of(decoder, num_blocks, block_size)
                     memory = DeviceMemory(pool, BatchRunner(decoder, pool))
                 self._workers[worker] = Worker(decoder, memory)
-            case Begin(worker, given, store):
-                self._begin(worker, given, store)
-            case Prefill(worker, number):
-                self._workers[worker].prefill(number)
-            case End(worker, number):
-                self._workers[worker].end(number)
-                if (worker, number) in self._stores:
-                    self._stores.pop((worker, number)).close()
-            case Decode(worker, given):
-                self._workers[worker].decode(given)
-            case CopyBlocks(worker, source, target):
-                self._workers[worker].copy_blocks(source, target)
-            case SwapOut(worker, number, blocks):
-                self._workers[worker].swap_out(number, blocks)
-            case SwapIn(worker, number, blocks):
-                self._workers[worker].swap_in(number, blocks)
-            case Forget(worker, number):
-                self._workers[worker].forget(number)
+            case Begin(worker, given, folder):
+                self._begin(worker, given, folder)
+            case Call(worker, method, raw):
+                arguments = msgspec.msgpack.decode(raw, type=ARGUMENTS[method])
+                getattr(self._workers[worker], method)(*arguments)
+                if method == "end" and (store := self._stores.pop((worker, *arguments), None)) is not None:
+                    store.close()
             case Drop(models, workers):
                 for number in workers:
                     self._workers.pop(number, None)
