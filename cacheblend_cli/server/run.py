@@ -109,8 +109,12 @@ class Serving:
         limits: ConnectionLimits | None = None,
     ) -> None:
         self._host, self._warm, self._idle_exit_s = host, warm, idle_exit_s
+
+        async def by_socket(scope: Any, receive: Any, send: Any) -> None:
+            await (warm.app if warm.owns(scope["server"]) else app)(scope, receive, send)
+
         config = uvicorn.Config(
-            app,
+            by_socket,
             http=partial(LimitedProtocol, limits or ConnectionLimits()),  # type: ignore[arg-type]
             ws="none",
             log_level="error",  # a warning for every malformed request would let strangers fill the disk
@@ -124,15 +128,14 @@ class Serving:
         warm.on_stop = self._server.end
 
     def run(self, sockets: Sequence[socket.socket]) -> None:
-        """Serve until a signal or the warm socket ends it. Closes the sockets."""
+        """Serve at these sockets and the warm one until a signal or `--stop` ends it. Closes the sockets."""
         asyncio.run(self._run(sockets))
 
     async def _run(self, sockets: Sequence[socket.socket]) -> None:
         asyncio.get_running_loop().set_exception_handler(LoopErrors())
         watch = asyncio.create_task(self._watch())
-        await self._warm.start()
         try:
-            await self._server.serve(sockets=list(sockets))
+            await self._server.serve(sockets=[*sockets, self._warm.socket])
         finally:
             watch.cancel()
 
@@ -143,7 +146,8 @@ class Serving:
             now = time.monotonic()
             late, looked = now - looked - 2 * _LOOK_S, now
             for connection in self._server.connections:
-                connection.check(now, max(0.0, late))
+                if not self._warm.owns(connection.server):  # a command reads an answer when its turn comes
+                    connection.check(now, max(0.0, late))
             if self._idle_exit_s and self._host.idle_s >= self._idle_exit_s:
                 self._server.end()
 
@@ -180,7 +184,7 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let answers finish, refuse new ones, and keep listening meanwhile, so that /ready is seen at 503. What is left after
         grace_s is cancelled with an error; a client that does not read that is cut off."""
-        warm = asyncio.create_task(self._warm.stop(self._grace_s))
+        self._warm.leave()
         await self._requests_end(self._grace_s)
         if self._host.active and not self.force_exit:
             logger.warning("the server stops; answers cut off: %d", self._host.active)
@@ -191,9 +195,6 @@ class _Server(uvicorn.Server):
         for connection in self.connections:
             connection.abort_reply()
         await super().shutdown(sockets)
-        while not (warm.done() or self.force_exit):
-            await asyncio.wait([warm], timeout=_LOOK_S)
-        warm.cancel()
 
     async def _requests_end(self, within_s: float) -> None:
         """Wait until no request is in progress, within_s at most."""

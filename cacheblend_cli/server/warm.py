@@ -6,14 +6,13 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from socket import socket
 from typing import Any, TypeVar
 
-import uvicorn
 from cacheblend_store import StoreError
 from msgspec import to_builtins
 from starlette.applications import Starlette
@@ -40,15 +39,14 @@ from cacheblend_cli.version import __version__
 
 T = TypeVar("T")
 Record = dict[str, Any]
-_CUT_OFF_S = 10  # beyond the grace of running answers
 
 
 class WarmSocket:
     """url: the address of the public server, for --status. on_stop: ends the server."""
 
     def __init__(self, host: ServerState, bound: socket, path: Path, url: str) -> None:
-        self._host, self._bound, self._path, self._url = host, bound, path, url
-        self._engine = Engine(host.runtime)
+        self._host, self.socket, self._path, self._url = host, bound, path, url
+        self._engine, self._address = Engine(host.runtime), (bound.getsockname(), None)
         events = {
             "ask": self._ask,
             "plan": self._plan,
@@ -57,33 +55,16 @@ class WarmSocket:
             "stop": self._stop,
         }
         own = [Route(f"/engine/{name}", self._route(make), methods=["POST"]) for name, make in events.items()]
-        routes = [*own, Mount("/", make_app(host, is_owner=True))]
-        config = uvicorn.Config(
-            Starlette(routes=routes),
-            http="h11",
-            ws="none",
-            log_level="error",
-            log_config=None,
-            lifespan="off",
-            server_header=False,
-        )
-        self._server = _Server(config)
-        self._serving: asyncio.Task[None] | None = None
+        self.app = Starlette(routes=[*own, Mount("/", make_app(host, is_owner=True))])
         self.on_stop: Callable[[], None] = lambda: None
 
-    async def start(self) -> None:
-        self._serving = asyncio.create_task(self._server.serve(sockets=[self._bound]))
+    def owns(self, address: tuple[str, int | None] | None) -> bool:
+        """Return whether a connection with this local address is one to the socket."""
+        return address == self._address
 
-    async def stop(self, grace_s: float) -> None:
-        """Take no more requests. Running ones may finish within that time; cancelling this cuts them off."""
+    def leave(self) -> None:
+        """Take no more requests: the next command finds no engine."""
         self._path.unlink(missing_ok=True)
-        self._server.config.timeout_graceful_shutdown = round(grace_s) + _CUT_OFF_S
-        self._server.should_exit = True
-        try:
-            if self._serving is not None:
-                await asyncio.shield(self._serving)
-        finally:
-            self._server.force_exit = True
 
     def _route(self, make: Callable[[Record], AsyncIterator[Record]]) -> Callable[[HttpRequest], Any]:
         async def answer(request: HttpRequest) -> Response:
@@ -155,14 +136,6 @@ def _next(pieces: Pieces[T]) -> T | None:
     except StopIteration as end:
         result: T = end.value
         return result
-
-
-class _Server(uvicorn.Server):
-    """Signals are the public server's."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 async def _written(events: AsyncIterator[Record]) -> AsyncIterator[bytes]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 from asking import PAGES, Cli, Said
 from cacheblend_store import ChunkStore
@@ -61,6 +62,13 @@ def test_the_same_answer_and_json(cli: Cli, server: Any, flags: list[str], monke
                 chunk.pop("recomputed", None), chunk.pop("status")
         assert ours["chunks"] == theirs["chunks"]
     assert server.state.service.stats().finished == (0 if "--dry-run" in flags else 2)
+
+
+def test_only_the_socket_beside_the_store_takes_commands(server: Any) -> None:
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(server.socket)), base_url="http://localhost") as public:
+        for client in (server.client, public):
+            assert client.post("/engine/stop", json={}).status_code == 404
+    assert ask_status(place.socket_of(server.state.settings)) is not None
 
 
 def test_the_summary_says_who_answered(cli: Cli, server: Any) -> None:
