@@ -11,7 +11,7 @@ import pytest
 from cacheblend_store import BadBlob, ChunkManifest, StoreError, StoreFormat, StorePermission, TierError, TierUsage
 from cacheblend_store.tier import open_tier
 from cacheblend_store.tier.layout import Layout
-from cacheblend_store.tier.objects import ObjectTier, check_url
+from cacheblend_store.tier.objects import Tier, check_url
 from object_server import ObjectServer, object_server
 from small_chunks import make_chunk
 
@@ -25,9 +25,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
 
 
 @pytest.fixture(params=["s3", "file", "memory", "s3 with a key", "file with a key"])
-def tier(
-    request: pytest.FixtureRequest, server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> ObjectTier:
+def tier(request: pytest.FixtureRequest, server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tier:
     kind, _, keyed = request.param.partition(" ")
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
@@ -43,7 +41,7 @@ def chunk(number: int = 0) -> tuple[ChunkManifest, list[bytes]]:
     return manifest, list(blobs)
 
 
-def test_what_is_put_is_read_whole_and_by_layers(tier: ObjectTier) -> None:
+def test_what_is_put_is_read_whole_and_by_layers(tier: Tier) -> None:
     tier.check()
     manifest, blobs = chunk()
     assert tier.size(manifest.collection, manifest.key) is None

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,6 +23,7 @@ from cacheblend_store.format.records import (
     MAX_DOCUMENT_BYTES,
     MAX_MANIFEST_BYTES,
     ChunkManifest,
+    DocumentRecord,
     blob_digest,
     decode_manifest,
     encode_manifest,
@@ -37,6 +39,14 @@ HEAD = struct.Struct(f"<8sHHI{SALT_BYTES}s")  # magic, version, 1 if encrypted, 
 GROUP_BYTES = 4 << 20
 WHOLE_BYTES = 8 << 20
 MAX_LAYERS = 1024
+
+
+class DocumentBundle(NamedTuple):
+    """A document with the texts of its chunks. prefix_key: key of the prompt's prefix. texts: manifests without KV."""
+
+    record: DocumentRecord
+    prefix_key: bytes
+    texts: tuple[ChunkManifest, ...]
 
 
 @dataclass(frozen=True)

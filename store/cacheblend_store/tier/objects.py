@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from cacheblend_store.errors import (
@@ -37,6 +37,7 @@ from cacheblend_store.format.records import (
 from cacheblend_store.tier.cipher import Cipher
 from cacheblend_store.tier.layout import (
     VERSION,
+    DocumentBundle,
     Head,
     Layout,
     decode_bundle,
@@ -44,7 +45,6 @@ from cacheblend_store.tier.layout import (
     encode_bundle,
     encode_chunk,
 )
-from cacheblend_store.tier.protocol import DocumentBundle, TierObject
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "file", "memory")
 MAX_CHUNK_BYTES = 16 << 30
@@ -72,7 +72,7 @@ def check_url(url: str) -> str:
     return parts.scheme
 
 
-def open_tier(url: str, key_file: str | Path | None = None, *, create: bool = True) -> ObjectTier:
+def open_tier(url: str, key_file: str | Path | None = None, *, create: bool = True) -> Tier:
     """Return the tier at a URL. Nothing is sent yet: `check` does that.
 
     key_file: secret that objects are encrypted with. create: make a folder that is not there, if the one above it is. Credentials
@@ -86,7 +86,7 @@ def open_tier(url: str, key_file: str | Path | None = None, *, create: bool = Tr
     except ImportError as error:
         raise TierUsage("a tier needs obstore, which is not installed", "install the extra: tier") from error
     if scheme == "memory":
-        return ObjectTier(url, _memory(url), cipher)
+        return Tier(url, _memory(url), cipher)
     with _errors(url):
         from obstore.store import LocalStore, from_url
 
@@ -94,9 +94,9 @@ def open_tier(url: str, key_file: str | Path | None = None, *, create: bool = Tr
             folder = Path(unquote(urlsplit(url).path))
             if not folder.is_dir() and not (create and folder.parent.is_dir()):
                 raise TierNotFound(f"there is no folder {folder}", "make it, or mount what it is on")
-            return ObjectTier(url, LocalStore(folder, mkdir=True), cipher)
+            return Tier(url, LocalStore(folder, mkdir=True), cipher)
         client: Any = {"timeout": f"{_REQUEST_S}s", "connect_timeout": f"{_CONNECT_S}s", "allow_http": True}
-        return ObjectTier(url, from_url(url, client_options=client, retry_config={"max_retries": 2}), cipher)
+        return Tier(url, from_url(url, client_options=client, retry_config={"max_retries": 2}), cipher)
 
 
 @cache
@@ -107,8 +107,20 @@ def _memory(url: str) -> Any:
     return MemoryStore()
 
 
-class ObjectTier:
-    """See `Tier`. cipher: None for a tier without encryption."""
+class TierObject(NamedTuple):
+    """An object as a listing gives it. modified: seconds since the epoch."""
+
+    name: str
+    size: int
+    modified: float
+
+
+class Tier:
+    """Chunks and documents that several stores share. cipher: None for a tier without encryption.
+
+    A put is complete or not there. Nothing that is read is trusted before `Layout` has bounded its size and `Head.layer` has
+    checked its digest. Methods raise TierError, never an error of a library.
+    """
 
     def __init__(self, url: str, store: Any, cipher: Cipher | None = None) -> None:
         import obstore
@@ -117,6 +129,7 @@ class ObjectTier:
         self._marked = False
 
     def check(self) -> None:
+        """Reach the tier and read its format. Raises TierError, which says what is wrong."""
         with _errors(self.url):
             for _ in self._api.list(self._store, prefix=_ROOT, chunk_size=1):  # a bucket that is not there has no list
                 break
@@ -144,6 +157,7 @@ class ObjectTier:
         return None if self._cipher is None else self._cipher.name("tier")
 
     def name(self, collection: str, key: bytes) -> str:
+        """Return the name of a chunk's object."""
         return f"{self._folder(collection)}/{self._hidden(f'{collection}/{key.hex()}', key.hex())}"
 
     def _folder(self, collection: str) -> str:
@@ -160,6 +174,7 @@ class ObjectTier:
     # chunks
 
     def size(self, collection: str, key: bytes) -> int | None:
+        """Return the size of a chunk's object, or None if it is not there."""
         try:
             with _errors(self.url):
                 return int(self._api.head(self._store, self.name(collection, key))["size"])
@@ -167,9 +182,11 @@ class ObjectTier:
             return None
 
     def layout(self, chunk: ChunkManifest, size: int) -> Layout:
+        """Return the byte ranges of an object of this size with KV of the chunk's shape. Raises BadBlob if it cannot be one."""
         return Layout.of(chunk, size, encrypted=self._cipher is not None)
 
     def read(self, collection: str, key: bytes, start: int, end: int) -> memoryview:
+        """Return exactly these bytes of a chunk's object."""
         return self._read(self.name(collection, key), start, end)
 
     def _read(self, name: str, start: int, end: int) -> memoryview:
@@ -184,6 +201,7 @@ class ObjectTier:
         return data
 
     def head(self, collection: str, key: bytes, data: memoryview) -> Head:
+        """Open the beginning of a chunk's object. Raises BadBlob if it is damaged, or another chunk's."""
         return self._head(self.name(collection, key), data)
 
     def _head(self, name: str, data: memoryview) -> Head:
@@ -193,12 +211,14 @@ class ObjectTier:
         return head
 
     def put_chunk(self, manifest: ChunkManifest, blobs: Sequence[bytes]) -> int:
+        """Write a chunk, one blob a layer, in place of what is there. Returns the object's size."""
         digests = tuple(blob_digest(manifest.key, i, manifest.num_tokens, blob) for i, blob in enumerate(blobs))
         whole = replace(manifest, blob_sizes=tuple(map(len, blobs)), blob_digests=digests)
         name = self.name(manifest.collection, manifest.key)
         return self._put(name, encode_chunk(whole, blobs, name, self._cipher))
 
     def get_chunk(self, name: str, size: int) -> tuple[ChunkManifest, list[bytes]]:
+        """Return the chunk of an object that `chunks` named, checked. Raises BadBlob."""
         if size > MAX_CHUNK_BYTES:
             raise BadBlob(f"its object has {size:,} bytes")
         data = self._read(name, 0, size)
@@ -210,11 +230,13 @@ class ObjectTier:
         return head.manifest, [bytes(blob) for blob in blobs]
 
     def chunks(self) -> Iterator[TierObject]:
+        """Yield the objects of all chunks."""
         return (found for found in self._list() if found.name.count("/") == 2)
 
     # documents
 
     def put_document(self, bundle: DocumentBundle) -> None:
+        """Write a document and the texts of its chunks in place of what is there."""
         record = bundle.record
         name = self._document_name(record.collection, record.key)
         texts = [m.key + encode_manifest(m.without_kv()) for m in bundle.texts]
@@ -223,6 +245,7 @@ class ObjectTier:
         )
 
     def get_document(self, name: str, size: int) -> DocumentBundle:
+        """Return the document of an object that `documents` named, checked. Raises BadBlob."""
         if size > MAX_DOCUMENT_BYTES:
             raise BadBlob(f"a document of {size:,} bytes")
         raw, prefix_key, texts = decode_bundle(self._read(name, 0, size), name, self._cipher)
@@ -236,11 +259,13 @@ class ObjectTier:
         return DocumentBundle(record, prefix_key, manifests)
 
     def documents(self) -> Iterator[TierObject]:
+        """Yield the objects of all documents."""
         return (found for found in self._list() if found.name.count("/") == 3)
 
     # objects
 
     def delete(self, names: Iterable[str]) -> None:
+        """Delete objects."""
         wanted = list(names)
         with _errors(self.url):
             for start in range(0, len(wanted), _LISTED):

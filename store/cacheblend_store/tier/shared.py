@@ -16,7 +16,7 @@ from typing import TypeVar
 from cacheblend_store.errors import BadBlob, StoreError, TierNotFound
 from cacheblend_store.format.records import ChunkManifest
 from cacheblend_store.tier.layout import Layout
-from cacheblend_store.tier.protocol import Tier
+from cacheblend_store.tier.objects import Tier
 from cacheblend_store.tier.threads import Threads
 
 READERS, WRITERS = 32, 4

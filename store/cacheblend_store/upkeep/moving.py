@@ -12,7 +12,8 @@ from cacheblend_store.errors import BadBlob, StoreFull
 from cacheblend_store.format.records import ChunkManifest, DocumentRecord
 from cacheblend_store.progress import Progress
 from cacheblend_store.store import ChunkStore
-from cacheblend_store.tier.protocol import DocumentBundle, Tier, TierObject
+from cacheblend_store.tier.layout import DocumentBundle
+from cacheblend_store.tier.objects import Tier, TierObject
 
 _AT_ONCE = 8
 _BATCH_BYTES = 32 << 20  # of chunks a transaction
