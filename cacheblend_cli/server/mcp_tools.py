@@ -29,59 +29,6 @@ _ADDS = ToolAnnotations(read_only_hint=False, destructive_hint=True, idempotent_
 Hits = Annotated[int, Field(ge=1, le=256, description="Number of passages.")]
 
 
-class Passage(BaseModel):
-    """A stored passage. place: page or lines in its document, "" if unknown. score: higher is better."""
-
-    id: str
-    document: str
-    title: str
-    place: str
-    score: float
-    text: str
-
-
-class Passages(BaseModel):
-    passages: list[Passage]
-
-
-class Source(BaseModel):
-    """A passage that the model read for an answer. place: page or lines in its document, "" if unknown."""
-
-    id: str
-    document: str
-    title: str
-    place: str
-    passage: str
-
-
-class Answered(BaseModel):
-    """finish_reason: stop, or length if the answer was cut off. notes: messages about the answer."""
-
-    answer: str
-    sources: list[Source]
-    finish_reason: str
-    notes: list[str]
-
-
-class Listed(BaseModel):
-    id: str
-    title: str
-    num_chunks: int
-
-
-class Documents(BaseModel):
-    """total: number of documents that match; the list may be shorter."""
-
-    documents: list[Listed]
-    total: int
-
-
-class Added(BaseModel):
-    id: str
-    title: str
-    num_chunks: int
-
-
 class DocumentIn(BaseModel):
     """A document to ask about."""
 
@@ -171,10 +118,10 @@ class Tools:
     def __init__(self, api: Api) -> None:
         self._api = api
 
-    async def search(self, query: Annotated[str, Field(min_length=1)], k: Hits = 5) -> Passages:
-        """Find passages of the stored documents, best first."""
+    async def search(self, query: Annotated[str, Field(min_length=1)], k: Hits = 5) -> dict[str, Any]:
+        """Find passages of the stored documents, best first. place: page or lines in the document. score: higher is better."""
         found = (await self._call("POST", "/v1/search", {"query": query, "k": k}))["data"]
-        return Passages(passages=[Passage.model_validate(hit) for hit in found])
+        return {"passages": [{**_named(hit), "score": hit["score"], "text": hit["text"]} for hit in found]}
 
     async def ask(
         self,
@@ -183,8 +130,9 @@ class Tools:
         chunks: Annotated[list[str] | None, Field(description="Ids of passages that search found.")] = None,
         documents: Annotated[list[DocumentIn] | None, Field(description="Texts to answer from.")] = None,
         max_tokens: Annotated[int | None, Field(ge=1, description="Maximum tokens of the answer.")] = None,
-    ) -> Answered:
-        """Answer a question from stored passages, by a local model. It searches unless chunks or documents are given."""
+    ) -> dict[str, Any]:
+        """Answer a question from stored passages, by a local model. It searches unless chunks or documents are given. sources: the
+        passages that the model read."""
         body: dict[str, Any] = {"messages": [{"role": "user", "content": question}], "explain": True}
         if chunks:
             body["chunks"] = chunks
@@ -197,15 +145,15 @@ class Tools:
         reply = await self._call("POST", "/v1/chat/completions", body)
         [choice], blend = reply["choices"], reply["blend"]
         sources = [
-            Source(passage="".join(text for text, _ in chunk["pieces"]).strip(), **_named(chunk))
+            {**_named(chunk), "passage": "".join(text for text, _ in chunk["pieces"]).strip()}
             for chunk in blend["chunks"]
         ]
-        return Answered(
-            answer=choice["message"]["content"],
-            sources=sources,
-            finish_reason=choice["finish_reason"],
-            notes=blend["notes"],
-        )
+        return {
+            "answer": choice["message"]["content"],
+            "sources": sources,
+            "finish_reason": choice["finish_reason"],
+            "notes": blend["notes"],
+        }
 
     async def add_document(
         self,
@@ -215,24 +163,23 @@ class Tools:
             str | None,
             Field(max_length=256, description="Replaces the document of this id; default: made of the text."),
         ] = None,
-    ) -> Added:
+    ) -> dict[str, Any]:
         """Store a document, so that search and ask find it. Its KV cache is computed at once."""
         name = id or "text-" + hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         body = {"text": text, "title": title} if title else {"text": text}
         stored = await self._call("PUT", f"/v1/documents/{quote(name, safe='')}", body)
-        return Added(id=stored["id"], title=stored["title"], num_chunks=len(stored["chunks"]))
+        return _listed(stored)
 
     async def list_documents(
         self,
         matching: Annotated[str, Field(description="Part of the title or id.")] = "",
         limit: Annotated[int, Field(ge=1)] = 100,
-    ) -> Documents:
-        """List the stored documents."""
+    ) -> dict[str, Any]:
+        """List the stored documents. total: number of documents that match; the list may be shorter."""
         every = (await self._call("GET", "/v1/documents"))["data"]
         part = matching.casefold()
         found = [d for d in every if part in d["title"].casefold() or part in d["id"].casefold()]
-        listed = [Listed(id=d["id"], title=d["title"], num_chunks=len(d["chunks"])) for d in found[:limit]]
-        return Documents(documents=listed, total=len(found))
+        return {"documents": [_listed(d) for d in found[:limit]], "total": len(found)}
 
     async def read_document(self, id: str) -> str:
         """The resource of a document: its text."""
@@ -255,8 +202,12 @@ def _keep_logging() -> None:
         logging.root.addHandler(logging.lastResort)
 
 
-def _named(chunk: dict[str, Any]) -> dict[str, str]:
+def _named(chunk: dict[str, Any]) -> dict[str, Any]:
     return {name: chunk[name] for name in ("id", "document", "title", "place")}
+
+
+def _listed(document: dict[str, Any]) -> dict[str, Any]:
+    return {"id": document["id"], "title": document["title"], "num_chunks": len(document["chunks"])}
 
 
 def _resource_error(error: CacheBlendError) -> ResourceError:
