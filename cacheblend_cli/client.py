@@ -77,6 +77,14 @@ class Connection:
         connected.settimeout(timeout_s)
         return cls(connected)
 
+    @classmethod
+    def is_open(cls, path: Path) -> bool:
+        """Return whether an engine of this user listens."""
+        if (connection := cls.to(path)) is None:
+            return False
+        with connection:
+            return True
+
     def __enter__(self) -> Connection:
         return self
 
@@ -138,10 +146,8 @@ class Client:
     @classmethod
     def of(cls, settings: Settings) -> Client | None:
         """Return the client of the engine with this store, model and settings, None if none runs."""
-        if (connection := Connection.to(socket_of(settings))) is None:
-            return None
-        connection.__exit__()
-        return cls(socket_of(settings))
+        path = socket_of(settings)
+        return cls(path) if Connection.is_open(path) else None
 
     def request(self, question: str, *, chunks: Sequence[str] = (), **about: Any) -> AskRequest:
         """Return a request. chunks: whole ids. about: documents, search, history, verify and settings, as for `Engine.request`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol
@@ -13,13 +13,9 @@ from starlette.responses import JSONResponse, Response
 from cacheblend_cli.engine.events import Done, Event
 from cacheblend_cli.engine.request import Request as EngineRequest
 from cacheblend_cli.server.asking import ParsedRequest, Prepared, prepare
-from cacheblend_cli.server.http import EventStream, session_headers, unless_left
+from cacheblend_cli.server.http import EventStream, pieces, session_headers, unless_left
 from cacheblend_cli.server.request_events import RequestEvents, checked
 from cacheblend_cli.server.state import ServerState
-
-Records = AsyncIterator[dict[str, Any]]
-Stream = Callable[[ServerState, Records, ExitStack], EventStream]
-"""Makes a response of records, and closes the stack at its end."""
 
 
 class Reply(Protocol):
@@ -28,14 +24,14 @@ class Reply(Protocol):
     def whole(self, ends: Sequence[Done], prepared: Sequence[Prepared]) -> dict[str, Any]:
         """Return one object for the answers to all prompts."""
 
-    def stream(self, events: AsyncIterator[Event], prepared: Prepared) -> Records:
+    def stream(self, events: AsyncIterator[Event], prepared: Prepared) -> AsyncIterator[dict[str, Any]]:
         """Yield the objects of a stream for one prompt."""
 
 
 async def answered(
-    request: Request, host: ServerState, reply: Reply, parsed: list[ParsedRequest], stream: Stream | None
+    request: Request, host: ServerState, reply: Reply, parsed: list[ParsedRequest], stream: str | None
 ) -> Response:
-    """Answer the prompts. stream: None for one object. A prompt that is refused raises before the response begins."""
+    """Answer the prompts. stream: media type of a stream, None for one object. A prompt that is refused raises before the response begins."""
     with host.preparing(len(parsed)):
         prepared = await unless_left(request, _prepare_all(host, parsed))
     session = session_headers(request, prepared[0].request.named)
@@ -47,7 +43,8 @@ async def answered(
         first = await unless_left(request, asking.next())  # what is refused has a status of its own
         if isinstance(first, Done):
             checked(first)
-        response = stream(host, reply.stream(_from(first, asking), prepared[0]), stack.pop_all())
+        records = reply.stream(_from(first, asking), prepared[0])
+        response = EventStream(pieces(host, records, stream), stack.pop_all(), stream)
         response.headers.update(session)
         return response
 

@@ -15,14 +15,14 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from cacheblend_cli.server import documents, embedding, mcp_route
-from cacheblend_cli.server.answering import Stream, answered
+from cacheblend_cli.server.answering import answered
 from cacheblend_cli.server.asking import ParsedRequest, sampling_of
 from cacheblend_cli.server.auth import AuthMiddleware
 from cacheblend_cli.server.bodies import AskBody, ChatBody, CompletionBody, SearchBody, parse
 from cacheblend_cli.server.conversation import read_messages
 from cacheblend_cli.server.document_routes import delete_document, list_documents, put_document, read_document
 from cacheblend_cli.server.errors import ApiError, bad
-from cacheblend_cli.server.http import event_stream, json_body, logged, tenant_of
+from cacheblend_cli.server.http import EVENTS, json_body, logged, tenant_of
 from cacheblend_cli.server.ollama import routes as ollama
 from cacheblend_cli.server.openapi import openapi
 from cacheblend_cli.server.passages import with_passages
@@ -142,9 +142,8 @@ async def _chat(request: Request, host: ServerState) -> Response:
     parsed = ParsedRequest(
         body, tenant_of(request), turns.question, sampling, turns.history, turns.system, found=of.alone
     )
-    return await answered(
-        request, host, replace(_reply(host, body, chat=True), passages=of.passages), [parsed], _streamed(body)
-    )
+    reply = replace(_reply(host, body, chat=True), passages=of.passages)
+    return await answered(request, host, reply, [parsed], EVENTS if body.stream else None)
 
 
 async def _complete(request: Request, host: ServerState) -> Response:
@@ -163,7 +162,7 @@ async def _complete(request: Request, host: ServerState) -> Response:
     if body.echo:
         sampling = replace(sampling, prompt_logprobs=body.logprobs)
     parsed = [ParsedRequest(body, tenant_of(request), text, sampling, raw=True) for text in body.prompts]
-    return await answered(request, host, _reply(host, body, chat=False), parsed, _streamed(body))
+    return await answered(request, host, _reply(host, body, chat=False), parsed, EVENTS if body.stream else None)
 
 
 def _reply(host: ServerState, body: AskBody, *, chat: bool) -> Reply:
@@ -171,10 +170,6 @@ def _reply(host: ServerState, body: AskBody, *, chat: bool) -> Reply:
     echo, silent = (body.echo, body.max_tokens == 0) if isinstance(body, CompletionBody) else (False, False)
     own = partial(Reply, chat, host.model, host.runtime.model.tokenizer, host.public)
     return own(usage=usage, explain=body.explain, echo=echo, silent=silent)
-
-
-def _streamed(body: AskBody) -> Stream | None:
-    return event_stream if body.stream else None
 
 
 async def _search(request: Request, host: ServerState) -> Response:

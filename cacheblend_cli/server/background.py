@@ -59,11 +59,7 @@ def start_own(settings: Settings, idle_exit_s: float, flags: Sequence[str]) -> N
 
 def listens(settings: Settings) -> bool:
     """Return whether the engine of the settings runs, or loads its model: requests then wait for it."""
-    connection = Connection.to(socket_of(settings))
-    if connection is None:
-        return False
-    connection.__exit__()
-    return True
+    return Connection.is_open(socket_of(settings))
 
 
 def _started(path: Path, log: Path, idle_exit_s: float, arguments: Sequence[str]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from cacheblend_cli.errors import QueueFull
 from cacheblend_cli.server import documents
 from cacheblend_cli.server.bodies import PutBody, parse
 from cacheblend_cli.server.errors import ApiError, bad
-from cacheblend_cli.server.http import EVENTS, JSON, EventStream, events, json_body, media_type, raw_body, tenant_of
+from cacheblend_cli.server.http import EVENTS, JSON, EventStream, json_body, media_type, pieces, raw_body, tenant_of
 from cacheblend_cli.server.state import ServerState
 from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.settings import of_settings
@@ -57,7 +57,7 @@ async def put_document(request: Request, host: ServerState) -> Response:
     if EVENTS in request.headers.get("accept", ""):
         with ExitStack() as stack:
             stack.callback(_undo_later, host, putting)
-            return EventStream(events(host, _progress(host, putting, document_id, title)), stack.pop_all())
+            return EventStream(pieces(host, _progress(host, putting, document_id, title), EVENTS), stack.pop_all())
     async for _ in _steps(host, putting):
         pass
     return JSONResponse(_put_record(putting, document_id, title), 201 if putting.is_new else 200)

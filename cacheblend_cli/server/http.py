@@ -74,31 +74,23 @@ def logged(error: Exception, host: ServerState) -> ApiError:
     return api_error
 
 
-async def events(host: ServerState, records: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
-    """Server-sent events. An error after the beginning is a record of the stream."""
+async def pieces(host: ServerState, records: AsyncIterator[dict[str, Any]], media: str) -> AsyncIterator[bytes]:
+    """Records as server-sent events (EVENTS), or as JSON lines as Ollama streams them (LINES). An error after the beginning is the
+    last record."""
+    are_events = media == EVENTS
+
+    def piece(record: dict[str, Any]) -> bytes:
+        text = json.dumps(record, ensure_ascii=False)
+        return (f"data: {text}\n\n" if are_events else f"{text}\n").encode()
+
     try:
         async for record in records:
-            yield _event(record)
+            yield piece(record)
     except Exception as error:
-        yield _event(logged(error, host).body)
-    yield b"data: [DONE]\n\n"
-
-
-async def lines(host: ServerState, records: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
-    """Records as JSON lines, as Ollama streams them. An error after the beginning is the last line."""
-    try:
-        async for record in records:
-            yield _text(record) + b"\n"
-    except Exception as error:
-        yield _text(logged(error, host).ollama_body) + b"\n"
-
-
-def _event(record: dict[str, Any]) -> bytes:
-    return b"data: " + _text(record) + b"\n\n"
-
-
-def _text(record: dict[str, Any]) -> bytes:
-    return json.dumps(record, ensure_ascii=False).encode()
+        api_error = logged(error, host)
+        yield piece(api_error.body if are_events else api_error.ollama_body)
+    if are_events:
+        yield b"data: [DONE]\n\n"
 
 
 class EventStream(StreamingResponse):
@@ -112,14 +104,6 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         with self._stack:
             await first_of(self.stream_response(send), left(receive))
-
-
-def event_stream(host: ServerState, records: AsyncIterator[dict[str, Any]], stack: ExitStack) -> EventStream:
-    return EventStream(events(host, records), stack)
-
-
-def line_stream(host: ServerState, records: AsyncIterator[dict[str, Any]], stack: ExitStack) -> EventStream:
-    return EventStream(lines(host, records), stack, LINES)
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -109,9 +109,6 @@ class _Tier(Collector):
         ):
             yield GaugeMetricFamily(f"cacheblend_tier_{name}", text, value=value)
 
-    def describe(self) -> Iterable[Metric]:
-        return []
-
 
 class _Stats(Collector):
     """Collector of the engine's counters."""
@@ -136,6 +133,3 @@ class _Stats(Collector):
         )
         usage.add_metric([], stats.blocks_used / blocks_all if blocks_all else 0.0)
         yield usage
-
-    def describe(self) -> Iterable[Metric]:
-        return []

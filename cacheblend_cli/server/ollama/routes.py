@@ -15,7 +15,7 @@ from cacheblend_cli.server.asking import ParsedRequest, sampling_of
 from cacheblend_cli.server.bodies import AskBody, Message, parse
 from cacheblend_cli.server.conversation import read_messages
 from cacheblend_cli.server.errors import ApiError, as_api_error
-from cacheblend_cli.server.http import any_body, line_stream, tenant_of
+from cacheblend_cli.server.http import LINES, any_body, tenant_of
 from cacheblend_cli.server.ollama import models
 from cacheblend_cli.server.ollama.bodies import AnswerBody, GenerateBody, OllamaChatBody, ShowBody
 from cacheblend_cli.server.ollama.embedding import embed, embed_one
@@ -86,7 +86,7 @@ async def _answered(request: Request, host: ServerState, body: AnswerBody, messa
             )
             written = replace(written, passages=of.passages)
         reply = OllamaReply(is_chat, body.model, written)
-        return await answered(request, host, reply, [parsed], line_stream if ask.stream else None)
+        return await answered(request, host, reply, [parsed], LINES if ask.stream else None)
     except Exception as error:
         raise _named(error) from error
 
