@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from settings import handbook_groups
+
+from cacheblend_cli.evaluation.plot import COLOURS, MARKERS, label_lines
 
 STUDY = Path(__file__).parent
 PAGES: dict[Path, Path | None] = {
@@ -20,10 +20,6 @@ PAGES: dict[Path, Path | None] = {
     STUDY / "gate.md": None,
 }
 """Each page, and where its plot goes."""
-COLOURS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31")
-"""Of the series: Okabe and Ito's colour-blind safe palette, and a brown."""
-MARKERS = "os^Dvp"
-LABELS_APART = 0.055  # distance between the labels of two series, as a share of the axis
 MAIN_RATIO = 0.15
 SHOWN = ("hkvd", "query", "query, shifted", "random:2+draft, shifted", "query, regression")
 TITLES = {"musique": "chunks of different documents", "pages": "chunks of one page, in order"}
@@ -217,18 +213,3 @@ def draw(found: dict[str, Row], path: Path) -> None:
         axes.grid(alpha=0.25)
         label_lines(axes, labels)
     figure.savefig(path, metadata={"Date": None})
-
-
-def label_lines(axes: Axes, labels: Sequence[tuple[str, str, float]]) -> None:
-    """Write names at the right edge, each as near to its line as keeps them apart and within the axes."""
-    bottom, top = axes.get_ylim()
-    ordered = sorted(labels, key=lambda label: label[2])
-    heights: list[float] = []
-    for _, _, value in ordered:
-        heights.append(max((value - bottom) / (top - bottom), heights[-1] + LABELS_APART if heights else 0.0))
-    most = 1.0
-    for i in reversed(range(len(heights))):
-        heights[i] = min(heights[i], most)
-        most = heights[i] - LABELS_APART
-    for (name, colour, _), height in zip(ordered, heights, strict=True):
-        axes.text(1.02, height, name, color=colour, transform=axes.transAxes, va="center", fontsize=8)

@@ -269,7 +269,7 @@ def show_plan(plan: AskPlan, output: Output, *, json: bool, extra: dict[str, Any
 
 
 def _explain(answer: Answer, output: Output) -> None:
-    """Show each chunk in the prompt's order: how its KV came to be."""
+    """Show each chunk in the prompt's order: how its KV came to be, and its share of the answer's attention."""
     described = [_chunk_words(chunk) for chunk in answer.chunks]
     width = max(map(len, described), default=0)
     for chunk, words in zip(answer.chunks, described, strict=True):
@@ -288,7 +288,8 @@ def _chunk_words(chunk: ChunkUse) -> str:
             how = "computed"
         case _:
             how = "as stored" + (f", {chunk.recomputed} recomputed" if chunk.recomputed else "")
-    return f"{chunk.tokens} tokens {how}"
+    looked = "" if chunk.attention is None else f", {chunk.attention:.0%} of the attention"
+    return f"{chunk.tokens} tokens {how}{looked}"
 
 
 def layer_lines(answer: Answer) -> list[str]:

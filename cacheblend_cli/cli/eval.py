@@ -63,6 +63,9 @@ def evaluate(
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = _MAX_TOKENS,
     out: Annotated[Path | None, typer.Option(help="Write a record for each question and setting.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Like --out, continuing from the records in the file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Plot quality and time against the ratio: FILE.png or .svg.")
+    ] = None,
     layers: Annotated[
         bool, typer.Option("--layers", help="Show the error of K, V and attention for each layer.")
     ] = False,
@@ -96,6 +99,8 @@ def evaluate(
     from cacheblend_cli.engine.controller import AutoPrefill
     from cacheblend_cli.evaluation.evaluate import NOISE_FLOOR, EvaluateOptions
     from cacheblend_cli.evaluation.evaluate import evaluate as run
+    from cacheblend_cli.evaluation.plot import check_plot
+    from cacheblend_cli.evaluation.plot import plot as draw
     from cacheblend_cli.evaluation.records import RecordFile
     from cacheblend_cli.evaluation.scores import check_rouge
     from cacheblend_cli.evaluation.settings import grid
@@ -103,6 +108,8 @@ def evaluate(
     from cacheblend_cli.types import BlendParams
 
     check_rouge()
+    if plot is not None:
+        check_plot(plot)
     check_names(BlendParams.of(settings))
     for name in selector or ():
         make_selector(name)
@@ -150,6 +157,9 @@ def evaluate(
         show_layers(summaries, output)
     if path is not None:
         output.note(f"{results.measured} records written to {path}, {results.resumed} already there")
+    if plot is not None:
+        draw(summaries, plot, f"{engine.model.name}, {summaries[0].samples} questions")
+        output.note(f"drew {plot}")
 
 
 def _fit_risk(engine: Engine, results: Results, output: Output) -> None:

@@ -37,7 +37,7 @@ def answer_of(runtime: Runtime, done: PrefillReport, generation: Generation, rep
         prefix_cache_tokens=done.prefix_cache_tokens,
         recomputed_tokens=len(done.result.chosen),
         recompute_fraction=done.recompute_fraction,
-        chunks=_chunk_uses(done),
+        chunks=_chunk_uses(done, generation.attention),
         timing=Timing(
             process_s=since_process_start(generation.first_token_at),
             model_load_s=runtime.load_s,
@@ -60,7 +60,8 @@ def answer_of(runtime: Runtime, done: PrefillReport, generation: Generation, rep
     )
 
 
-def _chunk_uses(done: PrefillReport) -> list[ChunkUse]:
+def _chunk_uses(done: PrefillReport, attention: list[float] | None) -> list[ChunkUse]:
+    """attention: of each chunk its share, where that is known."""
     positions, store, uses = done.result.chosen.tolist(), done.request.store, list[ChunkUse]()
     citations = None if store is None else Citations(store)
     for i, segment in enumerate(done.plan.chunks):
@@ -73,6 +74,7 @@ def _chunk_uses(done: PrefillReport) -> list[ChunkUse]:
             recomputed=len(segment.token_ids) if segment.status == "computed" else recomputed,
             start=segment.start,
             rank=done.request.ranks.get(done.request.named[i]) if done.request.named else None,
+            attention=None if attention is None else round(attention[i], 4),
         )
         manifest = None if store is None or not segment.key else chunk_of(store, segment.key)
         if citations is not None and manifest is not None:

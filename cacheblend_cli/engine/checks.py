@@ -102,6 +102,7 @@ class Confirm(InternalRequest):
         first_difference = next((n for n, (a, b) in enumerate(pairs) if a != b), common)
         same = answer.token_ids == draft.token_ids
         answer.first_token_at, answer.decode_s = draft.first_token_at, draft.decode_s  # what the user waited for
+        answer.attention = draft.attention
         assert self.parent is not None
         self.parent.sequences[0].generation = answer
         self.parent.confirmation = Confirmation(

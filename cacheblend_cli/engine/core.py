@@ -11,6 +11,7 @@ from itertools import groupby
 from torch import Tensor
 
 from cacheblend_cli.engine.admission import admitting
+from cacheblend_cli.engine.attention import AttentionShares
 from cacheblend_cli.engine.block_manager import BlockManager, Found
 from cacheblend_cli.engine.checks import InternalRequest, Refine
 from cacheblend_cli.engine.connectors.connector import Connector
@@ -252,6 +253,7 @@ class EngineCore:
                 params, streams = replace(params, logprobs=sampling.logprobs or 0), NOBODY
             sequence.output = SequenceOutput(self._runtime, params, plan.token_ids, streams)
             sequence.kv_len = state.num_tokens
+            sequence.watch = AttentionShares(state.request.plan)
         if self._too_risky(first, done.logits):
             self._fall_back(first)
             return
@@ -294,8 +296,13 @@ class EngineCore:
             tuple(s.next_token for s, _, _ in parts),
             tuple(s.kv_len for s, _, _ in parts),
             tuple(tuple(paged.blocks) for _, paged, _ in parts),
+            tuple(s.watch is not None and not s.replay and s.watch.is_due() for s, _, _ in parts),
         )
-        self._draw([(s, output) for s, _, output in parts], self.worker.decode(given))
+        out = self.worker.decode(given)
+        for (sequence, _, _), attention in zip(parts, out.attention, strict=True):
+            if attention is not None and sequence.watch is not None:
+                sequence.watch.add(attention)
+        self._draw([(s, output) for s, _, output in parts], out.logits)
 
     def _decodes_elsewhere(self, sequence: Sequence) -> bool:
         """Return whether another engine decodes the sequence, which is given its KV before the first token there."""

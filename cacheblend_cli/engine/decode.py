@@ -15,7 +15,7 @@ from cacheblend_kernels import AttentionMetadata
 from torch import Tensor
 
 from cacheblend_cli.errors import DeviceError
-from cacheblend_cli.kv.forward import forward
+from cacheblend_cli.kv.forward import Observer, forward
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, upload
 from cacheblend_cli.kv.rows import Rows, filled, next_rows
 from cacheblend_cli.model.decoder import Decoder
@@ -42,10 +42,11 @@ class DecodeRunner(Protocol):
 
 
 class EagerRunner:
-    """Every kernel launched from Python."""
+    """Every kernel launched from Python. observer: sees every step, where one is set."""
 
     def __init__(self, decoder: Decoder, pool: KVPool) -> None:
         self._decoder, self._pool = decoder, pool
+        self.observer: Observer | None = None
         self._sequences: list[PagedSequence] = []
         self._kv_lens: list[int] = []
 
@@ -56,7 +57,7 @@ class EagerRunner:
     def step(self, tokens: Tensor) -> Tensor:
         rows = next_rows(self._decoder, self._sequences, self._kv_lens)
         self._kv_lens = [n + 1 for n in self._kv_lens]
-        return forward(self._decoder, rows, tokens)
+        return forward(self._decoder, rows, tokens, self.observer)
 
 
 class BatchRunner(EagerRunner):
@@ -78,7 +79,7 @@ class BatchRunner(EagerRunner):
         missing = -count % STEADY_ROWS
         filled_up = torch.cat((tokens, tokens.new_zeros(missing)))
         rows = filled(self._decoder, rows, missing, self._spare)
-        return forward(self._decoder, rows, filled_up)[:count]
+        return forward(self._decoder, rows, filled_up, self.observer)[:count]
 
 
 class GraphRunner:

@@ -78,6 +78,7 @@ class OutputProcessor:
             return
         generation = output.end()
         generation.finish_reason = early or generation.finish_reason
+        generation.attention = sequence.watch.of_chunks() if sequence.watch is not None else None
         self._counts.generated += len(generation.token_ids)
         sequence.generation = generation
         sequence.finish()

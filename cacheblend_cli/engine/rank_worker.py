@@ -28,7 +28,7 @@ from cacheblend_cli.engine.memory import DeviceMemory, reserve
 from cacheblend_cli.engine.prefill import PrefillInput, PrefillOutput
 from cacheblend_cli.engine.rank_group import STARTED, join
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.worker import DecodeInput, Worker
+from cacheblend_cli.engine.worker import DecodeInput, DecodeOutput, Worker
 from cacheblend_cli.errors import CacheBlendError, ExitCode, UsageError
 from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.kv.export import KVReader
@@ -107,7 +107,7 @@ class RankedWorker(Worker):
             with self._by_all("end", number):
                 super().end(number)
 
-    def decode(self, given: DecodeInput) -> Tensor:
+    def decode(self, given: DecodeInput) -> DecodeOutput:
         with self._by_all("decode", given):
             return super().decode(given)
 

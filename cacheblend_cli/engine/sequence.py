@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from cacheblend_cli.blend.cost import AutoReport
+from cacheblend_cli.engine.attention import AttentionShares
 from cacheblend_cli.engine.block_manager import BlockManager, Found
 from cacheblend_cli.engine.events import Early, OnEvent
 from cacheblend_cli.engine.gate import Gate
@@ -81,8 +82,8 @@ class Sequence:
     """One answer of a request. The first of those that begin together prefills the prompt; the others begin as its copies.
 
     paged: its blocks while it runs; they hold kv_len tokens, all but the newest one. prefill: its prompt's, while that is
-    computed. output: what is generated. swapped: its KV while it is swapped. generation: the result.
-    leader: the sequence whose tokens it is fed, None = its own. handed: its KV in another engine, which decodes it from
+    computed. output: what is generated. swapped: its KV while it is swapped. generation: the result. watch: adds up its
+    attention. leader: the sequence whose tokens it is fed, None = its own. handed: its KV in another engine, which decodes it from
     then on: its blocks stay as they were, also while it is swapped. stays: that engine refused it. replay: of its tokens, those that
     follow the next one to compute, since its KV was dropped: they are not drawn again.
     """
@@ -96,6 +97,7 @@ class Sequence:
     output: SequenceOutput | None = None
     swapped: SwappedKV | None = None
     generation: Generation | None = None
+    watch: AttentionShares | None = None
     leader: Sequence | None = None
     handed: LlamaSequence | None = None
     stays: bool = False
@@ -299,7 +301,7 @@ class RequestState:
 
     def short_rows(self, hit_tokens: int, slice_rows: int) -> int | None:
         """Rows of its prompt behind hit_tokens from the prefix cache, where it may share a launch with others. None where it has
-        too many, needs repair, or is timed by itself."""
+        too many, needs repair, or is timed or watched by itself."""
         if self.report is not None or self.request.sampling.prompt_logprobs is not None or self.parent is not None:
             return None
         return short_rows(self.to_prefill.plan.with_prefix_cache(hit_tokens), slice_rows)

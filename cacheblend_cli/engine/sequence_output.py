@@ -21,7 +21,7 @@ from cacheblend_cli.types import FinishReason, SamplingParams, TokenLogprob
 @dataclass
 class Generation:
     """token_ids include the EOS that ended it, and the reasoning; text does not. reasoning_cut: its tokens were used up.
-    first_token_at: perf_counter when it was sampled."""
+    first_token_at: perf_counter when it was sampled. attention: of each chunk its share, see engine/attention.py."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -32,6 +32,7 @@ class Generation:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     first_token_at: float = 0.0
     decode_s: float = 0.0
+    attention: list[float] | None = None
 
     @property
     def mean_logprob(self) -> float:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cacheblend_cli.engine.attention import Watch
+from cacheblend_cli.engine.decode import EagerRunner
 from cacheblend_cli.engine.memory import DeviceMemory
 from cacheblend_cli.engine.prefill import PrefillInput, PrefillOutput, PrefillState, advance_together
 from cacheblend_cli.kv.block_table import BlockSpace
@@ -27,11 +29,21 @@ from cacheblend_cli.model.decoder import Decoder
 @dataclass(frozen=True)
 class DecodeInput:
     """One step of several sequences. Each holds kv_lens tokens in its blocks, position p in blocks[p // block_size], which have room
-    for one more, that nobody else reads; token_ids: these new ones."""
+    for one more, that nobody else reads; token_ids: these new ones. watched: whether its attention is wanted."""
 
     token_ids: tuple[int, ...]
     kv_lens: tuple[int, ...]
     blocks: tuple[tuple[int, ...], ...]
+    watched: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class DecodeOutput:
+    """logits: fp32 [num_seqs, vocab_size], valid until the next step. attention: of each watched sequence, what its newest token
+    attends to in the layers that are watched, [kv_len + 1] fp32; None where it was not seen."""
+
+    logits: Tensor
+    attention: list[Tensor | None]
 
 
 class Worker(BlockSpace):
@@ -68,11 +80,15 @@ class Worker(BlockSpace):
         if state is not None:
             state.__exit__(None, None, None)
 
-    def decode(self, given: DecodeInput) -> Tensor:
-        """Compute the KV of a token of each sequence. Returns the logits after it, fp32 [num_seqs, vocab_size], valid until the next
-        step."""
-        self._runner.begin([self._view(blocks) for blocks in given.blocks], given.kv_lens, 1)
-        return self._runner.step(upload(given.token_ids, self._decoder.device))
+    def decode(self, given: DecodeInput) -> DecodeOutput:
+        """Compute the KV of a token of each sequence, and the logits after it."""
+        views = [self._view(blocks) for blocks in given.blocks]
+        watch = Watch(self._decoder, [v if wanted else None for v, wanted in zip(views, given.watched, strict=True)])
+        self._runner.begin(views, given.kv_lens, 1)
+        if isinstance(self._runner, EagerRunner):
+            self._runner.observer = watch if any(given.watched) else None
+        logits = self._runner.step(upload(given.token_ids, self._decoder.device))
+        return DecodeOutput(logits, watch.found)
 
     @torch.inference_mode()
     def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:

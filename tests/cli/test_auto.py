@@ -181,8 +181,9 @@ def test_eval_measures_it_beside_fixed_ratios(cli: Cli, tmp_path: Path) -> None:
     assert "ms predicted" in result.err
     assert [r["setting"]["auto"] for r in result.records] == [False, True, False]
     set_speeds(bytes_per_s=1e15, layer_s=0.0, row_s=1.0)
-    fast = cli("eval", "data.json", *flags, "--ratio-floor", "0.6")
+    fast = cli("eval", "data.json", *flags, "--ratio-floor", "0.6", "--plot", "p.svg")
     assert 0.6 <= fast.records[1]["ratio"] < 0.9  # whole tokens of few
+    assert "query auto" in (tmp_path / "p.svg").read_text()
     assert "ratio 0.6 to 0.6, median 0.6" in fast.err
     set_speeds(bytes_per_s=1.0)
     slow = cli("eval", "data.json", *flags)

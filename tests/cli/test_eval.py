@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from cacheblend_cli.evaluation.evaluate import FULL, Results
 from cacheblend_cli.evaluation.records import Record
 from cacheblend_cli.evaluation.settings import Setting
 from cacheblend_cli.evaluation.summary import summarise
+from cacheblend_cli.extras import install_hint
 
 Cli = Callable[..., Any]
 
@@ -138,6 +140,41 @@ def test_the_store_is_a_temporary_one_unless_named(cli: Cli, data: str, tmp_path
     assert not (tmp_path / "store").exists()
     assert cli("eval", data, "--store", "kept", *SHORT).code == 0
     assert len(cli("chunks", "ls", "--json", "--store", "kept").records) == 3
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_picture_of_quality_and_time(cli: Cli, tmp_path: Path, suffix: str, answers: bool) -> None:
+    rows = ROWS if answers else [{k: v for k, v in row.items() if k != "answers"} for row in ROWS]
+    (tmp_path / "data.json").write_text(json.dumps(rows))
+    result = cli("eval", "data.json", "--ratio", "0.2", "--ratio", "0.8", "--plot", f"p.{suffix}", *SHORT)
+    assert result.code == 0, result.err
+    picture = (tmp_path / f"p.{suffix}").read_bytes()
+    if suffix == "png":
+        assert picture.startswith(b"\x89PNG")
+    else:
+        assert b"</svg>" in picture
+
+
+def test_what_cannot_be_drawn_is_said_before_anything_is_measured(
+    cli: Cli, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, said in (("p.gif", "p.gif"), ("nowhere/p.png", "nowhere")):
+        result = cli("eval", data, "--plot", name)
+        assert (result.code, result.out) == (2, "")
+        assert said in result.err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = cli("eval", data, "--plot", "p.png")
+    assert result.code == 2
+    assert install_hint("plot") in result.err
+
+
+def test_a_picture_that_cannot_be_written_costs_no_measurement(cli: Cli, data: str, tmp_path: Path) -> None:
+    (tmp_path / "p.svg").mkdir()
+    result = cli("eval", data, "--plot", "p.svg", *SHORT)
+    assert result.code == 2
+    assert [line.split()[0] for line in result.out.splitlines()] == ["setting", "full", "reuse", "query", "noise"]
+    assert "p.svg" in result.err
 
 
 @pytest.mark.parametrize(

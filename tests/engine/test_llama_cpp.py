@@ -157,6 +157,7 @@ def test_answers_are_those_of_this_engine(house: House) -> None:
     found = [[p.logprob for p in answer.logprobs] for answer in (here, there)]
     assert found[1] == pytest.approx(found[0], abs=LOGPROB)
     assert found[1] != found[0]  # or the comparison would be of one engine with itself
+    assert [c.attention is None for c in there.chunks] == [True] * len(there.chunks)  # nobody watched
 
 
 def test_many_at_once_in_a_small_pool(house: House) -> None:
@@ -303,6 +304,7 @@ def test_a_context_that_is_too_small_is_said_and_decoded_here(
     there = house.engine.run_alone(house.store, question)
     assert there.generated_ids == here.generated_ids
     assert len(there.notes) == len(here.notes) + 1
+    assert any(chunk.attention is not None for chunk in there.chunks)  # this engine decoded
 
 
 def test_a_library_that_kills_its_process_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.engine.memory import DeviceMemory
 from cacheblend_cli.engine.prefill import PrefillInput, PrefillOutput, prefill
 from cacheblend_cli.engine.sequence import Status
-from cacheblend_cli.engine.worker import DecodeInput, Worker
+from cacheblend_cli.engine.worker import DecodeInput, DecodeOutput, Worker
 from cacheblend_cli.kv.export import export
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.source import KVSource
@@ -72,9 +72,12 @@ class Leader(Worker):
         self.other.end(sent(number))
         super().end(number)
 
-    def decode(self, given: DecodeInput) -> torch.Tensor:
+    def decode(self, given: DecodeInput) -> DecodeOutput:
         ours, theirs = super().decode(given), self.other.decode(sent(given))
-        assert torch.equal(ours, theirs)
+        assert torch.equal(ours.logits, theirs.logits)
+        for own, other in zip(ours.attention, theirs.attention, strict=True):
+            assert (own is None) == (other is None)
+            assert own is None or other is None or torch.equal(own, other)
         return ours
 
     def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:

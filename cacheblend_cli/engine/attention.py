@@ -1,0 +1,80 @@
+"""Share of an answer's attention that each chunk of the prompt received while decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cacheblend_cli.blend.evidence import attention_weights
+from cacheblend_cli.kv.forward import Observer
+from cacheblend_cli.kv.pool import PagedSequence
+from cacheblend_cli.kv.rows import Rows
+from cacheblend_cli.model.decoder import Decoder, DecoderLayer
+from cacheblend_cli.prompt.plan import PromptPlan
+
+EVERY = 4
+"""Of the tokens that are decoded one in so many is looked at, the first among them."""
+_DEEP = 12  # layers from which on two are watched
+
+
+class AttentionShares:
+    """Adds up what an answer's tokens attend to, at one step of EVERY: a hundredth of decoding with a model of 135 M
+    parameters."""
+
+    def __init__(self, plan: PromptPlan) -> None:
+        self._plan, self._num_steps = plan, 0
+        self._found: Tensor | None = None
+
+    def is_due(self) -> bool:
+        """Return whether this step is to be watched. Ask once a step."""
+        self._num_steps += 1
+        return self._num_steps % EVERY == 1
+
+    def add(self, weights: Tensor) -> None:
+        """weights: of the answer's newest token, [kv_len] fp32."""
+        weights = weights[: self._plan.num_tokens]
+        self._found = weights if self._found is None else self._found + weights
+
+    def of_chunks(self) -> list[float] | None:
+        """Return each chunk's share of the attention to all chunks, in prompt order; None before the first step."""
+        if self._found is None:
+            return None
+        looks = [float(self._found[chunk.start : chunk.end].sum()) for chunk in self._plan.chunks]
+        total = sum(looks)
+        return [look / total for look in looks] if total > 0 else None
+
+
+class Watch(Observer):
+    """Observer of the attention of a decode step's tokens (a row per sequence), in the middle layer, and in a deep model also the one
+    three quarters up: only in layers without a sliding window, where there are any.
+
+    sequences: None for those that are not watched. found: of each sequence [kv_len] fp32, None where it was not seen. Rows behind the
+    last sequence only fill up.
+    """
+
+    def __init__(self, decoder: Decoder, sequences: Sequence[PagedSequence | None]) -> None:
+        every = [layer.index for layer in decoder.layers]
+        wide = [i for i in every if decoder.layers[i].attention.sliding_window is None] or every
+        self._layers = {wide[len(wide) // 2], *([wide[len(wide) * 3 // 4]] if len(wide) >= _DEEP else ())}
+        self._sequences = sequences
+        self.found: list[Tensor | None] = [None] * len(sequences)
+
+    def queries(self, layer: DecoderLayer, q: Tensor, rows: Rows) -> None:
+        if layer.index not in self._layers:
+            return
+        for row, sequence in enumerate(self._sequences):
+            if sequence is not None:
+                weights, known = _weights(layer, q[row], sequence, int(rows.positions[row]) + 1), self.found[row]
+                if layer.shard is not None:
+                    weights = layer.shard.ranks.sum(weights) / layer.shard.ranks.size
+                self.found[row] = weights if known is None else known + weights
+
+
+def _weights(layer: DecoderLayer, q: Tensor, sequence: PagedSequence, kv_len: int) -> Tensor:
+    """The mean over heads of q's attention [num_heads, head_dim] to positions 0:kv_len, [kv_len] fp32."""
+    keys = sequence.pool.keys(layer.index, sequence.slots_to(kv_len))
+    at = torch.full((1,), kv_len - 1, device=q.device)
+    (weights,) = attention_weights(layer, layer.to_keys(q[None]), at, keys, at_once=keys.shape[1])
+    return weights.mean((0, 1, 2))
