@@ -21,7 +21,8 @@ class Found:
 
 class BlockManager:
     """watermark: share of the pool that a prompt leaves free, for answers that grow. in_use: blocks that are nobody's, but used,
-    such as the spare one that decoding fills its batches with. enable_prefix_caching, reuse_repaired: see `Limits`."""
+    such as the spare one that decoding fills its batches with. enable_prefix_caching, reuse_repaired: see `Limits`. window: positions that a layer
+    looks back at most, None where one of them looks at all."""
 
     def __init__(
         self,
@@ -29,8 +30,9 @@ class BlockManager:
         watermark: float = 0.02,
         enable_prefix_caching: bool = True,
         reuse_repaired: bool = False,
+        window: int | None = None,
     ) -> None:
-        self._reuse_repaired = reuse_repaired
+        self._reuse_repaired, self._window = reuse_repaired, window
         self.space, self._prefix_cache, self._keeps = space, PrefixCache(space), enable_prefix_caching
         self._reserve = int(watermark * space.allocator.num_blocks)
         self._in_use = space.allocator.num_used
@@ -111,10 +113,14 @@ class BlockManager:
             )
             self._prefix_cache.keep(sequence, token_ids[: origin.reusable(last)], origin)
 
-    def can_swap_in(self, num_tokens: int, held: int = 0) -> bool:
-        """Return whether a sequence that holds so many tokens can go on. held: its blocks that were swapped out, which may be more
-        than it needs: there was a draft behind its prompt."""
-        return max(self.space.blocks_for(num_tokens + 1), held) <= self._free
+    def num_unseen(self, kv_len: int) -> int:
+        """The first blocks of a sequence of kv_len tokens that none of its next tokens looks at, in any layer."""
+        return 0 if self._window is None else max(0, kv_len - max(1, self._window - 1)) // self.space.block_size
+
+    def can_swap_in(self, num_tokens: int, gone: int = 0, held: int = 0) -> bool:
+        """Return whether a sequence that holds so many tokens can go on. gone: blocks of it that are not wanted any more; held: those that
+        were swapped out, which may be more than it needs: there was a draft behind its prompt."""
+        return max(self.space.blocks_for(num_tokens + 1) - gone, held) <= self._free
 
     def check_idle(self) -> None:
         """Nobody holds a block: free + cached + used = total, and used are the spare ones. Raises AssertionError: our own bug."""

@@ -27,7 +27,7 @@ from cacheblend_cli.engine.scheduler import Scheduler
 from cacheblend_cli.engine.sequence import RequestState, Sequence, Snapshot, Status, SwappedKV, provenance_of
 from cacheblend_cli.engine.sequence_output import NOBODY, Generation, SequenceOutput, draw_next
 from cacheblend_cli.engine.speeds import Pieces
-from cacheblend_cli.engine.worker import DecodeInput
+from cacheblend_cli.engine.worker import DecodeInput, TableInput
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.block_allocator import Allocation
 from cacheblend_cli.kv.pool import bytes_per_token, upload
@@ -45,7 +45,9 @@ class EngineCore:
         memory, decoder = memory or lasting_pool(runtime, limits), runtime.decoder
         self.worker = worker_of(runtime, memory)
         caches = limits.enable_prefix_caching and decoder.rope.switches_at is None  # else KV is that of a length
-        self.blocks = BlockManager(self.worker, watermark, caches, limits.reuse_repaired)
+        windows = [layer.attention.sliding_window for layer in decoder.layers]
+        window = None if None in windows else max(w for w in windows if w is not None)
+        self.blocks = BlockManager(self.worker, watermark, caches, limits.reuse_repaired, window)
         size = self.worker.block_size
         self._slice_rows = -(-(limits.max_rows or runtime.slice_rows) // size) * size
         self._same_slices = not (limits.refine or limits.reuse_repaired)
@@ -265,7 +267,7 @@ class EngineCore:
         """Give the prompt's KV to the connector, and end the request with an answer of no tokens."""
         state = sequence.state
         assert sequence.paged is not None
-        kv = self.worker.export_kv(sequence.paged.blocks, state.num_tokens)
+        kv = self.worker.export_kv(TableInput.of(sequence.paged), state.num_tokens)
         connector.hand_over(state.request.plan.token_ids, kv)
         sequence.generation = Generation(finish_reason="handed_over", first_token_at=time.perf_counter())
         sequence.finish()
@@ -295,7 +297,7 @@ class EngineCore:
         given = DecodeInput(
             tuple(s.next_token for s, _, _ in parts),
             tuple(s.kv_len for s, _, _ in parts),
-            tuple(tuple(paged.blocks) for _, paged, _ in parts),
+            tuple(TableInput.of(paged) for _, paged, _ in parts),
             tuple(s.watch is not None and not s.replay and s.watch.is_due() for s, _, _ in parts),
         )
         out = self.worker.decode(given)
@@ -303,6 +305,8 @@ class EngineCore:
             if attention is not None and sequence.watch is not None:
                 sequence.watch.add(attention)
         self._draw([(s, output) for s, _, output in parts], out.logits)
+        for sequence in sequences:
+            self._give_back(sequence)
 
     def _decodes_elsewhere(self, sequence: Sequence) -> bool:
         """Return whether another engine decodes the sequence, which is given its KV before the first token there."""
@@ -356,3 +360,9 @@ class EngineCore:
             assert gate is not None
             gate.found = replace(gate.found, seconds=done.prefill_s)
             self._outputs.sampled([(sequence, sequence.output.draw(done.logits))])
+
+    def _give_back(self, sequence: Sequence) -> None:
+        """Free blocks that have left the window of every layer."""
+        paged, unseen = sequence.paged, self.blocks.num_unseen(sequence.kv_len)
+        if paged is not None and unseen > paged.gone:
+            paged.give_back(unseen)

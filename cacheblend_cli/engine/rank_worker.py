@@ -28,7 +28,7 @@ from cacheblend_cli.engine.memory import DeviceMemory, reserve
 from cacheblend_cli.engine.prefill import PrefillInput, PrefillOutput
 from cacheblend_cli.engine.rank_group import STARTED, join
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.worker import DecodeInput, DecodeOutput, Worker
+from cacheblend_cli.engine.worker import DecodeInput, DecodeOutput, TableInput, Worker
 from cacheblend_cli.errors import CacheBlendError, ExitCode, UsageError
 from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.kv.export import KVReader
@@ -127,7 +127,7 @@ class RankedWorker(Worker):
         with self._by_all("forget", number):
             super().forget(number)
 
-    def export_kv(self, blocks: Sequence[int], num_tokens: int) -> KVReader:
+    def export_kv(self, table: TableInput, num_tokens: int) -> KVReader:
         raise UsageError("KV of a model on several ranks cannot be handed over", "leave --tensor-parallel out")
 
 

@@ -82,7 +82,7 @@ class Scheduler:
         """Take its blocks: one that decodes is swapped out; one whose prompt is not done, or that the swap space has no room for, is
         queued again. What checks an answer is always swapped out."""
         self.counts.preempted += not sequence.state.background
-        held = 0 if sequence.paged is None else len(sequence.paged.blocks)
+        held = 0 if sequence.paged is None else len(sequence.paged.owned)
         full = self.num_swapped + held > self.swap_blocks and sequence.state.parent is None
         if sequence.prefilling or full:
             self.counts.recomputed += not sequence.prefilling
@@ -131,7 +131,7 @@ class Scheduler:
         return together
 
     def _may_return(self, sequence: Sequence) -> bool:
-        return self.blocks.can_swap_in(sequence.kv_len, sequence.held)
+        return self.blocks.can_swap_in(sequence.kv_len, sequence.gone, sequence.held)
 
     def _may_begin(self, sequence: Sequence) -> bool:
         state, running = sequence.state, self.those(Status.RUNNING)

@@ -54,24 +54,26 @@ class RunningPrefill:
 
 @dataclass(frozen=True)
 class SwappedKV:
-    """KV that a worker keeps on the host under this number, of num_blocks blocks."""
+    """KV that a worker keeps on the host under this number, of num_blocks blocks. gone: blocks before these that the sequence had
+    given back."""
 
     worker: Worker
     number: int
     num_blocks: int
+    gone: int
 
     @classmethod
     def of(cls, worker: Worker, table: BlockTable) -> SwappedKV:
         """A copy of the table's KV."""
-        number = next(worker.numbers)
-        worker.swap_out(number, table.blocks)
-        return cls(worker, number, len(table.blocks))
+        number, own = next(worker.numbers), table.owned
+        worker.swap_out(number, own)
+        return cls(worker, number, len(own), table.gone)
 
     def restore(self) -> BlockTable:
         """Blocks of its own that hold it; it is kept no longer. Raises DeviceError when the pool is too small."""
         own = self.worker.allocator.allocate(self.num_blocks)
         self.worker.swap_in(self.number, own)
-        return BlockTable(self.worker, own)
+        return BlockTable(self.worker, [*own[:1] * self.gone, *own], self.gone)
 
     def forget(self) -> None:
         self.worker.forget(self.number)
@@ -142,6 +144,11 @@ class Sequence:
         left = state.request.plan.num_tokens + len(self.output.out.token_ids) - state.num_tokens
         self.replay = max(0, left - 1)
         return not left
+
+    @property
+    def gone(self) -> int:
+        """Blocks that it does not want back when it is swapped in."""
+        return 0 if self.swapped is None else self.swapped.gone
 
     @property
     def held(self) -> int:

@@ -18,7 +18,7 @@ from cacheblend_cli.engine.attention import Watch
 from cacheblend_cli.engine.decode import EagerRunner
 from cacheblend_cli.engine.memory import DeviceMemory
 from cacheblend_cli.engine.prefill import PrefillInput, PrefillOutput, PrefillState, advance_together
-from cacheblend_cli.kv.block_table import BlockSpace
+from cacheblend_cli.kv.block_table import BlockSpace, BlockTable
 from cacheblend_cli.kv.export import KVReader, export
 from cacheblend_cli.kv.pool import SequenceView, upload
 from cacheblend_cli.kv.source import KVSource
@@ -27,13 +27,25 @@ from cacheblend_cli.model.decoder import Decoder
 
 
 @dataclass(frozen=True)
+class TableInput:
+    """The blocks of a sequence, position p in blocks[p // block_size]; the first `gone` of them are not its own any more."""
+
+    blocks: tuple[int, ...]
+    gone: int = 0
+
+    @classmethod
+    def of(cls, table: BlockTable) -> TableInput:
+        return cls(tuple(table.blocks), table.gone)
+
+
+@dataclass(frozen=True)
 class DecodeInput:
-    """One step of several sequences. Each holds kv_lens tokens in its blocks, position p in blocks[p // block_size], which have room
-    for one more, that nobody else reads; token_ids: these new ones. watched: whether its attention is wanted."""
+    """One step of several sequences. Each holds kv_lens tokens in its table, which has room for one more, that nobody else
+    reads; token_ids: these new ones. watched: whether its attention is wanted."""
 
     token_ids: tuple[int, ...]
     kv_lens: tuple[int, ...]
-    blocks: tuple[tuple[int, ...], ...]
+    tables: tuple[TableInput, ...]
     watched: tuple[bool, ...]
 
 
@@ -61,7 +73,7 @@ class Worker(BlockSpace):
     ) -> None:
         """Begin to load a prompt's stored KV. source: where this worker reads it. on_logits: given the logits that the prompt asks
         for, fp32 [n, vocab_size], in order. Raises BadChunk."""
-        state = PrefillState(self._decoder, source, self._view(given.blocks), given, on_logits)
+        state = PrefillState(self._decoder, source, self._view(TableInput(given.blocks)), given, on_logits)
         state.__enter__()
         self._prefills[given.number] = state
 
@@ -82,7 +94,7 @@ class Worker(BlockSpace):
 
     def decode(self, given: DecodeInput) -> DecodeOutput:
         """Compute the KV of a token of each sequence, and the logits after it."""
-        views = [self._view(blocks) for blocks in given.blocks]
+        views = [self._view(table) for table in given.tables]
         watch = Watch(self._decoder, [v if wanted else None for v, wanted in zip(views, given.watched, strict=True)])
         self._runner.begin(views, given.kv_lens, 1)
         if isinstance(self._runner, EagerRunner):
@@ -109,12 +121,12 @@ class Worker(BlockSpace):
         """Drop what is kept under the number, if anything is."""
         self._swapped.pop(number, None)
 
-    def export_kv(self, blocks: Sequence[int], num_tokens: int) -> KVReader:
+    def export_kv(self, table: TableInput, num_tokens: int) -> KVReader:
         """A reader of the KV of a sequence's first num_tokens positions, valid while it holds its blocks."""
-        return export(self._decoder, self._view(blocks), num_tokens)
+        return export(self._decoder, self._view(table), num_tokens)
 
     def close(self) -> None:
         """Release what the worker holds elsewhere; it is not used afterwards."""
 
-    def _view(self, blocks: Sequence[int]) -> SequenceView:
-        return SequenceView(self._pool, list(blocks))
+    def _view(self, table: TableInput) -> SequenceView:
+        return SequenceView(self._pool, list(table.blocks), table.gone)

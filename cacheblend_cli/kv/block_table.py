@@ -24,14 +24,22 @@ class BlockSpace(ABC):
 
 
 class BlockTable:
-    """The blocks of one sequence, position p in blocks[p // block_size]. It has a reference to each of them."""
+    """The blocks of one sequence, position p in blocks[p // block_size].
 
-    def __init__(self, space: BlockSpace, blocks: list[int]) -> None:
-        self._space, self.blocks = space, blocks
+    gone: how many of the first ones were given back, since no layer looks at their positions any more. Something stands in
+    their place that is somebody else's, and is neither read nor written."""
+
+    def __init__(self, space: BlockSpace, blocks: list[int], gone: int = 0) -> None:
+        self._space, self.blocks, self.gone = space, blocks, gone
         self._changed()
 
     def _changed(self) -> None:
         """Called whenever the blocks are others."""
+
+    @property
+    def owned(self) -> list[int]:
+        """The blocks it has a reference to."""
+        return self.blocks[self.gone :]
 
     @property
     def capacity(self) -> int:
@@ -47,8 +55,15 @@ class BlockTable:
 
     def fork(self) -> Self:
         """A second owner of the same blocks; whoever writes first copies (`make_writable`)."""
-        self._space.allocator.share(self.blocks)
-        return type(self)(self._space, list(self.blocks))
+        self._space.allocator.share(self.owned)
+        return type(self)(self._space, list(self.blocks), self.gone)
+
+    def give_back(self, count: int) -> None:
+        """Its first `count` blocks, but not all, are others' from now on."""
+        self._space.allocator.free(self.blocks[self.gone : count])
+        self.blocks[:count] = [self.blocks[count]] * count
+        self.gone = count
+        self._changed()
 
     def make_writable(self, start: int, end: int) -> None:
         """Copy on write: the blocks of positions start:end belong to this sequence alone afterwards."""
@@ -66,6 +81,6 @@ class BlockTable:
 
     def release(self) -> None:
         """Give the blocks back. The sequence is empty afterwards."""
-        self._space.allocator.free(self.blocks)
-        self.blocks = []
+        self._space.allocator.free(self.owned)
+        self.blocks, self.gone = [], 0
         self._changed()

@@ -17,12 +17,13 @@ from cacheblend_cli.model.weights import head_order
 
 @dataclass(frozen=True)
 class LayerKV:
-    """KV of a layer at positions 0 to n: k (rotated) and v, each [n, num_kv_heads, head_dim].
+    """KV of a layer at positions start to start + n: k (rotated) and v, each [n, num_kv_heads, head_dim].
 
     window: positions that the layer's attention covers, None for all. The tensors may be the pool's memory: copy what
     outlives the sequence.
     """
 
+    start: int
     k: Tensor
     v: Tensor
     window: int | None = None
@@ -47,17 +48,26 @@ class KVReader:
         """Layers with K and V of their own: the first ones."""
         return self.decoder.spec.num_kv_layers
 
+    @property
+    def start(self) -> int:
+        """First position whose KV is held. Above 0 if every layer has a window and the sequence has outgrown it."""
+        return min(self.sequence.gone * self.sequence.pool.block_size, self.num_tokens)
+
     def layer(self, index: int) -> LayerKV:
         """Read a layer in the decoder's dtype, on the pool's device. A float8 pool is dequantised."""
-        pool = self.sequence.pool
-        k, v = pool.read(index, self.sequence.slots_to(self.num_tokens))
+        pool, start = self.sequence.pool, self.start
+        if start == 0:
+            slots = self.sequence.slots_to(self.num_tokens)
+        else:
+            slots = self.sequence.slots(torch.arange(start, self.num_tokens, device=pool.device))
+        k, v = pool.read(index, slots)
         if self.further and (further := self.further[index]) is not None:
-            angles = torch.outer(torch.arange(self.num_tokens, dtype=torch.float32), further).to(pool.device)
+            angles = torch.outer(torch.arange(start, self.num_tokens, dtype=torch.float32), further).to(pool.device)
             k = self.decoder.layers[index].kernels.rope(k, angles.cos(), angles.sin())
         if self.order is not None:
             k = k.index_select(-1, self.order)
         dtype = self.decoder.dtype
-        return LayerKV(k.to(dtype), v.to(dtype), self.decoder.layers[index].attention.sliding_window)
+        return LayerKV(start, k.to(dtype), v.to(dtype), self.decoder.layers[index].attention.sliding_window)
 
     def __iter__(self) -> Iterator[LayerKV]:
         return (self.layer(index) for index in range(self.num_layers))

@@ -116,14 +116,15 @@ class PagedSequence(BlockTable):
     """A block table, and where its positions are on the pool's device: position p lives in slot
     blocks[p // block_size] * block_size + p % block_size."""
 
-    def __init__(self, pool: KVPool, blocks: list[int]) -> None:
+    def __init__(self, pool: KVPool, blocks: list[int], gone: int = 0) -> None:
         self.pool = pool
-        super().__init__(pool, blocks)
+        super().__init__(pool, blocks, gone)
 
     def _changed(self) -> None:
-        first = self.blocks[0] if self.blocks else 0
-        adjacent = self.blocks == list(range(first, first + len(self.blocks)))
-        self.contiguous_slot = first * self.pool.block_size if adjacent else -1
+        own = self.owned
+        first = own[0] if own else 0
+        adjacent = first >= self.gone and own == list(range(first, first + len(own)))
+        self.contiguous_slot = (first - self.gone) * self.pool.block_size if adjacent else -1
         self._block_table: Tensor | None = None
 
     @property

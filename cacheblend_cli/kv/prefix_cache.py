@@ -101,7 +101,7 @@ class PrefixCache:
         for i in range(len(token_ids) // size):
             ids, how = tuple(token_ids[i * size : (i + 1) * size]), origin.of((i + 1) * size)
             digest, block = _digest(parent, ids, how), sequence.blocks[i]
-            if digest not in self._block_of and block not in self._kept:
+            if i >= sequence.gone and digest not in self._block_of and block not in self._kept:
                 behind = _digest(parent, (), how)
                 self._block_of[digest], self._kept[block] = block, _Kept(behind, digest, ids)
                 self._behind.setdefault(behind, set()).add(block)

@@ -17,7 +17,7 @@ from cacheblend_cli.kv.prefix_cache import Hit, KVProvenance
 from cacheblend_cli.kv.swap import swap_in, swap_out
 from cacheblend_cli.prompt.plan import ChunkInput, PromptPlan, plan_prompt
 
-SIZE, BLOCKS = 4, 12
+SIZE, BLOCKS, WINDOW = 4, 12, 10
 
 
 class OneLayerPool(KVPool):
@@ -42,6 +42,7 @@ class Held:
     origin: KVProvenance
     paged: BlockTable | None
     swapped: list[torch.Tensor] | None = None
+    gone: int = 0
 
 
 def mark(ids: list[int], position: int, origin: KVProvenance) -> float:
@@ -54,18 +55,18 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = OneLayerPool()
-        self.blocks = BlockManager(self.pool, watermark=0.1)
+        self.blocks = BlockManager(self.pool, watermark=0.1, window=WINDOW)
         self.held: list[Held] = []
 
     def view(self, held: Held) -> PagedSequence:
         """Where the positions are in the pool."""
         assert held.paged is not None
-        return PagedSequence(self.pool, held.paged.blocks)
+        return PagedSequence(self.pool, held.paged.blocks, held.paged.gone)
 
     def write(self, held: Held, start: int) -> None:
         """Positions from start on, to slots that nobody else reads."""
         assert held.paged is not None
-        others = {b for h in self.held if h is not held and h.paged is not None for b in h.paged.blocks}
+        others = {b for h in self.held if h is not held and h.paged is not None for b in h.paged.owned}
         positions = torch.arange(start, len(held.ids))
         touched = {held.paged.blocks[int(p) // SIZE] for p in positions}
         assert not touched & others, "a block with two writers"
@@ -114,10 +115,22 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(h.paged for h in self.held))
     @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        """What is behind the window."""
+        held = data.draw(st.sampled_from([h for h in self.held if h.paged]))
+        assert held.paged is not None
+        unseen = self.blocks.num_unseen(len(held.ids))
+        assert unseen * SIZE <= max(0, len(held.ids) + 1 - WINDOW)
+        if unseen > held.paged.gone:
+            self.blocks.keep(held.paged, held.ids, held.origin)
+            held.paged.give_back(unseen)
+
+    @precondition(lambda self: any(h.paged for h in self.held))
+    @rule(data=st.data())
     def swap_out(self, data: st.DataObject) -> None:
         held = data.draw(st.sampled_from([h for h in self.held if h.paged]))
         assert held.paged is not None
-        held.swapped = swap_out(self.pool, held.paged.blocks)
+        held.swapped, held.gone = swap_out(self.pool, held.paged.owned), held.paged.gone
         held.paged.release()
         held.paged = None
 
@@ -126,10 +139,10 @@ class Machine(RuleBasedStateMachine):
     def swap_in(self, data: st.DataObject) -> None:
         held = data.draw(st.sampled_from([h for h in self.held if h.swapped]))
         assert held.swapped is not None
-        if self.blocks.can_swap_in(len(held.ids)):
+        if self.blocks.can_swap_in(len(held.ids), held.gone):
             own = self.pool.allocator.allocate(len(held.swapped[0]))
             swap_in(self.pool, own, held.swapped)
-            held.paged, held.swapped = BlockTable(self.pool, own), None
+            held.paged, held.swapped = BlockTable(self.pool, [*own[:1] * held.gone, *own], held.gone), None
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), finished=st.booleans())
@@ -144,12 +157,13 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def everybody_has_what_is_his(self) -> None:
         self.pool.allocator.check_integrity()
-        used = {b for h in self.held if h.paged for b in h.paged.blocks}
+        used = {b for h in self.held if h.paged for b in h.paged.owned}
         assert self.pool.allocator.num_used == len(used)
         for held in self.held:
             if held.paged is not None:
-                slots = self.view(held).slots(torch.arange(len(held.ids)))
-                assert self.pool.layers[0].k.view(-1)[slots].tolist() == held.marks
+                seen = held.paged.gone * SIZE
+                slots = self.view(held).slots(torch.arange(seen, len(held.ids)))
+                assert self.pool.layers[0].k.view(-1)[slots].tolist() == held.marks[seen:]
 
     def teardown(self) -> None:
         for held in self.held:

@@ -19,7 +19,7 @@ from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.engine.memory import DeviceMemory
 from cacheblend_cli.engine.prefill import PrefillInput, PrefillOutput, prefill
 from cacheblend_cli.engine.sequence import Status
-from cacheblend_cli.engine.worker import DecodeInput, DecodeOutput, Worker
+from cacheblend_cli.engine.worker import DecodeInput, DecodeOutput, TableInput, Worker
 from cacheblend_cli.kv.export import export
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.source import KVSource
@@ -145,7 +145,7 @@ def test_kv_of_a_sequence_is_exported(house: House) -> None:
         bench.step()
     table = state.sequences[0].paged
     assert table is not None
-    reader = bench.stepper.worker.export_kv(table.blocks, state.num_tokens)
+    reader = bench.stepper.worker.export_kv(TableInput.of(table), state.num_tokens)
     for found, layer in zip(reader, expected, strict=True):
         torch.testing.assert_close(found.k, layer.k)
         torch.testing.assert_close(found.v, layer.v)

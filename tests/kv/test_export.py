@@ -58,6 +58,7 @@ def test_it_is_what_transformers_caches(model: HubModel, tmp_path: Path) -> None
     reference(ids[None], past_key_values=cache)
     kv = export(decoder, sequence, NUM_TOKENS)
     for layer, theirs in zip(kv, cache.layers, strict=True):
+        assert layer.start == 0
         assert layer.window == getattr(theirs, "sliding_window", None)
         assert layer.k.shape == (NUM_TOKENS, decoder.spec.num_kv_heads, decoder.spec.head_dim)
         for ours, held in ((layer.k, theirs.keys), (layer.v, theirs.values)):
@@ -66,7 +67,7 @@ def test_it_is_what_transformers_caches(model: HubModel, tmp_path: Path) -> None
 
 
 @torch.inference_mode()
-def test_a_float8_pool_is_dequantised(tmp_path: Path) -> None:
+def test_a_float8_pool_is_dequantised_and_blocks_that_were_given_back_are_left_out(tmp_path: Path) -> None:
     model = next(m for m in hub_models.RUN if m.name == "mistral, narrow window")
     decoder, pool, ids = prefilled(model, tmp_path, scale=0.03)
     sequence = pool.new_sequence(NUM_TOKENS)
@@ -78,3 +79,7 @@ def test_a_float8_pool_is_dequantised(tmp_path: Path) -> None:
     exact = export(decoder, other, NUM_TOKENS).layer(0)
     assert whole.k.dtype == torch.float32
     torch.testing.assert_close(whole.k, exact.k, rtol=0.07, atol=0.01)  # e4m3 keeps three bits of a mantissa
+    sequence.give_back(1)
+    rest = export(decoder, sequence, NUM_TOKENS).layer(0)
+    assert rest.start == 16
+    assert torch.equal(rest.v, whole.v[16:])

@@ -20,7 +20,7 @@ from cacheblend_cli.engine.connectors.llama_library import LlamaError, installed
 from cacheblend_cli.engine.pools import pool_for
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sequence import Sequence
-from cacheblend_cli.engine.worker import Worker
+from cacheblend_cli.engine.worker import TableInput, Worker
 from cacheblend_cli.kv.export import export
 from cacheblend_cli.kv.forward import forward
 from cacheblend_cli.kv.pool import PagedSequence, upload
@@ -88,7 +88,7 @@ def hand_over(runtime: Runtime, worker: Worker, sequence: Sequence) -> bool:
         return False
     if sequence.handed is None:
         headroom = max(1, state.max_new_tokens - (sequence.kv_len - state.request.plan.num_tokens))
-        kv = worker.export_kv(paged.blocks, sequence.kv_len)
+        kv = worker.export_kv(TableInput.of(paged), sequence.kv_len)
         try:
             sequence.handed = llama.hand_over(sequence.token_ids[: sequence.kv_len], kv, headroom)
         except LlamaError as error:

@@ -101,7 +101,7 @@ class StateLayout:
                 yield from self._part(kv, layers)
 
     def _part(self, kv: KVReader, layers: list[int]) -> Iterator[Field]:
-        positions, head = range(kv.num_tokens), _row_header(kv.decoder.spec)
+        positions, head = range(kv.start, kv.num_tokens), _row_header(kv.decoder.spec)
         yield Field("number of streams and cells", struct.pack("<II", 1, len(positions)))
         cells = np.zeros((len(positions), 3), "<i4")
         cells[:, 0], cells[:, 1] = positions, 1

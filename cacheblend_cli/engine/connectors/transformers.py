@@ -34,6 +34,7 @@ class TransformersConnector:
         self.layers: list[CachedLayer] = []
 
     def hand_over(self, token_ids: Sequence[int], kv: KVReader) -> None:
+        assert kv.start == 0, "nothing is given back before an answer begins"
         self.layers = [CachedLayer(_host(layer.k[:-1]), _host(layer.v[:-1]), layer.window) for layer in kv]
 
 

@@ -90,6 +90,7 @@ class HandOverFile:
 
 def _header(kv: KVReader, digest: str) -> bytes:
     """Length and JSON of a safetensors file: k.N and v.N of layer N, [num_tokens, num_kv_heads, head_dim]."""
+    assert kv.start == 0, "nothing is given back before an answer begins"
     spec, dtype = kv.decoder.spec, kv.decoder.dtype
     shape = [kv.num_tokens, spec.num_kv_heads, spec.head_dim]
     size = shape[0] * shape[1] * shape[2] * dtype.itemsize
