@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # no
 from cacheblend_cli.engine.config import EngineConfig  # noqa: E402
 from cacheblend_cli.engine.engine import Engine  # noqa: E402
 from cacheblend_cli.engine.prefill import prefill  # noqa: E402
-from cacheblend_cli.engine.request import Preparation, resolve  # noqa: E402
+from cacheblend_cli.engine.request import resolve  # noqa: E402
 from cacheblend_cli.evaluation.speed import ordinary_ids, random_ids  # noqa: E402
 from cacheblend_cli.model.families import FAMILIES, WRAPPERS, spec_from_config  # noqa: E402
 from cacheblend_cli.model.families.unsupported import UNSUPPORTED  # noqa: E402
@@ -273,7 +273,7 @@ def measure(path: Path, rounds: int) -> dict[str, float]:
     engine = Engine.load(EngineConfig(model=str(path), dtype="float32", prompt="{chunks}\n\n{question}"))
     runtime, ordinary = engine.runtime, ordinary_ids(engine.model)
     ids = random_ids(ordinary, TOKENS, torch.Generator().manual_seed(1))
-    request = resolve(runtime, None, AskRequest("", (), BlendParams(mode="full")), Preparation(suffix_ids=ids))
+    request = resolve(runtime, None, AskRequest("", (), BlendParams(mode="full")), suffix_ids=ids)
     plan = request.plan.token_ids
     sees = "vision_config" in json.loads((path / "config.json").read_text(encoding="utf-8"))
     auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM

@@ -12,7 +12,7 @@ from cacheblend_store import Amount, ChunkStore
 from cacheblend_cli.collect.corpus_diff import CorpusDiff
 from cacheblend_cli.collect.document_records import StoredDocument
 from cacheblend_cli.collect.key_set import KeySet
-from cacheblend_cli.collect.plan import ChunkSize, Part, Plan
+from cacheblend_cli.collect.plan import ChunkSize, Part
 from cacheblend_cli.collect.room import Room
 from cacheblend_cli.prompt.collection import Collection
 
@@ -57,10 +57,12 @@ class Difference:
         return sum(missing.tokens for missing in self.missing)
 
 
-def compare(store: ChunkStore | None, diff: CorpusDiff, plan: Plan, room: Room, *, force: bool = False) -> Difference:
+def compare(
+    store: ChunkStore | None, diff: CorpusDiff, plan: list[Part], room: Room, *, force: bool = False
+) -> Difference:
     """Return what storing the plan changes. room: the chunks that are to have KV. force: compute all of these."""
     found, planned = Difference(), KeySet()
-    for part in plan.parts:
+    for part in plan:
         missing = Missing(part.collection)
         for document in part.documents:
             source, before = document.file.source, missing.chunks
@@ -115,9 +117,9 @@ def _as_flag(value: Any) -> Any:
     return repr(value.strip()) if isinstance(value, str) and (not value or " " in value or "{" in value) else value
 
 
-def _leaving(diff: CorpusDiff, plan: Plan) -> dict[bytes, StoredDocument]:
+def _leaving(diff: CorpusDiff, plan: list[Part]) -> dict[bytes, StoredDocument]:
     """Return the records that the run replaces or removes, by their keys in the store."""
-    places = {(p.collection.id, d.file.source, p.settings.context) for p in plan.parts for d in p.documents}
+    places = {(p.collection.id, d.file.source, p.settings.context) for p in plan for d in p.documents}
     ending = {record.place for record in diff.gone.values()}
 
     def leaves(record: StoredDocument) -> bool:

@@ -94,13 +94,6 @@ class Part:
         return self.collection.stored_bytes(size.num_tokens)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Parts of a run, in order."""
-
-    parts: list[Part]
-
-
 class Planner:
     """Plans the documents of `diff`, a comparison. Documents that did not change since they were stored are not cut again."""
 
@@ -109,10 +102,11 @@ class Planner:
         self.diff, self._on_cut, self._on_changed = diff, on_cut, on_changed
         self._spool = Spool()
 
-    def plan(self, store: ChunkStore | None, given: Mapping[str, Any], *, with_records: bool) -> Plan:
-        """Plan all documents. given: settings that were asked for; others are as the store remembers them.
+    def plan(self, store: ChunkStore | None, given: Mapping[str, Any], *, with_records: bool) -> list[Part]:
+        """Plan all documents. Returns the parts of the run, in order.
 
-        with_records: compute the sizes of records, which count in a quota; else they are 0.
+        given: settings that were asked for; others are as the store remembers them. with_records: compute the sizes of records,
+        which count in a quota; else they are 0.
         """
         groups: dict[CollectSettings, list[DocumentFile]] = {}
         for file in self.diff.documents:
@@ -123,12 +117,12 @@ class Planner:
         for settings, collection in collections.items():
             collection.check_chunk_tokens(settings.chunk_tokens)
         if any(settings.context == "neighbours" for settings in groups):
-            return Plan(self._plan_together(store, groups, collections, with_records=with_records))
+            return self._plan_together(store, groups, collections, with_records=with_records)
         for settings, files in groups.items():
             collection = collections[settings]
             planned = self._plan_each(store, files, collection, settings, with_records)
             parts.append(Part(collection, settings, list(planned)))
-        return Plan(parts)
+        return parts
 
     def cut_again(self, part: Part, planned: PlannedDocument) -> list[PlannedChunk] | None:
         """Return a planned document's chunks, or None if it has changed since it was found."""

@@ -174,7 +174,7 @@ def precompute(
         quota = 0  # of this store, which gets texts alone
     planner = Planner(diff, reading, changed)
     plan = planner.plan(store, options.given, with_records=quota > 0)
-    if cluster is not None and any(part.settings.context == "neighbours" for part in plan.parts):
+    if cluster is not None and any(part.settings.context == "neighbours" for part in plan):
         raise UsageError(
             "with --context neighbours, the text before a chunk depends on all other documents, which --ray computes apart",
             "use --context document or sink, or leave --ray out",
@@ -182,8 +182,8 @@ def precompute(
     room = room_for(plan, store, quota)
     if room.without_kv:
         on_event(PrecomputeEvent("room", room=room))
-    report.documents = sum(len(part.documents) for part in plan.parts)
-    report.tokens = sum(size.num_tokens for part in plan.parts for size in part.sizes)
+    report.documents = sum(len(part.documents) for part in plan)
+    report.tokens = sum(size.num_tokens for part in plan for size in part.sizes)
     report.hidden = sorted(diff.left_behind)
     report.difference = compare(store, diff, plan, room, force=options.force)
     report.bytes = sum(
@@ -195,12 +195,12 @@ def precompute(
     start += _confirm(report.difference, confirm)
     on_event(PrecomputeEvent("plan", total=report.tokens))
     run = _Run(planner, store, room, on_event, report, cluster)
-    roots = diff.given_roots(options.given) if plan.parts else []
+    roots = diff.given_roots(options.given) if plan else []
     diff.source_settings.remember(store, roots, options.given, done=False)
-    if plan.parts:
+    if plan:
         keep_date(store, collection)
         keep_wording(store, collection)
-    for part in plan.parts:
+    for part in plan:
         run.store(part, force=options.force)
     run.remove_gone()
     run.remove_outdated()

@@ -10,7 +10,7 @@ from cacheblend_store.format.keys import KEY_BYTES
 
 from cacheblend_cli.collect.collector import prefix_chunk, record_bytes
 from cacheblend_cli.collect.key_set import KeySet
-from cacheblend_cli.collect.plan import ChunkSize, Part, Plan
+from cacheblend_cli.collect.plan import ChunkSize, Part
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Room:
         return self.keep is None or key in self.keep
 
 
-def room_for(plan: Plan, store: ChunkStore | None, max_bytes: int) -> Room:
+def room_for(plan: list[Part], store: ChunkStore | None, max_bytes: int) -> Room:
     """Choose the chunks that have KV under a quota of max_bytes bytes, 0 = none.
 
     Text comes first: that of this run's chunks and of other documents. Then KV that is stored, then missing KV, in order, while
@@ -43,7 +43,7 @@ def room_for(plan: Plan, store: ChunkStore | None, max_bytes: int) -> Room:
         return Room()
     texts = kv = num_chunks = without_kv = 0
     own, keep = KeySet(), KeySet()
-    prefixes = {part.collection.prefix_key: part.collection for part in plan.parts if part.collection.prefix_ids}
+    prefixes = {part.collection.prefix_key: part.collection for part in plan if part.collection.prefix_ids}
     for key, of in prefixes.items():
         own.add(key)
         texts += record_bytes(of, prefix_chunk(of))
@@ -71,10 +71,10 @@ def room_for(plan: Plan, store: ChunkStore | None, max_bytes: int) -> Room:
     return Room(keep, num_chunks, without_kv, texts + kv, max_bytes)
 
 
-def _chunks(plan: Plan) -> Iterator[tuple[Part, ChunkSize]]:
+def _chunks(plan: list[Part]) -> Iterator[tuple[Part, ChunkSize]]:
     """Yield the plan's chunks, each once."""
     seen = KeySet()
-    return ((part, size) for part in plan.parts for size in part.sizes if seen.add(size.key))
+    return ((part, size) for part in plan for size in part.sizes if seen.add(size.key))
 
 
 def _texts_of_others(store: ChunkStore | None, own: KeySet) -> int:

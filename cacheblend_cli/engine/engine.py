@@ -25,7 +25,7 @@ from cacheblend_cli.engine.events import Done, Event, Failed, Limits, Reasoning,
 from cacheblend_cli.engine.outer_ranks import outer_ranks
 from cacheblend_cli.engine.plan import plan
 from cacheblend_cli.engine.rank_worker import serve_rank
-from cacheblend_cli.engine.request import Preparation, Request, resolve
+from cacheblend_cli.engine.request import Request, resolve
 from cacheblend_cli.engine.runtime import Runtime, Say
 from cacheblend_cli.engine.search import Retrieved, retrieve
 from cacheblend_cli.engine.sequence import RequestState
@@ -116,7 +116,7 @@ class Engine:
         """Look up, or search for, the chunks of a question, and lay its prompt out. say: callback for a message if there is no search
         by meaning. Raises NotFoundError for an unknown chunk, UsageError for an empty question, StoreErrors."""
         self.runtime.memory()  # reserved once: not part of an answer's time
-        return resolve(self.runtime, store, ask, Preparation(say, self._collect_settings))
+        return resolve(self.runtime, store, ask, say=say, collect=self._collect_settings)
 
     def run(self, request: Request, listener: Listener = NOBODY) -> Answer:
         """Answer a request with a pool as large as it needs. Blending never changes stored KV.

@@ -106,20 +106,19 @@ class Request:
         return replace(self, connector=connector)
 
 
-@dataclass(frozen=True)
-class Preparation:
-    """Options of `resolve` that are not fields of a request. say: callback for a message if there is no search by meaning. collect:
-    settings for cutting the request's documents. suffix_ids: token ids after the chunks, None for the template's."""
-
-    say: Say | None = None
-    collect: CollectSettings = field(default_factory=CollectSettings)
-    suffix_ids: tuple[int, ...] | None = None
-
-
 def resolve(
-    runtime: Runtime, store: ChunkStore | None, ask: AskRequest, preparation: Preparation = Preparation()
+    runtime: Runtime,
+    store: ChunkStore | None,
+    ask: AskRequest,
+    *,
+    say: Say | None = None,
+    collect: CollectSettings = CollectSettings(),
+    suffix_ids: tuple[int, ...] | None = None,
 ) -> Request:
     """Resolve a question: cut its documents, look its chunks up, search, and tokenise. Any thread; nothing is stored.
+
+    say: callback for a message if there is no search by meaning. collect: settings for cutting the request's documents. suffix_ids:
+    token ids after the chunks, None for the template's.
 
     Raises NotFoundError for a chunk whose record is missing or damaged and for a search that finds nothing; UsageError for an empty
     question, for settings that the model does not have, and for named chunks without a store; PromptTooLong, StoreErrors.
@@ -127,15 +126,15 @@ def resolve(
     sampling = as_the_model(ask.sampling, ask.model_sampling, runtime.model)
     ask = dated(runtime, store, replace(ask, sampling=sampling))
     _check_size(runtime, ask)
-    given = _planned(runtime, ask, preparation.collect)
-    ask, found = _searched(runtime, store, ask, given, preparation.say)
+    given = _planned(runtime, ask, collect)
+    ask, found = _searched(runtime, store, ask, given, say)
     started, notes = time.perf_counter(), found.notes
     collection = collection_of(runtime, store, ask)
     if collection.day is not None:
         notes += age_note(collection.day)
     blend = ask.blend if sampling.prompt_logprobs is None else BlendParams(mode="full")
     chunks = inputs_of(collection, store, ask.keys, given, notes)
-    suffix_ids = suffix_of(runtime, ask) if preparation.suffix_ids is None else preparation.suffix_ids
+    suffix_ids = suffix_of(runtime, ask) if suffix_ids is None else suffix_ids
     tiered, in_tier = None, set[bytes]()
     if store is not None and blend.mode != "full":
         num_tokens = len(collection.prefix_ids) + sum(len(c.token_ids) for c in chunks) + len(suffix_ids)

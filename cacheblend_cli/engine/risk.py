@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from platformdirs import user_data_path
 from torch import Tensor
@@ -104,12 +104,10 @@ class RiskFile:
     def read(self) -> RiskFit | None:
         """None where there is none, or it makes no sense."""
         try:
-            data = json.loads(self.path.read_text(encoding="utf-8"))
-            found = RiskFit(**{**data, "weights": tuple(map(float, data["weights"]))})
-            numbers = [*found.weights, found.bias]
-        except (OSError, ValueError, KeyError, TypeError):
+            found = msgspec.json.decode(self.path.read_bytes(), type=RiskFit)
+        except (OSError, msgspec.MsgspecError):
             return None
-        return found if len(numbers) == SIGNALS + 1 and all(map(math.isfinite, numbers)) else None
+        return found if len(found.weights) == SIGNALS else None
 
     def write(self, fit: RiskFit) -> None:
         """Raises OSError."""

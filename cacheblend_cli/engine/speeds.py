@@ -11,10 +11,11 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from cacheblend_store import ChunkStore
@@ -73,27 +74,15 @@ class SpeedFile:
 
     def read(self) -> Speeds | None:
         try:
-            data = json.loads(user_cache.recall(self.path))
-            if data["bytes_per_s"] is None:  # JSON has no infinity
-                data["bytes_per_s"] = math.inf
-            speeds = Speeds(**data)
-        except (ValueError, KeyError, TypeError, AttributeError):
+            speeds = msgspec.json.decode(user_cache.recall(self.path), type=Speeds)
+        except msgspec.MsgspecError:
             return None
-        return speeds if _makes_sense(speeds) else None
+        makes_sense = min(vars(speeds).values()) >= 0 and speeds.row_s > 0 and speeds.bytes_per_s > 0
+        return speeds if makes_sense else None
 
     def write(self, speeds: Speeds) -> None:
-        data = asdict(speeds)
-        if math.isinf(speeds.bytes_per_s):
-            data["bytes_per_s"] = None
-        user_cache.keep(self.path, json.dumps(data))
-
-
-def _makes_sense(speeds: Speeds) -> bool:
-    values = [getattr(speeds, f.name) for f in fields(speeds)]
-    if not all(isinstance(v, (int, float)) and not isinstance(v, bool) and v >= 0 for v in values):
-        return False
-    finite = all(math.isfinite(v) for v in values if v is not speeds.bytes_per_s)
-    return finite and speeds.row_s > 0 and speeds.bytes_per_s > 0
+        finite = {name: value for name, value in vars(speeds).items() if math.isfinite(value)}  # JSON has no infinity
+        user_cache.keep(self.path, json.dumps(finite))
 
 
 def kv_share(spec: ModelSpec) -> float:

@@ -16,7 +16,7 @@ from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.engine.prefill import Prefilled, prefill
-from cacheblend_cli.engine.request import Preparation, Request, resolve
+from cacheblend_cli.engine.request import Request, resolve
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.evaluation.continuation import Continuation, generate
 from cacheblend_cli.model.loading import LoadedModel
@@ -78,9 +78,8 @@ class SpeedPrompt:
         ]
         for _ in collector.store(planned):
             pass
-        request = resolve(
-            runtime, store, AskRequest("", [p.key for p in planned]), Preparation(suffix_ids=layout.suffix_ids)
-        )
+        ask = AskRequest("", [p.key for p in planned])
+        request = resolve(runtime, store, ask, suffix_ids=layout.suffix_ids)
         return cls(runtime, request, headroom)
 
     def plan(self, blend: BlendParams) -> PromptPlan:

@@ -15,7 +15,7 @@ from cacheblend_cli.collect.texts import sent_document
 from cacheblend_cli.corpus.citations import Citations
 from cacheblend_cli.corpus.places import PUT, SENT
 from cacheblend_cli.engine.chunk_inputs import chunk_of
-from cacheblend_cli.engine.request import Preparation, Request, resolve
+from cacheblend_cli.engine.request import Request, resolve
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import NothingFound
 from cacheblend_cli.prompt.kept import kept_wordings
@@ -76,7 +76,7 @@ def prepare(host: ServerState, parsed: ParsedRequest) -> Prepared:
     runtime, ask = host.runtime, _ask_request(host, parsed)
     collect = of_settings(CollectSettings, host.settings)
     try:
-        request = resolve(runtime, host.store, ask, Preparation(collect=collect))
+        request = resolve(runtime, host.store, ask, collect=collect)
     except NothingFound as error:
         what = "no stored chunk has a word of the query"
         raise ApiError(404, what, param="search", code="nothing_found") from error

@@ -116,8 +116,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         {"layer_s": "fast"},
         {"pair_s": True},
         {"bytes_per_s": 0},
-        {"format": 99},
-        {"more": 1},
         {"row_s": float("nan")},
     ],
 )
