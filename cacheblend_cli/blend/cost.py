@@ -34,7 +34,7 @@ class Speeds:
     """Measured speeds of a machine for a model. Seconds: per layer independent of rows, per row, per (row, key) pair, of
     the output head, and from the end of the prefill to the first token.
 
-    bytes_per_s: KV from the store into the pool: read, checked and placed; inf if it could not be measured. prefills:
+    bytes_per_s: KV from the store into the pool: read, checked and placed; inf until a prompt has loaded some. prefills:
     number of prefills learnt from; not_loaded: how many of the latest in a row loaded nothing, so that nothing was learnt
     about loading. moved_s: per corrected row and layer.
     """

@@ -12,7 +12,7 @@ from cacheblend_cli.blend.policy import BlendPolicy, policy_of
 from cacheblend_cli.engine.prefill import Prefilled, PrefillReport, prefill
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.speeds import Pieces, SpeedFile, kv_share, measure_compute, measure_loading
+from cacheblend_cli.engine.speeds import Pieces, SpeedFile, kv_share, measure_compute
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.forward import finish
 
@@ -20,28 +20,25 @@ _LOAD_AGAIN = 16  # full prefills in a row
 
 
 class Controller:
-    """The speeds of one model on this machine for one codec. `measured` measures what is not known, after a message to `say`."""
+    """The speeds of one model on this machine for one codec. `measured` measures compute, after a message to `say`; how fast KV loads
+    is learnt from the first prompt that is blended."""
 
     def __init__(self, runtime: Runtime, codec: str) -> None:
         self._runtime, self._file = runtime, SpeedFile.of(runtime.model, codec)
         self._speeds = self._file.read()
 
-    def measured(self, request: Request) -> Pieces[None]:
-        """Measure compute, and loading by the prompt's own chunks, when that was never done on this machine.
+    def measured(self) -> Pieces[None]:
+        """Measure compute when that was never done on this machine.
 
-        Full prefills say nothing about loading, so after some of them in a row it is measured again: a bad first
-        measure would otherwise stand for ever.
+        Full prefills say nothing about loading, so after some of them in a row its speed is forgotten: a bad first measure would
+        otherwise stand for ever.
         """
-        speeds = self._speeds
-        if speeds is None:
+        if self._speeds is None:
             runtime = self._runtime
             runtime.say(f"--ratio auto: measuring how fast this machine is with {runtime.model.name}, once")
-            speeds = yield from measure_compute(runtime.decoder, runtime.config.block_size)
-        if request.store is not None and (math.isinf(speeds.bytes_per_s) or speeds.not_loaded >= _LOAD_AGAIN):
-            found = yield from measure_loading(self._runtime, request.store, request.plan)
-            speeds = replace(speeds, bytes_per_s=found, not_loaded=0)
-        if speeds != self._speeds:
-            self._keep(speeds)
+            self._keep((yield from measure_compute(runtime.decoder, runtime.config.block_size)))
+        elif self._speeds.not_loaded >= _LOAD_AGAIN:
+            self._keep(replace(self._speeds, bytes_per_s=math.inf, not_loaded=0))
 
     def decide(self, request: Request, before_s: float) -> AutoReport:
         """`measured` came before. request.blend.ratio is the floor; before_s: since the question is known."""
@@ -99,7 +96,7 @@ def deciding(runtime: Runtime, request: Request) -> Pieces[tuple[Request, AutoRe
     if blend.checks:
         raise UsageError("--ratio auto chooses one ratio, and several check layers were given", "give a ratio to each")
     controller, resolved = controller_of(runtime, request), time.perf_counter()
-    yield from controller.measured(request)
+    yield from controller.measured()
     started = request.started + time.perf_counter() - resolved
     report = controller.decide(request, time.perf_counter() - started)
     if report.decision.mode == "full":

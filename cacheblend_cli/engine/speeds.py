@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import math
 import os
@@ -18,20 +17,15 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 import torch
-from cacheblend_store import ChunkStore
 
 from cacheblend_cli import user_cache
 from cacheblend_cli.blend.corrections import Regression
 from cacheblend_cli.blend.cost import Speeds
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Candidates
-from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.kv.forward import AllRows, KVOnly, Steps, run_layers
-from cacheblend_cli.kv.loading import make_loader
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_of
-from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.kv.zero_loader import ZeroLoader
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.loading import LoadedModel
@@ -45,9 +39,6 @@ PROBE_S = 1.0
 """Seconds for the probes of compute; a size that would not fit what is left of them is not measured."""
 MOVED_ROWS, CHUNK_ROWS, KNOWN_EVERY = 1024, 256, 7
 """Of the probe of a correction: its rows, those of a chunk of them, and which of these are recomputed."""
-PROBE_BYTES = 64 << 20
-"""KV to load at most for a first measure of loading."""
-
 
 Pieces = Generator[None, None, T]
 """A measurement that pauses after each run; every run is a fraction of a second."""
@@ -145,47 +136,6 @@ def fit(rows: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, fl
         if (solution >= 0).all() and solution[1] > 0 and error < least:
             best, least = (float(solution[0]), float(solution[1]), float(solution[2])), error
     return best
-
-
-def measure_loading(runtime: Runtime, store: ChunkStore, plan: PromptPlan) -> Pieces[float]:
-    """Bytes of KV a second from the store into a pool, of the first cached segments; inf when there are none, or no room.
-
-    The best of three: what is too high is put right by the next prefill that loads, what is too low can end in full
-    prefills, which never load.
-    """
-    decoder = runtime.decoder
-    cached = [s for s in plan.segments if s.cached and s.key and s.token_ids and store.has_kv(s.key)]
-    sizes = [len(s.token_ids) * decoder.spec.kv_bytes_per_token(decoder.dtype.itemsize) for s in cached]
-    some = [
-        s for s, before in zip(cached, itertools.accumulate(sizes, initial=0), strict=False) if before < PROBE_BYTES
-    ]
-    if not some:
-        return math.inf
-    found = []
-    part = PromptPlan((*some, plan.segments[-1]))  # whose length RoPE is told
-    try:
-        for _ in range(3):
-            yield
-            found.append(_loading(runtime, store, part, plan.num_tokens))
-    except BadChunk:
-        pass  # the prefill that follows says so, and computes it
-    except DeviceError:
-        pass  # others have the pool
-    return max(found, default=math.inf)
-
-
-@torch.inference_mode()
-def _loading(runtime: Runtime, store: ChunkStore, part: PromptPlan, num_tokens: int) -> float:
-    """Bytes a second of one load. The blocks are taken for this run only: others run before the next one."""
-    sequence = runtime.new_sequence(num_tokens)
-    try:
-        with make_loader(runtime.decoder, store, sequence, part) as loader:
-            for layer in range(runtime.decoder.spec.num_kv_layers):
-                loader.wait(layer)
-        _synchronize(runtime.decoder)
-        return loader.num_bytes / loader.load_s if loader.load_s > 0 else math.inf
-    finally:
-        sequence.release()
 
 
 def _layers_run(decoder: Decoder, num_rows: int, block_size: int) -> Callable[[], Any]:
