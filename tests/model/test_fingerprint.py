@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,12 +21,11 @@ from cacheblend_cli.engine.prefill import prefill
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import CacheBlendError
-from cacheblend_cli.model.families import read_spec
+from cacheblend_cli.model.families import spec_from_config
 from cacheblend_cli.model.loading import Precision, load_model, model_fingerprint
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 CPU = torch.device("cpu")
-TOGETHER = 6  # fields whose edits are tried at once, and one by one where that is refused or changes anything
 OTHER_VALUES: dict[type, tuple[Any, ...]] = {
     bool: (False, True),
     int: (1, 3, 64),
@@ -42,17 +40,26 @@ def first_of_each_class() -> list[HubModel]:
     return list({m.config.__qualname__: m for m in reversed(models)}.values())
 
 
-def edits(value: Any) -> Iterator[Any]:
-    """Other values of a field, also of those inside it."""
+Place = tuple[str | int, ...]
+
+
+def leaves(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """The plain values inside a config, and the keys that lead to each."""
     if isinstance(value, dict | list):
-        keys = value if isinstance(value, dict) else range(len(value))
-        for key in keys:
-            for other in edits(value[key]):
-                changed = copy.deepcopy(value)
-                changed[key] = other
-                yield changed
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from leaves(value[key], (*place, key))
     else:
-        yield from (other for other in OTHER_VALUES[type(value)] if other != value)
+        yield place, value
+
+
+def edited(config: dict[str, Any], edits: dict[Place, Any]) -> dict[str, Any]:
+    changed = copy.deepcopy(config)
+    for (*outer, last), value in edits.items():
+        inside: Any = changed
+        for key in outer:
+            inside = inside[key]
+        inside[last] = value
+    return changed
 
 
 def logits_of(path: Path) -> torch.Tensor:
@@ -78,38 +85,40 @@ def test_what_changes_logits_changes_the_fingerprint(model: HubModel, tmp_path: 
     config = json.loads(file.read_text())
     config.pop("vision_config", None)  # pictures are not read
 
-    def fingerprint() -> str:
-        return model_fingerprint(read_spec(path), path, torch.float32)
+    def fingerprint(config: dict[str, Any]) -> str:
+        return model_fingerprint(spec_from_config(config), path, torch.float32)
 
-    def is_harmless(edit: dict[str, Any]) -> bool:
-        """Return whether the edit changes neither fingerprint nor logits. Raises CacheBlendError if it is refused."""
-        file.write_text(json.dumps(config | edit))
-        return fingerprint() == own and torch.equal(logits_of(path), wanted)
+    def check(edits: dict[Place, Any]) -> None:
+        """All at once, and by halves where that is refused or changes anything."""
+        file.write_text(json.dumps(edited(config, edits)))
+        with suppress(CacheBlendError):
+            if fingerprint(json.loads(file.read_text())) == own and torch.equal(logits_of(path), wanted):
+                return
+            assert len(edits) > 1, edits
+        if len(edits) > 1:
+            places = list(edits)
+            for half in (places[: len(places) // 2], places[len(places) // 2 :]):
+                check({place: edits[place] for place in half})
 
-    own, wanted = fingerprint(), logits_of(path)
+    file.write_text(json.dumps(config))
+    own, wanted = fingerprint(config), logits_of(path)
     changed = 0
-    harmless: list[list[dict[str, Any]]] = []  # edits with the same fingerprint, by the number of the value
-    for name, value in config.items():
+    alike: list[dict[Place, Any]] = []  # edits with the same fingerprint, one of each place
+    for place, value in leaves(config):
         number = 0
-        for other in edits(value):
-            file.write_text(json.dumps(config | {name: other}))
+        for other in OTHER_VALUES[type(value)]:
+            if other == value:
+                continue
             try:
-                if fingerprint() != own:
+                if fingerprint(edited(config, {place: other})) != own:
                     changed += 1
                     continue
             except CacheBlendError:
                 continue
-            if number == len(harmless):
-                harmless.append([])
-            harmless[number].append({name: other})
+            if number == len(alike):
+                alike.append({})
+            alike[number][place] = other
             number += 1
-    for alike in harmless:
-        for start in range(0, len(alike), TOGETHER):
-            group = alike[start : start + TOGETHER]
-            with suppress(CacheBlendError):
-                if is_harmless(dict(ChainMap(*group))):
-                    continue
-            for edit in group:
-                with suppress(CacheBlendError):
-                    assert is_harmless(edit), edit
+    for edits in alike:
+        check(edits)
     assert changed >= 5

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from cacheblend_store import ChunkStore
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
@@ -68,6 +71,8 @@ class Setup:
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        for name in ("GGUFReader", "get_tensor_name_map"):  # seconds each; the engine and transformers ask four times
+            patch.setattr(gguf, name, cache(getattr(gguf, name)))
         setup = Setup(tmp_path_factory.mktemp("smollm2"))
         yield setup
         setup.store.close()
@@ -76,7 +81,8 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
 def test_the_file_is_read_as_transformers_reads_it_and_computes_what_it_computes(smollm2: Setup) -> None:
     assert FILE is not None
     config = AutoConfig.from_pretrained(str(FILE.parent), gguf_file=FILE.name)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     state = load_gguf_checkpoint(str(FILE), return_tensors=True, model_to_load=model)["tensors"]
     assert not model.load_state_dict(state, strict=False).unexpected_keys
     model.tie_weights()

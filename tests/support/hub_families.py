@@ -412,7 +412,7 @@ RUN = [
 
 def fault(name: str, told: str, config: Any = None, **edit: Any) -> HubModel:
     """A model that is refused, whatever its weights are."""
-    return HubModel(name, config or GemmaConfig, {}, edit, refused=told)
+    return HubModel(name, config or GemmaConfig, {}, edit, refused=told, has_weights=False)
 
 
 REFUSED = [

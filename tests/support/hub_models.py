@@ -30,6 +30,10 @@ from transformers import (
     Qwen3Config,
     SmolLM3Config,
 )
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 Change = Callable[[Path], None]
 DROP = object()
@@ -43,8 +47,8 @@ SHAPE: dict[str, Any] = {
 class HubModel:
     """shape: of the config the checkpoint is written with; edit: fields of config.json afterwards, DROP takes one away.
 
-    refused: what the message says of a model that is not loaded. tokenizer: a kind of `text_tokenizers`, None for the one
-    of `checkpoints`."""
+    refused: what the message says of a model that is not loaded. has_weights: or nothing but its configuration.
+    tokenizer: a kind of `text_tokenizers`, None for the one of `checkpoints`."""
 
     name: str
     config: Callable[..., PretrainedConfig] = LlamaConfig
@@ -52,20 +56,20 @@ class HubModel:
     edit: dict[str, Any] = field(default_factory=dict)
     change: Change | None = None
     refused: str = ""
+    has_weights: bool = True
     shard_size: str = "5GB"
     dtype: torch.dtype = torch.float32
     tokenizer: str | None = None
     template: str | None = None
 
     def write(self, path: Path, seed: int = 0) -> None:
-        torch.manual_seed(seed)
         config = self.config(**(SHAPE | self.shape))
-        model = _auto(hasattr(config, "vision_config")).from_config(config, dtype=torch.float32)
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                p.copy_(1 + 0.2 * torch.randn_like(p) if "norm" in name else torch.randn_like(p) * 0.15)
-        model.to(self.dtype).save_pretrained(path, max_shard_size=self.shard_size)
-        (path / "generation_config.json").unlink(missing_ok=True)
+        if self.has_weights:
+            self._write_weights(path, config, seed)
+        else:
+            names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+            config.architectures = [names[config.model_type]]
+            config.save_pretrained(path)
         if self.tokenizer is None:
             write_tokenizer(path)
         else:
@@ -74,6 +78,15 @@ class HubModel:
         (path / "config.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not DROP}))
         if self.change is not None:
             self.change(path)
+
+    def _write_weights(self, path: Path, config: PretrainedConfig, seed: int) -> None:
+        torch.manual_seed(seed)
+        model = _auto(hasattr(config, "vision_config")).from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(1 + 0.2 * torch.randn_like(p) if "norm" in name else torch.randn_like(p) * 0.15)
+        model.to(self.dtype).save_pretrained(path, max_shard_size=self.shard_size)
+        (path / "generation_config.json").unlink(missing_ok=True)
 
 
 def load_reference(path: Path) -> Any:
@@ -311,7 +324,7 @@ RUN = [
 
 
 def config_fault(name: str, told: str, config: type[PretrainedConfig] = LlamaConfig, **edit: Any) -> HubModel:
-    return HubModel(name, config, {}, edit, refused=told)
+    return HubModel(name, config, {}, edit, refused=told, has_weights=False)
 
 
 REFUSED = [

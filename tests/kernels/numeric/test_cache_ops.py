@@ -30,9 +30,15 @@ def check_pool(pool: torch.Tensor, slots: torch.Tensor, want: torch.Tensor, tole
     assert (flat[others] == 7.0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("heads", "head_dim"), [((4, 2), 64), ((28, 4), 80), ((3, 1), 96), ((18, 18), 16), ((2, 2), 256)]
+    ("heads", "head_dim", "dtype"),
+    [
+        ((4, 2), 64, torch.float32),
+        ((28, 4), 80, torch.bfloat16),
+        ((3, 1), 96, torch.float16),
+        ((18, 18), 16, torch.float32),
+        ((2, 2), 256, torch.bfloat16),
+    ],
 )
 def test_rope_and_cache(heads: tuple[int, int], head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
     num_rows, (num_heads, num_kv_heads) = 6, heads
