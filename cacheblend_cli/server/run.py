@@ -131,6 +131,7 @@ class Serving:
         asyncio.run(self._run(sockets))
 
     async def _run(self, sockets: Sequence[socket.socket]) -> None:
+        asyncio.get_running_loop().set_exception_handler(LoopErrors())
         watch = asyncio.create_task(self._watch())
         try:
             await self._server.serve(sockets=[*sockets, self._warm.socket])
@@ -148,6 +149,20 @@ class Serving:
                     connection.check(now, max(0.0, late))
             if self._idle_exit_s and self._host.idle_s >= self._idle_exit_s:
                 self._server.end()
+
+
+class LoopErrors:
+    """Exception handler of the event loop: connections that cannot be accepted are logged once a minute, in one line."""
+
+    def __init__(self) -> None:
+        self._logged = float("-inf")
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "accept" not in context["message"]:
+            loop.default_exception_handler(context)
+        elif time.monotonic() - self._logged > 60:
+            self._logged = time.monotonic()
+            logger.error("connections cannot be accepted: %s", context.get("exception"))
 
 
 class _Server(uvicorn.Server):
