@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,13 +17,15 @@ from cacheblend_cli.server import documents, embedding, mcp_route
 from cacheblend_cli.server.answering import answered
 from cacheblend_cli.server.asking import ParsedRequest, sampling_of
 from cacheblend_cli.server.auth import AuthMiddleware
-from cacheblend_cli.server.bodies import AskBody, ChatBody, CompletionBody, SearchBody, parse
+from cacheblend_cli.server.bodies import AskBody, ChatBody, CompletionBody, PutBody, SearchBody, parse
 from cacheblend_cli.server.conversation import read_messages
 from cacheblend_cli.server.document_routes import delete_document, list_documents, put_document, read_document
 from cacheblend_cli.server.errors import ApiError, bad
-from cacheblend_cli.server.http import EVENTS, json_body, logged, tenant_of
+from cacheblend_cli.server.http import EVENTS, JSON, LINES, json_body, logged, tenant_of
 from cacheblend_cli.server.ollama import routes as ollama
-from cacheblend_cli.server.openapi import openapi
+from cacheblend_cli.server.ollama.bodies import GenerateBody, OldEmbedBody, OllamaChatBody, OllamaEmbedBody, ShowBody
+from cacheblend_cli.server.ollama.embedding import embed, embed_one
+from cacheblend_cli.server.openapi import Answer, Operation, openapi
 from cacheblend_cli.server.passages import with_passages
 from cacheblend_cli.server.replies import Reply
 from cacheblend_cli.server.state import ServerState
@@ -46,7 +47,9 @@ _PAGE_HEADERS = {
 def make_app(host: ServerState, *, is_owner: bool = False) -> Starlette:
     """The server's routes behind AuthMiddleware. is_owner: for connections that need no API key."""
 
-    def route(method: str, path: str, answer: Callable[[Request, ServerState], Awaitable[Response]]) -> Route:
+    def route(named: str, answer: Answer) -> Route:
+        method, path = named.split(" ")
+
         async def guarded(request: Request) -> Response:
             try:
                 return await answer(request, host)
@@ -57,29 +60,12 @@ def make_app(host: ServerState, *, is_owner: bool = False) -> Starlette:
 
         return Route(path, guarded, methods=[method])
 
-    handed = [] if host.decoder is None else [route("GET", "/handovers/{name}", _hand_over)]
+    routes = [route(named, operation.answer) for named, operation in OPERATIONS.items()]
+    if host.decoder is not None:
+        routes.append(route("GET /handovers/{name}", _hand_over))
+    routes += [route("GET /", _page), route("GET /page/{name}", _page)]
     return Starlette(
-        routes=[
-            *handed,
-            route("POST", "/v1/chat/completions", _chat),
-            route("POST", "/v1/completions", _complete),
-            route("POST", "/v1/search", _search),
-            route("PUT", "/v1/documents/{id:path}", put_document),
-            route("GET", "/v1/documents", list_documents),
-            route("GET", "/v1/documents/{id:path}", read_document),
-            route("DELETE", "/v1/documents/{id:path}", delete_document),
-            route("POST", "/v1/embeddings", embedding.embeddings),
-            route("GET", "/v1/models", _models),
-            route("GET", "/v1/models/{name:path}", _models),
-            route("GET", "/health", _health),
-            route("GET", "/ready", _ready),
-            route("GET", "/metrics", _metrics),
-            route("GET", "/openapi.json", _openapi),
-            *(route(method, path, answer) for (method, path), answer in ollama.ROUTES.items()),
-            Route(mcp_route.PATH, mcp_route.McpRoute(host), methods=["POST"]),
-            route("GET", "/", _page),
-            route("GET", "/page/{name}", _page),
-        ],
+        routes=[*routes, Route(mcp_route.PATH, mcp_route.McpRoute(host), methods=["POST"])],
         middleware=[Middleware(AuthMiddleware, host=host, is_owner=is_owner)],
         exception_handlers={HTTPException: _no_route},
     )
@@ -114,7 +100,7 @@ async def _metrics(_: Request, host: ServerState) -> Response:
 
 
 async def _openapi(_: Request, host: ServerState) -> Response:
-    return JSONResponse(openapi())
+    return JSONResponse(openapi(OPERATIONS))
 
 
 async def _hand_over(request: Request, host: ServerState) -> Response:
@@ -181,11 +167,10 @@ async def _search(request: Request, host: ServerState) -> Response:
 async def _no_route(request: Request, error: Exception) -> Response:
     """404 and 405 of the router."""
     assert isinstance(error, HTTPException)
-    own = [route for route in request.app.routes if isinstance(route, Route) and route.methods]
-    routes = [f"{method} {r.path.replace(':path', '')}" for r in own for method in r.methods or () if method != "HEAD"]
+    routes = ", ".join(OPERATIONS).replace(":path", "")
     what = "no such route" if error.status_code == 404 else f"{request.method} is not allowed here"
     code = "unknown_route" if error.status_code == 404 else "method_not_allowed"
-    refusal = ApiError(error.status_code, f"{what}; the routes are {', '.join(routes)}", code=code)
+    refusal = ApiError(error.status_code, f"{what}; the routes are {routes}", code=code)
     refusal.headers.update(error.headers or {})
     return refusal.response(request.url.path)
 
@@ -200,3 +185,38 @@ def _check_priority(request: Request, body: AskBody) -> None:
     """Tenants do not go before others; the store's own key may."""
     if body.priority < 0 and tenant_of(request).name:
         raise ApiError(403, "a tenant's priority is 0 or more", param="priority", code="priority_refused")
+
+
+OPERATIONS = {
+    "POST /v1/chat/completions": Operation(
+        "Answer a conversation", _chat, ChatBody, media=(JSON, EVENTS), session=True
+    ),
+    "POST /v1/completions": Operation("Continue a text", _complete, CompletionBody, media=(JSON, EVENTS), session=True),
+    "POST /v1/search": Operation("Search the stored chunks", _search, SearchBody),
+    "PUT /v1/documents/{id:path}": Operation(
+        "Store a document", put_document, PutBody, (200, 201), (JSON, EVENTS), bytes_too=True
+    ),
+    "GET /v1/documents": Operation("List the documents", list_documents),
+    "GET /v1/documents/{id:path}": Operation("Read a document", read_document),
+    "DELETE /v1/documents/{id:path}": Operation("Delete a document", delete_document),
+    "POST /v1/embeddings": Operation("Embed texts", embedding.embeddings, embedding.EmbedBody),
+    "GET /v1/models": Operation("List the models", _models),
+    "GET /v1/models/{name:path}": Operation("Describe a model", _models),
+    "POST /api/chat": Operation(
+        "Answer a conversation (Ollama)", ollama.chat, OllamaChatBody, media=(JSON, LINES), session=True
+    ),
+    "POST /api/generate": Operation(
+        "Answer a prompt (Ollama)", ollama.generate, GenerateBody, media=(JSON, LINES), session=True
+    ),
+    "POST /api/embed": Operation("Embed texts (Ollama)", embed, OllamaEmbedBody),
+    "POST /api/embeddings": Operation("Embed a text (Ollama, older form)", embed_one, OldEmbedBody),
+    "POST /api/show": Operation("Describe a model (Ollama)", ollama.show, ShowBody),
+    "GET /api/tags": Operation("List the models (Ollama)", ollama.tags),
+    "GET /api/ps": Operation("List the loaded model (Ollama)", ollama.running),
+    "GET /api/version": Operation("Version of Ollama whose API this is", ollama.version),
+    "GET /health": Operation("Whether the process answers", _health),
+    "GET /ready": Operation("Whether requests are taken", _ready, statuses=(200, 503)),
+    "GET /metrics": Operation("Metrics for Prometheus", _metrics, media=("text/plain",)),
+    "GET /openapi.json": Operation("This description", _openapi),
+}
+"""Every route of the API, by method and path."""

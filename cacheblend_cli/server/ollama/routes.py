@@ -18,7 +18,6 @@ from cacheblend_cli.server.errors import ApiError, as_api_error
 from cacheblend_cli.server.http import LINES, any_body, tenant_of
 from cacheblend_cli.server.ollama import models
 from cacheblend_cli.server.ollama.bodies import AnswerBody, GenerateBody, OllamaChatBody, ShowBody
-from cacheblend_cli.server.ollama.embedding import embed, embed_one
 from cacheblend_cli.server.ollama.replies import OllamaReply
 from cacheblend_cli.server.passages import with_passages
 from cacheblend_cli.server.state import ServerState
@@ -108,16 +107,3 @@ def _named(error: Exception) -> Exception:
     api_error.message = _OPTION.sub(lambda found: _OPTIONS[found[0]], api_error.message)
     api_error.param = _OPTIONS.get(api_error.param or "", api_error.param)
     return api_error
-
-
-ROUTES = {
-    ("GET", "/api/version"): version,
-    ("GET", "/api/tags"): tags,
-    ("GET", "/api/ps"): running,
-    ("POST", "/api/show"): show,
-    ("POST", "/api/chat"): chat,
-    ("POST", "/api/generate"): generate,
-    ("POST", "/api/embed"): embed,
-    ("POST", "/api/embeddings"): embed_one,
-}
-"""By method and path."""
