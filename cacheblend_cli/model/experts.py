@@ -1,4 +1,4 @@
-"""Mixture of experts in place of a layer's MLP, or beside it."""
+"""Mixture of experts in place of a layer's MLP, or beside it, and routers that choose groups of experts before experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from cacheblend_cli.model.linear import STEADY_ROWS, Linear
 from cacheblend_cli.model.mlp import MLP
-from cacheblend_cli.model.router import Router
 from cacheblend_cli.model.spec import ExpertsSpec, ModelSpec
 
 MOST_ROWS = 4096  # in one turn: with fewer, an expert's weights are read for few rows each time
@@ -74,6 +73,39 @@ class Experts:
         gate, up = gate_up.chunk(2, dim=-1)
         gate = gate.clamp(max=limit)
         return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+class Router:
+    """A router of DeepSeek's kind, see `Routing`. It computes in fp32.
+
+    weight: [count, hidden_size]; correction: [count] fp32, None for none.
+    """
+
+    def __init__(self, experts: ExpertsSpec, weight: Tensor, correction: Tensor | None) -> None:
+        assert experts.routing is not None
+        self._experts, self._routing = experts, experts.routing
+        self._scores, self._correction = Linear(weight.float(), pack=False), correction
+
+    def __call__(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights, fp32, and indexes of the experts of each row, both [num_rows, per_token]."""
+        logits = self._scores(h.float())
+        scores = logits.sigmoid() if self._routing.sigmoid else logits.softmax(-1)
+        wanted = scores if self._correction is None else scores + self._correction
+        chosen = self._in_best_groups(wanted).topk(self._experts.per_token).indices
+        weights = scores.gather(1, chosen)
+        if self._experts.normed:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self._routing.factor, chosen
+
+    def _in_best_groups(self, wanted: Tensor) -> Tensor:
+        """wanted, -inf for the experts of other groups."""
+        routing = self._routing
+        if routing.groups_kept == routing.groups:
+            return wanted
+        grouped = wanted.unflatten(-1, (routing.groups, -1))
+        best = grouped.topk(2).values.sum(-1) if routing.sigmoid else grouped.amax(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(routing.groups_kept).indices, True)
+        return grouped.masked_fill(~kept[..., None], float("-inf")).flatten(1)
 
 
 class ExpertsBeside:

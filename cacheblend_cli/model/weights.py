@@ -134,16 +134,11 @@ def load_weights(
                 f"tensor {stored} has shape {list(found)}, and config.json implies {list(shape)}",
                 "the weights and config.json belong to different models",
             )
-        if name == embedding and device.type == "cpu" and embedding not in deltas:
+        kept_as = IN_FILE if name == embedding else target  # of embeddings a prompt needs few rows
+        if kept_as in (IN_FILE, TOKEN_EMBEDDING) and device.type == "cpu" and name not in deltas:
             in_file = source.whole(stored)
             if in_file is not None:
-                weights[IN_FILE] = in_file
-                seen.add(name)
-                continue
-        if shapes[name][1] == TOKEN_EMBEDDING and device.type == "cpu" and name not in deltas:
-            in_file = source.whole(stored)  # the larger part of some models: a prompt needs few of its rows
-            if in_file is not None:
-                weights[TOKEN_EMBEDDING] = in_file
+                weights[kept_as] = in_file
                 seen.add(name)
                 continue
         if hollow and _may_be_hollow(spec, name, target) and _is_large(full_shape, dtype):

@@ -8,7 +8,7 @@ from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from cacheblend_cli.model.router import Router
+from cacheblend_cli.model.experts import Router
 from cacheblend_cli.model.spec import ExpertsSpec, Routing
 
 COUNT, PER_TOKEN, HIDDEN = 12, 3, 16

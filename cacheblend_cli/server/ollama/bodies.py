@@ -34,6 +34,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Fields of Ollama's that are not supported, and the values that change nothing (null never does)."""
 
+OPTIONS = {
+    **{name: name for name in ("seed", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "stop")},
+    "max_tokens": "num_predict", "repetition_penalty": "repeat_penalty",
+}  # fmt: skip
+"""Ollama's options, by the field of AskBody that says the same."""
+
 
 class OptionsIn(Struct, forbid_unknown_fields=True, kw_only=True):
     """Ollama's options. num_predict below 0 is the server's own limit."""
@@ -91,18 +97,9 @@ class OptionsIn(Struct, forbid_unknown_fields=True, kw_only=True):
     @property
     def sampled(self) -> dict[str, Any]:
         """Fields of AskBody."""
-        return {
-            "seed": self.seed,
-            "max_tokens": None if self.num_predict is None or self.num_predict < 0 else max(1, self.num_predict),
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repeat_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "stop": self.stop,
-        }
+        given = {field: getattr(self, option) for field, option in OPTIONS.items()}
+        limit = self.num_predict
+        return given | {"max_tokens": None if limit is None or limit < 0 else max(1, limit)}
 
 
 class LoadBody(Struct, forbid_unknown_fields=True, kw_only=True):

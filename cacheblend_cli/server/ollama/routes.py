@@ -17,7 +17,7 @@ from cacheblend_cli.server.conversation import read_messages
 from cacheblend_cli.server.errors import ApiError, as_api_error
 from cacheblend_cli.server.http import LINES, any_body, tenant_of
 from cacheblend_cli.server.ollama import models
-from cacheblend_cli.server.ollama.bodies import AnswerBody, GenerateBody, OllamaChatBody, ShowBody
+from cacheblend_cli.server.ollama.bodies import OPTIONS, AnswerBody, GenerateBody, OllamaChatBody, ShowBody
 from cacheblend_cli.server.ollama.replies import OllamaReply
 from cacheblend_cli.server.passages import with_passages
 from cacheblend_cli.server.state import ServerState
@@ -26,9 +26,7 @@ from cacheblend_cli.types import SamplingParams
 VERSION = "0.12.11"
 """The version of Ollama whose API this is: clients look whether a server is new enough for them."""
 _OPTIONS = {
-    **{name: f"options.{name}" for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop")},
-    "max_tokens": "options.num_predict", "repetition_penalty": "options.repeat_penalty",
-    "presence_penalty": "options.presence_penalty", "frequency_penalty": "options.frequency_penalty",
+    **{field: f"options.{option}" for field, option in OPTIONS.items()},
     "response_format.json_schema.schema": "format", "response_format.json_schema": "format", "response_format": "format",
 }  # fmt: skip
 """Fields of a request, by those of /v1 that say the same."""
