@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn.server
 from asking import Cli, cli_in
 from cacheblend_store import ChunkStore
 from cacheblend_store.tier import SharedTier
@@ -32,6 +34,10 @@ from cacheblend_cli.server.warm import WarmSocket
 from cacheblend_cli.settings import Settings
 from cacheblend_cli.types import SamplingParams
 
+# uvicorn looks every .1 s whether it is to end and whether connections have closed: three looks for each server that ends
+uvicorn.server.asyncio = SimpleNamespace(  # type: ignore[attr-defined]
+    **{**vars(asyncio), "sleep": lambda seconds: asyncio.sleep(min(seconds, 0.005))}
+)
 KEYS = ("plain-key-0000", "ada:ada-key-000000", "bob:bob-key-000000")
 
 
