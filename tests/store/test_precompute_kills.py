@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
+from itertools import chain
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from cacheblend_store import ChunkStore, verify
 from checkpoints import WORDS, write_checkpoint
 from disk_shim import Fault, build, environment
 from torture import Ledger
+
+from cacheblend_cli.cli.main import run
+from cacheblend_cli.collect import commits
 
 CLI = "from cacheblend_cli.cli.main import main; main()"
 
@@ -24,7 +30,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random model and enough documents to be killed among them."""
     folder, rng = tmp_path_factory.mktemp("corpus"), random.Random(0)
     write_checkpoint(folder / "model", "qwen2", max_position_embeddings=1024)
-    for n in range(20):
+    for n in range(8):
         (folder / "docs" / str(n % 4)).mkdir(parents=True, exist_ok=True)
         text = "\n\n".join(" ".join(rng.choices(WORDS, k=30)) for _ in range(8))
         (folder / "docs" / str(n % 4) / f"{n:02}.md").write_text(f"# Document {n}\n\n{text}\n")
@@ -35,20 +41,32 @@ EAGER = "from cacheblend_cli.collect import commits; commits.GROUP_SECONDS = 0.0
 """A commit for every chunk: so small a corpus would be one group."""
 
 
-def _command(corpus: Path, store: Path, part: str = "") -> list[str]:
+def _arguments(corpus: Path, store: Path, part: str = "") -> list[str]:
     """part: the documents of one of four writers, all by default."""
-    flags = [
-        "--model",
-        str(corpus / "model"),
-        "--store",
-        str(store),
-        "--chunk-tokens",
-        "32",
-        "--threads",
-        "1",
-        "--json",
-    ]
-    return [sys.executable, "-c", EAGER + CLI, "precompute", str(corpus / "docs" / part), *flags]
+    given = {"--model": corpus / "model", "--store": store, "--chunk-tokens": 32, "--threads": 1}
+    return ["precompute", str(corpus / "docs" / part), *map(str, chain(*given.items())), "--json"]
+
+
+def _command(corpus: Path, store: Path, part: str = "") -> list[str]:
+    return [sys.executable, "-c", EAGER + CLI, *_arguments(corpus, store, part)]
+
+
+def _forked(arguments: list[str]) -> tuple[int, TextIO]:
+    """Process id and stdout of the command in a fork of this process, which has imported torch."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.dup2(write_end, 1)
+            os.closerange(read_end, write_end + 1)
+            sys.stdout = os.fdopen(1, "w")
+            commits.GROUP_SECONDS = 0.0
+            code = run(arguments)
+        finally:
+            os._exit(code)
+    os.close(write_end)
+    return pid, os.fdopen(read_end)
 
 
 def _environment() -> dict[str, str]:
@@ -67,26 +85,27 @@ def test_precompute_killed_keeps_what_it_reported(tmp_path: Path, corpus: Path, 
     rng, store, reported = random.Random(num_kills), tmp_path / "store", set[str]()
     kills = 0
     while kills < num_kills:
-        process = subprocess.Popen(_command(corpus, store), stdout=subprocess.PIPE, text=True, env=_environment())
-        assert process.stdout is not None
+        pid, stdout = _forked(_arguments(corpus, store))
         for _ in range(rng.randrange(1, 12)):
-            line = process.stdout.readline()
+            line = stdout.readline()
             if not line:  # all is done: from the beginning
                 break
             reported.add(json.loads(line)["id"])
         else:
-            process.kill()
+            os.kill(pid, signal.SIGKILL)
             kills += 1
-            whole = process.stdout.read().rpartition("\n")[0]  # a last line may be cut
+            whole = stdout.read().rpartition("\n")[0]  # a last line may be cut
             reported |= {json.loads(line)["id"] for line in whole.splitlines()}
-        process.wait()
-        process.stdout.close()
+        _, status = os.waitpid(pid, 0)
+        stdout.close()
         assert reported <= _stored(store)
-        if process.returncode == 0:
+        if status == 0:
             store, reported = tmp_path / f"store-{kills}", set()
     if reported:
-        done = subprocess.run(_command(corpus, store), capture_output=True, text=True, env=_environment(), check=True)
-        records = [json.loads(line) for line in done.stdout.splitlines()]
+        pid, stdout = _forked(_arguments(corpus, store))
+        with stdout:
+            records = [json.loads(line) for line in stdout]
+        assert os.waitpid(pid, 0)[1] == 0
         assert {r["id"] for r in records} == _stored(store) >= reported
         assert {r["id"] for r in records if r["status"] == "unchanged"} >= reported  # none is computed twice
     ledger.add("SIGKILL of cacheblend precompute", kills=kills, lost=0, torn=0)
