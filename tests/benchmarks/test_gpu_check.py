@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import json
 import math
-import os
 import re
-import subprocess
 import sys
 import tomllib
 import zipfile
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from children import Ended, outcomes
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
@@ -35,29 +36,36 @@ from gpu.report import markdown  # noqa: E402
 from gpu.steps import Step  # noqa: E402
 from gpu.timing import summed  # noqa: E402
 
-ALONE = """
-import sys
-sys.modules.update(dict.fromkeys({lacking!r}))
-sys.path.insert(0, {benchmarks!r})
-import gpu.steps, gpu_check
-
-def run_child(command, *limits):
-    sys.argv[1:] = command[3:]
-    return gpu.steps.main(), ""
-
-gpu_check.run_child = run_child
-sys.exit(gpu_check.main())
-"""
-"""The check and its steps in one process, which imports torch once."""
+OURS = ("cacheblend_cli", "cacheblend_kernels", "cacheblend_store", "gpu", "gpu_check", "kernel_references")
 
 
 def run(out: Path, *more: str, lacking: Sequence[str] = ()) -> tuple[int, dict[str, Any], str, str]:
-    """Exit code, the JSON, stdout, stderr. lacking: packages that do not import there."""
-    code = ALONE.format(lacking=lacking, benchmarks=str(ROOT / "benchmarks"))
-    command = [sys.executable, "-c", code, "--device", "cpu", "--tiny", "--out", str(out), *more]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
-    return done.returncode, json.loads(out.with_suffix(".json").read_text()), done.stdout, done.stderr
+    """Exit code, the JSON, stdout, stderr of the check and its steps in a fork, which has torch and transformers.
+
+    lacking: packages that our modules, which are imported anew, do not import there.
+    """
+
+    def work(_: Any) -> tuple[int, str, str]:
+        for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
+            del sys.modules[name]
+        sys.modules.update(dict.fromkeys(lacking))  # type: ignore[arg-type]
+        check, steps = (importlib.import_module(name) for name in ("gpu_check", "gpu.steps"))
+
+        def run_child(command: list[str], *limits: Any) -> tuple[int, str]:
+            sys.argv[1:] = command[3:]
+            return steps.main(), ""
+
+        check.run_child, steps.stands = run_child, lambda: None
+        sys.argv[1:] = ["--device", "cpu", "--tiny", "--out", str(out), *more]
+        with redirect_stdout(io.StringIO()) as stdout, redirect_stderr(io.StringIO()) as stderr:
+            code = check.main()
+        return code, stdout.getvalue(), stderr.getvalue()
+
+    importlib.import_module("transformers")
+    [(_, told)] = outcomes(work, [None], timeout=300)
+    assert not isinstance(told, Ended), told
+    code, stdout, stderr = told
+    return code, json.loads(out.with_suffix(".json").read_text()), stdout, stderr
 
 
 def not_needed() -> list[str]:
