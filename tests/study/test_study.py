@@ -29,7 +29,9 @@ def study() -> Iterator[dict[str, ModuleType]]:
     known = dict(SELECTORS)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(STUDY))
-        yield {name: importlib.import_module(name) for name in MODULES}
+        modules = {name: importlib.import_module(name) for name in MODULES}
+        patch.setattr(modules["sets"], "NEEDLE_SETS", 16)
+        yield modules
     SELECTORS.clear()
     SELECTORS.update(known)
 
@@ -42,7 +44,7 @@ def data(tmp_path: Path) -> Path:
             "question": f"question {number}?",
             "answers": ["yes"],
             "ctxs": [
-                {"title": "", "text": " ".join(f"passage {number} {c} says the thing {s} here." for s in range(12))}
+                {"title": "", "text": " ".join(f"passage {number} {c} says the thing {s} here." for s in range(8))}
                 for c in range(10)
             ],
         }
@@ -75,7 +77,7 @@ def test_a_question_is_in_one_half_alone(study: dict[str, ModuleType], data: Pat
 def test_the_code_asked_for_is_said_once_and_not_in_the_first_chunk(
     study: dict[str, ModuleType], data: Path, name: str
 ) -> None:
-    for sample in study["sets"].study_sets()[name].samples(data)[:40]:
+    for sample in study["sets"].study_sets()[name].samples(data):
         thing = sample.question.split(" the ")[2].split("?")[0]
         said = f"The access code of the {thing} is {sample.answers[0]}."
         assert [c.text.count(said) for c in sample.contexts].count(1) == 1
@@ -85,7 +87,7 @@ def test_the_code_asked_for_is_said_once_and_not_in_the_first_chunk(
 
 @pytest.mark.parametrize("name", ["tracking-2k", "tracking-7k"])
 def test_the_value_asked_for_is_reached_over_three_chunks(study: dict[str, ModuleType], data: Path, name: str) -> None:
-    for sample in study["sets"].study_sets()[name].samples(data)[:40]:
+    for sample in study["sets"].study_sets()[name].samples(data):
         asked, links = sample.question.split()[3], 0
         while True:
             [told] = [c.text for c in sample.contexts if f"{asked} has the " in c.text]
