@@ -12,10 +12,14 @@ QUESTION = "Where does Leon Farrow live?"
 
 def main(url: str, folder: Path) -> None:
     sys.path.insert(0, str(ROOT / "tests" / "support"))
-    from browser import Page
+    from browser import Browser, Page
 
     for name, width, height in (("page", 1200, 780), ("page-narrow", 375, 780)):
-        with tempfile.TemporaryDirectory() as profile, Page(url, Path(profile), width, height) as page:
+        with (
+            tempfile.TemporaryDirectory() as profile,
+            Browser(Path(profile)) as browser,
+            Page(url, browser, width, height) as page,
+        ):
             page.until("document.querySelectorAll('#documents li').length")
             page.type(QUESTION)
             page.press("Enter")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Page
+from browser import Browser, Page
 
 PAGES = {
     "billing": "the lead of billing is Mara and she works in Bergen, near the harbor, with a parrot at home",
@@ -44,11 +44,17 @@ def drop(page: Page, **files: str) -> None:
     )
 
 
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
 @pytest.fixture
-def page(server: Any, tmp_path: Path) -> Iterator[Page]:
+def page(server: Any, browser: Browser) -> Iterator[Page]:
     """The page of a server with two documents, ready for a question."""
     stored(server)
-    with Page(server.url.removesuffix("v1"), tmp_path / "profile") as page:
+    with Page(server.url.removesuffix("v1"), browser) as page:
         page.until("document.querySelectorAll('#documents li').length === 2")
         yield page
 
@@ -230,8 +236,8 @@ def test_themes(page: Page) -> None:
     assert not dark()
 
 
-@pytest.mark.parametrize("width", [320, 375])
-def test_it_is_read_on_a_narrow_screen(server: Any, page: Page, width: int) -> None:
+def test_it_is_read_on_a_narrow_screen(server: Any, page: Page) -> None:
+    width = 320
     page.size(width, 700)
     ask(page)
     click(page, "#show-settings")
@@ -256,11 +262,11 @@ def test_controls_have_names_and_regions_are_landmarks(page: Page) -> None:
     assert text_of(page, ".answer > .said") in page.js("document.querySelector('[aria-live]').textContent")
 
 
-def test_nothing_is_shown_before_the_key(start: Any, tmp_path: Path) -> None:
+def test_nothing_is_shown_before_the_key(start: Any, browser: Browser) -> None:
     server = start(("plain-key-0000", "ada:ada-key-000000"))
     ada = {"Authorization": "Bearer ada-key-000000"}
     assert server.client.put("/v1/documents/secret", json={"text": PAGES["billing"]}, headers=ada).status_code == 201
-    with Page(server.url.removesuffix("v1"), tmp_path / "profile") as page:
+    with Page(server.url.removesuffix("v1"), browser) as page:
         page.until("document.activeElement.id === 'key'")
         visible = "document.body.innerText"
         assert server.state.model not in page.js(visible)

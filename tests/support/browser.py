@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import httpx
 import pytest
 
 
@@ -26,12 +25,33 @@ def chromium() -> str:
     return found
 
 
-class Page:
-    """A page of a browser of its own, which ends with it."""
+class Session:
+    """Commands to a target of the DevTools protocol."""
 
-    def __init__(self, url: str, folder: Path, width: int = 1000, height: int = 1400) -> None:
+    def __init__(self, address: str) -> None:
         from websockets.sync.client import connect
 
+        self._socket = connect(address, max_size=None)
+        self._numbers = itertools.count(1)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def do(self, method: str, **params: Any) -> dict[str, Any]:
+        number = next(self._numbers)
+        self._socket.send(json.dumps({"id": number, "method": method, "params": params}))
+        while True:
+            answer = json.loads(self._socket.recv(60))
+            if answer.get("id") == number:
+                assert "error" not in answer, answer
+                result: dict[str, Any] = answer["result"]
+                return result
+
+
+class Browser:
+    """A browser, which ends with the `with`."""
+
+    def __init__(self, folder: Path) -> None:
         flags = [
             "--headless=new",
             "--no-sandbox",
@@ -48,10 +68,29 @@ class Page:
         )
         assert self._process.stderr is not None
         line = next(line for line in self._process.stderr if "DevTools listening on" in line)
-        address = line.split("ws://")[1].split("/")[0]
-        [target] = [t for t in httpx.get(f"http://{address}/json").json() if t["type"] == "page"]
-        self._socket = connect(target["webSocketDebuggerUrl"], max_size=None)
-        self._numbers = itertools.count(1)
+        address = line.split()[-1]
+        self.session, self.pages = Session(address), address.partition("/devtools/")[0] + "/devtools/page/"
+
+    def __enter__(self) -> Browser:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.session.close()
+        self._process.terminate()
+        self._process.wait(10)
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+
+
+class Page:
+    """A page of a browser, with storage of its own."""
+
+    def __init__(self, url: str, browser: Browser, width: int = 1000, height: int = 1400) -> None:
+        self._browser = browser.session
+        self._context = self._browser.do("Target.createBrowserContext")["browserContextId"]
+        made = self._browser.do("Target.createTarget", url="about:blank", browserContextId=self._context)
+        self._session = Session(browser.pages + made["targetId"])
+        self._do = self._session.do
         self.size(width, height)
         self._do("Page.enable")
         self._do("Page.navigate", url=url)
@@ -61,11 +100,8 @@ class Page:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._socket.close()
-        self._process.terminate()
-        self._process.wait(10)
-        assert self._process.stderr is not None
-        self._process.stderr.close()
+        self._session.close()
+        self._browser.do("Target.disposeBrowserContext", browserContextId=self._context)
 
     def size(self, width: int, height: int) -> None:
         self._do("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
@@ -107,13 +143,3 @@ class Page:
         """A picture of all of the page."""
         image = self._do("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(image["data"]))
-
-    def _do(self, method: str, **params: Any) -> dict[str, Any]:
-        number = next(self._numbers)
-        self._socket.send(json.dumps({"id": number, "method": method, "params": params}))
-        while True:
-            answer = json.loads(self._socket.recv(60))
-            if answer.get("id") == number:
-                assert "error" not in answer, answer
-                result: dict[str, Any] = answer["result"]
-                return result
