@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,14 +16,19 @@ import pytest
 from asking import Cli
 
 from cacheblend_cli.cli.main import run
+from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.server import background
 from cacheblend_cli.server.place import socket_of
 from cacheblend_cli.settings import Settings
 
 mcp = pytest.importorskip("mcp", reason="the extra mcp is not installed")
 
+import httpx2  # noqa: E402
 from mcp.client.stdio import StdioServerParameters  # noqa: E402
 from mcp.client.streamable_http import streamable_http_client  # noqa: E402
+
+from cacheblend_cli.server.mcp_stdio import StoreEngine  # noqa: E402
+from cacheblend_cli.server.mcp_tools import Api, make_server  # noqa: E402
 
 Use = Callable[[Any], Awaitable[Any]]
 KEYS = ("plain-key-0000", "ada:ada-key-000000", "bob:bob-key-000000")
@@ -51,8 +57,6 @@ def stdio(*arguments: str, **environment: str) -> StdioServerParameters:
 
 
 def over_http(server: Any, key: str = "") -> Any:
-    import httpx2
-
     url = server.url.removesuffix("/v1") + "/mcp"
     return streamable_http_client(url, http_client=httpx2.AsyncClient(headers=bearer(key), timeout=60))
 
@@ -125,18 +129,21 @@ def test_tools_over_http(server: Any) -> None:
 
 def test_tools_by_url_on_stdio(start: Callable[..., Any]) -> None:
     server = start(KEYS)
-    url = str(server.client.base_url)
-    through(stdio("--url", f"{server.url}/", CACHEBLEND_API_KEY="plain-key-0000"), every_tool)
 
     async def refused(client: Any) -> str:
         told = await client.call_tool("search", {"query": "parrot"})
         assert told.is_error
         return str(told.content[0].text)
 
-    assert "CACHEBLEND_API_KEY" in through(stdio("--url", url, CACHEBLEND_API_KEY=""), refused)
-    server.end()
-    server.thread.join(20)
-    assert "cacheblend serve" in through(stdio("--url", url), refused)
+    async def use(client: Any) -> str:
+        await every_tool(client)
+        server.end()
+        server.thread.join(20)
+        return await refused(client)
+
+    without_key = make_server(Api(httpx2.AsyncClient(base_url=str(server.client.base_url))))
+    assert "CACHEBLEND_API_KEY" in through(without_key, refused)
+    assert "cacheblend serve" in through(stdio("--url", f"{server.url}/", CACHEBLEND_API_KEY="plain-key-0000"), use)
 
 
 def test_the_running_engine_of_a_store_needs_no_key(cli: Cli, start: Callable[..., Any]) -> None:
@@ -203,13 +210,20 @@ def test_an_engine_is_started_at_the_first_call(cli: Cli, model: Any) -> None:
         background.stop_all(settings, 5.0)
 
 
-def test_an_engine_that_cannot_start(cli: Cli) -> None:
+def test_an_engine_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(*_: Any) -> Any:
+        raise NotFoundError("there is no /nowhere", "check the path")
+
+    monkeypatch.setattr(background, "_started", cannot)
+    engine = StoreEngine(Settings(model="/nowhere", store=str(tmp_path / "store")), (), 60)
+    client = httpx2.AsyncClient(base_url="http://localhost")
+
     async def use(client: Any) -> str:
         told = await client.call_tool("list_documents", {})
         assert told.is_error
         return str(told.content[0].text)
 
-    assert "/nowhere" in through(stdio("--model", "/nowhere"), use)
+    assert "/nowhere" in through(make_server(Api(client, engine.ready), lists_documents=engine.listens), use)
 
 
 def test_settings_of_another_engine_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

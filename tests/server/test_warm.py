@@ -20,6 +20,7 @@ import pytest
 from asking import PAGES, Cli, Said
 from cacheblend_store import ChunkStore
 
+from cacheblend_cli.cli.main import run
 from cacheblend_cli.client import Connection, EngineLost
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.server import background, place
@@ -301,10 +302,15 @@ def test_an_engine_ends_when_nobody_asks(start: Any, cli: Cli) -> None:
     assert ENGINE not in cli(*ASK).last
 
 
-def test_an_engine_in_the_background(cli: Cli) -> None:
+def test_an_engine_in_the_background(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a new store."""
+    monkeypatch.setenv("CACHEBLEND_STORE", str(tmp_path / "new"))
+    refused = process("serve", "--background", "--port", "0", "--model", "/nowhere")
+    assert refused.code == 3
     started = process("serve", "--background", "--port", "0", "--json")
     assert started.code == 0, started.err
     pid = json.loads(started.out)["pid"]
+    assert cli("precompute", "docs", "-q").code == 0
     assert f"process {pid}" in cli(*ASK).last
     assert [
         json.loads(cli(*flags).out)["pid"]
@@ -314,16 +320,51 @@ def test_an_engine_in_the_background(cli: Cli) -> None:
     assert taken.code == 2
     assert cli("serve", "--stop").code == 0
     assert cli("serve", "--status").code == cli("serve", "--stop").code == 3
-    assert list(Path("store0").glob("*.sock")) == []
+    assert list(Path("new").glob("*.sock")) == []
 
 
-def test_keep_alive_leaves_an_engine_running(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines in the background are forks of this process, which has imported torch."""
+    monkeypatch.setattr(background.subprocess, "Popen", Forked)
+
+
+class Forked:
+    def __init__(self, command: list[str], *, stdout: Any, **_: Any) -> None:
+        self.pid, self.returncode = os.fork(), 0
+        if self.pid == 0:
+            code = 1
+            try:
+                os.setsid()
+                for number, end in enumerate(("r", "w", "w")):
+                    os.dup2(stdout.fileno() if number else os.open(os.devnull, os.O_RDONLY), number)
+                    setattr(sys, ("stdin", "stdout", "stderr")[number], os.fdopen(number, end))
+                os.closerange(3, 1024)
+                code = run(command[4:])
+            finally:
+                os._exit(code)
+
+    def poll(self) -> int | None:
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode if pid else None
+
+
+def in_background(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Status of the engine that `serve --background` starts."""
+    arguments = ("serve", "--background", "--port", "0", "--json")
+    monkeypatch.setattr(sys, "argv", ["cacheblend", *arguments])
+    started = cli(*arguments)
+    assert started.code == 0, started.err
+    return dict(json.loads(started.out))
+
+
+def test_keep_alive_leaves_an_engine_running(cli: Cli, forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHEBLEND_KEEP_ALIVE", "10m")
     for flags in (["--local"], ["--dry-run"]):
         assert cli(*ASK, *flags).code == 0
         assert cli("serve", "--status").code == 3
     assert cli(*ASK, "--keep-alive", "soon").code == 2
-    assert cli(*ASK, "--model", "/nowhere", "--chunks", "").code == 3
     first = cli(*ASK, "--ids", "--json", "--ratio", "0.3")
     [pid] = [json.loads(line)["pid"] for line in cli("serve", "--status", "--json").out.splitlines()]
     assert pid != os.getpid()
@@ -378,19 +419,6 @@ def test_an_engine_that_keep_alive_starts_has_the_flags_of_the_question(
     assert started == [(90.0, ["--system=Be kind.", "--threads=1"])]
 
 
-def test_an_engine_over_a_new_store_in_the_background(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CACHEBLEND_STORE", str(tmp_path / "new"))
-    refused = process("serve", "--background", "--port", "0", "--model", "/nowhere")
-    assert refused.code == 3
-    monkeypatch.setenv("CACHEBLEND_MODEL", str(model))
-    started = process("serve", "--background", "--port", "0", "--json")
-    assert started.code == 0, started.err
-    assert process("serve", "--stop").code == 0
-    assert ChunkStore.open(tmp_path / "new", mode="write").generation
-
-
 def test_stop_does_not_wait_for_a_zombie(server: Any, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has reaped it
@@ -426,10 +454,10 @@ def test_a_socket_folder_that_others_may_write_to_is_refused(tmp_path: Path, mod
         place.make_folder(own / "link")
 
 
-def test_a_killed_engine_does_not_matter(cli: Cli) -> None:
+def test_a_killed_engine_does_not_matter(cli: Cli, forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed while it computes and stores what came with a question; the next one starts over the socket it left."""
     for number in range(2):
-        told = json.loads(process("serve", "--background", "--port", "0", "--json").out)
+        told = in_background(cli, monkeypatch)
         address = urlsplit(told["url"])
         body = json.dumps(
             {
@@ -444,8 +472,8 @@ def test_a_killed_engine_does_not_matter(cli: Cli) -> None:
                 connection.recv(1)  # it has answered, and stores the chunks' KV now or has done so
             os.kill(told["pid"], signal.SIGKILL)
         path = Path(told["socket"])
-        while ask_status(path) is not None:
-            pass
+        assert os.waitstatus_to_exitcode(os.waitpid(told["pid"], 0)[1]) == -signal.SIGKILL
+        assert ask_status(path) is None
         assert path.exists()
         asked = cli(*ASK)
         assert (asked.code, f"process {told['pid']}" in asked.err) == (0, False), asked.err
