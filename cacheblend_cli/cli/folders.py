@@ -61,16 +61,11 @@ def selected(
     max_file_size: str | None,
 ) -> dict[str, Any]:
     """Return the given fields of a Selection. An empty pattern clears the remembered ones."""
-    found: dict[str, Any] = {}
-    for name, patterns in (("include", include), ("exclude", exclude)):
-        if patterns:
-            found[name] = tuple(filter(None, patterns))
-    for name, flag in (("no_ignore", no_ignore), ("follow", follow)):
-        if flag is not None:
-            found[name] = flag
-    if max_file_size is not None:
-        found["max_file_size"] = parse_size(max_file_size, "--max-file-size")
-    return found
+    patterns = {"include": include, "exclude": exclude}
+    found: dict[str, Any] = {name: tuple(filter(None, texts)) for name, texts in patterns.items() if texts}
+    size = None if max_file_size is None else parse_size(max_file_size, "--max-file-size")
+    others = {"no_ignore": no_ignore, "follow": follow, "max_file_size": size}
+    return found | {name: value for name, value in others.items() if value is not None}
 
 
 def read_list(name: str | None) -> list[str]:

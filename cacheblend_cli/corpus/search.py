@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,24 +44,12 @@ WEAK = "nothing stored matches the question well"
 
 
 @dataclass(frozen=True)
-class Lookup:
-    """Search settings. k: number of chunks. scope: documents to search. by: "words", "meaning" or "both"; words if there is no
-    embedder.
+class Lookup(SearchParams):
+    """A search with its weights. by: "words", "meaning" or "both"; words if there is no embedder. before: the conversation before
+    the query, which counts less."""
 
-    min_score: drop hits below it (see Hit). expand: chunks to add before and after each hit. context: the one to take of a
-    document that is stored in several, see corpus/contexts.py. order: of the chunks in the prompt, see engine/search.py:
-    in_order. query: text to search for, "" for the question. before: the conversation before it, which counts less.
-    """
-
-    k: int = 5
-    scope: Scope = EVERYTHING
     by: str = "words"
     embedder: Embedder | None = None
-    min_score: float = 0.0
-    expand: int = 0
-    context: str = "document"
-    order: str = "exact"
-    query: str = ""
     before: str = ""
 
     @classmethod
@@ -85,8 +73,7 @@ class Lookup:
                     f"there are no embedding weights to search by meaning with: words are searched ({install_hint('meaning')})"
                 )
         by = "words" if embedder is None else "both" if params.by == "auto" else params.by
-        own = {f.name: getattr(params, f.name) for f in fields(cls) if hasattr(params, f.name)}
-        return cls(**own | {"by": by}, embedder=embedder)
+        return cls(**vars(params) | {"by": by}, embedder=embedder)
 
 
 @dataclass(frozen=True)

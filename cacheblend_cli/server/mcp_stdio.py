@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 
 import anyio.to_thread
 import httpx2
@@ -28,28 +29,15 @@ def serve_url(url: str, key: str) -> None:
 
 def serve_store(settings: Settings, flags: Sequence[str], idle_exit_s: float) -> None:
     """Serve until stdin ends, by the engine of the settings. flags: those of `serve` that give these settings."""
-    engine = StoreEngine(settings, flags, idle_exit_s)
     transport = httpx2.AsyncHTTPTransport(uds=str(socket_of(settings)))
     client = httpx2.AsyncClient(base_url="http://localhost", transport=transport, timeout=_TIMEOUT)
-    make_server(Api(client, engine.ready), lists_documents=engine.listens).run("stdio")
+    starting, listens = anyio.Lock(), partial(background.listens, settings)
 
+    async def ready() -> None:
+        """Start the engine unless it runs, or loads its model. Raises CacheBlendError with the engine's own message."""
+        async with starting:
+            if not listens():
+                start = partial(background.start_own, settings, idle_exit_s, flags)
+                await anyio.to_thread.run_sync(start, abandon_on_cancel=True)
 
-class StoreEngine:
-    """The engine behind the socket beside a store; it is started when it is first needed."""
-
-    def __init__(self, settings: Settings, flags: Sequence[str], idle_exit_s: float) -> None:
-        self._settings, self._flags, self._idle_exit_s = settings, flags, idle_exit_s
-        self._starting = anyio.Lock()
-
-    def listens(self) -> bool:
-        """Return whether it runs, or loads its model: requests then wait for it."""
-        return background.listens(self._settings)
-
-    async def ready(self) -> None:
-        """Start it unless it listens. Raises CacheBlendError with the engine's own message when it cannot start."""
-        async with self._starting:
-            if not self.listens():
-                await anyio.to_thread.run_sync(self._start, abandon_on_cancel=True)
-
-    def _start(self) -> None:
-        background.start_own(self._settings, self._idle_exit_s, self._flags)
+    make_server(Api(client, ready), lists_documents=listens).run("stdio")

@@ -1,11 +1,16 @@
-"""ZIP archives of Word, PowerPoint, Excel and EPUB files, with a limit on the unpacked size."""
+"""Word, PowerPoint and Excel files, by mammoth, python-pptx and openpyxl; and their ZIP archives, with a limit on the unpacked size."""
 
 from __future__ import annotations
 
 import io
 import zipfile
+from collections.abc import Iterator
+from typing import Any
 
-from cacheblend_cli.corpus.converters.converter import NoDocument
+from cacheblend_cli.corpus.converters.converter import NoDocument, joined, parsing
+from cacheblend_cli.corpus.converters.html import html_text
+from cacheblend_cli.corpus.converters.tables import row_text
+from cacheblend_cli.corpus.layout import Converted, Mark
 
 _MOST = 512 << 20  # bytes unpacked
 
@@ -19,3 +24,73 @@ def opened(data: bytes, what: str) -> zipfile.ZipFile:
     if sum(entry.file_size for entry in archive.infolist()) > _MOST:
         raise NoDocument(f"unpacks to more than {_MOST >> 20} MiB", "too large unpacked")
     return archive
+
+
+def from_docx(data: bytes) -> Converted:
+    """Headings, lists and tables, without pictures. A .docx has no page ends."""
+    with parsing("mammoth", what := "a Word document"):
+        import mammoth
+
+        opened(data, what)
+        html = mammoth.convert_to_html(io.BytesIO(data), convert_image=_no_image).value
+    return html_text(f"<body>{html}</body>")
+
+
+def _no_image(image: Any) -> list[Any]:
+    return []
+
+
+def from_pptx(data: bytes) -> Converted:
+    """Text, tables and notes of each slide."""
+    with parsing("python-pptx", what := "a presentation"):
+        from pptx import Presentation
+
+        opened(data, what)
+        slides = Presentation(io.BytesIO(data)).slides
+        parts = [("\n\n".join(_slide(slide)), Mark(0, f"slide {n}")) for n, slide in enumerate(slides, 1)]
+    return joined(parts, "markdown")
+
+
+def _slide(slide: Any) -> Iterator[str]:
+    title = slide.shapes.title
+    if title is not None and title.text_frame.text.strip():
+        yield "# " + " ".join(title.text_frame.text.split())
+    for shape in slide.shapes:
+        if title is None or shape.shape_id != title.shape_id:
+            yield from _shape(shape)
+    if slide.has_notes_slide and slide.notes_slide.notes_text_frame is not None:
+        notes = slide.notes_slide.notes_text_frame.text.strip()
+        yield f"Notes: {notes}" if notes else ""
+
+
+def _shape(shape: Any) -> Iterator[str]:
+    if shape.has_text_frame:
+        yield "\n".join(text for p in shape.text_frame.paragraphs if (text := p.text.replace("\v", "\n").strip()))
+    elif getattr(shape, "has_table", False) and shape.has_table:
+        yield "\n".join(" | ".join(cell.text.strip() for cell in row.cells) for row in shape.table.rows)
+    else:
+        for inner in getattr(shape, "shapes", ()):  # of a group
+            yield from _shape(inner)
+
+
+def from_xlsx(data: bytes) -> Converted:
+    """A line a row of each sheet, with the values that formulas had when the file was saved."""
+    with parsing("openpyxl", what := "a workbook"):
+        from openpyxl import load_workbook
+
+        opened(data, what)
+        book = load_workbook(io.BytesIO(data), read_only=True, data_only=True)
+        parts = [(f"# {s.title}\n\n" + "\n".join(_rows(s)), Mark(0, f"sheet {s.title}")) for s in book.worksheets]
+    return joined(parts, "markdown")
+
+
+def _rows(sheet: Any) -> Iterator[str]:
+    names: list[str] | None = None
+    for values in sheet.iter_rows(values_only=True):
+        row = ["" if value is None else str(value) for value in values]
+        if any(cell.strip() for cell in row):
+            if names is None:
+                names = [" ".join(cell.split()) for cell in row]
+                yield ", ".join(filter(None, names))
+            else:
+                yield row_text(names, row)
