@@ -53,7 +53,7 @@ class Lookup(SearchParams):
     before: str = ""
 
     @classmethod
-    def of(cls, params: SearchParams, say: Callable[[str], None] | None = None) -> Lookup:
+    def with_weights(cls, params: SearchParams, say: Callable[[str], None] | None = None) -> Lookup:
         """Find the embedding weights. say: callback for one message if there are none to search by meaning with.
 
         Raises UsageError, or NotFoundError if the named weights do not exist.
@@ -227,7 +227,7 @@ class Found(NamedTuple):
 
 def look(store: ChunkStore, query: str, params: SearchParams, say: Callable[[str], None] | None = None) -> Found:
     """Search the scope. Raises NotFoundError if nothing is found."""
-    lookup = Lookup.of(params, say)
+    lookup = Lookup.with_weights(params, say)
     hits = search(store, query, lookup)
     if not hits:
         raise found_elsewhere(store, query, lookup) or NotFoundError(

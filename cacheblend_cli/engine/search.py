@@ -41,7 +41,7 @@ def retrieve(
     ask = dated(
         runtime, store, replace(ask, system=None, prompt=None, raw=False)
     )  # stored with the engine's own wording
-    lookup = Lookup.of(ask.search or SearchParams(), say)
+    lookup = Lookup.with_weights(ask.search or SearchParams(), say)
     collections = [collection.id for collection in runtime.collections(ask.salt, day=ask.day)]
     query = lookup.query or ask.question
     if not lookup.query:

@@ -101,7 +101,7 @@ def find(host: ServerState, query: str, k: int, tenant: Tenant) -> list[dict[str
     day = runtime.day(store, tenant.salt)
     collections = [collection.id for collection in runtime.collections(tenant.salt, day=day)]
     found, citations = [], Citations(store)
-    for hit in search(store, query, Lookup.of(SearchParams.of(replace(host.settings, top_k=k))), collections):
+    for hit in search(store, query, Lookup.with_weights(SearchParams.of(replace(host.settings, top_k=k))), collections):
         manifest = chunk_of(store, hit.key)
         cited = [c for c in citations.all_of(manifest) if c.name == hit.source] if manifest else []
         found.append(

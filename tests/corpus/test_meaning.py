@@ -158,12 +158,12 @@ def test_without_weights_words_are_searched_and_that_is_said(monkeypatch: pytest
     monkeypatch.setattr(embedding, "find_spec", lambda name: None)
     for by, count in (("words", 0), ("auto", 0), ("meaning", 1), ("both", 1)):
         said.clear()
-        assert Lookup.of(SearchParams(by=by), say=said.append).by == "words"
+        assert Lookup.with_weights(SearchParams(by=by), say=said.append).by == "words"
         assert len(said) == count
     with pytest.raises(UsageError, match="model2vec"):
-        Lookup.of(SearchParams(by="both", embeddings="somewhere"))
+        Lookup.with_weights(SearchParams(by="both", embeddings="somewhere"))
     with pytest.raises(UsageError, match="feeling"):
-        Lookup.of(SearchParams(by="feeling"))
+        Lookup.with_weights(SearchParams(by="feeling"))
 
 
 @pytest.mark.skipif(find_spec("model2vec") is None, reason="needs model2vec")
@@ -190,7 +190,7 @@ def test_a_directory_of_weights_is_read_and_another_one_refused(tmp_path: Path) 
 def test_the_weights_of_the_extra_know_that_reimbursed_is_money_back(store: ChunkStore) -> None:
     put_document(store, "/docs/travel.md", "Employees are reimbursed for travel within thirty days of a claim. ")
     put_document(store, "/docs/trips.md", "A lamp stands at the back of the long hall. ")
-    how = Lookup.of(SearchParams(by="meaning"))
+    how = Lookup.with_weights(SearchParams(by="meaning"))
     assert found(store, "How long until I get my money back for a trip?", how)[0] == "travel#0"
 
 

@@ -24,7 +24,6 @@ class Architecture:
     partial: RoPE may turn a part of the head."""
 
     model_type: str
-    class_name: str
     permuted: bool = False
     norm_offset: float = 0.0
     keys: Collection[str] = ()
@@ -118,32 +117,28 @@ def _gpt_oss(keys: Keys, config: Config) -> Config:
 
 
 ARCHITECTURES = {
-    "llama": Architecture("llama", "LlamaForCausalLM", permuted=True),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
-    "gemma": Architecture("gemma", "GemmaForCausalLM", norm_offset=1.0, more=_gemma),
+    "llama": Architecture("llama", permuted=True),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "gemma": Architecture("gemma", norm_offset=1.0, more=_gemma),
     "gemma2": Architecture(
-        "gemma2", "Gemma2ForCausalLM", norm_offset=1.0, more=_gemma2,
+        "gemma2", norm_offset=1.0, more=_gemma2,
         keys=(WINDOW, "attn_logit_softcapping", "final_logit_softcapping"),
     ),
     "gemma3": Architecture(
-        "gemma3_text", "Gemma3ForCausalLM", norm_offset=1.0, more=_gemma3,
+        "gemma3_text", norm_offset=1.0, more=_gemma3,
         keys=(WINDOW, "attention.sliding_window_pattern", "rope.freq_base_swa", "final_logit_softcapping"),
     ),
-    "phi3": Architecture("phi3", "Phi3ForCausalLM", more=_phi3, partial=True, keys=(WINDOW, "rope.scaling.attn_factor")),
+    "phi3": Architecture("phi3", more=_phi3, partial=True, keys=(WINDOW, "rope.scaling.attn_factor")),
     "granite": Architecture(
-        "granite", "GraniteForCausalLM", permuted=True, more=_granite,
+        "granite", permuted=True, more=_granite,
         keys=("embedding_scale", "attention.scale", "residual_scale", "logit_scale"),
     ),
-    "smollm3": Architecture(
-        "smollm3", "SmolLM3ForCausalLM", permuted=True, more=lambda keys, config: {"no_rope_layer_interval": 4}
-    ),
-    "olmo2": Architecture("olmo2", "Olmo2ForCausalLM"),
-    "glm4": Architecture("glm4", "Glm4ForCausalLM", partial=True),
-    "qwen2moe": Architecture(
-        "qwen2_moe", "Qwen2MoeForCausalLM", more=_qwen2_moe, keys=(*EXPERTS, "expert_shared_feed_forward_length")
-    ),
-    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", more=_qwen_moe, keys=EXPERTS),
-    "gpt-oss": Architecture("gpt_oss", "GptOssForCausalLM", more=_gpt_oss, keys=(*EXPERTS, WINDOW)),
+    "smollm3": Architecture("smollm3", permuted=True, more=lambda keys, config: {"no_rope_layer_interval": 4}),
+    "olmo2": Architecture("olmo2"),
+    "glm4": Architecture("glm4", partial=True),
+    "qwen2moe": Architecture("qwen2_moe", more=_qwen2_moe, keys=(*EXPERTS, "expert_shared_feed_forward_length")),
+    "qwen3moe": Architecture("qwen3_moe", more=_qwen_moe, keys=EXPERTS),
+    "gpt-oss": Architecture("gpt_oss", more=_gpt_oss, keys=(*EXPERTS, WINDOW)),
 }  # fmt: skip
-MIXTRAL = Architecture("mixtral", "MixtralForCausalLM", permuted=True, more=_mixtral, keys=EXPERTS[:2])
+MIXTRAL = Architecture("mixtral", permuted=True, more=_mixtral, keys=EXPERTS[:2])

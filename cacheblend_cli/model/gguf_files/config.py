@@ -51,7 +51,6 @@ def config_of(
     if rotated != head_dim and not architecture.partial:
         raise keys.refusal("rope.dimension_count", f"only {head_dim}, the width of a head, is implemented")
     config = {
-        "architectures": [architecture.class_name],
         "model_type": architecture.model_type,
         "vocab_size": _rows(tensors, "token_embd.weight"),
         "hidden_size": hidden,
