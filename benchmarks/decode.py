@@ -158,13 +158,13 @@ def measure(folder: Path, precision: str, tokens: int, counted: bool) -> dict[st
     found |= {"ms": statistics.median(times) * 1000, "cpu_ms": statistics.median(cpu) * 1000, "others": others.used()}
     with Operations():
         step()
-    products = sum(n for name, n in names.items() if "linear" in name or "mm" in name)
-    found |= {"operations": sum(names.values()), "products": products, "names": dict(names.most_common())}
+    found |= {"operations": sum(names.values()), "names": dict(names.most_common())}
 
     parts = Parts(time.thread_time if one else time.perf_counter)
     for owner, name, part in (
         (linear, "_packed_product", "products"),
         (linear, "_int8_product", "products"),
+        (compiled, "product", "products"),
         (torch.nn.functional, "linear", "products"),
         (compiled, "decode_attention", "attention"),
         (compiled, "rms_norm", "norms and sums"),
@@ -186,6 +186,7 @@ def measure(folder: Path, precision: str, tokens: int, counted: bool) -> dict[st
     whole = parts.clock() - whole
     seconds = dict(parts.seconds.most_common()) | {"other Python and tensors": whole - sum(parts.seconds.values())}
     found["parts_ms"] = {part: s / tokens * 1000 for part, s in seconds.items()}
+    found["products"] = parts.calls["products"] / tokens
     found["calls"] = {part: n / tokens for part, n in parts.calls.items()}
     return found
 

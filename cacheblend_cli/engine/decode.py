@@ -61,8 +61,8 @@ class EagerRunner:
 
 
 class BatchRunner(EagerRunner):
-    """Eager, over batches filled up to a multiple of STEADY_ROWS rows: else an answer would depend on how many others are made
-    beside it.
+    """Eager, over batches filled up to a multiple of STEADY_ROWS rows, unless fewer are steady: else an answer would depend on how many
+    others are made beside it.
 
     The pool must outlive the runner, which keeps spare blocks of it for the rows that see nothing: SPARE slots."""
 
@@ -76,10 +76,11 @@ class BatchRunner(EagerRunner):
     def step(self, tokens: Tensor) -> Tensor:
         rows, count = next_rows(self._decoder, self._sequences, self._kv_lens), len(tokens)
         self._kv_lens = [n + 1 for n in self._kv_lens]
-        missing = -count % STEADY_ROWS
-        filled_up = torch.cat((tokens, tokens.new_zeros(missing)))
-        rows = filled(self._decoder, rows, missing, self._spare)
-        return forward(self._decoder, rows, filled_up, self.observer)[:count]
+        missing = 0 if self._decoder.steady_rows <= count < STEADY_ROWS else -count % STEADY_ROWS
+        if missing:
+            tokens = torch.cat((tokens, tokens.new_zeros(missing)))
+            rows = filled(self._decoder, rows, missing, self._spare)
+        return forward(self._decoder, rows, tokens, self.observer)[:count]
 
 
 class GraphRunner:

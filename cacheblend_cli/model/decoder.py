@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 import torch.nn.functional as F
 from cacheblend_kernels import AttentionParams, KernelBackend, LatentHeads
@@ -11,8 +13,9 @@ from cacheblend_cli.model.altup import AltUp, LowRank, Streams
 from cacheblend_cli.model.experts import Experts, ExpertsBeside
 from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.model.latent import Latent
-from cacheblend_cli.model.linear import linear
+from cacheblend_cli.model.linear import STEADY_ROWS, Product, linear
 from cacheblend_cli.model.mlp import MLP
+from cacheblend_cli.model.packed_file import members_of
 from cacheblend_cli.model.parallel import Shard
 from cacheblend_cli.model.rope import LayerRotations
 from cacheblend_cli.model.spec import ModelSpec
@@ -279,6 +282,15 @@ class Decoder:
                 layer.token_inputs = inputs
         self._streams = Streams(spec, weights, weight_dtype) if spec.streams is not None else None
         self.kv_scales: KVScales | None = None  # of the float8 pools prompts get; None: pools of the compute dtype
+
+    @cached_property
+    def steady_rows(self) -> int:
+        """Number of rows from which a row's result does not depend on how many there are, where `steady`: 1 or STEADY_ROWS."""
+        spec, products = self.spec, [m for _, m in members_of(self) if isinstance(m, Product)]
+        others = (
+            spec.generic or spec.latent or spec.experts or spec.streams or spec.token_width
+        )  # other products than these
+        return 1 if self.shard is None and not others and all(p.is_steady for p in products) else STEADY_ROWS
 
     @property
     def own_spec(self) -> ModelSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ and a quarter, and by default there are 1,024 of both: an engine that stays, and
 (benchmarks/results/soak.md)."""
 STEADY_ROWS = 4
 """From so many rows on a CPU's product of a row is the same to the bit, however many there are (oneDNN's and MKL's; of one to
-three rows the sums are made in another order)."""
+three rows the sums are made in another order, unless `Product.is_steady`)."""
 LEAST = 1e-12  # of a row's largest value: rows of zeros stay zeros; in cpu.c, too
 NUMBERS_AT_ONCE = 1 << 18  # that are made int8: as many as stay in a core's cache in float32
 # Overloads, where torch has oneDNN: they are called without a search among others.
@@ -48,34 +49,89 @@ def can_pack(weight: Tensor) -> bool:
     )
 
 
-class Linear:
-    """x -> x W^T + b. weight: [out, in], or oneDNN's opaque packed form; bias: [out] or None."""
+class Product:
+    """x -> x W^T + b with a weight in oneDNN's layout, or a plain one (not `packed`). shape: of W, [out, in].
+
+    Few rows are multiplied by compiled code, which reads the same layout faster, where it gives oneDNN's bits: a row's result does not
+    depend on how many rows there are (`is_steady`).
+    """
+
+    packed: bool
+    weight: Tensor
+    scales: Tensor | None = None
+    num_bytes: int
+
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, bias: Tensor | None) -> None:
+        self.shape, self.dtype, self.bias = shape, dtype, bias
+        self._memory: object = None
+
+    def restore(self, weight: Tensor, scales: Tensor | None, memory: object) -> None:
+        """Take a weight that was packed before, and its scales. memory: what they lie in, held as long as this product."""
+        self.weight, self.scales, self._memory = weight, scales, memory
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [num_rows, in] -> [num_rows, out]."""
+        if x.shape[0] <= compiled.MOST_ROWS and self._addresses and x.dtype == self.dtype:
+            out = compiled.product(x, self._addresses, self.shape)
+            if out is not None:
+                return out
+        return self._multiplied(x, self.bias)
+
+    @property
+    def is_steady(self) -> bool:
+        """Return whether a row's result is the same to the bit for any number of rows; else from STEADY_ROWS on."""
+        return self.scales is not None or bool(self._addresses)  # sums of int8 are exact
+
+    def _multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The product by torch."""
+        raise NotImplementedError
+
+    @cached_property
+    def _addresses(self) -> tuple[int, int, int] | tuple[()]:
+        """Addresses of weight, scales and bias, or 0; () where compiled code does not multiply few rows."""
+        bias, scales = self.bias, self.scales
+        if not self.packed or (bias is not None and (bias.dtype != self.dtype or not bias.is_contiguous())):
+            return ()
+        found = torch.ops.mkldnn.data_ptr(self.weight), 0 if scales is None else scales.data_ptr()
+        layout = bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(self.weight).tolist()), self.dtype
+        if layout not in _ALIKE:
+            _ALIKE[layout] = self._is_alike(*found)
+        return (*found, 0 if bias is None else bias.data_ptr()) if _ALIKE[layout] else ()
+
+    def _is_alike(self, weight: int, scales: int) -> bool:
+        """Return whether the compiled product gives oneDNN's bits: what rounding takes from a random row's result is the same in both."""
+        x = torch.randn(STEADY_ROWS, self.shape[1], generator=torch.Generator().manual_seed(0)).to(self.dtype)
+        result = compiled.product(x[:1], (weight, scales, 0), self.shape)
+        if result is None or not result.any():  # zeros are alike in any order
+            return False
+        subtracted = -result[0]
+        rest = compiled.product(x[:1], (weight, scales, subtracted.data_ptr()), self.shape)
+        return rest is not None and torch.equal(rest[0], self._multiplied(x, subtracted)[0])
+
+
+_ALIKE: dict[tuple[bytes, torch.dtype], bool] = {}  # by layout in memory
+
+
+class Linear(Product):
+    """A product in the weights' dtype. weight: [out, in], or oneDNN's opaque packed form; bias: [out] or None."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = True) -> None:
-        self.bias = bias
+        super().__init__((weight.shape[0], weight.shape[1]), weight.dtype, bias)
         self.num_bytes = weight.numel() * weight.element_size() + (0 if bias is None else bias.numel() * bias.itemsize)
         self.packed = pack and can_pack(weight)
         self.weight = weight
         if self.packed and not weight.is_meta:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight)
-        self._memory: object = None
 
-    scales: Tensor | None = None
-
-    def restore(self, weight: Tensor, scales: Tensor | None, memory: object) -> None:
-        """Take a weight that was packed before. memory: what it lies in, held as long as this product."""
-        self.weight, self._memory = weight, memory
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [num_rows, in] -> [num_rows, out]."""
+    def _multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.packed:
-            out: Tensor = _packed_product(x, self.weight, self.bias, "none", [], "")
+            out: Tensor = _packed_product(x, self.weight, bias, "none", [], "")
             return out
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight, bias)
 
 
-class Int8Linear:
-    """x -> x W^T + b with int8 weights (one scale per output channel) and 8-bit x (one scale per row).
+class Int8Linear(Product):
+    """A product with int8 weights (one scale per output channel) and 8-bit x (one scale per row).
 
     Products and sums are integers, so a row's result does not depend on other rows. (Dynamic W8A8: LLM.int8(), arXiv
     2208.07339, without its outliers; ZeroQuant's token-wise activations, arXiv 2206.01861.) weight: [out, in] of any
@@ -85,14 +141,13 @@ class Int8Linear:
     packed = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._bias, self.dtype = bias, weight.dtype
+        super().__init__((weight.shape[0], weight.shape[1]), weight.dtype, bias)
         self._from = self.dtype if self.dtype in PACKABLE else torch.float32  # what oneDNN gives
         place = weight.device
         whole, scales = (
             torch.empty(weight.shape, dtype=torch.int8, device=place),
             torch.empty(len(weight), device=place),
         )
-        self._memory: object = None
         at_once = max(1, NUMBERS_AT_ONCE // weight.shape[1])
         for part, ints, scale in zip(*(t.split(at_once) for t in (weight, whole, scales)), strict=True):
             if weight.is_meta:
@@ -104,19 +159,13 @@ class Int8Linear:
         self.scales, self._zeros = scales, torch.zeros(len(scales), dtype=torch.int64)
         self.num_bytes = whole.numel() + scales.numel() * 4 + (0 if bias is None else bias.numel() * bias.itemsize)
 
-    def restore(self, weight: Tensor, scales: Tensor | None, memory: object) -> None:
-        """Take a weight that was packed before, and its scales. memory: what they lie in, held as long as this product."""
-        assert scales is not None
-        self.weight, self.scales, self._memory = weight, scales, memory
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [num_rows, in] -> [num_rows, out]."""
+    def _multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
         whole, scale = _rounded(x, self._from)
         out: Tensor = _int8_product(
             whole, 1.0, 128, self.weight, self.scales, self._zeros, None, 1.0, 0, self._from, "none", [], ""
         )
         out = out.mul_(scale).to(self.dtype)
-        return out if self._bias is None else out.add_(self._bias)
+        return out if bias is None else out.add_(bias)
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 import torch
-from cacheblend_kernels import AttentionParams
+from cacheblend_kernels import AttentionParams, compiled
 from cacheblend_kernels.torch_attention import prefill_attention, sdpa_attention
 from torch import Tensor
 
@@ -124,7 +124,8 @@ def int8_speeds(spec: ModelSpec, dtype: torch.dtype) -> Speeds:
             for name, each in products.items()
         }
 
-    return _kept("int8", ("prefill", "decode"), (_name(dtype), "int8"), (*_width(spec), dtype), candidates)
+    shape = *_width(spec), dtype, compiled.ABI
+    return _kept("int8", ("prefill", "decode"), (_name(dtype), "int8"), shape, candidates)
 
 
 @cache
@@ -277,7 +278,7 @@ def _rows(linear: Linear, x: Tensor, few: int) -> tuple[Run, Run]:
 
 def _weight(spec: ModelSpec) -> Tensor:
     inputs, outputs = _width(spec)
-    return torch.ones(outputs, inputs)
+    return torch.empty(outputs, inputs).uniform_(-1, 1, generator=torch.Generator().manual_seed(0))
 
 
 def _width(spec: ModelSpec) -> tuple[int, int]:

@@ -19,9 +19,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from cacheblend_cli.model.linear import Int8Linear, Linear
+from cacheblend_cli.model.linear import Product
 
-Product = Linear | Int8Linear
 MAGIC = b"cbpack01"
 ALIGNMENT = 64
 DIGEST_BYTES = 16
@@ -39,7 +38,7 @@ def members_of(root: object) -> Iterator[tuple[str, Product | Tensor]]:
     seen, left = {id(root)}, [("", root)]
     while left:
         name, found = left.pop()
-        if name and isinstance(found, Linear | Int8Linear | Tensor):
+        if name and isinstance(found, Product | Tensor):
             yield name, found
             continue
         if isinstance(found, Mapping):

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from cacheblend_kernels.interface import AttentionMetadata, AttentionParams, KernelError, LayerCache, Slots
 
-ABI, LANES, CHUNK, MAX_DIM = 2, 16, 256, 256  # as in cpu.c
+ABI, LANES, CHUNK, MAX_DIM, OUTPUTS, MOST_ROWS = 3, 16, 256, 256, 64, 4  # as in cpu.c
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ALONE = 1 << 15  # values up to which a second thread costs more than it saves
 
 # The structures of cpu.c, with the padding at their ends. Packing takes less time than ctypes.Structure, most of all with cold caches.
 _NORM, _GATE, _ROUNDING = Struct("4P2qf3i0P").pack, Struct("2P2q2i0P").pack, Struct("3P2q3i0P").pack
+_PRODUCT = Struct("6P5q2i0P").pack
 _ATTENTION, _ROPE = Struct("7P9qf2i0P").pack, Struct("9P8q2i0P").pack
 
 
@@ -37,7 +38,7 @@ def library() -> Any:
         code = ctypes.CDLL(found.origin)
         if ctypes.c_int32.in_dll(code, "cb_abi").value != ABI:
             return None
-        for name in ("rms_norm", "silu_and_mul", "round_rows", "decode_attention", "rope_and_cache"):
+        for name in ("rms_norm", "silu_and_mul", "round_rows", "product", "decode_attention", "rope_and_cache"):
             getattr(code, f"cb_{name}").argtypes = [ctypes.c_char_p]
     except (OSError, AttributeError, ValueError):  # built for another machine, or of another version
         return None
@@ -92,6 +93,25 @@ def round_rows(x: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor] | N
     addresses = x.data_ptr(), whole.data_ptr(), scale.data_ptr()
     code.cb_round_rows(_ROUNDING(*addresses, num_rows, dim, kind, of_scale, _threads(num_rows * dim)))
     return whole, scale
+
+
+def product(x: Tensor, addresses: tuple[int, int, int], shape: tuple[int, int]) -> Tensor | None:
+    """x W^T + bias of up to MOST_ROWS rows; None also on a CPU without AVX-512 for it. Sums are made in oneDNN's order, so that a row's
+    result is oneDNN's of more rows, to the bit; it depends neither on other rows nor on the number of threads.
+
+    x: [num_rows, in], fp32 or bf16; shape: of W, [out, in]. addresses: of the weights as oneDNN packs them for AVX-512, [out / OUTPUTS,
+    in * n / 4, OUTPUTS, 4 / n] of n bytes each, of x's dtype or int8; of scales of int8 weights [out] fp32, or 0; of a bias [out] of
+    x's dtype, or 0. With int8 weights, rows are rounded as by `round_rows`."""
+    code, kind, of_x = library(), _TYPES.get(x.dtype), x.shape
+    if code is None or kind is None or not x.is_cpu or len(of_x) != 2:
+        return None
+    (num_rows, dim), (num_outputs, num_inputs) = of_x, shape
+    if not 0 < num_rows <= MOST_ROWS or dim != num_inputs or dim % OUTPUTS or num_outputs % OUTPUTS:
+        return None
+    x = x.contiguous()
+    out = x.new_empty(num_rows, num_outputs)
+    sizes = num_rows, dim, num_outputs, 0, 0, kind, _threads(dim * num_outputs)
+    return None if code.cb_product(_PRODUCT(x.data_ptr(), *addresses, out.data_ptr(), 0, *sizes)) else out
 
 
 def decode_attention(q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams) -> Tensor | None:

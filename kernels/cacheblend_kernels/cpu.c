@@ -23,6 +23,10 @@
 #define PICK(a, b, ...) __builtin_shuffle(a, b, (veci4){__VA_ARGS__})
 #endif
 #define INLINE static inline __attribute__((always_inline))
+#if defined(__x86_64__) && (defined(__clang__) || __GNUC__ >= 10)
+#include <immintrin.h>
+#define AVX512(more) __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq" more)))
+#endif
 
 enum { LANES = 16, CHUNK = 256, HEADS = 4, MAX_DIM = 256, AHEAD = 8 };
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
@@ -36,7 +40,7 @@ typedef float vec8 __attribute__((vector_size(32)));
 typedef float vec4 __attribute__((vector_size(16)));
 typedef int32_t veci4 __attribute__((vector_size(16)));
 
-enum { ABI = 2 }; /* of the functions and structures here, as in compiled.py */
+enum { ABI = 3 }; /* of the functions and structures here, as in compiled.py */
 const int32_t cb_abi = ABI;
 
 INLINE vec splat(float x) { return x - (vec){0}; }
@@ -57,6 +61,12 @@ INLINE vecu rounded(vec x) {
     vecu bits = (vecu)x, nan = (vecu)(x != x);
     bits = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
     return (nan & 0x7fc00000u) | (~nan & bits);
+}
+
+INLINE float value_at(const void *p, int64_t i, int type) {
+    if (type == FLOAT32) return ((const float *)p)[i];
+    union { uint32_t bits; float x; } u = {(uint32_t)((const uint16_t *)p)[i] << 16};
+    return u.x;
 }
 
 INLINE void prefetch(const void *p, int64_t i, int type) {
@@ -259,6 +269,112 @@ void cb_round_rows(const Rounding *r) {
     }
 }
 
+/* ---- Products of few rows with weights as oneDNN packs them for AVX-512, which are read once ---- */
+
+enum { OUTPUTS = 64, MOST_ROWS = 4 };
+
+typedef struct {
+    const void *x;       /* [rows, in] */
+    const char *weight;  /* of x's type or int8: [outputs / 64, words, 64], words of the 1, 2 or 4 values in 32 bits */
+    const float *scales; /* [outputs], of int8 weights; else missing */
+    const void *bias;    /* [outputs]; may be missing */
+    void *out;           /* [rows, outputs] */
+    void *by;            /* set here, as words and chain: scales of rows that are rounded to 8 bits */
+    int64_t rows, in, outputs, words, chain;
+    int32_t type, threads;
+} Product;
+
+#ifdef AVX512
+/* A sum of products; of int8, as by oneDNN and torch behind it, times the weight's scale, times the row's, each rounded. */
+INLINE void finish(const Product *p, int64_t row, int64_t at, vec y) {
+    if (p->scales) {
+        y = as_type(y * load(p->scales, at, FLOAT32), p->type);
+        y = as_type(y * value_at(p->by, row, p->type), p->type);
+        __asm__("" : "+v"(y)); /* not fused with the bias */
+    }
+    if (p->bias) y += load(p->bias, at, p->type);
+    store(p->out, row * p->outputs + at, y, p->type);
+}
+
+/* NAME(p, first, last): blocks of 64 outputs. STEP adds the products of a word of x and of 16 outputs. Sums are made in oneDNN's order:
+   `chain` words, then the next ones apart. ROUNDED: rows of 8 bits have 128 for 0, so a row of such zeros is subtracted. */
+#define PRODUCT(NAME, FEATURES, ROUNDED, STEP)                                                                                 \
+    FEATURES INLINE void NAME##_rows(const Product *p, int64_t block, const int rows) {                                        \
+        const char *weight = p->weight + block * p->words * 4 * OUTPUTS, *x = p->x;                                            \
+        vec totals[MOST_ROWS][4] = {{{0}}};                                                                                    \
+        for (int64_t first = 0; first < p->words; first += p->chain) {                                                         \
+            const int64_t last = first + p->chain < p->words ? first + p->chain : p->words;                                    \
+            vec sums[MOST_ROWS + 1][4] = {{{0}}};                                                                              \
+            for (int64_t k = first; k < last; k++, weight += 4 * OUTPUTS)                                                      \
+                _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) {                                                          \
+                    const vec w = load(weight, i * LANES, FLOAT32);                                                            \
+                    _Pragma("GCC unroll 5") for (int row = 0; row < rows + ROUNDED; row++) {                                   \
+                        uint32_t values = 0x80808080u;                                                                         \
+                        if (row < rows) memcpy(&values, x + (row * p->words + k) * 4, 4);                                      \
+                        sums[row][i] = STEP(sums[row][i], (vec)(values - (vecu){0}), w);                                       \
+                    }                                                                                                          \
+                }                                                                                                              \
+            for (int i = 0; i < 4; i++)                                                                                        \
+                for (int row = 0; row < rows; row++)                                                                           \
+                    totals[row][i] += ROUNDED ? __builtin_convertvector((veci)sums[row][i] - (veci)sums[rows][i], vec)         \
+                                              : sums[row][i];                                                                  \
+        }                                                                                                                      \
+        for (int i = 0; i < 4; i++)                                                                                            \
+            for (int row = 0; row < rows; row++) finish(p, row, block * OUTPUTS + i * LANES, totals[row][i]);                  \
+    }                                                                                                                          \
+    FEATURES static void NAME(const Product *p, int64_t first, int64_t last) {                                                 \
+        for (int64_t block = first; block < last; block++)                                                                     \
+            if (p->rows == 1)                                                                                                  \
+                NAME##_rows(p, block, 1);                                                                                      \
+            else if (p->rows == 2)                                                                                             \
+                NAME##_rows(p, block, 2);                                                                                      \
+            else if (p->rows == 3)                                                                                             \
+                NAME##_rows(p, block, 3);                                                                                      \
+            else                                                                                                               \
+                NAME##_rows(p, block, MOST_ROWS);                                                                              \
+    }
+#define ADD_FLOAT32(sum, x, w) (vec)_mm512_fmadd_ps((__m512)(x), (__m512)(w), (__m512)(sum))
+#define ADD_BFLOAT16(sum, x, w) (vec)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(x), (__m512bh)(w))
+#define ADD_INT8(sum, x, w) (vec)_mm512_dpbusd_epi32((__m512i)(sum), (__m512i)(x), (__m512i)(w))
+PRODUCT(product_float32, AVX512(""), 0, ADD_FLOAT32)
+PRODUCT(product_bfloat16, AVX512(",avx512bf16"), 0, ADD_BFLOAT16)
+PRODUCT(product_int8, AVX512(",avx512vnni"), 1, ADD_INT8)
+#endif
+
+/* 1 without memory, or on a CPU without AVX-512 of that type. */
+int cb_product(const Product *given) {
+#ifdef AVX512
+    Product own = *given, *p = &own;
+    void (*multiply)(const Product *, int64_t, int64_t) = 0;
+    uint8_t *rounded = 0;
+    if (p->scales && __builtin_cpu_supports("avx512vnni")) {
+        if (!(rounded = malloc(p->rows * (p->in + 4)))) return 1;
+        p->by = rounded + p->rows * p->in;
+        round_rows(p->x, rounded, p->by, 0, p->rows, p->in, p->type, p->type);
+        p->x = rounded;
+        p->words = p->chain = p->in / 4;
+        multiply = product_int8;
+    } else if (!p->scales) {
+        const int values = p->type == FLOAT32 ? 1 : 2;
+        p->words = p->in / values;
+        p->chain = (p->in < 1024 ? 512 : 1024) / values;
+        if (p->type == FLOAT32 && __builtin_cpu_supports("avx512dq")) multiply = product_float32;
+        if (p->type == BFLOAT16 && __builtin_cpu_supports("avx512bf16")) multiply = product_bfloat16;
+    }
+    if (!multiply) return 1;
+    const int64_t blocks = p->outputs / OUTPUTS, each = (blocks + p->threads - 1) / p->threads;
+#pragma omp parallel for num_threads(p->threads) if (p->threads > 1)
+    for (int part = 0; part < p->threads; part++) {
+        const int64_t first = part * each, last = first + each < blocks ? first + each : blocks;
+        if (first < last) multiply(p, first, last);
+    }
+    free(rounded);
+    return 0;
+#else
+    return 1;
+#endif
+}
+
 /* ---- Attention of one row a sequence over the paged pool ---- */
 
 typedef struct {
@@ -418,12 +534,6 @@ typedef struct {
     int64_t rows, heads, kv_heads, dim, q_stride, k_stride, v_stride, num_slots;
     int32_t type, threads;
 } Rope;
-
-INLINE float value_at(const void *p, int64_t i, int type) {
-    if (type == FLOAT32) return ((const float *)p)[i];
-    union { uint32_t bits; float x; } u = {(uint32_t)((const uint16_t *)p)[i] << 16};
-    return u.x;
-}
 
 INLINE void put(void *p, int64_t i, float x, int type) {
     union { float x; uint32_t bits; } u = {x};

@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from cacheblend_kernels import compiled
 from checkpoints import write_checkpoint
 from safetensors.torch import load_file, save_file
 
-from cacheblend_cli.model.linear import CACHES, Linear, bound_caches, can_pack
+from cacheblend_cli.model import linear as linear_module
+from cacheblend_cli.model.linear import CACHES, STEADY_ROWS, Int8Linear, Linear, bound_caches, can_pack
 from cacheblend_cli.model.loading import Precision, load_model
 
 ROOT = Path(__file__).parents[2]
+needs_vnni = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="this CPU has no VNNI")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -35,6 +38,41 @@ def test_a_packed_product_is_the_plain_one(dtype: torch.dtype, bias: bool, rows:
     assert rows == 0 or (out.double() - exact).abs().max() <= tolerance
     assert own.packed == (can_pack(cast[0]) and dtype != torch.float16)  # type: ignore[arg-type]
     assert own.num_bytes == dtype.itemsize * (48 * 40 + (48 if bias else 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(128, 64), (64, 640), (64, 2624), (192, 96)])
+@pytest.mark.parametrize("kind", [Linear, pytest.param(Int8Linear, marks=needs_vnni)])
+def test_few_rows_are_the_same_as_many_to_the_bit(
+    kind: type[Linear | Int8Linear], shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    product = kind(torch.randn(shape, generator=generator).to(dtype), torch.randn(shape[0]).to(dtype))
+    x = torch.randn(70, shape[1], generator=generator).to(dtype)
+    whole = product(x)
+    assert torch.equal(product(x[:STEADY_ROWS]), whole[:STEADY_ROWS])
+    if product.is_steady:  # on a CPU for which it is compiled, with sums as oneDNN makes them
+        for count in range(1, STEADY_ROWS):
+            assert torch.equal(product(x[-count:]), whole[-count:])
+
+
+def test_a_product_is_compiled_only_where_it_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Linear(torch.randn(64, 64))
+    plain = own._multiplied(torch.ones(1, 64), None)
+    monkeypatch.setattr(linear_module, "_ALIKE", {})
+    product = compiled.product
+
+    def other(x: torch.Tensor, addresses: tuple[int, int, int], shape: tuple[int, int]) -> torch.Tensor | None:
+        out = product(x, addresses, shape)
+        return None if out is None else out.mul_(1 + 2**-22)
+
+    monkeypatch.setattr(compiled, "product", other)
+    assert not own.is_steady
+    assert torch.equal(own(torch.ones(1, 64)), plain)
+    zeros = Linear(torch.zeros(64, 64))  # alike in any layout, so they tell nothing of it
+    monkeypatch.setattr(compiled, "product", product)
+    monkeypatch.setattr(linear_module, "_ALIKE", {})
+    assert not zeros.is_steady
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
@@ -78,7 +116,7 @@ load_model(Path({str(tmp_path / "m")!r}), "m", torch.device("cpu"), Precision("f
 from cacheblend_cli.model.linear import Linear
 product = Linear(torch.ones(8, 8))
 with torch.backends.mkldnn.verbose(2):
-    for rows in (*range(4, 4 + 128), 4):
+    for rows in (*range(5, 5 + 128), 5):  # fewer are not oneDNN's everywhere
         product(torch.ones(rows, 8))
 """
     environment = {name: value for name, value in os.environ.items() if name not in CACHES}
