@@ -111,12 +111,13 @@ def prefill(
     *,
     headroom: int = 0,
     output_positions: Callable[[PromptPlan], Tensor] | None = None,
+    slice_rows: int | None = None,
 ) -> Prefilled:
     """Prefill one prompt outside of the engine, for measures. A chunk whose stored KV is bad is computed instead, and a note
     says so.
 
     headroom: positions to keep free after the prompt. output_positions: where logits are wanted, the last by default; with it the
-    prompt is computed in one slice.
+    prompt is computed in one slice. slice_rows: positions of a slice, None for the engine's.
     Raises UsageError when the prompt is longer than the context, DeviceError when it does not fit the memory.
     """
     decoder = runtime.decoder
@@ -128,7 +129,8 @@ def prefill(
         plan = request.plan
         runtime.check_length(plan.num_tokens, headroom)
         sequence = runtime.new_sequence(plan.num_tokens + headroom)
-        given = PrefillInput(0, plan, tuple(sequence.blocks), request.blend, request.lossless, runtime.slice_rows)
+        rows = slice_rows or runtime.slice_rows
+        given = PrefillInput(0, plan, tuple(sequence.blocks), request.blend, request.lossless, rows)
         try:
             with PrefillState(decoder, request.source, sequence, given) as state:
                 output = state.whole(output_positions(plan)) if output_positions is not None else state.advance()

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.engine.fidelity import Divergence, divergence, log_distribution, teacher_forced
 from cacheblend_cli.engine.prefill import Prefilled, prefill
 from cacheblend_cli.engine.request import Request
@@ -17,13 +16,11 @@ from cacheblend_cli.engine.risk import signals_of
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.evaluation.continuation import Continuation, generate
 from cacheblend_cli.evaluation.settings import Prefill
-from cacheblend_cli.kv.forward import Observer, forward
-from cacheblend_cli.kv.loader import NothingToLoad
-from cacheblend_cli.kv.rows import rows_of
+from cacheblend_cli.kv.forward import Observer
 from cacheblend_cli.model.decoder import DecoderLayer
 from cacheblend_cli.types import SamplingParams
 
-_PIECES = 3  # passes of the noise floor's prefill
+_PIECES = 3  # slices of the noise floor's prefill
 
 
 @dataclass(frozen=True)
@@ -155,25 +152,12 @@ def run_setting(
     )
 
 
-@torch.inference_mode()
 def prefill_in_pieces(runtime: Runtime, request: Request, *, headroom: int = 0) -> Prefilled:
-    """Run a full prefill in several passes over the prompt: the same mathematics in another tiling.
+    """Run a full prefill in a few slices, whatever the engine's are: the same mathematics in another tiling.
 
     Its difference from full prefill is the noise floor of the compute dtype, below which settings are indistinguishable.
     """
-    request, decoder = request.in_full(), runtime.decoder
-    plan = request.plan
-    length = plan.num_tokens
-    sequence = runtime.new_sequence(length + headroom)
-    token_ids, size = torch.tensor(plan.token_ids, device=decoder.device), -(-length // _PIECES)
-    start = time.perf_counter()
-    for begin in range(0, length, size):
-        positions = torch.arange(begin, min(begin + size, length), device=decoder.device)
-        rows = rows_of(decoder, sequence, positions, kv_len=int(positions[-1]) + 1, rope_len=length)
-        logits = forward(decoder, rows, token_ids[positions])
-    none = torch.empty(0, dtype=torch.int64, device=decoder.device)
-    result = PrefillResult(logits[-1:], none)
-    return Prefilled(request, result, NothingToLoad(), time.perf_counter() - start, sequence=sequence)
+    return prefill(runtime, request.in_full(), headroom=headroom, slice_rows=-(-request.plan.num_tokens // _PIECES))
 
 
 def _text(runtime: Runtime, token_ids: Sequence[int]) -> str:
