@@ -19,29 +19,23 @@ def with_found_contexts(
 
     A chunk's page is its document: the chunks before it are its left context. Raises NotFoundError where nothing is found.
     """
-    pages = _Pages(store)
+    before: dict[bytes, list[bytes]] = {}  # chunk -> those before it in its document
+    for document in store.documents():
+        keys = [chunk.key for chunk in document.chunks]
+        before.update({key: keys[:i] for i, key in enumerate(keys)})
     found = []
     for sample in samples:
         if not sample.contexts:
             ask = AskRequest(sample.question, sampling=SamplingParams(max_tokens=max_tokens), search=search)
-            keys = engine.search(store, ask).keys
-            sample = replace(sample, contexts=tuple(map(pages.context, keys)))
+            hits = engine.search(store, ask).keys
+            sample = replace(sample, contexts=tuple(_context(store, key, before.get(key, ())) for key in hits))
         found.append(sample)
     return found
 
 
-class _Pages:
-    """Texts of the chunks before each chunk of a document."""
-
-    def __init__(self, store: ChunkStore) -> None:
-        self._store = store
-        self._before: dict[bytes, tuple[bytes, ...]] = {}
-        for document in store.documents():
-            keys = [chunk.key for chunk in document.chunks]
-            self._before.update({key: tuple(keys[:i]) for i, key in enumerate(keys)})
-
-    def context(self, key: bytes) -> Context:
-        manifest = self._store.get_chunk(key)
-        assert manifest is not None
-        before = [self._store.get_chunk(other) for other in self._before.get(key, ())]
-        return Context(manifest.text, manifest.source, tuple(m.text for m in before if m is not None))
+def _context(store: ChunkStore, key: bytes, before: Sequence[bytes]) -> Context:
+    """Return a stored chunk with the texts of the chunks before it."""
+    manifest = store.get_chunk(key)
+    assert manifest is not None
+    page = [store.get_chunk(other) for other in before]
+    return Context(manifest.text, manifest.source, tuple(m.text for m in page if m is not None))
