@@ -63,7 +63,7 @@ class LocalEngine:
 
     def begin(self, ask: AskRequest) -> End:
         """Resolve the request, and after `serve` queue it; otherwise it runs when its answer is waited for."""
-        from cacheblend_cli.engine.sequence_output import Listener
+        from cacheblend_cli.engine.events import Event, Reasoning, Text
 
         request = self._engine.resolve(self._store, ask, self._say)
         if self._service is not None:
@@ -73,9 +73,14 @@ class LocalEngine:
         def end(streams: Streams | None) -> Result:
             if streams is None:
                 return self._result(request, self._engine.run(request))
+
+            def on_event(event: Event) -> None:
+                if isinstance(event, Text | Reasoning) and event.index == 0:
+                    (streams.text if isinstance(event, Text) else streams.reasoning)(event.text)
+
             shown = tuple(request.notes)
             streams.notes(shown)
-            return self._result(request, self._engine.run(request, Listener(streams.text, streams.reasoning)), shown)
+            return self._result(request, self._engine.run(request, on_event), shown)
 
         return end
 

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 
 from torch import Tensor
@@ -15,9 +16,9 @@ from cacheblend_cli.engine.attention import AttentionShares
 from cacheblend_cli.engine.block_manager import BlockManager, Found
 from cacheblend_cli.engine.checks import InternalRequest, Refine
 from cacheblend_cli.engine.connectors.connector import Connector
-from cacheblend_cli.engine.events import EngineStats, Limits, Started
+from cacheblend_cli.engine.events import EngineStats, Limits, OnEvent, Started, ignore
 from cacheblend_cli.engine.memory import DeviceMemory
-from cacheblend_cli.engine.output_processor import Emit, OutputProcessor, listener
+from cacheblend_cli.engine.output_processor import Emit, OutputProcessor
 from cacheblend_cli.engine.pools import lasting_pool
 from cacheblend_cli.engine.prefill import PrefillOutput, PrefillReport
 from cacheblend_cli.engine.rank_worker import worker_of
@@ -25,7 +26,7 @@ from cacheblend_cli.engine.refine import Refiner
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.scheduler import Scheduler
 from cacheblend_cli.engine.sequence import RequestState, Sequence, Snapshot, Status, SwappedKV, provenance_of
-from cacheblend_cli.engine.sequence_output import NOBODY, Generation, SequenceOutput, draw_next
+from cacheblend_cli.engine.sequence_output import Generation, SequenceOutput, draw_next
 from cacheblend_cli.engine.speeds import Pieces
 from cacheblend_cli.engine.worker import DecodeInput, TableInput
 from cacheblend_cli.errors import UsageError
@@ -248,12 +249,10 @@ class EngineCore:
         state.sequences += wave[1:]
         for index, sequence in enumerate(wave, begun):
             params = replace(sampling, seed=None if sampling.seed is None else sampling.seed + index)
-            streams = listener(self._emit, state, index)
-            if (
-                state.num_answers > sampling.n
-            ):  # nothing is streamed before the best are chosen, by their log-probabilities
-                params, streams = replace(params, logprobs=sampling.logprobs or 0), NOBODY
-            sequence.output = SequenceOutput(self._runtime, params, plan.token_ids, streams)
+            on_event: OnEvent = partial(self._emit, state)
+            if state.num_answers > sampling.n:  # nothing is streamed before the likeliest are chosen
+                params, on_event = replace(params, logprobs=sampling.logprobs or 0), ignore
+            sequence.output = SequenceOutput(self._runtime, params, plan.token_ids, on_event, index)
             sequence.kv_len = state.num_tokens
             sequence.watch = AttentionShares(state.request.plan)
         if self._too_risky(first, done.logits):

@@ -21,7 +21,7 @@ from cacheblend_cli.collect.texts import Putting, document_of, put_name
 from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.chunk_inputs import chunk_of
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.events import Done, Event, Failed, Limits, Reasoning, Text, Token
+from cacheblend_cli.engine.events import Done, Event, Failed, Limits, OnEvent, Text, ignore
 from cacheblend_cli.engine.outer_ranks import outer_ranks
 from cacheblend_cli.engine.plan import plan
 from cacheblend_cli.engine.rank_worker import serve_rank
@@ -29,7 +29,6 @@ from cacheblend_cli.engine.request import Request, resolve
 from cacheblend_cli.engine.runtime import Runtime, Say
 from cacheblend_cli.engine.search import Retrieved, retrieve
 from cacheblend_cli.engine.sequence import RequestState
-from cacheblend_cli.engine.sequence_output import NOBODY, Listener
 from cacheblend_cli.engine.single import answer_one
 from cacheblend_cli.errors import QueueFull, UsageError
 from cacheblend_cli.model.generic import GENERIC_PATH
@@ -118,32 +117,17 @@ class Engine:
         self.runtime.memory()  # reserved once: not part of an answer's time
         return resolve(self.runtime, store, ask, say=say, collect=self._collect_settings)
 
-    def run(self, request: Request, listener: Listener = NOBODY) -> Answer:
-        """Answer a request with a pool as large as it needs. Blending never changes stored KV.
+    def run(self, request: Request, on_event: OnEvent = ignore) -> Answer:
+        """Answer a request with a pool as large as it needs. Blending never changes stored KV. on_event: called with its events.
 
         Missing chunks (without usable KV) are computed, and collected and stored afterwards, when the store is open for
         writing. Used chunks are marked for the store's eviction (`ChunkStore.touch`). Raises UsageError, DeviceError, StoreErrors.
         """
-
-        def on_event(event: Event) -> None:
-            if isinstance(event, Text | Reasoning):
-                call = listener.text if isinstance(event, Text) else listener.reasoning
-                if call and event.index == 0:
-                    call(event.text)
-            elif isinstance(event, Token) and listener.token and event.index == 0:
-                listener.token(event.logprob)
-
         return answer_one(self.runtime, request, on_event)[0]
 
-    def run_alone(
-        self,
-        store: ChunkStore | None,
-        ask: AskRequest,
-        options: AskOptions | None = None,
-        listener: Listener = NOBODY,
-    ) -> Answer:
+    def run_alone(self, store: ChunkStore | None, ask: AskRequest, options: AskOptions | None = None) -> Answer:
         """Resolve and run a question. options: None for its own."""
-        return self.run(self.resolve(store, replace(ask, options=options or ask.options)), listener)
+        return self.run(self.resolve(store, replace(ask, options=options or ask.options)))
 
     def plan(self, store: ChunkStore | None, ask: AskRequest, say: Say | None = None) -> AskPlan:
         """Return what running the question would do. Raises what `resolve` raises, and UsageError if it would be refused."""

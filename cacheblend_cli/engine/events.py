@@ -19,7 +19,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Text:
-    """A piece of an answer. index: which of n."""
+    """A piece of an answer, which never breaks a UTF-8 character and never holds a stop string or a part of one. index: which of n."""
 
     text: str
     index: int = 0
@@ -66,6 +66,10 @@ class HandedOver:
 
 Event = Started | Text | Reasoning | Token | HandedOver | Done | Failed
 OnEvent = Callable[[Event], None]
+
+
+def ignore(event: Event) -> None:
+    """Do nothing: nobody listens."""
 
 
 @dataclass(frozen=True)

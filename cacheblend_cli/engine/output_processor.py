@@ -21,22 +21,12 @@ from cacheblend_cli.engine.refine import Refiner
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import Draw
 from cacheblend_cli.engine.sequence import RequestState, Sequence, Status
-from cacheblend_cli.engine.sequence_output import Listener
 from cacheblend_cli.engine.tiered import remember_speed
 from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.types import Answer, Confirmation
 
 Emit = Callable[[RequestState, Event], None]
 logger = logging.getLogger("cacheblend")
-
-
-def listener(emit: Emit, state: RequestState, index: int) -> Listener:
-    """Streaming callbacks that emit the events of one of a request's answers."""
-    return Listener(
-        lambda piece: emit(state, Text(piece, index)),
-        lambda piece: emit(state, Reasoning(piece, index)),
-        lambda logprob: emit(state, Token(logprob, index)),
-    )
 
 
 class OutputProcessor:
@@ -180,7 +170,9 @@ class OutputProcessor:
                     generation.logprobs = []
                 for logprob in generation.logprobs:
                     self._emit(state, Token(logprob, index))
-                listener(self._emit, state, index).emit(generation.reasoning, generation.text)
+                for event in (Reasoning(generation.reasoning, index), Text(generation.text, index)):
+                    if event.text:
+                        self._emit(state, event)
         answers = [answer_of(self._runtime, state.done, generation, state.report) for generation in made]
         for answer in answers:
             answer.verify, answer.confirmation = state.verification, state.confirmation

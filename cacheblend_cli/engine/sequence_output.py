@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor
 
 from cacheblend_cli.engine.detokenizer import Detokenizer
+from cacheblend_cli.engine.events import OnEvent, Reasoning, Text, Token, ignore
 from cacheblend_cli.engine.grammar import Grammar, grammar_of
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import Draw, Sampler, draw_together
@@ -45,36 +46,22 @@ class Generation:
         return (len(self.token_ids) - 1) / self.decode_s if self.decode_s > 0 and len(self.token_ids) > 1 else 0.0
 
 
-@dataclass(frozen=True)
-class Listener:
-    """Streaming callbacks. text: called with pieces of the answer; reasoning: with pieces of the text between think tags
-    before it. A piece never breaks a UTF-8 character and never holds a stop string or a part of one. token: called with each
-    token's log-probability, where those are requested, before the piece of text that the token completes."""
-
-    text: Callable[[str], None] | None = None
-    reasoning: Callable[[str], None] | None = None
-    token: Callable[[TokenLogprob], None] | None = None
-
-    def emit(self, reasoning: str, text: str) -> None:
-        if self.reasoning and reasoning:
-            self.reasoning(reasoning)
-        if self.text and text:
-            self.text(text)
-
-
-NOBODY = Listener()
-
-
 class SequenceOutput:
-    """Output state of one sequence: `draw` the next token from logits, then `append` it.
+    """Output state of one sequence: `draw` the next token from logits, then `append` it. on_event: called with its Token, Reasoning
+    and Text events. index: of the answer, for these.
 
     Where the model may reason and params give its reasoning a budget, the closing tag is inserted once the budget is used up.
     """
 
     def __init__(
-        self, runtime: Runtime, params: SamplingParams, prompt_ids: Sequence[int] = (), listener: Listener = NOBODY
+        self,
+        runtime: Runtime,
+        params: SamplingParams,
+        prompt_ids: Sequence[int] = (),
+        on_event: OnEvent = ignore,
+        index: int = 0,
     ) -> None:
-        self._params, self._listener = params, listener
+        self._params, self._on_event, self._index = params, on_event, index
         self._grammar = _grammar_of(runtime, params) if params.has_form else None
         self._sampler = Sampler(params, runtime.decoder.device, prompt_ids, self._grammar)
         self._ending = {*params.stop_ids, *(() if params.ignore_eos else runtime.model.eos_ids)}
@@ -101,8 +88,7 @@ class SequenceOutput:
             out.first_token_at = time.perf_counter()
         if logprob is not None:
             out.logprobs.append(logprob)
-            if self._listener.token:
-                self._listener.token(logprob)
+            self._on_event(Token(logprob, self._index))
         if token_id in self._ending:
             out.finish_reason = "stop"
             return False
@@ -136,7 +122,10 @@ class SequenceOutput:
     def _emit(self, reasoning: str, answer: str) -> None:
         self.out.reasoning += reasoning
         self.out.text += answer
-        self._listener.emit(reasoning, answer)
+        if reasoning:
+            self._on_event(Reasoning(reasoning, self._index))
+        if answer:
+            self._on_event(Text(answer, self._index))
 
     def _close_when_used_up(self) -> None:
         used_up = self._budget is not None and self._thought >= self._budget

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from cacheblend_cli.engine.decode import DecodeRunner
+from cacheblend_cli.engine.events import OnEvent, ignore
 from cacheblend_cli.engine.prefill import Prefilled
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sequence_output import NOBODY, Generation, Listener, SequenceOutput
+from cacheblend_cli.engine.sequence_output import Generation, SequenceOutput
 from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.types import SamplingParams
 
@@ -35,12 +36,12 @@ def generate(
     runtime: Runtime,
     begin: Continuation,
     params: SamplingParams,
-    listener: Listener = NOBODY,
+    on_event: OnEvent = ignore,
     runner: DecodeRunner | None = None,
 ) -> Generation:
     """Decode until EOS, a stop string or max_tokens, one row a step."""
     output, runner = (
-        SequenceOutput(runtime, params, begin.prompt_ids, listener),
+        SequenceOutput(runtime, params, begin.prompt_ids, on_event),
         runner or runtime.decode_runner(begin.sequence.pool),
     )
     draw = output.draw(begin.logits)

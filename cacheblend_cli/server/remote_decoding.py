@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from cacheblend_cli.engine.events import Done, Early, Event, HandedOver, Reasoning, Text
+from cacheblend_cli.engine.events import Done, Early, Event, HandedOver
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import Draw, Drawn
-from cacheblend_cli.engine.sequence_output import Listener, SequenceOutput
+from cacheblend_cli.engine.sequence_output import SequenceOutput
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.server.remote_decoder import RemoteDecoder, Unreachable
 from cacheblend_cli.server.request_events import RequestEvents, checked
@@ -81,8 +81,7 @@ class RemoteEvents(RequestEvents):
             stop_ids=sampling.stop_ids,
             ignore_eos=sampling.ignore_eos,
         )
-        listener = Listener(lambda text: pieces.append(Text(text)), lambda text: pieces.append(Reasoning(text)))
-        output = SequenceOutput(runtime, kept, report.prompt_ids, listener)
+        output = SequenceOutput(runtime, kept, report.prompt_ids, pieces.append)
         body = {
             "prompt": report.prompt_ids,
             **sampling_fields(runtime, sampling),

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from hearing import pieces_to
 from houses import House, Listener, open_house
 
 from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.events import Limits
-from cacheblend_cli.engine.sequence_output import Listener as Hearer
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.types import AskOptions, BlendParams, SamplingParams
 
@@ -30,7 +30,8 @@ def test_the_answer_is_a_full_prefills(house: House, mode: str, temperature: flo
         sampling = SamplingParams(max_tokens=8, ignore_eos=True, temperature=temperature, seed=seed)
         question = replace(house.question(text), sampling=sampling, blend=BlendParams(mode=mode, ratio=0.1))
         streamed: list[str] = []
-        answer = house.engine.run_alone(house.store, question, AskOptions(confirm=True), Hearer(streamed.append))
+        request = house.engine.resolve(house.store, replace(question, options=AskOptions(confirm=True)))
+        answer = house.engine.run(request, pieces_to(streamed.append))
         blended = house.engine.run_alone(house.store, question)
         full = house.engine.run_alone(house.store, replace(question, blend=BlendParams(mode="full")))
         found = answer.confirmation

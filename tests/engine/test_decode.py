@@ -10,12 +10,13 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 from decoding import decode_one_token
+from hearing import pieces_to
 
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.decode import DecodeRunner, EagerRunner, GraphRunner, bucket, make_runner
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sequence_output import Generation, Listener
+from cacheblend_cli.engine.sequence_output import Generation
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.evaluation.continuation import Continuation, generate
 from cacheblend_cli.kv.forward import forward
@@ -79,7 +80,7 @@ def run(
     shown: list[str] = []
     runtime = Runtime(replace(engine.model, eos_ids=frozenset(eos or ())), engine.config)
     begin = Continuation(sequence, len(PROMPT), logits)
-    found = generate(runtime, begin, params, Listener(shown.append), runner=runner)
+    found = generate(runtime, begin, params, pieces_to(shown.append), runner=runner)
     sequence.release()
     pool.allocator.check_integrity()
     return found, "".join(shown)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hearing import pieces_to
 from houses import House, Listener, open_house
 
 from cacheblend_cli.engine.async_engine import AsyncEngine
@@ -14,7 +15,6 @@ from cacheblend_cli.engine.events import Failed, Limits
 from cacheblend_cli.engine.prefill import prefill
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.engine.risk import SIGNALS, RiskFile, RiskFit, fit_risk, signals_of
-from cacheblend_cli.engine.sequence_output import Listener as Hearer
 from cacheblend_cli.errors import CacheBlendError, UsageError
 from cacheblend_cli.types import Answer, AskRequest, BlendParams
 
@@ -68,7 +68,7 @@ def test_what_was_said_stands_and_a_full_prefill_goes_on(house: House, fit: Risk
     for text in QUESTIONS:
         blended, pieces = ask(house, asked(house, text, None)), list[str]()
         question = asked(house, text, limit)
-        answer = house.engine.run_alone(house.store, question, listener=Hearer(pieces.append))
+        answer = house.engine.run(house.engine.resolve(house.store, question), pieces_to(pieces.append))
         assert blended.risk is None
         assert answer.risk is not None
         assert answer.generated_ids == (

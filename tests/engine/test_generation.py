@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import write_checkpoint, write_tokenizer
+from hearing import pieces_to
 from hypothesis import given
 from hypothesis import strategies as st
 from text_tokenizers import write_text_tokenizer
@@ -18,7 +19,6 @@ from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.detokenizer import StopStrings
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.sampling import Draw, Sampler, draw_together, filtered_probs
-from cacheblend_cli.engine.sequence_output import Listener
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
@@ -113,7 +113,8 @@ def test_an_answer_ends_with_the_token_that_completes_a_stop_string(tmp_path: Pa
     def ask(*stop: str) -> tuple[str, str, list[int], str]:
         pieces: list[str] = []
         params = SamplingParams(max_tokens=36, temperature=1.5, seed=3, stop=stop, ignore_eos=True)
-        answer = engine.run_alone(None, AskRequest("who?", [], BlendParams(), params), listener=Listener(pieces.append))
+        request = engine.resolve(None, AskRequest("who?", [], BlendParams(), params))
+        answer = engine.run(request, pieces_to(pieces.append))
         return "".join(pieces), answer.text, answer.generated_ids, answer.finish_reason
 
     shown, text, ids, reason = ask()

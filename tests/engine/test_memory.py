@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from hearing import pieces_to
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +20,6 @@ from cacheblend_cli.engine import slices
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.memory import Profile, blocks_that_fit, measure, reserve, warm_up
-from cacheblend_cli.engine.sequence_output import Listener
 from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.model.device import check_room
@@ -100,8 +100,8 @@ def test_one_pool_serves_question_after_question(engine: Engine) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        engine.run_alone(
-            None, AskRequest("where does Mara work?", [], BlendParams(), GREEDY), listener=Listener(broken)
+        engine.run(
+            engine.resolve(None, AskRequest("where does Mara work?", [], BlendParams(), GREEDY)), pieces_to(broken)
         )
     assert memory.pool.allocator.num_used == 0
     with pytest.raises(UsageError, match="check layer 9"):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from hearing import pieces_to
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
@@ -22,7 +23,7 @@ from cacheblend_cli.engine.detokenizer import Reasoning
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import Sampler
-from cacheblend_cli.engine.sequence_output import Generation, Listener
+from cacheblend_cli.engine.sequence_output import Generation
 from cacheblend_cli.evaluation.continuation import Continuation, generate
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
@@ -123,7 +124,7 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Saying:
             return add
 
         try:
-            out = generate(runtime, begin, params, Listener(keep(0), keep(1)))
+            out = generate(runtime, begin, params, pieces_to(keep(0), keep(1)))
         finally:
             sequence.release()
         assert (pieces[0], pieces[1].strip()) == (out.text, out.reasoning)
