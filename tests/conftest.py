@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import itertools
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -45,10 +47,27 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()  # or Triton's bindings count leaks at the end
 
 
+NUMBERS = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def _folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tests")
+
+
+@pytest.fixture
+def tmp_path(_folders: Path, request: pytest.FixtureRequest) -> Path:
+    """A folder of the test's own. pytest's fixture looks through those of all earlier tests for a number: milliseconds."""
+    folder = _folders / f"{re.sub(r'[^a-zA-Z0-9_]', '_', request.node.name)[:30]}{next(NUMBERS)}"
+    folder.mkdir()
+    return folder
+
+
 @pytest.fixture(autouse=True)
-def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_home(_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's settings, caches or stores."""
-    home = tmp_path_factory.mktemp("home")
+    home = _folders / f"home{next(NUMBERS)}"
+    home.mkdir()
     for name, sub in (
         ("HOME", ""),
         ("XDG_CONFIG_HOME", "config"),

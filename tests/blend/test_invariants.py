@@ -83,8 +83,7 @@ def test_full_prefill_and_decode_match_transformers(setup: Setup) -> None:
     assert len(greedy) == 32
 
 
-@pytest.mark.parametrize("check_layer", [1, 2])
-@pytest.mark.parametrize("order", [[0, 1, 2], [5, 0, 3, 1], [2, 2, 4]])
+@pytest.mark.parametrize(("order", "check_layer"), [([0, 1, 2], 1), ([5, 0, 3, 1], 2), ([2, 2, 4], 1)])
 def test_ratio_one_is_full_prefill(setup: Setup, order: list[int], check_layer: int) -> None:
     keys = [setup.keys[i] for i in order]
     full = setup.logits(keys, BlendParams(mode="full"), suffix_positions)
@@ -119,8 +118,17 @@ def test_more_repair_is_closer(llama: Setup) -> None:
     assert errors[0] > errors[1] > errors[2]
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.2, 0.5])
-@pytest.mark.parametrize("selector", ["hkvd", "first", "query", "first, mean-shift", "first, regression"])
+@pytest.mark.parametrize(
+    ("ratio", "selector"),
+    [
+        (0.0, "hkvd"),
+        (0.5, "hkvd"),
+        (0.2, "first"),
+        (0.5, "query"),
+        (0.2, "first, mean-shift"),
+        (0.2, "first, regression"),
+    ],
+)
 def test_no_row_sees_later_text(setup: Setup, ratio: float, selector: str) -> None:
     """Two prompts that differ in their last chunk only: at the same rows before it, nothing differs."""
     name, _, moved = selector.partition(", ")

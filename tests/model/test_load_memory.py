@@ -30,15 +30,22 @@ print(json.dumps([4 * engine.runtime.decoder.num_parameters, memory("VmHWM") - b
 SHAPE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 44}
 
 
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ "small" and "m" in a folder."""
+    folder = tmp_path_factory.mktemp("memory")
+    write_checkpoint(folder / "small", "llama-gqa")
+    write_checkpoint(folder / "m", "llama-gqa", **SHAPE)
+    return folder
+
+
 @pytest.mark.parametrize("form", ["safetensors", "gguf"])
-def test_the_peak_is_little_more_than_the_weights(tmp_path: Path, form: str) -> None:
-    write_checkpoint(tmp_path / "small", "llama-gqa")
-    write_checkpoint(tmp_path / "m", "llama-gqa", **SHAPE)
-    small, model = str(tmp_path / "small"), str(tmp_path / "m")
+def test_the_peak_is_little_more_than_the_weights(checkpoints: Path, tmp_path: Path, form: str) -> None:
+    small, model = str(checkpoints / "small"), str(checkpoints / "m")
     if form == "gguf":
+        small, model = str(tmp_path / "small.gguf"), str(tmp_path / "m.gguf")
         for name in ("small", "m"):
-            write_gguf(tmp_path / name, tmp_path / f"{name}.gguf", "llama", "Q8_0")
-        small, model = f"{small}.gguf", f"{model}.gguf"
+            write_gguf(checkpoints / name, tmp_path / f"{name}.gguf", "llama", "Q8_0")
     done = subprocess.run(
         [sys.executable, "-c", CHILD, small, model],
         check=True,
