@@ -88,12 +88,17 @@ def test_what_is_missing_or_not_implemented_is_named(cli: Callable[..., Any], mo
 
 
 def test_a_model_that_is_computed_rightly_passes(
-    cli: Callable[..., Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Callable[..., Any],
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     monkeypatch.setattr(check_model, "PROMPTS", 3)
     record = cli("models", "check", str(model), "--json").records[0]
     assert record["passed"]
     assert 0 < record["transformers"] <= record["limit"]
+    request.getfixturevalue("short_check")
     write_gguf(model, tmp_path / "m.gguf", "qwen2", "Q8_0")
     told = cli("models", "check", "./m.gguf")
     assert (told.code, "right: rounding" in told.out, "transformers" in told.out) == (0, True, False)
@@ -116,6 +121,7 @@ def test_whether_blending_is_safe(found: list[tuple[float, float]], words: str) 
     assert str(verdict_of([Blended(ratio, kl, 0.9, 3, 12) for ratio, kl in found])) == words
 
 
+@pytest.mark.usefixtures("short_check")
 def test_ask_notes_what_check_found(cli: Callable[..., Any], model: Path, tmp_path: Path) -> None:
     verdict = cli("models", "check", str(model), "--json").records[0]["verdict"]
     for name in ("a", "b"):
@@ -134,6 +140,7 @@ def test_ask_notes_what_check_found(cli: Callable[..., Any], model: Path, tmp_pa
     assert not noted("--mode", "full")
 
 
+@pytest.mark.usefixtures("short_check")
 def test_a_quantised_model_is_described_and_passes(cli: Callable[..., Any], tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m", "qwen3", max_position_embeddings=1024)
     write_quantised(tmp_path / "m", gptq(4, 32), {"quant_method": "gptq", "bits": 4, "group_size": 32})
@@ -143,6 +150,7 @@ def test_a_quantised_model_is_described_and_passes(cli: Callable[..., Any], tmp_
     assert 0 < record["transformers"] <= record["limit"]
 
 
+@pytest.mark.usefixtures("short_check")
 @pytest.mark.parametrize("name", ["mistral-small-3", "gpt-oss, mxfp4"])
 def test_what_transformers_has_a_way_of_its_own_for_passes(name: str, cli: Callable[..., Any], tmp_path: Path) -> None:
     """A language model inside another, and weights that it dequantises itself."""
@@ -153,6 +161,7 @@ def test_what_transformers_has_a_way_of_its_own_for_passes(name: str, cli: Calla
     assert 0 < record["transformers"] <= record["limit"]
 
 
+@pytest.mark.usefixtures("short_check")
 def test_a_model_with_an_adapter_is_described_and_passes(cli: Callable[..., Any], model: Path, tmp_path: Path) -> None:
     write_adapter(tmp_path / "lora", model, ("q_proj", "v_proj"))
     told = cli("models", "show", str(model), "--lora", "lora", "--json").records[0]
@@ -166,6 +175,7 @@ def test_a_model_with_an_adapter_is_described_and_passes(cli: Callable[..., Any]
     assert cli("models", "show", "other", "--lora", "lora").code == 2
 
 
+@pytest.mark.usefixtures("short_check")
 def test_one_that_is_computed_wrongly_does_not(
     cli: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

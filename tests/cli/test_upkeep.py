@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -117,8 +118,7 @@ def test_verify_finds_damage_and_repair_removes_it(cli: Cli, stored: list[str], 
     assert [r["id"] for r in again if r["status"] != "unchanged"] == [stored[1]]
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("context", ["sink", "document"])
+@pytest.mark.parametrize(("codec", "context"), zip(CODECS, cycle(("sink", "document"))))
 def test_recheck_finds_kv_that_was_forged(cli: Cli, docs: Path, tmp_path: Path, codec: str, context: str) -> None:
     arguments = ("precompute", "docs", "--chunk-tokens", "40", "--kv-dtype", codec, "--context", context, "-q")
     stored = cli(*arguments).out.split()

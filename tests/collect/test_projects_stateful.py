@@ -275,7 +275,7 @@ def within(file: str, path: str) -> bool:
     return file == path or file.startswith(f"{path}/")
 
 
-@pytest.mark.parametrize("examples", [5, pytest.param(400, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("examples", [3, pytest.param(400, marks=pytest.mark.torture)])
 def test_any_sequence_of_commands_is_as_a_person_expects(
     engine: Engine, examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,7 +91,7 @@ def _die_reading(path: Path) -> Callable[[Acknowledge], None]:
 @pytest.mark.parametrize(
     ("writer", "num_readers"),
     [
-        ("stays", 50),
+        ("stays", 20),
         pytest.param("stays", 1000, marks=pytest.mark.torture),
         pytest.param("opens anew", 1000, marks=pytest.mark.torture),
     ],

@@ -119,7 +119,7 @@ def _flips(path: Path, count: int, seed: int) -> list[tuple[str, int, int]]:
     return flips
 
 
-@pytest.mark.parametrize("num_flips", [80, pytest.param(10_000, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("num_flips", [48, pytest.param(10_000, marks=pytest.mark.torture)])
 def test_a_flipped_bit_is_found_or_harmless(
     tmp_path: Path, whole: tuple[Path, Contents], num_flips: int, ledger: Ledger
 ) -> None:
@@ -148,11 +148,11 @@ def test_a_flipped_bit_is_found_or_harmless(
     ledger.add("single-bit flips", flips=num_flips, wrong_data=0, signals=0, hangs=0, **totals)
 
 
-@pytest.mark.parametrize("fields", [range(136, 152), pytest.param(range(176), marks=pytest.mark.torture)])
+@pytest.mark.parametrize("fields", [range(136, 152, 2), pytest.param(range(176), marks=pytest.mark.torture)])
 def test_every_bit_of_the_meta_pages(
     tmp_path: Path, whole: tuple[Path, Contents], fields: range, ledger: Ledger
 ) -> None:
-    """The last page and the number of the commit; in torture all that LMDB reads of them."""
+    """Every other byte of the last page and of the number of the commit; in torture all that LMDB reads of them."""
     source, contents = whole
     original = (source / "data.mdb").read_bytes()
     _, page_size = page_map(source / "data.mdb")

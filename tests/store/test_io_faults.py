@@ -64,23 +64,30 @@ def test_a_failed_call_leaves_the_old_or_the_new(
 CLI = "from cacheblend_cli.cli.main import main; main()"
 
 
-@pytest.mark.parametrize("fault", [Fault.FAIL_IO, Fault.FAIL_SPACE, Fault.SHORT])
-@pytest.mark.parametrize("command", [("prune", "--orphans"), ("compact",)], ids=["prune", "compact"])
+@pytest.mark.parametrize(
+    ("command", "fault", "call"),
+    [
+        (("prune", "--orphans"), Fault.FAIL_IO, 2),
+        (("prune", "--orphans"), Fault.FAIL_SPACE, 4),
+        (("compact",), Fault.SHORT, 2),
+        (("compact",), Fault.FAIL_SPACE, 4),
+    ],
+    ids=["prune, input/output", "prune, no space", "compact, short", "compact, no space"],
+)
 def test_a_command_names_the_disk_and_exits_with_4(
-    tmp_path: Path, shim: Path, fault: Fault, command: tuple[str, ...]
+    tmp_path: Path, shim: Path, command: tuple[str, ...], fault: Fault, call: int
 ) -> None:
     path = tmp_path / "store"
     with ChunkStore.open(path, mode="write") as store:
         store.put_chunks([make_chunk(seed) for seed in range(6)])
-    for call in (2, 4):
-        done = subprocess.run(
-            [sys.executable, "-c", CLI, "chunks", *command, "--store", str(path)],
-            env=environment(shim, tmp_path, fault=f"{call}:{int(fault)}:1"), capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
-        with ChunkStore.open(path) as store:
-            chunks = len(list(store.chunks()))
-        assert done.returncode == 4, done.stderr
-        assert done.stdout == ""
-        assert "Traceback" not in done.stderr
-        assert str(path) in done.stderr, done.stderr
-        assert chunks == 6
+    done = subprocess.run(
+        [sys.executable, "-c", CLI, "chunks", *command, "--store", str(path)],
+        env=environment(shim, tmp_path, fault=f"{call}:{int(fault)}:1"), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    with ChunkStore.open(path) as store:
+        chunks = len(list(store.chunks()))
+    assert done.returncode == 4, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert str(path) in done.stderr, done.stderr
+    assert chunks == 6

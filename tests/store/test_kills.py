@@ -43,7 +43,7 @@ class _Expected:
             self.contents, self.number = after, self.number + 1
 
 
-@pytest.mark.parametrize("num_kills", [24, pytest.param(2000, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("num_kills", [16, pytest.param(2000, marks=pytest.mark.torture)])
 @pytest.mark.parametrize("num_writers", [1, 4])
 def test_killed_writers_lose_nothing_they_reported(
     tmp_path: Path, num_writers: int, num_kills: int, ledger: Ledger

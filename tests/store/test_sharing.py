@@ -278,7 +278,7 @@ def test_a_child_does_not_hold_its_parents_locks(store: ChunkStore) -> None:
     assert seed_of(store, 800) == 800
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.torture)])
 def test_workers_of_a_data_loader_open_the_store_for_themselves(store: ChunkStore, start: str) -> None:
     loader = DataLoader(
         ChunkDataset(store.path, COUNT), batch_size=5, num_workers=2 if start == "fork" else 1, persistent_workers=True,
