@@ -12,8 +12,16 @@ import pytest
 from bare_store import bare_writing
 from cacheblend_store import ChunkStore
 
+from cacheblend_cli.engine import speeds
+
 Cli = Callable[..., Any]
 MEASURING = "measuring how fast this machine is"
+
+
+@pytest.fixture(autouse=True)
+def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speeds, "PROBE_ROWS", speeds.PROBE_ROWS[:3])
+    monkeypatch.setattr(speeds, "MOVED_ROWS", 256)
 
 
 def ask(cli: Cli, stored: list[str], *flags: str) -> Any:

@@ -142,8 +142,7 @@ def test_the_store_is_a_temporary_one_unless_named(cli: Cli, data: str, tmp_path
     assert len(cli("chunks", "ls", "--json", "--store", "kept").records) == 3
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-@pytest.mark.parametrize("answers", [True, False])
+@pytest.mark.parametrize(("suffix", "answers"), [("png", True), ("svg", False)])
 def test_a_picture_of_quality_and_time(cli: Cli, tmp_path: Path, suffix: str, answers: bool) -> None:
     rows = ROWS if answers else [{k: v for k, v in row.items() if k != "answers"} for row in ROWS]
     (tmp_path / "data.json").write_text(json.dumps(rows))
