@@ -102,7 +102,7 @@ def test_the_commands_of_the_front_page_work(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CACHEBLEND_STORE", str(tmp_path / "store"))
     (tmp_path / "docs").mkdir()
-    for name in ("troubleshooting.md", "how-to.md"):
+    for name in ("troubleshooting.md", "security.md"):
         (tmp_path / "docs" / name).symlink_to(DOCS / name)
     lines = re.findall(r"^    (cacheblend .+)$", text, re.MULTILINE)
     assert len(lines) >= 3

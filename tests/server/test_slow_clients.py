@@ -8,6 +8,7 @@ import logging
 import socket
 import threading
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ from starlette.applications import Starlette
 from uvicorn.server import ServerState
 
 from cacheblend_cli.engine import async_engine
+from cacheblend_cli.server import run
 from cacheblend_cli.server.connections import ConnectionLimits, LimitedProtocol
 from cacheblend_cli.server.place import socket_of
 from cacheblend_cli.server.run import LoopErrors
@@ -40,6 +42,12 @@ def status_of(reply: bytes) -> int:
 
 
 @pytest.fixture
+def told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client has a tenth of the time to receive the error of a cancelled answer."""
+    monkeypatch.setattr(run, "_TOLD_S", run._TOLD_S / 10)
+
+
+@pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.WARNING)
     return caplog
@@ -47,15 +55,17 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 def test_what_is_sent_too_slowly_is_cut_off(start: Any, log: Any) -> None:
     server = start(connections=ConnectionLimits(headers_s=0.3, body_s=0.3))
-    for begun in (b"", b"POST /v1/sea", HEAD, HEAD + b"Content-Length: 100\r\n\r\n{"):
-        with connect(server) as connection:
-            connection.sendall(begun)
-            assert read_all(connection) == b"", begun
-    with connect(server) as connection:  # a second request on a kept connection
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert b"200 OK" in connection.recv(65536)
-        connection.sendall(b"GET /hea")
-        assert b"HTTP/1.1" not in read_all(connection)
+    begun = (b"", b"POST /v1/sea", HEAD, HEAD + b"Content-Length: 100\r\n\r\n{")
+    with ExitStack() as stack:
+        kept, *others = (stack.enter_context(connect(server)) for _ in range(5))
+        kept.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"200 OK" in kept.recv(65536)
+        kept.sendall(b"GET /hea")  # a second request on a kept connection
+        for connection, sent in zip(others, begun, strict=True):
+            connection.sendall(sent)
+        for connection, sent in zip(others, begun, strict=True):
+            assert read_all(connection) == b"", sent
+        assert b"HTTP/1.1" not in read_all(kept)
     assert server.client.get("/health").status_code == 200
     assert log.records == []
 
@@ -149,7 +159,7 @@ def test_a_server_that_stops_is_not_ready(server: Any) -> None:
 
 
 @pytest.mark.parametrize("stuck", [False, True])
-def test_streams_end_with_their_error(start: Any, stuck: bool, log: Any) -> None:
+def test_streams_end_with_their_error(start: Any, stuck: bool, log: Any, told_soon: None) -> None:
     """Also where the engine is in a step that does not end."""
     server = start(grace_s=0.2)
     release = threading.Event()
@@ -170,7 +180,7 @@ def test_streams_end_with_their_error(start: Any, stuck: bool, log: Any) -> None
     assert told.levelname == "WARNING"
 
 
-def test_what_waits_for_the_engine_ends_with_an_error(start: Any, log: Any) -> None:
+def test_what_waits_for_the_engine_ends_with_an_error(start: Any, log: Any, told_soon: None) -> None:
     server = start(grace_s=0.2)
     release, replies = threading.Event(), []
     server.state.service.run(lambda _: release.wait(30))
