@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -27,7 +28,7 @@ import httpx2  # noqa: E402
 from mcp.client.stdio import StdioServerParameters  # noqa: E402
 from mcp.client.streamable_http import streamable_http_client  # noqa: E402
 
-from cacheblend_cli.server.mcp_stdio import StoreEngine  # noqa: E402
+from cacheblend_cli.server import mcp_stdio  # noqa: E402
 from cacheblend_cli.server.mcp_tools import Api, make_server  # noqa: E402
 
 Use = Callable[[Any], Awaitable[Any]]
@@ -214,16 +215,21 @@ def test_an_engine_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def cannot(*_: Any) -> Any:
         raise NotFoundError("there is no /nowhere", "check the path")
 
+    def made(*arguments: Any, **named: Any) -> Any:
+        servers.append(make_server(*arguments, **named))
+        return SimpleNamespace(run=lambda transport: None)
+
+    servers: list[Any] = []
     monkeypatch.setattr(background, "_started", cannot)
-    engine = StoreEngine(Settings(model="/nowhere", store=str(tmp_path / "store")), (), 60)
-    client = httpx2.AsyncClient(base_url="http://localhost")
+    monkeypatch.setattr(mcp_stdio, "make_server", made)
+    mcp_stdio.serve_store(Settings(model="/nowhere", store=str(tmp_path / "store")), (), 60)
 
     async def use(client: Any) -> str:
         told = await client.call_tool("list_documents", {})
         assert told.is_error
         return str(told.content[0].text)
 
-    assert "/nowhere" in through(make_server(Api(client, engine.ready), lists_documents=engine.listens), use)
+    assert "/nowhere" in through(servers[0], use)
 
 
 def test_settings_of_another_engine_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
