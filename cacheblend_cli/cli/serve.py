@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -121,7 +122,7 @@ def serve(
     from cacheblend_cli.server.app import make_app
     from cacheblend_cli.server.auth import LOOPBACK
     from cacheblend_cli.server.place import make_folder, socket_of
-    from cacheblend_cli.server.run import Serving, bind_tcp, bind_unix, remover
+    from cacheblend_cli.server.run import Server, bind_tcp, bind_unix, remover
     from cacheblend_cli.server.state import ServerState
     from cacheblend_cli.server.warm import WarmSocket
     from cacheblend_cli.types import model_sampled, sampling_of
@@ -169,7 +170,7 @@ def serve(
                 decoder=decoder,
             )
             held.callback(serving_host.pool.shutdown, wait=False, cancel_futures=True)
-            serving = Serving(
+            serving = Server(
                 make_app(serving_host),
                 serving_host,
                 WarmSocket(serving_host, warm_socket, warm, url),
@@ -177,7 +178,7 @@ def serve(
                 idle_exit_s=idle_exit or 0.0,
             )
             output.note(f"{serving_host.model} answers at {url}/v1; Ctrl-C ends it")
-            serving.run([public])
+            asyncio.run(serving.serve([public]))
         finally:
             service.close(0.0)
 

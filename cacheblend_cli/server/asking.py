@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 
 from cacheblend_store import ChunkManifest, ChunkNotFound
 
@@ -28,7 +25,6 @@ from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.settings import Resolved, Settings, of_settings
 from cacheblend_cli.types import PLAIN, AskOptions, AskRequest, SamplingParams, SearchParams, TextDocument
 
-T = TypeVar("T")
 _SAMPLED = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "n", "best_of",
     "ignore_eos", "regex",
@@ -177,16 +173,3 @@ def sampling_of(base: SamplingParams, body: AskBody, max_tokens: int | None, log
         **{name: getattr(body, name) for name in _SAMPLED},
     }
     return replace(base, **{name: value for name, value in given.items() if value is not None})
-
-
-async def first_of(work: Awaitable[T], other: Coroutine[Any, Any, object]) -> T | None:
-    """The work's result, None when the other was faster; the slower one is cancelled."""
-    tasks = (asyncio.ensure_future(work), asyncio.ensure_future(other))
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks[0].result() if tasks[0].done() else None
-    finally:
-        for task in tasks:
-            task.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await task

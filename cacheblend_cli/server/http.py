@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 
-from cacheblend_cli.server.asking import first_of
 from cacheblend_cli.server.errors import ApiError, as_api_error
-from cacheblend_cli.server.state import ServerState
+from cacheblend_cli.server.state import ServerState, first_of
 from cacheblend_cli.server.tenants import Tenant
 
 T = TypeVar("T")

@@ -12,10 +12,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from cacheblend_cli.extras import install_hint
-from cacheblend_cli.server.asking import first_of
 from cacheblend_cli.server.errors import ApiError
 from cacheblend_cli.server.http import left, raw_body
-from cacheblend_cli.server.state import ServerState
+from cacheblend_cli.server.state import ServerState, first_of
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -94,8 +94,11 @@ def remover(path: Path) -> Callable[[], None]:
     return remove
 
 
-class Serving:
-    """idle_exit_s: end after so many seconds without a request, 0 never. grace_s: seconds for answers to finish at the end."""
+class Server(uvicorn.Server):
+    """Serves until SIGINT, SIGTERM, `--stop` or --idle-exit, and returns; a second SIGINT waits for no answer.
+
+    idle_exit_s: end after so many seconds without a request, 0 never. grace_s: seconds for answers to finish at the end.
+    """
 
     def __init__(
         self,
@@ -107,7 +110,7 @@ class Serving:
         idle_exit_s: float,
         limits: ConnectionLimits | None = None,
     ) -> None:
-        self._host, self._warm, self._idle_exit_s = host, warm, idle_exit_s
+        self._host, self._warm, self._grace_s, self._idle_exit_s = host, warm, grace_s, idle_exit_s
 
         async def by_socket(scope: Any, receive: Any, send: Any) -> None:
             await (warm.app if warm.owns(scope["server"]) else app)(scope, receive, send)
@@ -123,18 +126,15 @@ class Serving:
             backlog=_BACKLOG,
             timeout_graceful_shutdown=_TOLD_S,
         )
-        self._server = _Server(config, host, warm, grace_s)
-        warm.on_stop = self._server.end
+        super().__init__(config)
+        warm.on_stop = self.end
 
-    def run(self, sockets: Sequence[socket.socket]) -> None:
-        """Serve at these sockets and the warm one until a signal or `--stop` ends it. Closes the sockets."""
-        asyncio.run(self._run(sockets))
-
-    async def _run(self, sockets: Sequence[socket.socket]) -> None:
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve at these sockets and the warm one. Closes them."""
         asyncio.get_running_loop().set_exception_handler(LoopErrors())
         watch = asyncio.create_task(self._watch())
         try:
-            await self._server.serve(sockets=[*sockets, self._warm.socket])
+            await super().serve([*(sockets or ()), self._warm.socket])
         finally:
             watch.cancel()
 
@@ -144,33 +144,11 @@ class Serving:
             await asyncio.sleep(_LOOK_S)
             now = time.monotonic()
             late, looked = now - looked - 2 * _LOOK_S, now
-            for connection in self._server.connections:
+            for connection in self.connections:
                 if not self._warm.owns(connection.server):  # a command reads an answer when its turn comes
                     connection.check(now, max(0.0, late))
             if self._idle_exit_s and self._host.idle_s >= self._idle_exit_s:
-                self._server.end()
-
-
-class LoopErrors:
-    """Exception handler of the event loop: connections that cannot be accepted are logged once a minute, in one line."""
-
-    def __init__(self) -> None:
-        self._logged = float("-inf")
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if "accept" not in context["message"]:
-            loop.default_exception_handler(context)
-        elif time.monotonic() - self._logged > 60:
-            self._logged = time.monotonic()
-            logger.error("connections cannot be accepted: %s", context.get("exception"))
-
-
-class _Server(uvicorn.Server):
-    """Ends at SIGINT and SIGTERM, and returns; a second SIGINT waits for no answer."""
-
-    def __init__(self, config: uvicorn.Config, host: ServerState, warm: WarmSocket, grace_s: float) -> None:
-        super().__init__(config)
-        self._host, self._warm, self._grace_s = host, warm, grace_s
+                self.end()
 
     @property
     def connections(self) -> list[LimitedProtocol]:
@@ -216,3 +194,17 @@ class _Server(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+class LoopErrors:
+    """Exception handler of the event loop: connections that cannot be accepted are logged once a minute, in one line."""
+
+    def __init__(self) -> None:
+        self._logged = float("-inf")
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "accept" not in context["message"]:
+            loop.default_exception_handler(context)
+        elif time.monotonic() - self._logged > 60:
+            self._logged = time.monotonic()
+            logger.error("connections cannot be accepted: %s", context.get("exception"))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -86,16 +86,10 @@ class ServerState:
 
     async def unless_ended(self, result: asyncio.Future[T]) -> T:
         """The result. Raises ApiError when the server ends first; the result is cancelled then."""
-        ended = asyncio.ensure_future(self.ended.wait())
-        waited: list[asyncio.Future[Any]] = [result, ended]
-        try:
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            if not result.done():
-                raise stopping()
-            return result.result()
-        finally:
-            ended.cancel()
-            result.cancel()
+        done = await first_of(result, self.ended.wait())
+        if done is None and self.ended.is_set():
+            raise stopping()
+        return done  # type: ignore[return-value]  # None is the result
 
     @contextmanager
     def preparing(self, count: int) -> Iterator[None]:
@@ -131,3 +125,16 @@ class ServerState:
     def __exit__(self, *_: object) -> None:
         self._active -= 1
         self._last_use = time.monotonic()
+
+
+async def first_of(work: Awaitable[T], other: Coroutine[Any, Any, object]) -> T | None:
+    """The work's result, None when the other was faster; the slower one is cancelled."""
+    tasks = (asyncio.ensure_future(work), asyncio.ensure_future(other))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task

@@ -27,7 +27,8 @@ from cacheblend_cli.server.app import make_app
 from cacheblend_cli.server.auth import LOOPBACK
 from cacheblend_cli.server.connections import ConnectionLimits
 from cacheblend_cli.server.place import make_folder, socket_of
-from cacheblend_cli.server.run import Serving, bind_tcp, bind_unix
+from cacheblend_cli.server.run import Server as HttpServer
+from cacheblend_cli.server.run import bind_tcp, bind_unix
 from cacheblend_cli.server.state import ServerState
 from cacheblend_cli.server.tenants import Keyring
 from cacheblend_cli.server.warm import WarmSocket
@@ -106,7 +107,7 @@ def start(engine: Engine, model: Path, tmp_path: Path) -> Iterator[StartServer]:
         tcp, warm_path, unix = bind_tcp("127.0.0.1", 0), socket_of(settings), tmp_path / f"http{number}.sock"
         make_folder(warm_path.parent)
         url = f"http://127.0.0.1:{tcp.getsockname()[1]}"
-        serving = Serving(
+        serving = HttpServer(
             make_app(state),
             state,
             WarmSocket(state, bind_unix(warm_path), warm_path, url),
@@ -116,11 +117,11 @@ def start(engine: Engine, model: Path, tmp_path: Path) -> Iterator[StartServer]:
         )
         loop = asyncio.new_event_loop()
         sockets: list[socket.socket] = [tcp, bind_unix(unix)]
-        thread = threading.Thread(target=lambda: loop.run_until_complete(serving._run(sockets)), daemon=True)
+        thread = threading.Thread(target=lambda: loop.run_until_complete(serving.serve(sockets)), daemon=True)
         thread.start()
         client = httpx.Client(base_url=url, timeout=30, transport=httpx.HTTPTransport(retries=20))
         assert client.get("/health").status_code == 200
-        running.append((lambda: loop.call_soon_threadsafe(serving._server.end), thread, service, store, client))
+        running.append((lambda: loop.call_soon_threadsafe(serving.end), thread, service, store, client))
         return Server(f"{url}/v1", unix, state, client, running[-1][0], thread)
 
     yield run
