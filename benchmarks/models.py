@@ -43,7 +43,7 @@ from cacheblend_cli.engine.prefill import prefill  # noqa: E402
 from cacheblend_cli.engine.request import resolve  # noqa: E402
 from cacheblend_cli.evaluation.speed import ordinary_ids, random_ids  # noqa: E402
 from cacheblend_cli.model.families import FAMILIES, WRAPPERS, spec_from_config  # noqa: E402
-from cacheblend_cli.model.families.unsupported import UNSUPPORTED  # noqa: E402
+from cacheblend_cli.model.families.refusals import UNSUPPORTED  # noqa: E402
 from cacheblend_cli.types import AskRequest, BlendParams  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"

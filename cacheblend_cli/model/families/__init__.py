@@ -26,8 +26,7 @@ from cacheblend_cli.model.families.mpt import MPT
 from cacheblend_cli.model.families.olmo import EXAONE4, OLMO2, OLMO3
 from cacheblend_cli.model.families.qwen import QWEN2, QWEN2_5_VL, QWEN2_VL, QWEN3, QWEN3_VL
 from cacheblend_cli.model.families.reader import Family
-from cacheblend_cli.model.families.refusals import check_weights, refuse_what_is_not_implemented
-from cacheblend_cli.model.families.unsupported import UNSUPPORTED
+from cacheblend_cli.model.families.refusals import UNSUPPORTED, check_weights, refuse_what_is_not_implemented
 from cacheblend_cli.model.families.values import shown
 from cacheblend_cli.model.families.wrappers import EYES, WRAPPERS, Wrapper
 from cacheblend_cli.model.generic.config import generic_spec
