@@ -113,17 +113,9 @@ def load_generic(
     model_type = spec.config["model_type"]
     try:
         return GenericDecoder(spec, _model(path, dtype, device, adapter), kernels)
-    except (CacheBlendError, torch.OutOfMemoryError):
+    except (CacheBlendError, OSError, torch.OutOfMemoryError):
         raise
-    except (
-        TypeError,
-        AttributeError,
-        ValueError,
-        LookupError,
-        RuntimeError,
-        NotImplementedError,
-        AssertionError,
-    ) as error:
+    except Exception as error:  # whatever layers of another kind lead to
         raise not_generic(model_type, str(error).partition("\n")[0] or type(error).__name__) from error
 
 
