@@ -144,6 +144,6 @@ def ask(
             show(questions[0], result, {})
             answering.suggest_background()
     if results is not None:
-        results.close()
+        results.file.close()
     if failed := [code for code in codes if code]:
         raise typer.Exit(next((code for code in failed if code != ExitCode.CHANGED), ExitCode.CHANGED))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,37 +13,22 @@ from cacheblend_cli.cli.answers import Result
 from cacheblend_cli.cli.exits import report
 from cacheblend_cli.cli.inputs import QuestionInput
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.errors import ExitCode, UsageError
+from cacheblend_cli.errors import ExitCode
+from cacheblend_cli.json_lines import JsonLines
 
 _Key = tuple[str, tuple[str, ...] | None]
 """A question and the chunks that were named for it."""
 
 
 class Results:
-    """Answers of a batch that --resume keeps: JSON lines in the order of the questions.
-
-    An incomplete line is dropped, and its question is asked again."""
+    """Answers of a batch that --resume keeps, in the order of the questions. A question whose line is incomplete is asked again."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._answered: Counter[_Key] = Counter()
-        whole = 0
-        try:
-            lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-            for line in lines:
-                if not line.endswith(b"\n"):
-                    break
-                whole += len(line)
-                self._answered[_answered_by(line, path)] += 1
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._stream = path.open("ab")
-            self._stream.truncate(whole)
-        except OSError as error:
-            raise UsageError(f"{path} cannot be written: {error.strerror}", "name another file for --resume") from error
+        self.file = JsonLines(path, _answered_by, '{"question": "', "an answer of a batch")
 
     def left(self, questions: Sequence[QuestionInput]) -> list[QuestionInput]:
         """Return the questions without an answer in the file. Duplicates count separately."""
-        answered, found = Counter(self._answered), []
+        answered, found = Counter(self.file.rows), []
         for item in questions:
             key = (item.question, item.chunks)
             if answered[key] > 0:
@@ -52,13 +36,6 @@ class Results:
             else:
                 found.append(item)
         return found
-
-    def add(self, record: dict[str, Any]) -> None:
-        self._stream.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-        self._stream.flush()
-
-    def close(self) -> None:
-        self._stream.close()
 
 
 def question_fields(question_input: QuestionInput) -> dict[str, Any]:
@@ -68,16 +45,15 @@ def question_fields(question_input: QuestionInput) -> dict[str, Any]:
     )
 
 
-def _answered_by(line: bytes, path: Path) -> _Key:
-    """Return the question and chunks that a record answers."""
+def _answered_by(record: Any) -> _Key:
+    """Return the question and chunks that a record answers. Raises ValueError."""
     try:
-        record = json.loads(line)
         question, chunks = record["question"], record.get("asked_chunks")
         if isinstance(question, str):
             return question, None if chunks is None else tuple(chunks)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         pass
-    raise UsageError(f"{path} holds something else than answers of a batch", "name another file for --resume")
+    raise ValueError("it has no question")
 
 
 def run_batch(
@@ -99,7 +75,7 @@ def run_batch(
             if isinstance(item.found, Result):
                 count, tokens = count + 1, tokens + record["generated_tokens"]
                 if results is not None:
-                    results.add(record)
+                    results.file.add(record)
         elif getattr(item.error, "exit_code", None) in (ExitCode.USAGE, ExitCode.NOT_FOUND):
             if as_json:
                 output.json({**question_fields(item.question_input), "error": getattr(item.error, "message", "")})

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from msgspec import convert
 
-from cacheblend_cli.errors import UsageError
+from cacheblend_cli.json_lines import JsonLines
 
 
 @dataclass(frozen=True)
@@ -52,46 +51,21 @@ class Record:
 
 
 class RecordFile:
-    """Records by key, in memory and, given a path, in a file that each is appended to when it is measured.
-
-    An incomplete last line, from an interrupted run, is cut off. Raises UsageError for other malformed lines.
-    """
+    """Records by key, in memory and, given a path, in a file that each is appended to when it is measured."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self._records: dict[str, Record] = {}
-        self._stream: TextIO | None = None
-        if path is None:
-            return
-        try:
-            self._read(path)
-            self._stream = path.open("a", encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise UsageError(f"cannot use {path}: {reason}", "check the path and its permissions") from error
-
-    def _read(self, path: Path) -> None:
-        data = path.read_bytes() if path.exists() else b""
-        whole, torn = data[: data.rfind(b"\n") + 1], data[data.rfind(b"\n") + 1 :]
-        lines = whole.decode("utf-8").split("\n")[:-1]
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    record = convert(json.loads(line), Record)
-                except ValueError as error:
-                    what = f"{path}:{number} is not a record of cacheblend eval: {error}"
-                    raise UsageError(what, "use another file") from error
-                self._records[record.key] = record
-        if torn:
-            if not b'{"key": "'.startswith(torn[:9]):  # cut off only our own records
-                raise UsageError(f"{path}:{len(lines) + 1} is not a record of cacheblend eval", "use another file")
-            os.truncate(path, len(whole))
+        """Raises UsageError."""
+        self._file = None
+        if path is not None:
+            self._file = JsonLines(path, partial(convert, type=Record), '{"key": "', "a record of cacheblend eval")
+        self._records = {record.key: record for record in (self._file.rows if self._file else ())}
 
     def __enter__(self) -> RecordFile:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._stream is not None:
-            self._stream.close()
+        if self._file is not None:
+            self._file.close()
 
     def __len__(self) -> int:
         return len(self._records)
@@ -101,6 +75,5 @@ class RecordFile:
 
     def add(self, record: Record) -> None:
         self._records[record.key] = record
-        if self._stream is not None:
-            self._stream.write(json.dumps(asdict(record)) + "\n")
-            self._stream.flush()
+        if self._file is not None:
+            self._file.add(asdict(record))
