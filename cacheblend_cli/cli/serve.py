@@ -18,7 +18,7 @@ from cacheblend_cli.model.read_ahead import read_ahead
 from cacheblend_cli.settings import API_KEY_VARIABLE, Resolved
 
 if TYPE_CHECKING:
-    from cacheblend_cli.server.remote_decoding import RemoteDecoder
+    from cacheblend_cli.server.remote_decoder import RemoteDecoder
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -192,7 +192,7 @@ def _decoder(url: str, key: str | None, directory: Path) -> RemoteDecoder:
     if find_spec("httpx2") is None:
         raise UsageError("--decode-url needs httpx2, which is not installed", install_hint("vllm"))
     from cacheblend_cli.engine.connectors.vllm import HandOverDirectory
-    from cacheblend_cli.server.remote_decoding import RemoteDecoder
+    from cacheblend_cli.server.remote_decoder import RemoteDecoder
 
     return RemoteDecoder(url, HandOverDirectory(directory.expanduser().absolute()), key)
 

@@ -23,7 +23,7 @@ from cacheblend_cli.settings import Settings
 from cacheblend_cli.types import SamplingParams
 
 if TYPE_CHECKING:
-    from cacheblend_cli.server.remote_decoding import RemoteDecoder
+    from cacheblend_cli.server.remote_decoder import RemoteDecoder
 
 T = TypeVar("T")
 _PREPARING = 2  # threads; most of the work holds Python's lock

@@ -42,7 +42,7 @@ def fake(model: Path, directory: HandOverDirectory, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def start_both(start: Any, fake: FakeServer, directory: HandOverDirectory) -> Any:
-    from cacheblend_cli.server.remote_decoding import RemoteDecoder
+    from cacheblend_cli.server.remote_decoder import RemoteDecoder
 
     return lambda **more: start(decoder=RemoteDecoder(fake.url, directory), **more)
 
