@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from struct import Struct
 from typing import Any, NamedTuple, TypeVar
 
-import msgspec
 from cacheblend_store import ChunkStore, DocumentRecord, StoreError
+from cacheblend_store.format.keys import KEY_BYTES
 from cacheblend_store.format.records import decode_manifest, document_key
 
 from cacheblend_cli.collect.collector import PlannedChunk, record_bytes, record_bytes_with_kv
@@ -28,6 +29,9 @@ D = TypeVar("D", bound=Document | DocumentFile)
 OnCut = Callable[[Document, int], None]
 """Called while a document is cut: the document, and the number of characters cut so far."""
 _READ_CHUNKS = 1 << 14  # whose records are read together, in key order
+_FEW_BYTES = 256  # a place in the spool takes no less
+_SIZE = Struct(f"<{KEY_BYTES}sIIIb")
+_HAS_KV = {None: -1, False: 0, True: 1}
 
 
 class ChunkSize(NamedTuple):
@@ -41,19 +45,20 @@ class ChunkSize(NamedTuple):
     has_kv: bool | None = None
 
 
-_decode_sizes = msgspec.msgpack.Decoder(list[ChunkSize]).decode
-
-
 class ChunkSizes:
-    """Sizes of a document's chunks, in order, in 35 bytes a chunk: a corpus has millions of them."""
+    """Sizes of a document's chunks, in order, in a spool or, where they are few or the disk is full, in memory."""
 
-    __slots__ = ("_data",)
+    __slots__ = ("_data", "_spool")
 
-    def __init__(self, sizes: Sequence[ChunkSize]) -> None:
-        self._data = msgspec.msgpack.encode(sizes)
+    def __init__(self, sizes: Iterable[ChunkSize], spool: Spool) -> None:
+        data, self._spool = b"".join(_SIZE.pack(*size[:4], _HAS_KV[size.has_kv]) for size in sizes), spool
+        place = spool.append_bytes(data) if len(data) > _FEW_BYTES else None
+        self._data: bytes | Place = data if place is None else place
 
     def __iter__(self) -> Iterator[ChunkSize]:
-        return iter(_decode_sizes(self._data))
+        data = self._spool.read_bytes(self._data) if isinstance(self._data, Place) else self._data
+        for key, num_tokens, left_len, num_bytes, has_kv in _SIZE.iter_unpack(data):
+            yield ChunkSize(key, num_tokens, left_len, num_bytes, None if has_kv < 0 else has_kv > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +161,7 @@ class Planner:
                     known = [stored.get(key) for key in current.get(one.source, ())]
                     whole = [size for size in known if size is not None]
                     if one.source in current and len(whole) == len(known):
-                        yield PlannedDocument(one, ChunkSizes(whole), is_current=True)
+                        yield PlannedDocument(one, ChunkSizes(whole, self._spool), is_current=True)
                     elif (found := self._cut(one, collection, settings, self._on_cut)) is not None:
                         [(_, chunks)] = plan_documents(collection, [found], settings)
                         sizes = self._sizes(store, chunks, collection, with_records)
@@ -209,7 +214,7 @@ class Planner:
             )
             for c in chunks
         ]
-        return ChunkSizes(sizes)
+        return ChunkSizes(sizes, self._spool)
 
     def _cut(
         self, file: DocumentFile, collection: Collection, settings: CollectSettings, on_cut: OnCut | None = None

@@ -25,17 +25,23 @@ class Place(NamedTuple):
 
 
 class Spool:
-    """Chunks of documents, at most MAX_BYTES in all. The file goes when the spool does."""
+    """Chunks of documents, at most MAX_BYTES in all, and other bytes. The file goes when the spool does."""
 
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
-        self._end = 0
+        self._end = self._num_bytes = 0
 
     def append(self, chunks: Sequence[Chunk]) -> Place | None:
         """Keep a document's chunks. Returns None if there is no room for them."""
         data = _encode(chunks)
-        if self._end + len(data) > MAX_BYTES:
+        if self._num_bytes + len(data) > MAX_BYTES:
             return None
+        place = self.append_bytes(data)
+        self._num_bytes += 0 if place is None else len(data)
+        return place
+
+    def append_bytes(self, data: bytes) -> Place | None:
+        """Keep bytes. Returns None if the disk has no room for them."""
         with suppress(OSError):  # a full disk: the caller does without
             if self._file is None:
                 # unbuffered: bytes that had no room must not be tried again by a read
@@ -49,9 +55,12 @@ class Spool:
         return None
 
     def read(self, place: Place) -> list[Chunk]:
+        return _decode(self.read_bytes(place))
+
+    def read_bytes(self, place: Place) -> bytes:
         assert self._file is not None, "a place is in the file"
         self._file.seek(place.start)
-        return _decode(self._file.read(place.size))
+        return self._file.read(place.size)
 
 
 def _close(file: IO[bytes]) -> None:
