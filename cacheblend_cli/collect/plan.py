@@ -97,31 +97,38 @@ class Part:
 class Planner:
     """Plans the documents of `diff`, a comparison. Documents that did not change since they were stored are not cut again."""
 
-    def __init__(self, diff: CorpusDiff, on_cut: OnCut, on_changed: Callable[[DocumentFile, str], None]) -> None:
-        """on_changed: called for a document that does not read any more, or changed since it was found, with the reason."""
-        self.diff, self._on_cut, self._on_changed = diff, on_cut, on_changed
-        self._spool = Spool()
+    def __init__(
+        self,
+        diff: CorpusDiff,
+        store: ChunkStore | None,
+        on_cut: OnCut,
+        on_changed: Callable[[DocumentFile, str], None],
+        *,
+        with_records: bool,
+    ) -> None:
+        """on_changed: called for a document that does not read any more, or changed since it was found, with the reason. with_records:
+        compute the sizes of records, which count in a quota; else they are 0."""
+        self.diff, self._store, self._on_cut, self._on_changed = diff, store, on_cut, on_changed
+        self._with_records, self._spool = with_records, Spool()
 
-    def plan(self, store: ChunkStore | None, given: Mapping[str, Any], *, with_records: bool) -> list[Part]:
+    def plan(self, given: Mapping[str, Any]) -> list[Part]:
         """Plan all documents. Returns the parts of the run, in order.
 
-        given: settings that were asked for; others are as the store remembers them. with_records: compute the sizes of records,
-        which count in a quota; else they are 0.
+        given: settings that were asked for; others are as the store remembers them.
         """
         groups: dict[CollectSettings, list[DocumentFile]] = {}
         for file in self.diff.documents:
             settings = replace(self.diff.settings_of(file.source, file.root), **given)
             groups.setdefault(settings, []).append(file)
-        parts = list[Part]()
-        collections = {settings: self.diff.collection.in_codec(settings.kv_dtype) for settings in groups}
-        for settings, collection in collections.items():
-            collection.check_chunk_tokens(settings.chunk_tokens)
-        if any(settings.context == "neighbours" for settings in groups):
-            return self._plan_together(store, groups, collections, with_records=with_records)
-        for settings, files in groups.items():
-            collection = collections[settings]
-            planned = self._plan_each(store, files, collection, settings, with_records)
-            parts.append(Part(collection, settings, list(planned)))
+        parts = [Part(self.diff.collection.in_codec(settings.kv_dtype), settings, []) for settings in groups]
+        for part in parts:
+            part.collection.check_chunk_tokens(part.settings.chunk_tokens)
+        planned = list(zip(parts, groups.values(), strict=True))
+        if any(part.settings.context == "neighbours" for part in parts):
+            self._plan_together(planned)
+        else:
+            for part, files in planned:
+                part.documents.extend(self._plan_each(part, files))
         return parts
 
     def cut_again(self, part: Part, planned: PlannedDocument) -> list[PlannedChunk] | None:
@@ -130,22 +137,16 @@ class Planner:
             return planned.chunks
         if planned.place is not None:
             found = self._spool.read(planned.place)
-        elif (cut := self._cut(planned.file, part.collection, part.settings)) is not None:
+        elif (cut := self._cut(planned.file, part)) is not None:
             _, found = cut
         else:
             return None
         [(_, chunks)] = plan_documents(part.collection, [(planned.file, found)], part.settings)
         return chunks
 
-    def _plan_each(
-        self,
-        store: ChunkStore | None,
-        files: Sequence[DocumentFile],
-        collection: Collection,
-        settings: CollectSettings,
-        with_records: bool,
-    ) -> Iterator[PlannedDocument]:
+    def _plan_each(self, part: Part, files: Sequence[DocumentFile]) -> Iterator[PlannedDocument]:
         """Plan documents whose chunks do not depend on other documents, some at a time."""
+        collection, settings = part.collection, part.settings
         now, context, id = record_settings(collection, settings), settings.context, collection.id
         current = dict[str, list[bytes]]()
         waiting, count = list[DocumentFile](), 0
@@ -156,69 +157,52 @@ class Planner:
                 count += len(current[file.source])
             waiting.append(file)
             if count >= _READ_CHUNKS or file is files[-1]:
-                stored = stored_sizes(store, collection, (key for keys in current.values() for key in keys))
+                stored = stored_sizes(self._store, collection, (key for keys in current.values() for key in keys))
                 for one in waiting:
                     known = [stored.get(key) for key in current.get(one.source, ())]
                     whole = [size for size in known if size is not None]
                     if one.source in current and len(whole) == len(known):
                         yield PlannedDocument(one, ChunkSizes(whole, self._spool), is_current=True)
-                    elif (found := self._cut(one, collection, settings, self._on_cut)) is not None:
+                    elif (found := self._cut(one, part, self._on_cut)) is not None:
                         [(_, chunks)] = plan_documents(collection, [found], settings)
-                        sizes = self._sizes(store, chunks, collection, with_records)
-                        yield PlannedDocument(one, sizes, place=self._spool.append(found[1]))
+                        yield PlannedDocument(one, self._sizes(part, chunks), place=self._spool.append(found[1]))
                 current, waiting, count = {}, [], 0
 
-    def _plan_together(
-        self,
-        store: ChunkStore | None,
-        groups: Mapping[CollectSettings, Sequence[DocumentFile]],
-        collections: Mapping[CollectSettings, Collection],
-        *,
-        with_records: bool,
-    ) -> list[Part]:
+    def _plan_together(self, parts: Sequence[tuple[Part, Sequence[DocumentFile]]]) -> None:
         """Plan documents of which some have `neighbours` among all of them: every one is cut and held in memory."""
-        diff, parts = self.diff, list[Part]()
-        cuts = {
-            settings: [
-                (file, found)
-                for file in files
-                if (found := self._cut(file, collections[settings], settings, self._on_cut)) is not None
-            ]
-            for settings, files in groups.items()
-        }
-        passages = [Passage(c.text, c.token_ids) for own in cuts.values() for _, (_, chunks) in own for c in chunks]
-        for settings, own in cuts.items():
-            collection, others = collections[settings], list[Passage]()
-            if settings.context == "neighbours":
+        diff = self.diff
+        cuts = [
+            (part, [(file, found) for file in files if (found := self._cut(file, part, self._on_cut)) is not None])
+            for part, files in parts
+        ]
+        passages = [Passage(c.text, c.token_ids) for _, own in cuts for _, (_, chunks) in own for c in chunks]
+        for part, own in cuts:
+            others = list[Passage]()
+            if part.settings.context == "neighbours":
                 sources = diff.digests.keys() | {r.source for r in diff.gone.values()}
-                others = [*passages, *stored_passages(collection, store, sources)]
-            planned = plan_documents(collection, [found for _, found in own], settings, others)
-            documents = [
-                PlannedDocument(file, self._sizes(store, chunks, collection, with_records), chunks)
+                others = [*passages, *stored_passages(part.collection, self._store, sources)]
+            planned = plan_documents(part.collection, [found for _, found in own], part.settings, others)
+            part.documents.extend(
+                PlannedDocument(file, self._sizes(part, chunks), chunks)
                 for (file, _), (_, chunks) in zip(own, planned, strict=True)
-            ]
-            parts.append(Part(collection, settings, documents))
-        return parts
+            )
 
-    def _sizes(
-        self, store: ChunkStore | None, chunks: Sequence[PlannedChunk], collection: Collection, with_records: bool
-    ) -> ChunkSizes:
-        stored = stored_sizes(store, collection, (chunk.key for chunk in chunks))
+    def _sizes(self, part: Part, chunks: Sequence[PlannedChunk]) -> ChunkSizes:
+        collection = part.collection
+        stored = stored_sizes(self._store, collection, (chunk.key for chunk in chunks))
         sizes = [
             ChunkSize(
                 c.key,
                 len(c.chunk.token_ids),
                 len(c.left),
-                record_bytes(collection, c) if with_records else 0,
+                record_bytes(collection, c) if self._with_records else 0,
                 stored[c.key].has_kv if c.key in stored else None,
             )
             for c in chunks
         ]
         return ChunkSizes(sizes, self._spool)
 
-    def _cut(
-        self, file: DocumentFile, collection: Collection, settings: CollectSettings, on_cut: OnCut | None = None
-    ) -> tuple[Document, list[Chunk]] | None:
+    def _cut(self, file: DocumentFile, part: Part, on_cut: OnCut | None = None) -> tuple[Document, list[Chunk]] | None:
         """Read and cut a document. None if it has changed since it was found: what is stored of it stays."""
         try:
             document = file.read(self.diff.conversions)
@@ -226,9 +210,10 @@ class Planner:
             self._on_changed(file, error.reason)
             self.diff.digests[file.source] = ""
             return None
-        encode, head = collection.model.tokenizer.encode_text, collection.template.wording.head
+        of, settings = part.collection, part.settings
+        cut = Cut(settings.chunk_tokens, settings.overlap, of.template.wording.head)
         chunks: list[Chunk] = []
-        for chunk in cut_document(document, encode, Cut(settings.chunk_tokens, settings.overlap, head)):
+        for chunk in cut_document(document, of.model.tokenizer.encode_text, cut):
             chunks.append(chunk)
             if on_cut is not None:
                 on_cut(document, chunk.end)

@@ -172,8 +172,8 @@ def precompute(
     cluster = options.cluster
     if cluster is not None:
         quota = 0  # of this store, which gets texts alone
-    planner = Planner(diff, reading, changed)
-    plan = planner.plan(store, options.given, with_records=quota > 0)
+    planner = Planner(diff, store, reading, changed, with_records=quota > 0)
+    plan = planner.plan(options.given)
     if cluster is not None and any(part.settings.context == "neighbours" for part in plan):
         raise UsageError(
             "with --context neighbours, the text before a chunk depends on all other documents, which --ray computes apart",
