@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Difference", "PrecomputeEvent", "PrecomputeOptions", "PrecomputeReport", "precompute"]
 
+Status = Literal["new", "unchanged", "replaced"]
 OnEvent = Callable[["PrecomputeEvent"], None]
 Confirm = Callable[[Difference], bool]
 # Of documents whose records and texts are stored together: a commit of a few small chunks rewrites as many pages as one of many.
@@ -83,7 +84,7 @@ class ChunkResult:
     index: int
     tokens: int
     bytes: int
-    status: Literal["new", "unchanged", "replaced"]
+    status: Status
 
 
 @dataclass(frozen=True)
@@ -194,14 +195,14 @@ def precompute(
         return report
     start += _confirm(report.difference, confirm)
     on_event(PrecomputeEvent("plan", total=report.tokens))
-    run = _Run(planner, store, room, on_event, report, cluster)
+    run = _Run(planner, store, room, on_event, report, options)
     roots = diff.given_roots(options.given) if plan else []
     diff.source_settings.remember(store, roots, options.given, done=False)
     if plan:
         keep_date(store, collection)
         keep_wording(store, collection)
     for part in plan:
-        run.store(part, force=options.force)
+        run.store(part)
     run.remove_gone()
     run.remove_outdated()
     diff.source_settings.remember(store, roots, options.given, done=True)
@@ -229,15 +230,15 @@ class _Run:
         room: Room,
         on_event: OnEvent,
         report: PrecomputeReport,
-        cluster: Cluster | None,
+        options: PrecomputeOptions,
     ) -> None:
         self._diff, self._planner, self._store, self._room = planner.diff, planner, store, room
         self._keep = room.keep or frozenset()  # what the store is not to evict
-        self._on_event, self._report, self._cluster = on_event, report, cluster
+        self._on_event, self._report, self._cluster, self._force = on_event, report, options.cluster, options.force
         self._shown = lru_cache(16)(shown)  # called for each chunk
 
-    def store(self, part: Part, *, force: bool) -> None:
-        """Store the part's documents that changed or lack KV, in batches. With force, KV that is stored is computed again."""
+    def store(self, part: Part) -> None:
+        """Store the part's documents that changed or lack KV, in batches."""
         cluster = self._cluster
         collector = (
             Collector(part.collection, self._store, self._keep)
@@ -250,17 +251,17 @@ class _Run:
         most = _BATCH_TOKENS * (1 if cluster is None else cluster.workers)
         for planned in part.documents:
             complete = all(size.has_kv or size.key not in self._room for size in planned.sizes)
-            if planned.is_current and complete and not force:
+            if planned.is_current and complete and not self._force:
                 for index, size in enumerate(planned.sizes):
                     self._tell(part, size.key, planned.file.source, index, size.num_tokens, "unchanged")
             elif (chunks := self._planner.cut_again(part, planned)) is not None:
                 batch.append((planned.file, chunks))
                 tokens += sum(size.num_tokens for size in planned.sizes)
             if tokens >= most:
-                self._store_batch(part, collector, batch, force=force)
+                self._store_batch(part, collector, batch)
                 batch, tokens = [], 0
         if batch:
-            self._store_batch(part, collector, batch, force=force)
+            self._store_batch(part, collector, batch)
 
     def remove_gone(self) -> None:
         """Remove documents that no longer exist, in every context and codec. What moved keeps its records under its new name."""
@@ -283,12 +284,7 @@ class _Run:
                 self._on_event(PrecomputeEvent("removed", message=f"{shown(record.source)} has changed: {what}"))
 
     def _store_batch(
-        self,
-        part: Part,
-        collector: Collector,
-        batch: Sequence[tuple[DocumentFile, list[PlannedChunk]]],
-        *,
-        force: bool,
+        self, part: Part, collector: Collector, batch: Sequence[tuple[DocumentFile, list[PlannedChunk]]]
     ) -> None:
         """Store records and texts of documents first, then missing KV: from then on they are found and cited as they are now,
         and a run that is interrupted leaves no chunk without a document."""
@@ -301,15 +297,15 @@ class _Run:
         with store.read() as reader:
             stored = {key: m.has_kv for key in sorted(wanted) if (m := reader.undamaged(key)) is not None}
             news = [record for record in records if is_news(record, reader.document(record.key))]
-        missing = {key for key in wanted if key in self._room and (force or not stored.get(key))}
-        if not force:
+        missing = {key for key in wanted if key in self._room and (self._force or not stored.get(key))}
+        if not self._force:
             missing -= collector.present([wanted[key] for key in missing])
         replaced = {f.source: self._diff.replaced(f.source, part.collection, part.settings.context) for f, _ in batch}
         before = {name: {key for record in old for key in record.chunk_keys} for name, old in replaced.items()}
         texts = [chunk_manifest(part.collection, wanted[key]) for key in sorted(wanted) if key not in stored]
         report.removed += len(store.put_documents(news, (), texts, self._keep))
 
-        def tell(chunk: PlannedChunk, status: Literal["new", "unchanged", "replaced"]) -> None:
+        def tell(chunk: PlannedChunk, status: Status) -> None:
             if status == "new" and before[chunk.source] and chunk.key not in before[chunk.source]:
                 status = "replaced"
             self._tell(part, chunk.key, chunk.source, chunk.chunk.index, len(chunk.chunk.token_ids), status)
@@ -329,15 +325,7 @@ class _Run:
             if chunk.key in missing and chunk is not wanted[chunk.key]:  # the same text in a second place
                 tell(chunk, "unchanged")
 
-    def _tell(
-        self,
-        part: Part,
-        key: bytes,
-        source: str,
-        index: int,
-        tokens: int,
-        status: Literal["new", "unchanged", "replaced"],
-    ) -> None:
+    def _tell(self, part: Part, key: bytes, source: str, index: int, tokens: int, status: Status) -> None:
         """Count and report a chunk."""
         setattr(self._report, status, getattr(self._report, status) + 1)
         num_bytes = part.collection.stored_bytes(tokens) if key in self._room else 0
