@@ -30,48 +30,39 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, num_top: int) -> list[TokenLo
     return [TokenLogprob(i, p, tuple(zip(ids, values, strict=True))) for i, p, ids, values in rows]
 
 
-class Drawn:
-    """Tokens that were drawn together and are on their way to the host.
-
-    tokens: [n] int64 on the device; logprobs: fp32 [n, 1 + k] of each and the k likeliest, ids: [n, k] int64.
-    """
-
-    def __init__(self, tokens: Tensor, logprobs: Tensor | None = None, ids: Tensor | None = None) -> None:
-        self.tokens = tokens
-        self._parts = [None if t is None else to_host(t) for t in (tokens, logprobs, ids)]
-        self._ready: torch.cuda.Event | None = None
-        if tokens.is_cuda:
-            self._ready = torch.cuda.Event()
-            self._ready.record()
-
-    def fetch(self, index: int) -> tuple[int, TokenLogprob | None]:
-        """Wait for these tokens alone, not for what was queued after them."""
-        if self._ready is not None:
-            self._ready.synchronize()
-        tokens, logprobs, ids = self._parts
-        assert tokens is not None
-        token_id = int(tokens[index])
-        if logprobs is None or ids is None:
-            return token_id, None
-        own, *values = logprobs[index].tolist()
-        return token_id, TokenLogprob(token_id, own, tuple(zip(ids[index].tolist(), values, strict=True)))
-
-
 @dataclass(frozen=True)
 class Draw:
-    """One of the tokens that were drawn together."""
+    """One of the tokens that were drawn together and are on their way to the host. token: [1] int64 on the device, for the next step.
 
-    drawn: Drawn
-    index: int = 0
+    parts: of all of them, on the host: tokens [n] int64, log-probabilities fp32 [n, 1 + k] of each and the k likeliest, and the ids of
+    these [n, k], None where they are not wanted. index: of this one. ready: when they are there.
+    """
 
-    @property
-    def token(self) -> Tensor:
-        """[1] int64 on the device, for the next step."""
-        return self.drawn.tokens[self.index : self.index + 1]
+    token: Tensor
+    index: int
+    parts: tuple[Tensor | None, ...]
+    ready: torch.cuda.Event | None
 
     def fetch(self) -> tuple[int, TokenLogprob | None]:
-        """Wait for the token. Returns it and, where wanted, its log-probability."""
-        return self.drawn.fetch(self.index)
+        """Wait for these tokens alone, not for what was queued after them. Returns the token and, where wanted, its log-probability."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        tokens, logprobs, ids = self.parts
+        assert tokens is not None
+        token_id = int(tokens[self.index])
+        if logprobs is None or ids is None:
+            return token_id, None
+        own, *values = logprobs[self.index].tolist()
+        return token_id, TokenLogprob(token_id, own, tuple(zip(ids[self.index].tolist(), values, strict=True)))
+
+
+def draws_of(tokens: Tensor, logprobs: Tensor | None = None, ids: Tensor | None = None) -> list[Draw]:
+    """Begin to copy tokens that were drawn together to the host. Arguments: as `Draw.parts`, on the device."""
+    parts, ready = tuple(None if t is None else to_host(t) for t in (tokens, logprobs, ids)), None
+    if tokens.is_cuda:
+        ready = torch.cuda.Event()
+        ready.record()
+    return [Draw(tokens[i : i + 1], i, parts, ready) for i in range(len(tokens))]
 
 
 class Sampler:
@@ -135,11 +126,11 @@ def draw_together(samplers: Sequence[Sampler], logits: Tensor, forced: Sequence[
     for own in groups.values():
         rows = logits if len(own) == len(samplers) else logits[upload(own, logits.device)]
         drawn = _drawn([samplers[i] for i in own], rows, [forced[i] for i in own])
-        draws |= {index: Draw(drawn, at) for at, index in enumerate(own)}
+        draws |= zip(own, drawn, strict=True)
     return [draws[index] for index in range(len(samplers))]
 
 
-def _drawn(samplers: Sequence[Sampler], logits: Tensor, forced: Sequence[int | None]) -> Drawn:
+def _drawn(samplers: Sequence[Sampler], logits: Tensor, forced: Sequence[int | None]) -> list[Draw]:
     """Draw for samplers of the same settings; all tokens are forced, or none is."""
     params = samplers[0].params
     adjusted = [sampler.adjusted(row) for sampler, row in zip(samplers, logits, strict=True)]
@@ -151,10 +142,10 @@ def _drawn(samplers: Sequence[Sampler], logits: Tensor, forced: Sequence[int | N
     for index, sampler in enumerate(samplers):
         sampler.note(tokens[index : index + 1])
     if params.logprobs is None:
-        return Drawn(tokens)
+        return draws_of(tokens)
     logprobs = torch.log_softmax(logits, dim=-1)
     top = logprobs.topk(params.logprobs)
-    return Drawn(tokens, torch.cat((logprobs.gather(1, tokens[:, None]), top.values), dim=-1), top.indices)
+    return draws_of(tokens, torch.cat((logprobs.gather(1, tokens[:, None]), top.values), dim=-1), top.indices)
 
 
 def _tokens(samplers: Sequence[Sampler], logits: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from cacheblend_cli.engine.events import Done, Early, Event, HandedOver
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sampling import Draw, Drawn
+from cacheblend_cli.engine.sampling import draws_of
 from cacheblend_cli.engine.sequence_output import SequenceOutput
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.server.remote_decoder import RemoteDecoder, Unreachable
@@ -104,7 +104,7 @@ class RemoteEvents(RequestEvents):
                 if not output.out.token_ids:
                     self._host.metrics.first_token(time.perf_counter() - self._submitted)
                 for token_id in step:
-                    if ended := not output.append(Draw(Drawn(torch.tensor([token_id])))):
+                    if ended := not output.append(draws_of(torch.tensor([token_id]))[0]):
                         break
                 while pieces:
                     yield pieces.pop(0)
