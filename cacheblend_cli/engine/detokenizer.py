@@ -112,43 +112,63 @@ class Channels:
 
 class StopStrings:
     """Ends an answer before the first stop string, however its text is cut into pieces; the beginning of a possible stop string is
-    held back."""
+    held back. Each character is looked at once for each stop string (Knuth-Morris-Pratt)."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops, self._held, self.hit = stops, "", False
+        self._borders = [_borders(stop) for stop in stops]
+        self._matched = [0] * len(stops)  # characters of each stop string that end the text so far
 
     def push(self, piece: str) -> str:
         """Return the text that can be shown. After a hit, nothing."""
         if self.hit:
             return ""
+        if not self._stops:
+            return piece
         text = self._held + piece
-        end, length = self._first(text)
+        end, length, self._matched = self._search(piece)
         if length:
+            shown = text[: len(self._held) + end - length]
             self.hit, self._held = True, ""
-            return text[: end - length]
-        keep = max((_beginning(text, stop) for stop in self._stops), default=0)
+            return shown
+        keep = max(self._matched)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def is_in(self, piece: str) -> bool:
         """Return whether pushing the piece would be a hit."""
-        return bool(self._first(self._held + piece)[1])
+        return bool(self._search(piece)[1])
 
     def flush(self) -> str:
         """Return the text held back, at the end of the answer."""
         held, self._held = self._held, ""
         return "" if self.hit else held
 
-    def _first(self, text: str) -> tuple[int, int]:
-        """Return where in the text the first stop string ends, and its length: of those that end there, the longest's; 0 = none."""
-        found = [(text.find(stop) + len(stop), -len(stop)) for stop in self._stops if stop in text]
-        end, length = min(found, default=(0, 0))
-        return end, -length
+    def _search(self, piece: str) -> tuple[int, int, list[int]]:
+        """Return where in the piece the first stop string ends, its length (0 = none), and the match lengths after the piece."""
+        matched = list(self._matched)
+        for at, char in enumerate(piece):
+            for i, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
+                n = matched[i]
+                while n and stop[n] != char:
+                    n = borders[n - 1]
+                matched[i] = n + (stop[n] == char)
+            hits = [n for n, stop in zip(matched, self._stops, strict=True) if n == len(stop)]
+            if hits:
+                return at + 1, max(hits), matched
+        return 0, 0, matched
 
 
-def _beginning(text: str, stop: str) -> int:
-    """Return how many characters at the end of the text begin the stop string, but not all of it."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+def _borders(text: str) -> list[int]:
+    """Length of the longest proper prefix of each text[: i + 1] that is also its suffix."""
+    borders = [0] * len(text)
+    n = 0
+    for i in range(1, len(text)):
+        while n and text[i] != text[n]:
+            n = borders[n - 1]
+        n += text[i] == text[n]
+        borders[i] = n
+    return borders
 
 
 class Detokenizer:
