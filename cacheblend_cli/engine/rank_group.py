@@ -1,7 +1,7 @@
 """The processes of --tensor-parallel: started by rank 0, or by torchrun, and watched by each other.
 
-Every rank says once a second, through a TCPStore, that it lives. Rank 0 ends all when another rank has died, or says nothing for HUNG_S
-seconds; the others end when rank 0 is gone.
+Every rank says once a second, through a TCPStore, that it lives, and how many exchanges it has begun. Rank 0 ends all when another rank
+has died, or says nothing for HUNG_S seconds, or does not come to an exchange that rank 0 waits in; the others end when rank 0 is gone.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.model.ranks import RankLost, Ranks
 
 BEAT_S, HUNG_S = 1.0, 10.0
+BEHIND_S = 60.0  # for which rank 0 waits in one exchange for a rank that lives
 START_S = 180.0  # for all ranks to come
 END_S = 5.0  # for them to end when they are told to
 STARTED = "CACHEBLEND_RANK_STARTED"  # in the environment of a rank that rank 0 has started
@@ -143,19 +144,25 @@ class RankGroup:
 
     def _watch(self) -> None:
         store, beats, told = cloned(self._store), Beats(range(1, self.size)), 0.0
+        seen, since = 0, time.monotonic()
         while not self._ending.wait(BEAT_S / 4):
-            now = time.monotonic()
+            now, exchanges = time.monotonic(), self.ranks.exchanges
+            if exchanges != seen:
+                seen, since = exchanges, now
             try:
                 if now - told >= BEAT_S:
-                    store.set("beat/0", str(now))
+                    store.set("beat/0", f"{now} {exchanges}")
                     beats.read(store)
                     told = now
             except Exception as error:
                 self._found(f"the ranks' store failed: {error}")
+            silent, behind = beats.silent, beats.behind(exchanges)
             if dead := self._dead():
                 self._found(dead)
-            elif (silent := beats.silent) is not None:
+            elif silent is not None:
                 self._found(f"{self._name(silent)} has not answered for {HUNG_S:.0f} seconds")
+            elif exchanges % 2 and now - since > BEHIND_S and behind is not None:
+                self._found(f"{self._name(behind)} hangs: rank 0 has waited for it for {BEHIND_S:.0f} seconds")
             if self.is_lost:
                 return
 
@@ -185,22 +192,26 @@ class RankGroup:
 
 
 class Beats:
-    """Other ranks' last heartbeats: each rank's text, and how often it was read since it changed. Reads are counted, not seconds: all
-    ranks may have been suspended together."""
+    """Other ranks' last heartbeats: each rank's text, how often it was read since it changed, and the number of exchanges the rank
+    had begun. Reads are counted, not seconds: all ranks may have been suspended together."""
 
     def __init__(self, ranks: range) -> None:
-        self._last = dict.fromkeys(ranks, ("", 0))
+        self._last = dict.fromkeys(ranks, ("", 0, 0))
 
     def read(self, store: dist.Store) -> None:
-        for rank, (known, missed) in self._last.items():
+        for rank, (known, missed, exchanges) in self._last.items():
             key = f"beat/{rank}"
             text = store.get(key).decode() if store.check([key]) else ""
-            self._last[rank] = (text, missed + 1 if text == known else 0)
+            self._last[rank] = (known, missed + 1, exchanges) if text == known else (text, 0, int(text.split()[1]))
 
     @property
     def silent(self) -> int | None:
         """A rank that has said nothing for HUNG_S seconds."""
-        return next((rank for rank, (_, missed) in self._last.items() if missed * BEAT_S > HUNG_S), None)
+        return next((rank for rank, (_, missed, _) in self._last.items() if missed * BEAT_S > HUNG_S), None)
+
+    def behind(self, exchanges: int) -> int | None:
+        """A rank that has not begun the exchange that the caller is in."""
+        return next((rank for rank, (_, _, own) in self._last.items() if own < exchanges), None)
 
 
 def join(rank: int, size: int) -> Ranks:
@@ -224,7 +235,7 @@ def _watch_first(store: dist.Store, ranks: Ranks) -> None:
     beats = Beats(range(1))
     try:
         while beats.silent is None:
-            store.set(f"beat/{ranks.rank}", str(time.monotonic()))
+            store.set(f"beat/{ranks.rank}", f"{time.monotonic()} {ranks.exchanges}")
             beats.read(store)
             time.sleep(BEAT_S)
     except Exception:

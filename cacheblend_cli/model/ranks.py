@@ -31,6 +31,7 @@ class Ranks:
 
     device: where tensors to exchange are; by NCCL on GPUs, by gloo on CPUs. Messages go by gloo. lost: says why an exchange failed;
     failed: told that this rank has left one half way.
+    `exchanges` counts what this rank has begun, and is odd while it waits for the others.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
@@ -41,6 +42,7 @@ class Ranks:
         self._data = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout)
         self.lost: Callable[[str], RankLost] = lambda reason: RankLost(f"the ranks lost each other: {reason}")
         self.failed: Callable[[BaseException], None] = lambda error: None
+        self.exchanges = 0
         self.lock = threading.RLock()  # held by who tells the others something, until it is done
 
     def sum(self, x: Tensor) -> Tensor:
@@ -140,10 +142,12 @@ class Ranks:
         return parts
 
     def _run(self, exchange: Callable[[], object]) -> None:
+        self.exchanges += 1
         try:
             exchange()
         except RuntimeError as error:
             raise self.lost(str(error)) from error
+        self.exchanges += 1
 
 
 def is_agreed(error: BaseException) -> bool:
