@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,9 +78,9 @@ def engine(model: Path) -> Engine:
 StartServer = Callable[..., Server]
 
 
-@pytest.fixture
-def start(engine: Engine, model: Path, tmp_path: Path) -> Iterator[StartServer]:
-    """Start servers, which end with the test."""
+@contextmanager
+def servers(engine: Engine, model: Path, folder: Path) -> Iterator[StartServer]:
+    """A function that starts servers over stores in the folder; they end with the `with`."""
     running: list[tuple[Callable[[], None], threading.Thread, AsyncEngine, ChunkStore, httpx.Client]] = []
 
     def run(
@@ -94,7 +94,7 @@ def start(engine: Engine, model: Path, tmp_path: Path) -> Iterator[StartServer]:
         **of_host: Any,
     ) -> Server:
         number = len(running)
-        store = ChunkStore.open(tmp_path / f"store{number}", mode="write")
+        store = ChunkStore.open(folder / f"store{number}", mode="write")
         if tier is not None:
             store.share(tier)
         settings = Settings(
@@ -104,7 +104,7 @@ def start(engine: Engine, model: Path, tmp_path: Path) -> Iterator[StartServer]:
         keyring, sampling = Keyring(keys, ""), SamplingParams(max_tokens=8)
         names = LOOPBACK if keyring.is_open else None
         state = ServerState(service, store, settings, sampling, engine.runtime, keyring, names, **of_host)
-        tcp, warm_path, unix = bind_tcp("127.0.0.1", 0), socket_of(settings), tmp_path / f"http{number}.sock"
+        tcp, warm_path, unix = bind_tcp("127.0.0.1", 0), socket_of(settings), folder / f"http{number}.sock"
         make_folder(warm_path.parent)
         url = f"http://127.0.0.1:{tcp.getsockname()[1]}"
         serving = HttpServer(
@@ -133,6 +133,19 @@ def start(engine: Engine, model: Path, tmp_path: Path) -> Iterator[StartServer]:
         service.close()
         store.close()
         assert not thread.is_alive()
+
+
+@pytest.fixture
+def start(engine: Engine, model: Path, tmp_path: Path) -> Iterator[StartServer]:
+    with servers(engine, model, tmp_path) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def shared(engine: Engine, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of a module's tests of requests that are refused."""
+    with servers(engine, model, tmp_path_factory.mktemp("shared")) as start:
+        yield start()
 
 
 @pytest.fixture

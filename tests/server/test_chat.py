@@ -189,9 +189,9 @@ def test_logprobs_are_streamed(server: Any, engine: Engine) -> None:
         ("messages", [{"role": "tool", "content": "3"}]),
     ],
 )
-def test_what_cannot_be_done_is_refused(server: Any, field: str, value: Any) -> None:
+def test_what_cannot_be_done_is_refused(shared: Any, field: str, value: Any) -> None:
     for stream in (False, True):
-        reply = server.ask(**{field: value, "stream": stream})
+        reply = shared.ask(**{field: value, "stream": stream})
         assert reply.status_code in (400, 404), reply.text
         assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
 
@@ -214,7 +214,7 @@ def test_what_cannot_be_done_is_refused(server: Any, field: str, value: Any) -> 
     ],
     ids=lambda changed: next(iter(changed)),
 )
-def test_what_no_engine_can_count_with_is_refused(server: Any, changed: dict[str, str]) -> None:
+def test_what_no_engine_can_count_with_is_refused(shared: Any, changed: dict[str, str]) -> None:
     """JSON of its own: clients do not write such bodies by themselves."""
     fields = {
         "messages": '[{"role": "user", "content": "who?"}]',
@@ -223,7 +223,7 @@ def test_what_no_engine_can_count_with_is_refused(server: Any, changed: dict[str
         **changed,
     }
     body = "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}"
-    reply = server.client.post(
+    reply = shared.client.post(
         "/v1/chat/completions", content=body.encode(), headers={"Content-Type": "application/json"}
     )
     assert reply.status_code == 400, reply.text

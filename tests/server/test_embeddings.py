@@ -55,8 +55,8 @@ def test_the_client_of_openai(client: Any) -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_cannot_be_embedded_is_refused(server: Any, body: dict[str, Any], param: str) -> None:
-    reply = server.client.post("/v1/embeddings", json={"model": "wordllama", **body})
+def test_what_cannot_be_embedded_is_refused(shared: Any, body: dict[str, Any], param: str) -> None:
+    reply = shared.client.post("/v1/embeddings", json={"model": "wordllama", **body})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
 
 

@@ -113,8 +113,8 @@ def test_tenants_do_not_go_before_others(start: Any) -> None:
     ],
     ids=str,
 )
-def test_errors_name_the_fields_of_the_request(server: Any, body: dict[str, Any], param: str) -> None:
-    reply = server.ask(**body)
+def test_errors_name_the_fields_of_the_request(shared: Any, body: dict[str, Any], param: str) -> None:
+    reply = shared.ask(**body)
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (400, param), error
     assert "--" not in error["message"]

@@ -132,8 +132,8 @@ def test_a_stream_is_json_lines(server: Any) -> None:
     ],
     ids=str,
 )
-def test_what_is_not_supported_is_refused_by_name(server: Any, path: str, body: dict[str, Any], param: str) -> None:
-    reply = post(server, path, model="tiny", **body)
+def test_what_is_not_supported_is_refused_by_name(shared: Any, path: str, body: dict[str, Any], param: str) -> None:
+    reply = post(shared, path, model="tiny", **body)
     assert (reply.status_code, reply.json()["param"]) == (400, param), reply.text
     assert isinstance(reply.json()["error"], str)
 

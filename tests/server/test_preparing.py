@@ -65,10 +65,10 @@ def test_requests_are_prepared_while_the_engine_is_busy(server: Any) -> None:
         {"search": {"query": "zebra"}},
     ],
 )
-def test_nothing_is_stored_of_a_refused_request(server: Any, wrong: dict[str, Any]) -> None:
-    refused = server.ask(**{"documents": [{"text": PAGE}], **wrong})
+def test_nothing_is_stored_of_a_refused_request(shared: Any, wrong: dict[str, Any]) -> None:
+    refused = shared.ask(**{"documents": [{"text": PAGE}], **wrong})
     assert refused.status_code in (400, 404), refused.text
-    assert num_chunks(server) == 0
+    assert num_chunks(shared) == 0
 
 
 @pytest.mark.parametrize("field", ["question", "documents", "history", "system"])
