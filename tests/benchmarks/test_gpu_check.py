@@ -46,6 +46,7 @@ def run(out: Path, *more: str, lacking: Sequence[str] = ()) -> tuple[int, dict[s
     """
 
     def work(_: Any) -> tuple[int, str, str]:
+        torch.set_num_threads(1)
         for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
             del sys.modules[name]
         sys.modules.update(dict.fromkeys(lacking))  # type: ignore[arg-type]
