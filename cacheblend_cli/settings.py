@@ -22,13 +22,16 @@ API_KEY_VARIABLE = "CACHEBLEND_API_KEY"
 """Keys of `serve`: a secret, so it is not a setting, which `config show` prints."""
 
 
-def _setting(default: Any, help: str = "", *, shown: str | bool = True, flag: str = "") -> Any:
+def _setting(
+    default: Any, help: str = "", *, shown: str | bool = True, flag: str = "", least: int | None = None, most: int = 2**63 - 1
+) -> Any:  # fmt: skip
     """Field with the metadata of its flag.
 
     shown: the default in words; False hides it, True shows the value unless it is empty or off. flag: names of the flag where
-    they differ from the field's, such as "--top-k -k".
+    they differ from the field's, such as "--top-k -k". least, most: bounds of a number, where nothing else checks them.
     """
-    return field(default=default, metadata={"help": help, "shown": shown, "flag": flag})
+    bounds = {"least": least, "most": most}
+    return field(default=default, metadata={"help": help, "shown": shown, "flag": flag, **bounds})
 
 
 @dataclass(frozen=True)
@@ -93,13 +96,13 @@ class Settings:
     reasoning_tokens: int = _setting(1024, "Maximum tokens of reasoning before the answer.")
     temperature: float = _setting(0.0, "Sampling temperature; 0: greedy.")
     top_p: float = _setting(1.0, "Nucleus sampling: share of probability to keep.")
-    top_k: int = _setting(5, "Number of chunks to search for.", flag="--top-k -k")
+    top_k: int = _setting(5, "Number of chunks to search for.", flag="--top-k -k", least=1)
     search: str = _setting("auto", "words, meaning or both; auto: both, if embedding weights are installed.")
     embeddings: str = _setting(
         "", "Embedding weights for meaning: model2vec or sentence-transformers directory, or Hugging Face id."
     )
     min_score: float = _setting(0.0, "Drop hits with a lower score.", shown=False)
-    expand: int = _setting(0, "Also take this many chunks before and after each hit.")
+    expand: int = _setting(0, "Also take this many chunks before and after each hit.", least=0, most=10_000)
     order: str = _setting("exact", "Order of found documents: rank (best first) or exact (least repair).")
     sample_top_k: int = _setting(0, "Sample among the k most likely tokens; 0: off.")
     min_p: float = _setting(0.0, "Drop tokens below this share of the most likely token's probability.")
@@ -111,8 +114,8 @@ class Settings:
         "Use the sampling settings of the model's generation_config.json, unless set here.",
         flag="--model-sampling/--no-model-sampling",
     )
-    seed: int | None = _setting(None, "Random seed of sampling.")
-    lock_timeout: float = _setting(30.0, "Seconds to wait for another process that writes to the store.")
+    seed: int | None = _setting(None, "Random seed of sampling.", least=-(2**63))
+    lock_timeout: float = _setting(30.0, "Seconds to wait for another process that writes to the store.", least=0)
     force_store: bool = False
     max_size: str = _setting(
         "", "Quota of the store, such as 20GB: the least recently used KV is evicted, documents' text stays. 0: none."
@@ -122,13 +125,15 @@ class Settings:
         "Shared tier behind the store: s3://BUCKET/PREFIX, gs://, az://, file:///FOLDER. Credentials: environment only.",
     )
     tier_key_file: str = _setting("", "File with the secret that KV in the tier is encrypted with.")
-    tier_deadline: float = _setting(0.05, "Seconds to find out which chunks the tier has.")
+    tier_deadline: float = _setting(0.05, "Seconds to find out which chunks the tier has.", least=0)
     salt: str = _setting("", "Keep the chunks of this tenant separate.")
-    threads: int | None = _setting(None, "CPU threads.")
+    threads: int | None = _setting(None, "CPU threads.", least=1, most=4096)
     tensor_parallel: int = _setting(
         0,
         "Processes that compute the model together, each on a GPU of its own or on CPU cores.",
         shown="1, or torchrun's",
+        least=0,
+        most=1024,
     )
     block_size: int = 64
     gpu_memory_utilization: float = _setting(0.9, "Share of the GPU's memory to use, including weights.")
@@ -140,7 +145,7 @@ class Settings:
     keep_alive: str = _setting(
         "", "Answer by an engine in the background, which exits after this long idle, such as 10m. 0: off."
     )
-    weights_cache_gb: float = _setting(4.0, "Disk for weights packed for this CPU, in GB; 0: none.")
+    weights_cache_gb: float = _setting(4.0, "Disk for weights packed for this CPU, in GB; 0: none.", least=0)
 
     @property
     def store_path(self) -> Path:
@@ -201,17 +206,7 @@ def _kind(hint: Any) -> type:
 
 _FIELDS = {name: _kind(hint) for name, hint in get_type_hints(Settings).items()}
 DEFAULTS = Resolved(Settings(), dict.fromkeys(_FIELDS, "default"))
-_LEAST = {
-    "tier_deadline": 0,
-    "top_k": 1,
-    "expand": 0,
-    "threads": 1,
-    "tensor_parallel": 0,
-    "lock_timeout": 0,
-    "seed": -(2**63),
-    "weights_cache_gb": 0,
-}  # not checked elsewhere
-_MOST = {"threads": 4096, "tensor_parallel": 1024, "expand": 10_000}  # other integers: 64 bits
+_METADATA = {field.name: field.metadata for field in fields(Settings)}
 _WORDS = {"ratio": "auto"}  # words allowed in place of a number
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 PATHS = ("store", "model", "lora", "prompt", "embeddings", "tier_key_file", "decode_model")
@@ -320,10 +315,10 @@ def _convert(name: str, value: Any, place: str) -> Any:
         check_text(value, shown)
     if name == "tier" and ("@" in value or "?" in value):  # not repeated: config show and messages are read by others
         raise UsageError(f"{shown} holds credentials", "a bucket and a prefix: credentials come from the environment")
-    if kind is int and converted > (most := _MOST.get(name, 2**63 - 1)):
+    if kind is int and converted > (most := _METADATA[name].get("most", 2**63 - 1)):
         raise UsageError(f"{shown} is {value!r}; the maximum is {most}", "see: cacheblend config show")
-    if name in _LEAST and converted < _LEAST[name]:
-        raise UsageError(f"{shown} is {value!r}; the minimum is {_LEAST[name]}", "see: cacheblend config show")
+    if (least := _METADATA[name].get("least")) is not None and converted < least:
+        raise UsageError(f"{shown} is {value!r}; the minimum is {least}", "see: cacheblend config show")
     return converted
 
 

@@ -44,10 +44,6 @@ class Conversation:
     turns: list[tuple[str, str]] = field(default_factory=list)
     last: Any = None
 
-    def add(self, question: str, text: str, answer: Any) -> None:
-        self.turns.append((question, text))
-        self.last = answer
-
     @property
     def history(self) -> list[str]:
         """Messages of user and model in turn."""
@@ -90,7 +86,10 @@ def chat(
             if line.startswith("/"):
                 if line.split()[0] in ("/quit", "/exit"):
                     break
-                failed = _commanded(line, talk, answering, output) or failed
+                try:
+                    _do(line, talk, answering, output)
+                except CacheBlendError as error:
+                    failed = report(error, output)
                 continue
             try:
                 _turn(line, talk, answering, output)
@@ -120,7 +119,8 @@ def _turn(line: str, talk: Conversation, answering: Answering, output: Output) -
     if cut := cut_note(result.answer):
         output.note(cut)
     output.note(summary_line(result.answer, f"{waited:.1f} s after the question") + result.by)
-    talk.add(line, result.answer.text, result.answer)
+    talk.turns.append((line, result.answer.text))
+    talk.last = result.answer
 
 
 def _answered(question: str, talk: Conversation, answering: Answering, streams: Streams, output: Output) -> Result:
@@ -138,15 +138,6 @@ def _answered(question: str, talk: Conversation, answering: Answering, streams: 
             if error.exit_code != ExitCode.NOT_FOUND or named is not None or talk.last is None:
                 raise
             named = tuple(chunk.id for chunk in talk.last.chunks)
-
-
-def _commanded(line: str, talk: Conversation, answering: Answering, output: Output) -> int:
-    """The exit code of what it failed of, 0 where it did not."""
-    try:
-        _do(line, talk, answering, output)
-    except CacheBlendError as error:
-        return report(error, output)
-    return 0
 
 
 def _lines(interactive: bool) -> Iterator[str]:

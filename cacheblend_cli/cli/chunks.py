@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from datetime import datetime
 from itertools import islice
@@ -43,7 +44,7 @@ def ls(
     from cacheblend_cli.corpus.scopes import EVERYTHING, Scope
 
     output = Output(quiet=quiet)
-    last, models, rows = None, _Models(), list[_Row]()
+    last, rows = None, list[_Row]()
     with open_store(settings, write=False) as kv_store:
         start = None if after is None else kv_store.resolve(after)
         scope = EVERYTHING if source is None else Scope.matching(source)
@@ -56,12 +57,12 @@ def ls(
             elif quiet:
                 output.text(manifest.id)
             else:
-                rows.append(_Row.of(manifest, citation, models))
+                rows.append(_Row.of(manifest, citation))
     if last is None:
         output.note("no chunk is stored" if source is None and after is None else "no more chunks match")
     if rows:
         rows.sort(key=lambda row: (row.source, row.position))
-        names = models.names()
+        names = _names({row.model for row in rows})
         several = len(names) > 1  # the name of the only model says nothing
         table = [
             (row.id, *[names[row.model]] * several, row.num_tokens, row.size, f"{row.source}#{row.position}", row.text)
@@ -156,39 +157,34 @@ def rm(
         output.note(f"removed {len(ids)} chunks{of}")
 
 
-class _Models:
-    """Models of the listed chunks."""
-
-    def __init__(self) -> None:
-        self._names: dict[str, tuple[str, str]] = {}
-
-    def add(self, manifest: ChunkManifest) -> str:
-        """Add a chunk's model. Returns its fingerprint, the same string for each chunk of the model."""
-        return self._names.setdefault(manifest.model, (manifest.model, manifest.model_name))[0]
-
-    def names(self) -> dict[str, str]:
-        """Return fingerprint -> name; with the beginning of the fingerprint where several models have the name."""
-        count = Counter(name for _, name in self._names.values())
-        return {m: name if count[name] == 1 else f"{name} {m[:6]}" for m, name in self._names.values()}
+_Model = tuple[str, str]
+"""A model's name and fingerprint."""
 
 
 class _Row(NamedTuple):
-    """A row of the table. model: fingerprint. size: as text. text: beginning of the chunk's text."""
+    """A row of the table. size: as text. text: beginning of the chunk's text."""
 
     source: str
     position: int
     id: str
-    model: str
+    model: _Model
     num_tokens: int
     num_bytes: int
     size: str
     text: str
 
     @classmethod
-    def of(cls, manifest: ChunkManifest, citation: Citation, models: _Models) -> _Row:
+    def of(cls, manifest: ChunkManifest, citation: Citation) -> _Row:
         beginning = " ".join(manifest.text[:_TEXT_READ].split())[:_TEXT_SHOWN]
+        model = sys.intern(manifest.model_name), sys.intern(manifest.model)
         amounts = manifest.num_tokens, manifest.num_bytes, _size(manifest)
-        return cls(citation.source, citation.index, manifest.id[:12], models.add(manifest), *amounts, beginning)
+        return cls(citation.source, citation.index, manifest.id[:12], model, *amounts, beginning)
+
+
+def _names(models: set[_Model]) -> dict[_Model, str]:
+    """Return the models' names, with the beginning of the fingerprint where several have the same."""
+    count = Counter(name for name, _ in models)
+    return {(name, print_): name if count[name] == 1 else f"{name} {print_[:6]}" for name, print_ in models}
 
 
 def _size(m: ChunkManifest) -> str:

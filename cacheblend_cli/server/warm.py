@@ -14,7 +14,7 @@ from socket import socket
 from typing import Any, TypeVar
 
 from cacheblend_store import StoreError
-from msgspec import to_builtins
+from msgspec import convert, to_builtins
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -89,7 +89,7 @@ class WarmSocket:
         self.on_stop()
 
     async def _ask(self, body: Record) -> AsyncIterator[Record]:
-        ask = AskRequest.from_wire(body)
+        ask = convert(body, AskRequest)
         with self._host:
             request = await self._host.in_pool(lambda: self._engine.resolve(self._host.store, ask))
             with RequestEvents(self._host, request) as asking:
@@ -103,7 +103,7 @@ class WarmSocket:
                         yield {"event": "done", "end": True, **await self._reply(request, event.answers[0])}
 
     async def _plan(self, body: Record) -> AsyncIterator[Record]:
-        ask = AskRequest.from_wire(body)
+        ask = convert(body, AskRequest)
         with self._host:
             request = await self._host.in_pool(lambda: self._engine.resolve(self._host.store, ask))
             pieces = planning(self._host.runtime, request)
@@ -113,7 +113,7 @@ class WarmSocket:
 
     async def _search(self, body: Record) -> AsyncIterator[Record]:
         notes: list[str] = []
-        ask = AskRequest.from_wire(body)
+        ask = convert(body, AskRequest)
         with self._host:
             found = await asyncio.to_thread(
                 look, self._host.store, ask.question, ask.search or SearchParams(), notes.append

@@ -9,7 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from msgspec import convert, to_builtins
+from msgspec import to_builtins
 
 from cacheblend_cli.corpus.scopes import EVERYTHING, Scope
 from cacheblend_cli.errors import UsageError
@@ -133,10 +133,6 @@ class AskRequest:
         if weights and Path(weights).expanduser().is_dir():
             record["search"]["embeddings"] = os.path.abspath(Path(weights).expanduser())
         return record
-
-    @classmethod
-    def from_wire(cls, record: dict[str, Any]) -> AskRequest:
-        return convert(record, cls)
 
 
 def ask_request(
