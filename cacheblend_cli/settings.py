@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from platformdirs import user_config_path, user_data_path
 
 from cacheblend_cli.errors import NotFoundError, UsageError
-from cacheblend_cli.text_files import check_text
+from cacheblend_cli.text_files import check_text, read_text
 
 FILE = "cacheblend.toml"
 _ENV = "CACHEBLEND_"
@@ -270,11 +270,9 @@ class _Text(str):
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return tomllib.loads(read_text(path))
+    except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path} is not valid TOML: {error}", "fix or remove it") from error
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}", "check its permissions") from error
 
 
 def _merge(

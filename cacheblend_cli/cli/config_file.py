@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import FILE, config_files
+from cacheblend_cli.text_files import read_text
 
 if TYPE_CHECKING:
     from tomlkit import TOMLDocument
@@ -37,11 +38,9 @@ def read_document(file: Path) -> TOMLDocument:
     if not file.exists():
         return document()
     try:
-        return parse(file.read_text(encoding="utf-8"))
-    except (TOMLKitError, UnicodeDecodeError) as error:
+        return parse(read_text(file))
+    except TOMLKitError as error:
         raise UsageError(f"{file} is not valid TOML: {error}", "mend or remove it") from error
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror}", "check its permissions") from error
 
 
 def write_text(file: Path, text: str) -> None:
