@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_cli.errors import NotFoundError, UsageError
-from cacheblend_cli.model.families.bloom import BLOOM
+from cacheblend_cli.model.families.alibi import BLOOM
 from cacheblend_cli.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3, YOUTU
 from cacheblend_cli.model.families.falcon import FALCON
 from cacheblend_cli.model.families.gemma import GEMMA, GEMMA2, GEMMA3
