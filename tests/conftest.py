@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+sys.dont_write_bytecode = False  # nor of the processes that tests start: each would compile this project again
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 settings.register_profile(
     "repeatable", derandomize=True, max_examples=50, deadline=None
 )  # judges a change, not its luck
@@ -37,10 +40,16 @@ def pytest_report_header() -> str:
     return "versions: " + ", ".join(f"{n} {importlib.metadata.version(n)}" for n in names)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # in a process that collects
+        gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Take what is loaded by now, torch, transformers and all test modules, out of the garbage collector's rounds."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
