@@ -146,7 +146,7 @@ class DecoderLayer:
     def _keys_and_values(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         if self._latent is not None:
             return self._latent.keys_and_values(kv)
-        k, v = (kv, kv) if self._values_of_keys else kv.split(kv.shape[-1] // 2, dim=-1)
+        k, v = (kv, kv) if self._values_of_keys else kv.chunk(2, -1)
         values = self._heads(v)
         if self._v_norm is not None:
             values = self.kernels.rms_norm(values.contiguous(), self._v_norm, self.spec.rms_norm_eps)
