@@ -116,6 +116,7 @@ class Page:
         deadline = time.monotonic() + timeout
         while not self.js(expression):
             assert time.monotonic() < deadline, f"never: {expression}"
+            time.sleep(0.01)  # for the server, which is in this process
 
     def theme(self, name: str) -> None:
         """What the system prefers: "light" or "dark"."""
