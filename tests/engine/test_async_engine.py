@@ -21,7 +21,7 @@ from cacheblend_cli.types import AskRequest, BlendParams
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with open_house(tmp_path_factory.mktemp("service")) as house:
+    with open_house(tmp_path_factory.mktemp("service"), num_hidden_layers=2) as house:
         yield house
 
 

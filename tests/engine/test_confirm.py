@@ -19,7 +19,7 @@ QUESTIONS = ["where does Mara work?", "who?", "what is the hobby of Orin", "alph
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with open_house(tmp_path_factory.mktemp("house")) as house:
+    with open_house(tmp_path_factory.mktemp("house"), num_hidden_layers=2) as house:
         yield house
 
 
