@@ -14,7 +14,7 @@ from cacheblend_cli.cli.answers import End, Result, Streams
 from cacheblend_cli.cli.inputs import QuestionInput
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.warm import WarmEngine
-from cacheblend_cli.client import EngineLost
+from cacheblend_cli.client import Client, EngineLost
 from cacheblend_cli.corpus.scopes import EVERYTHING
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.read_ahead import read_ahead
@@ -210,7 +210,8 @@ class Answering:
         return self._running()
 
     def _running(self) -> WarmEngine | None:
-        return None if self._local or self._here else WarmEngine.of(self._resolved.settings, self.store)
+        client = None if self._local or self._here else Client.of(self._resolved.settings)
+        return None if client is None else WarmEngine(client, self.store)
 
     def _loaded(self) -> LocalEngine:
         if self._here is None:

@@ -27,12 +27,6 @@ class WarmEngine:
     def __init__(self, client: Client, store: ChunkStore) -> None:
         self._client, self._store = client, store
 
-    @classmethod
-    def of(cls, settings: Settings, store: ChunkStore) -> WarmEngine | None:
-        """Return the engine with this store, model and settings, None if none runs."""
-        client = Client.of(settings)
-        return None if client is None else cls(client, store)
-
     def begin(self, ask: AskRequest) -> End:
         """Send the request. Its pieces are streamed while its end is waited for. Raises the engine's errors, EngineLost."""
         events = self._client.events(ask)

@@ -24,7 +24,6 @@ from cacheblend_cli.server.errors import ApiError, bad
 from cacheblend_cli.server.http import EVENTS, JSON, LINES, json_body, logged, tenant_of
 from cacheblend_cli.server.ollama import routes as ollama
 from cacheblend_cli.server.ollama.bodies import GenerateBody, OldEmbedBody, OllamaChatBody, OllamaEmbedBody, ShowBody
-from cacheblend_cli.server.ollama.embedding import embed, embed_one
 from cacheblend_cli.server.openapi import Answer, Operation, openapi
 from cacheblend_cli.server.passages import with_passages
 from cacheblend_cli.server.replies import Reply
@@ -208,8 +207,8 @@ OPERATIONS = {
     "POST /api/generate": Operation(
         "Answer a prompt (Ollama)", ollama.generate, GenerateBody, media=(JSON, LINES), session=True
     ),
-    "POST /api/embed": Operation("Embed texts (Ollama)", embed, OllamaEmbedBody),
-    "POST /api/embeddings": Operation("Embed a text (Ollama, older form)", embed_one, OldEmbedBody),
+    "POST /api/embed": Operation("Embed texts (Ollama)", ollama.embed, OllamaEmbedBody),
+    "POST /api/embeddings": Operation("Embed a text (Ollama, older form)", ollama.embed_one, OldEmbedBody),
     "POST /api/show": Operation("Describe a model (Ollama)", ollama.show, ShowBody),
     "GET /api/tags": Operation("List the models (Ollama)", ollama.tags),
     "GET /api/ps": Operation("List the loaded model (Ollama)", ollama.running),

@@ -30,9 +30,7 @@ class Keys:
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A whole number of 1 or more; of a list with a number a layer, the one that all of them are."""
-        value = self.values.get(key, default)
-        if value is None:
-            raise UsageError(f"the GGUF file lacks {self.prefix}{key}", "fetch it again, or use another model")
+        value = self._given(key, default)
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]
         if isinstance(value, list):
@@ -42,9 +40,7 @@ class Keys:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self.values.get(key, default)
-        if value is None:
-            raise UsageError(f"the GGUF file lacks {self.prefix}{key}", "fetch it again, or use another model")
+        value = self._given(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise self.refusal(key, "it has to be a number above 0")
         return float(f"{value:.7g}")  # it was a float32: 1e-05, and not 9.999999747378752e-06
@@ -52,3 +48,8 @@ class Keys:
     def optional_integer(self, key: str) -> int | None:
         """A whole number of 1 or more; None where there is none, or 0."""
         return self.integer(key) if self.values.get(key) else None
+
+    def _given(self, key: str, default: float | None) -> Any:
+        if (value := self.values.get(key, default)) is None:
+            raise UsageError(f"the GGUF file lacks {self.prefix}{key}", "fetch it again, or use another model")
+        return value

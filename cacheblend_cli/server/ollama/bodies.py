@@ -83,14 +83,11 @@ class OptionsIn(Struct, forbid_unknown_fields=True, kw_only=True):
     def check(self) -> None:
         """Raises ApiError for an option that would change the answer and is not supported."""
         penalises = self.repeat_penalty not in (None, 1) or self.presence_penalty or self.frequency_penalty
-        for name, neutral in (
-            ("repeat_last_n", not penalises or self.repeat_last_n == -1),  # penalties count all of the text
-            ("typical_p", self.typical_p == 1),
-            ("tfs_z", self.tfs_z == 1),
-            ("mirostat", self.mirostat == 0),
-            ("penalize_newline", not penalises or self.penalize_newline is True),
-        ):
-            if getattr(self, name) is not None and not neutral:
+        neutral: dict[str, float] = {"typical_p": 1, "tfs_z": 1, "mirostat": 0}
+        if penalises:  # penalties count all of the text
+            neutral |= {"repeat_last_n": -1, "penalize_newline": True}
+        for name, value in neutral.items():
+            if getattr(self, name) not in (None, value):
                 place = f"options.{name}"
                 raise bad(f"{place} {getattr(self, name)} is not supported", place, "unsupported_parameter")
 

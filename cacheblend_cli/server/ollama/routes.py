@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,10 +15,19 @@ from cacheblend_cli.server.answering import answered
 from cacheblend_cli.server.asking import ParsedRequest, sampling_of
 from cacheblend_cli.server.bodies import AskBody, Message, parse
 from cacheblend_cli.server.conversation import read_messages
+from cacheblend_cli.server.embedding import embedded, name_of, unknown_model
 from cacheblend_cli.server.errors import ApiError, as_api_error
-from cacheblend_cli.server.http import LINES, any_body, tenant_of
+from cacheblend_cli.server.http import LINES, any_body, tenant_of, unless_left
 from cacheblend_cli.server.ollama import models
-from cacheblend_cli.server.ollama.bodies import OPTIONS, AnswerBody, GenerateBody, OllamaChatBody, ShowBody
+from cacheblend_cli.server.ollama.bodies import (
+    OPTIONS,
+    AnswerBody,
+    GenerateBody,
+    OldEmbedBody,
+    OllamaChatBody,
+    OllamaEmbedBody,
+    ShowBody,
+)
 from cacheblend_cli.server.ollama.replies import OllamaReply
 from cacheblend_cli.server.passages import with_passages
 from cacheblend_cli.server.state import ServerState
@@ -64,6 +74,35 @@ async def generate(request: Request, host: ServerState) -> Response:
     return await _answered(request, host, body, [*system, *asked] if asked else [])
 
 
+async def embed(request: Request, host: ServerState) -> Response:
+    """/api/embed."""
+    started_ns = time.monotonic_ns()
+    body = parse(OllamaEmbedBody, await any_body(request))
+    _check_embedding(host, body)
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    texts = [] if texts == [""] else texts
+    work = embedded(host, texts, body.dimensions, truncate=body.truncate is not False)
+    vectors, counts = await unless_left(request, work)
+    return JSONResponse(
+        {
+            "model": body.model,
+            "embeddings": vectors.tolist(),
+            "total_duration": time.monotonic_ns() - started_ns,
+            "load_duration": 0,
+            "prompt_eval_count": sum(counts),
+        }
+    )
+
+
+async def embed_one(request: Request, host: ServerState) -> Response:
+    """/api/embeddings, which older clients use."""
+    body = parse(OldEmbedBody, await any_body(request))
+    _check_embedding(host, body)
+    texts = [body.prompt] if body.prompt else []
+    vectors, _ = await unless_left(request, embedded(host, texts, None, truncate=True))
+    return JSONResponse({"embedding": vectors[0].tolist() if texts else []})
+
+
 async def _answered(request: Request, host: ServerState, body: AnswerBody, messages: Sequence[Message]) -> Response:
     """Answer the messages; without any, say that the model is loaded."""
     models.check(host, body.model)
@@ -105,3 +144,9 @@ def _named(error: Exception) -> Exception:
     api_error.message = _OPTION.sub(lambda found: _OPTIONS[found[0]], api_error.message)
     api_error.param = _OPTIONS.get(api_error.param or "", api_error.param)
     return api_error
+
+
+def _check_embedding(host: ServerState, body: OllamaEmbedBody | OldEmbedBody) -> None:
+    body.check()
+    if not models.is_named(name_of(host), body.model):
+        raise unknown_model(host, body.model)
