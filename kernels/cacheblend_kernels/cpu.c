@@ -23,7 +23,7 @@
 #define PICK(a, b, ...) __builtin_shuffle(a, b, (veci4){__VA_ARGS__})
 #endif
 #define INLINE static inline __attribute__((always_inline))
-#if defined(__x86_64__) && (defined(__clang__) || __GNUC__ >= 10)
+#if defined(__x86_64__) && !defined(__clang__) && __GNUC__ >= 10
 #include <immintrin.h>
 #define AVX512(more) __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq" more)))
 #endif
