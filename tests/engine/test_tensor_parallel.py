@@ -114,7 +114,7 @@ def assert_same(one: list[Answer], many: list[Answer]) -> None:
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_documents(tmp_path_factory.mktemp("documents"))
+    return write_documents(tmp_path_factory.mktemp("documents"), 3)
 
 
 @pytest.fixture(scope="module", autouse=True)

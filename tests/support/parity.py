@@ -44,10 +44,11 @@ class Parity:
     num_tokens: int
 
 
-def write_documents(folder: Path) -> Path:
+def write_documents(folder: Path, num_paragraphs: int = 2) -> Path:
+    """Two documents, with a chunk of 40 tokens a paragraph where the tokenizer is that of `checkpoints`."""
     folder.mkdir(parents=True, exist_ok=True)
     for d in range(2):
-        paragraphs = [" ".join(WORDS[(d + p) % 7 : (d + p) % 7 + 9]) + f" {d}{p}." for p in range(3)]
+        paragraphs = [" ".join(WORDS[(d + p) % 7 : (d + p) % 7 + 9]) + f" {d}{p}." for p in range(num_paragraphs)]
         (folder / f"{d}.md").write_text("\n\n".join(paragraphs) + "\n")
     return folder
 
