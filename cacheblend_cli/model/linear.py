@@ -90,7 +90,7 @@ class Product:
     def _addresses(self) -> tuple[int, int, int] | tuple[()]:
         """Addresses of weight, scales and bias, or 0; () where compiled code does not multiply few rows."""
         bias, scales = self.bias, self.scales
-        if not self.packed or (bias is not None and (bias.dtype != self.dtype or not bias.is_contiguous())):
+        if not self.weight.is_mkldnn or (bias is not None and (bias.dtype != self.dtype or not bias.is_contiguous())):
             return ()
         found = torch.ops.mkldnn.data_ptr(self.weight), 0 if scales is None else scales.data_ptr()
         layout = bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(self.weight).tolist()), self.dtype
