@@ -61,13 +61,13 @@ NUMBERS = itertools.count()
 
 @pytest.fixture(scope="session")
 def _folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tests")
+    return tmp_path_factory.mktemp("t", numbered=False)  # short: sockets have 108 bytes for a path
 
 
 @pytest.fixture
 def tmp_path(_folders: Path, request: pytest.FixtureRequest) -> Path:
     """A folder of the test's own. pytest's fixture looks through those of all earlier tests for a number: milliseconds."""
-    folder = _folders / f"{re.sub(r'[^a-zA-Z0-9_]', '_', request.node.name)[:30]}{next(NUMBERS)}"
+    folder = _folders / f"{re.sub(r'[^a-zA-Z0-9_]', '_', request.node.name)[5:29]}-{next(NUMBERS)}"
     folder.mkdir()
     return folder
 
@@ -75,7 +75,7 @@ def tmp_path(_folders: Path, request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(autouse=True)
 def _own_home(_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's settings, caches or stores."""
-    home = _folders / f"home{next(NUMBERS)}"
+    home = _folders / f"home-{next(NUMBERS)}"
     home.mkdir()
     for name, sub in (
         ("HOME", ""),
