@@ -19,18 +19,20 @@ class JsonLines(Generic[T]):
     def __init__(self, path: Path, parse: Callable[[Any], T], begin: str, what: str) -> None:
         """parse: makes a row of a line's value; raises ValueError. begin: of every line, so that nothing of another file is cut off.
         what: the rows, for messages. Raises UsageError for a file that holds something else or cannot be written."""
-        self.rows = list[T]()
+        self.rows, number = list[T](), 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             data = path.read_bytes() if path.exists() else b""
             *lines, torn = data.split(b"\n")
-            self.rows += (parse(json.loads(line)) for line in lines if line.strip())
-            if not begin.encode().startswith(torn[: len(begin)]):
-                raise ValueError("it does not begin as one")
+            for number, line in enumerate((*lines, torn), 1):
+                if number <= len(lines):
+                    self.rows += [parse(json.loads(line))] if line.strip() else []
+                elif not begin.encode().startswith(torn[: len(begin)]):
+                    raise ValueError("it does not begin as one")
             self._stream = path.open("ab")
             self._stream.truncate(len(data) - len(torn))
         except ValueError as error:
-            message = f"{path}:{len(self.rows) + 1} is not {what}: {error}"
+            message = f"{path}:{number} is not {what}: {error}"
             raise UsageError(message, "name another file") from error
         except OSError as error:
             raise UsageError(f"{path} cannot be written: {error.strerror}", "name another file") from error

@@ -62,11 +62,12 @@ def ls(
         output.note("no chunk is stored" if source is None and after is None else "no more chunks match")
     if rows:
         rows.sort(key=lambda row: (row.source, row.position))
-        names = _names({row.model for row in rows})
+        names = _names(dict(row.model for row in rows))
         several = len(names) > 1  # the name of the only model says nothing
         table = [
-            (row.id, *[names[row.model]] * several, row.num_tokens, row.size, f"{row.source}#{row.position}", row.text)
+            (row.id, *model, row.num_tokens, row.size, f"{row.source}#{row.position}", row.text)
             for row in rows
+            for model in [[names[row.model[0]]] * several]
         ]
         columns = ("id", *["model"] * several, "tokens", "size", "source", "text")
         output.table(columns, table, right=(1 + several, 2 + several), ends=(3 + several, *[1] * several))
@@ -158,7 +159,7 @@ def rm(
 
 
 _Model = tuple[str, str]
-"""A model's name and fingerprint."""
+"""A model's fingerprint and name."""
 
 
 class _Row(NamedTuple):
@@ -176,15 +177,15 @@ class _Row(NamedTuple):
     @classmethod
     def of(cls, manifest: ChunkManifest, citation: Citation) -> _Row:
         beginning = " ".join(manifest.text[:_TEXT_READ].split())[:_TEXT_SHOWN]
-        model = sys.intern(manifest.model_name), sys.intern(manifest.model)
+        model = sys.intern(manifest.model), sys.intern(manifest.model_name)
         amounts = manifest.num_tokens, manifest.num_bytes, _size(manifest)
         return cls(citation.source, citation.index, manifest.id[:12], model, *amounts, beginning)
 
 
-def _names(models: set[_Model]) -> dict[_Model, str]:
-    """Return the models' names, with the beginning of the fingerprint where several have the same."""
-    count = Counter(name for name, _ in models)
-    return {(name, print_): name if count[name] == 1 else f"{name} {print_[:6]}" for name, print_ in models}
+def _names(models: dict[str, str]) -> dict[str, str]:
+    """Return the models' names by fingerprint, with the beginning of the fingerprint where several have the same."""
+    count = Counter(models.values())
+    return {m: name if count[name] == 1 else f"{name} {m[:6]}" for m, name in models.items()}
 
 
 def _size(m: ChunkManifest) -> str:

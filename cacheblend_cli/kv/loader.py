@@ -1,4 +1,4 @@
-"""Loading the stored KV of one prompt into the pool: the loader's interface, and its threads."""
+"""Loading the stored KV of one prompt into the pool: the loader's interface, its threads and its queue."""
 
 from __future__ import annotations
 
@@ -50,6 +50,49 @@ class NothingToLoad(KVLoader):
 
     def wait(self, layer: int) -> None:
         return
+
+
+class LoadQueue:
+    """Work queue of the loader threads: parts of layers, in layer order, so that layer 0 is complete first.
+
+    The computing thread waits for a layer. An error in any thread is raised in every waiter.
+    """
+
+    def __init__(self, num_layers: int, num_parts: int) -> None:
+        self._num_layers, self._num_parts = num_layers, num_parts
+        self._taken = 0
+        self._missing = [num_parts] * num_layers
+        self._stopped = False
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def take(self) -> tuple[int, int] | None:
+        """The next (layer, part); None when nothing is left to do."""
+        with self._changed:
+            if self._stopped or self._taken == self._num_layers * self._num_parts:
+                return None
+            self._taken += 1
+            return divmod(self._taken - 1, self._num_parts)
+
+    def arrived(self, layer: int) -> None:
+        """Record that one more part of the layer is loaded."""
+        with self._changed:
+            self._missing[layer] -= 1
+            if self._missing[layer] == 0:
+                self._changed.notify_all()
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """Hand out no more parts. Waiters get the first error."""
+        with self._changed:
+            self._stopped, self._error = True, self._error or error
+            self._changed.notify_all()
+
+    def wait(self, layer: int) -> None:
+        """Return when the whole layer is loaded. Raises the error that stopped the queue."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or self._missing[layer] == 0)
+            if self._error is not None:
+                raise self._error
 
 
 class Workers:

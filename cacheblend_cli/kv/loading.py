@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
 from functools import partial
-from itertools import product
 from queue import SimpleQueue
 
 import torch
@@ -15,7 +12,7 @@ from cacheblend_store import StoreError
 from torch import Tensor
 
 from cacheblend_cli.kv.batch import KVBatch, batches_of
-from cacheblend_cli.kv.loader import KVLoader, NothingToLoad, num_workers, workers
+from cacheblend_cli.kv.loader import KVLoader, LoadQueue, NothingToLoad, num_workers, workers
 from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.kv.source import BadChunk, KVReader, KVSource
 from cacheblend_cli.kv.stored_prompt import StoredPrompt
@@ -25,18 +22,16 @@ from cacheblend_cli.prompt.plan import PromptPlan
 
 
 class StoredLoader(KVLoader):
-    """Workers take one batch after another, layer by layer, so that layer 0 is complete first. Each waits for a free buffer of the
-    transfer, copies the batch's blobs into it (still compressed) with a reader of its own, which checks them, and sends it:
-    dequantised and rotated, its rows go to their slots. The computing thread waits until the whole layer is sent, and then for the
-    transfer. What a worker raises is raised where the batch's layer is waited for."""
+    """Workers take one batch after another, layer by layer. Each waits for a free buffer of the transfer, copies the batch's
+    blobs into it (still compressed) with a reader of its own, which checks them, and sends it: dequantised and rotated,
+    its rows go to their slots. The computing thread waits until the whole layer is sent, and then for the transfer."""
 
     def __init__(self, stored: StoredPrompt, transfer: Transfer) -> None:
         self._stored, self._transfer = stored, transfer
         self._workers = workers(num_workers(transfer.most_workers))
         self._shapes = stored.decoder.spec.kv_shapes
         self._batches = batches_of(stored.spans, self._shapes, transfer.batch_bytes)
-        self._sent = [[Future[None]() for _ in self._batches] for _ in range(stored.num_layers)]  # layer, batch
-        self._left = deque(product(range(stored.num_layers), range(len(self._batches))))
+        self._queue = LoadQueue(stored.num_layers, len(self._batches))
         self._slots: list[tuple[Slots, ...]] = []
         self._free: SimpleQueue[int] = SimpleQueue()  # buffers not held by a worker
         self._running: list[Future[None]] = []
@@ -61,32 +56,25 @@ class StoredLoader(KVLoader):
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._left.clear()
+        self._queue.stop()
         for running in self._running:
             running.result()
         self._transfer.close()
-        self._slots, self._sent = [], []  # loaders are kept for their figures
+        self._slots = []  # loaders are kept for their figures: drop the tables
 
     def wait(self, layer: int) -> None:
         self._transfer.arrive(layer)
-        for sent in self._sent[layer]:
-            sent.result()
+        self._queue.wait(layer)
         self._transfer.join(layer)
 
     @torch.inference_mode()  # per thread, and the pool may have been created under it
     def _work(self) -> None:
-        with ExitStack() as stack, suppress(IndexError):  # there is nothing left
-            reader: KVReader | None = None
-            while True:
-                layer, which = self._left.popleft()
-                sent = self._sent[layer][which]
-                try:
-                    reader = reader or stack.enter_context(self._stored.source.read())
-                    self._load(reader, layer, which)
-                except BaseException as error:
-                    sent.set_exception(error)
-                else:
-                    sent.set_result(None)
+        try:
+            with self._stored.source.read() as reader:
+                while (part := self._queue.take()) is not None:
+                    self._load(reader, *part)
+        except BaseException as error:
+            self._queue.stop(error)
 
     def _load(self, reader: KVReader, layer: int, which: int) -> None:
         batch, buffer = self._batches[which][self._shapes[layer]], self._free.get()
@@ -96,6 +84,7 @@ class StoredLoader(KVLoader):
             self._transfer.send(layer, buffer, batch.num_bytes, place)
         finally:
             self._free.put(buffer)
+        self._queue.arrived(layer)
 
     def _copy(self, reader: KVReader, layer: int, batch: KVBatch, memory: memoryview) -> None:
         for index in range(len(batch.spans)):

@@ -287,9 +287,8 @@ class Decoder:
     def steady_rows(self) -> int:
         """Number of rows from which a row's result does not depend on how many there are, where `steady`: 1 or STEADY_ROWS."""
         spec, products = self.spec, [m for _, m in members_of(self) if isinstance(m, Product)]
-        others = (
-            spec.generic or spec.latent or spec.experts or spec.streams or spec.token_width
-        )  # other products than these
+        # of these models some products are others
+        others = spec.generic or spec.latent or spec.experts or spec.streams or spec.token_width
         return 1 if self.shard is None and not others and all(p.is_steady for p in products) else STEADY_ROWS
 
     @property

@@ -93,10 +93,11 @@ class Product:
         if not self.weight.is_mkldnn or (bias is not None and (bias.dtype != self.dtype or not bias.is_contiguous())):
             return ()
         found = torch.ops.mkldnn.data_ptr(self.weight), 0 if scales is None else scales.data_ptr()
-        layout = bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(self.weight).tolist()), self.dtype
-        if layout not in _ALIKE:
-            _ALIKE[layout] = self._is_alike(*found)
-        return (*found, 0 if bias is None else bias.data_ptr()) if _ALIKE[layout] else ()
+        layout = bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(self.weight).tolist())
+        case = layout, self.dtype, torch.get_num_threads()
+        if case not in _ALIKE:
+            _ALIKE[case] = self._is_alike(*found)
+        return (*found, 0 if bias is None else bias.data_ptr()) if _ALIKE[case] else ()
 
     def _is_alike(self, weight: int, scales: int) -> bool:
         """Return whether the compiled product gives oneDNN's bits: what rounding takes from a random row's result is the same in both."""
@@ -109,7 +110,7 @@ class Product:
         return rest is not None and torch.equal(rest[0], self._multiplied(x, subtracted)[0])
 
 
-_ALIKE: dict[tuple[bytes, torch.dtype], bool] = {}  # by layout in memory
+_ALIKE: dict[tuple[bytes, torch.dtype, int], bool] = {}  # by layout in memory and number of threads
 
 
 class Linear(Product):

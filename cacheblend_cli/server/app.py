@@ -166,7 +166,7 @@ async def _search(request: Request, host: ServerState) -> Response:
 async def _no_route(request: Request, error: Exception) -> Response:
     """404 and 405 of the router."""
     assert isinstance(error, HTTPException)
-    routes = ", ".join(OPERATIONS).replace(":path", "")
+    routes = ", ".join((*OPERATIONS, f"POST {mcp_route.PATH}", "GET /")).replace(":path", "")
     what = "no such route" if error.status_code == 404 else f"{request.method} is not allowed here"
     code = "unknown_route" if error.status_code == 404 else "method_not_allowed"
     refusal = ApiError(error.status_code, f"{what}; the routes are {routes}", code=code)

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -86,10 +86,16 @@ class ServerState:
 
     async def unless_ended(self, result: asyncio.Future[T]) -> T:
         """The result. Raises ApiError when the server ends first; the result is cancelled then."""
-        done = await first_of(result, self.ended.wait())
-        if done is None and self.ended.is_set():
-            raise stopping()
-        return done  # type: ignore[return-value]  # None is the result
+        ended = asyncio.ensure_future(self.ended.wait())
+        waited: list[asyncio.Future[Any]] = [result, ended]
+        try:
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if not result.done():
+                raise stopping()
+            return result.result()
+        finally:
+            ended.cancel()
+            result.cancel()
 
     @contextmanager
     def preparing(self, count: int) -> Iterator[None]:
@@ -136,5 +142,7 @@ async def first_of(work: Awaitable[T], other: Coroutine[Any, Any, object]) -> T 
     finally:
         for task in tasks:
             task.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await task
+        await asyncio.wait(tasks)  # passes on that this is cancelled meanwhile
+        for task in tasks:
+            if not task.cancelled():
+                task.exception()  # seen: the slower one's is nobody's

@@ -357,7 +357,7 @@ int cb_product(const Product *given) {
     } else if (!p->scales) {
         const int values = p->type == FLOAT32 ? 1 : 2;
         p->words = p->in / values;
-        p->chain = (p->in < 1024 ? 512 : 1024) / values;
+        p->chain = (p->in <= 1024 ? 512 : 1024) / values;
         if (p->type == FLOAT32 && __builtin_cpu_supports("avx512dq")) multiply = product_float32;
         if (p->type == BFLOAT16 && __builtin_cpu_supports("avx512bf16")) multiply = product_bfloat16;
     }

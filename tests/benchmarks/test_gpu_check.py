@@ -47,7 +47,7 @@ def run(out: Path, *more: str, lacking: Sequence[str] = ()) -> tuple[int, dict[s
 
     def work(_: Any) -> tuple[int, str, str]:
         torch.set_num_threads(1)
-        for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
+        for name in [name for name in sys.modules if name.partition(".")[0] in (*OURS, *lacking)]:
             del sys.modules[name]
         sys.modules.update(dict.fromkeys(lacking))  # type: ignore[arg-type]
         check, steps = (importlib.import_module(name) for name in ("gpu_check", "gpu.steps"))
@@ -201,7 +201,7 @@ def followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
     def follow(seconds: float = 60, quick: bool = False) -> list[dict[str, Any]]:
         code = CHILD.format(benchmarks=str(ROOT / "benchmarks"), cases=CASES, quick=quick)
         (tmp_path / "steps.py").write_text(code)
-        gpu_check.follow(Step("step", quiet_s=1.0), arguments, log, Budget(seconds), tmp_path)
+        gpu_check.follow(Step("step", quiet_s=2.0), arguments, log, Budget(seconds), tmp_path)
         return log.lines()
 
     return follow
@@ -215,7 +215,7 @@ def test_a_case_that_raises_dies_or_hangs_leaves_the_next_its_turn(
     assert result["faults"] == [
         "step, dies: the process ended with -9",
         *(f"step, {case}: RuntimeError: CUDA error: misaligned address" for case in ("raises", "spoils")),
-        "step, hangs: nothing came for 1 s",
+        "step, hangs: nothing came for 2 s",
     ]
     assert (
         len((tmp_path / "processes").read_text().split()) == 4

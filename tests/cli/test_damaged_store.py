@@ -112,12 +112,12 @@ def _flips(path: Path, ids: tuple[str, ...], count: int) -> list[tuple[int, int]
     rng = random.Random(count)
     places = []
     for number in range(count):
-        kind = ("value", "leaf", "value", "branch", "meta", "leaf")[number % 6]
+        kind = ("value", "leaf", "value", "branch", "leaf", "meta")[number % 6]
         if kind == "value":
             node = rng.choice(nodes)
             at = node.pgno * page_size + rng.choice((rng.randrange(64), rng.randrange(16 + node.size)))
         else:
-            at = rng.choice(kinds[kind]) * page_size + rng.randrange((page_size, 168)[number // 6 % 2])
+            at = rng.choice(kinds[kind]) * page_size + rng.randrange((page_size, 168)[number % 2])
         places.append((at, rng.randrange(8)))
     return places
 

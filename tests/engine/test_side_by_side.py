@@ -113,7 +113,7 @@ def test_a_draft_is_as_long_as_for_one_who_asks_alone(house: House) -> None:
     """Wherever in a block the prompt ends, though an engine gives a prompt no more blocks than it fills."""
     bench = Bench(house, Limits(enable_prefix_caching=False))
     ends = set()
-    for count in range(1, 40, 3):
+    for count in (1, 7, 9, 10, 11, 12):
         question = house.question("a" * count, max_tokens=9)
         question = replace(question, blend=BlendParams(ratio=0.2, selector="draft", correction="none"))
         listener, _ = bench.arrive(question)
@@ -121,9 +121,7 @@ def test_a_draft_is_as_long_as_for_one_who_asks_alone(house: House) -> None:
         [answer], alone = listener.done().answers, house.engine.run_alone(house.store, question)
         assert answer.chosen == alone.chosen
         ends.add(alone.prompt_tokens % 16)
-        if len(ends) == 6:
-            break
-    assert len(ends) == 6
+    assert {15, 0, 1} <= ends
 
 
 def test_what_was_drafted_behind_comes_back_with_its_blocks(house: House) -> None:

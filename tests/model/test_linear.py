@@ -41,7 +41,7 @@ def test_a_packed_product_is_the_plain_one(dtype: torch.dtype, bias: bool, rows:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(128, 64), (64, 640), (64, 2624), (192, 96)])
+@pytest.mark.parametrize("shape", [(128, 64), (64, 640), (64, 1024), (64, 2624), (192, 96)])
 @pytest.mark.parametrize("kind", [Linear, pytest.param(Int8Linear, marks=needs_vnni)])
 def test_few_rows_are_the_same_as_many_to_the_bit(
     kind: type[Linear | Int8Linear], shape: tuple[int, int], dtype: torch.dtype
@@ -51,6 +51,8 @@ def test_few_rows_are_the_same_as_many_to_the_bit(
     x = torch.randn(70, shape[1], generator=generator).to(dtype)
     whole = product(x)
     assert torch.equal(product(x[:STEADY_ROWS]), whole[:STEADY_ROWS])
+    if shape[1] % 64 == 0:
+        assert product.is_steady == kind(torch.randn(64, 64).to(dtype)).is_steady
     if product.is_steady:  # on a CPU for which it is compiled, with sums as oneDNN makes them
         for count in range(1, STEADY_ROWS):
             assert torch.equal(product(x[-count:]), whole[-count:])

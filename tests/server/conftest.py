@@ -81,7 +81,7 @@ StartServer = Callable[..., Server]
 @contextmanager
 def servers(engine: Engine, model: Path, folder: Path) -> Iterator[StartServer]:
     """A function that starts servers over stores in the folder; they end with the `with`."""
-    running: list[tuple[Callable[[], None], threading.Thread, AsyncEngine, ChunkStore, httpx.Client]] = []
+    running: list[tuple[Any, ...]] = []
 
     def run(
         keys: tuple[str, ...] = (),
@@ -121,11 +121,11 @@ def servers(engine: Engine, model: Path, folder: Path) -> Iterator[StartServer]:
         thread.start()
         client = httpx.Client(base_url=url, timeout=30, transport=httpx.HTTPTransport(retries=20))
         assert client.get("/health").status_code == 200
-        running.append((lambda: loop.call_soon_threadsafe(serving.end), thread, service, store, client))
+        running.append((lambda: loop.call_soon_threadsafe(serving.end), thread, loop, service, store, client))
         return Server(f"{url}/v1", unix, state, client, running[-1][0], thread)
 
     yield run
-    for end, thread, service, store, client in running:
+    for end, thread, loop, service, store, client in running:
         client.close()
         with suppress(RuntimeError):  # it has ended by itself
             end()
@@ -133,6 +133,7 @@ def servers(engine: Engine, model: Path, folder: Path) -> Iterator[StartServer]:
         service.close()
         store.close()
         assert not thread.is_alive()
+        loop.close()
 
 
 @pytest.fixture

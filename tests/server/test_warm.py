@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -326,7 +328,7 @@ def test_an_engine_in_the_background(cli: Cli, tmp_path: Path, monkeypatch: pyte
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines in the background are forks of this process, which has imported torch."""
-    monkeypatch.setattr(background.subprocess, "Popen", Forked)
+    monkeypatch.setattr(background, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL))
 
 
 class Forked:
@@ -334,6 +336,7 @@ class Forked:
         self.pid, self.returncode = os.fork(), 0
         if self.pid == 0:
             code = 1
+            gc.freeze()  # what this process has left, such as event loops, would close files that are new here
             try:
                 os.setsid()
                 for number, end in enumerate(("r", "w", "w")):
@@ -365,6 +368,7 @@ def test_keep_alive_leaves_an_engine_running(cli: Cli, forked: None, monkeypatch
         assert cli(*ASK, *flags).code == 0
         assert cli("serve", "--status").code == 3
     assert cli(*ASK, "--keep-alive", "soon").code == 2
+    assert cli(*ASK, "--model", "/nowhere", "--chunks", "").code == 3
     first = cli(*ASK, "--ids", "--json", "--ratio", "0.3")
     [pid] = [json.loads(line)["pid"] for line in cli("serve", "--status", "--json").out.splitlines()]
     assert pid != os.getpid()

@@ -27,7 +27,6 @@ MISSING_3 = QWEN2_MISSING | {"num_key_value_heads": 4}
 MISSING_MIXTRAL = {
     "max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0,
 }  # fmt: skip
-
 MISSING_GPT_OSS = {
     "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36, "num_attention_heads": 64,
     "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,

@@ -113,7 +113,7 @@ def load_generic(
     model_type = spec.config["model_type"]
     try:
         return GenericDecoder(spec, _model(path, dtype, device, adapter), kernels)
-    except (CacheBlendError, OSError, torch.OutOfMemoryError):
+    except (CacheBlendError, OSError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever layers of another kind lead to
         raise not_generic(model_type, str(error).partition("\n")[0] or type(error).__name__) from error

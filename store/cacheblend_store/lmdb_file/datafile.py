@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
-import lmdb.verify
 
 from cacheblend_store.lmdb_file import locks
 from cacheblend_store.lmdb_file.directory import DATA, MAKING, check_space, sync_file
+from cacheblend_store.lmdb_file.pages.commits import snapshot
 from cacheblend_store.lmdb_file.pages.reader import DATABASES
-from cacheblend_store.lmdb_file.translation import MAX_READERS, damaged, system_errors, translated
+from cacheblend_store.lmdb_file.translation import MAX_READERS, system_errors, translated
 
 MAP_SIZE = 16 << 40  # at most; sparse: address space, not disk
 _LEAST_MAP = 64 << 20
@@ -73,23 +73,15 @@ def compact_copy(store: Path, folder: Path) -> None:
 
     LMDB trusts every page it copies, so all are checked first. Raises StoreCorrupt.
     """
-    if found := audit(store):
-        raise damaged(store, found[0])
-    with translated(store):
+    with (store / DATA).open("rb", buffering=0) as file, translated(store):
+        pages = snapshot(file.fileno(), store)
+        assert pages is not None, "the newest commit is always there"
+        pages.check()
         source = open_lmdb(store)
         try:
             source.copy(str(folder), compact=True)
         finally:
             source.close()
-
-
-def audit(store: Path) -> list[str]:
-    """Return what py-lmdb's structural audit finds in data.mdb. Nobody may write meanwhile."""
-    try:
-        found: list[str] = lmdb.verify.verify(str(store / DATA))
-    except (lmdb.verify.VerifyError, OSError) as error:
-        return [str(error)]
-    return found
 
 
 @contextmanager

@@ -5,11 +5,13 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
+import lmdb.verify
+
 from cacheblend_store.errors import BadBlob, StoreCorrupt, StoreError
 from cacheblend_store.format.keys import KEY_BYTES, blob_key
 from cacheblend_store.format.records import MEMO_KEYS, decode_document, decode_memo
 from cacheblend_store.lmdb_file import locks
-from cacheblend_store.lmdb_file.datafile import audit
+from cacheblend_store.lmdb_file.directory import DATA
 from cacheblend_store.progress import Progress
 from cacheblend_store.reader import StoreReader, bad_blob
 from cacheblend_store.state import count_bytes, decode_state
@@ -82,7 +84,11 @@ def _check_pages(store: ChunkStore, report: VerifyReport) -> None:
     """Run py-lmdb's structural audit, with the writer lock held if this user may take it."""
     held = locks.writer_lock(store.path, store.lock_timeout) if store.writable else nullcontext()
     with held:
-        report.findings += [Finding("page", text) for text in audit(store.path)]
+        try:
+            found = lmdb.verify.verify(str(store.path / DATA))
+        except (lmdb.verify.VerifyError, OSError) as error:
+            found = [str(error)]
+    report.findings += [Finding("page", text) for text in found]
 
 
 def _check_records(store: ChunkStore, report: VerifyReport, progress: Progress | None) -> None:

@@ -14,6 +14,7 @@ from cacheblend_store.lmdb_file.pages.layout import (
     HEADER,
     MAX_DEPTH,
     NO_PAGE,
+    SUBTREE,
     Bounds,
     Branch,
     Leaf,
@@ -163,6 +164,17 @@ class PageReader:
                     path = len(below) + near.index(here) if number == at else path
                     below += ((page.children[i], page.bounds(i, bounds)) for i in near)
             row, at = below[max(0, path - 2) : path + 3], min(path, 2)
+
+    def check(self) -> None:
+        """Check every page of every tree and the extent of every big value, before LMDB walks them all."""
+        for node in self.nodes_in(self.meta.main):
+            tree = self.tree(node.key.decode(errors="replace"))
+            for inner in self.nodes_in(tree) if tree else ():
+                self.check_extent(inner)
+                if inner.flags == SUBTREE:
+                    raise self._bad(tree.root if tree else 0, "a record of it passes for a tree")
+        for _ in self.free_pages():
+            pass
 
     def free_pages(self) -> Iterator[tuple[int, ...]]:
         """Yield the records of the free list, from which a write takes its pages."""
