@@ -275,6 +275,7 @@ FREE = (
     "view",
     "reshape",
     "slice",
+    "chunk",
     "split",
     "split_with_sizes",
     "transpose",
