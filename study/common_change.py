@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import torch
 from cacheblend_store import ChunkStore
-from results import Measurements, hardware, write_result
+from results import Measurements, digits, hardware, write_result
 from sets import study_sets
 from torch import Tensor
 from wrapped import TOKENS, distance, resolved
@@ -98,19 +98,14 @@ def measure(engine: Engine, sample: Sample, data: Path, folder: Path) -> dict[st
 
 def figures(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return means and paired differences with 95 % intervals, and each question's figures."""
-    bootstrap = Bootstrap(len(records))
-
-    def rounded(statistic: Any, *columns: Sequence[float]) -> list[float]:
-        found = bootstrap.interval(statistic, *columns)
-        return [] if found is None else [float(f"{x:.4g}") for x in (found.value, found.low, found.high)]
-
+    interval = Bootstrap(len(records)).interval
     columns = {f"{n} {r:g}": [record[f"{n} {r:g}"] for record in records] for n in TEXTS for r in RATIOS}
-    found: dict[str, Any] = {n: {"mean": rounded(mean, c), "by_question": c} for n, c in columns.items()}
+    found: dict[str, Any] = {n: {"mean": digits(interval(mean, c)), "by_question": c} for n, c in columns.items()}
     for name in list(TEXTS)[1:]:
         for label, (ours, theirs) in AGAINST.items():
             pair = columns[ours.format(name)], columns[theirs]
             nearer = sum(a < b for a, b in zip(*pair, strict=True))
-            found[f"{name}, {label}"] = {"difference": rounded(difference, *pair), "nearer": nearer}
+            found[f"{name}, {label}"] = {"difference": digits(interval(difference, *pair)), "nearer": nearer}
     return found
 
 

@@ -24,10 +24,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from cacheblend_store import ChunkStore
-from results import Measurements, hardware, write_result
+from results import Measurements, digits, hardware, median, p90, write_result
 from sets import study_sets
 from torch import Tensor
 
@@ -38,7 +37,7 @@ from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.fidelity import divergence, log_distribution, teacher_forced
 from cacheblend_cli.engine.prefill import Prefilled, prefill
 from cacheblend_cli.engine.request import resolve
-from cacheblend_cli.evaluation.bootstrap import Bootstrap, Column, difference, mean
+from cacheblend_cli.evaluation.bootstrap import Bootstrap, difference, mean
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.measures import AnswerLengths, run_full
 from cacheblend_cli.evaluation.samples import Sample
@@ -125,25 +124,13 @@ def figures(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     kls = {name: [statistics.fmean(r[name]) for r in records] for name in ("default", "repair")}
     found: dict[str, Any] = {}
     for name, kl in kls.items():
-        for measure, of in (("mean", mean), ("median", _median), ("p90", _p90)):
-            found[f"{name}_{measure}"] = _numbers(bootstrap.interval(of, kl))
-    found["difference"] = _numbers(bootstrap.interval(difference, kls["repair"], kls["default"]))
+        for measure, of in (("mean", mean), ("median", median), ("p90", p90)):
+            found[f"{name}_{measure}"] = digits(bootstrap.interval(of, kl))
+    found["difference"] = digits(bootstrap.interval(difference, kls["repair"], kls["default"]))
     found["nearer"] = sum(a < b for a, b in zip(kls["repair"], kls["default"], strict=True))
     found["rows"] = statistics.fmean(r["rows"] for r in records)
     found["unchosen"] = statistics.fmean(r["unchosen"] for r in records)
     return found
-
-
-def _median(column: Column) -> Column:
-    return np.asarray(np.median(column, axis=-1))
-
-
-def _p90(column: Column) -> Column:
-    return np.asarray(np.percentile(column, 90, axis=-1))
-
-
-def _numbers(interval: Any) -> list[float]:
-    return [float(f"{x:.4g}") for x in (interval.value, interval.low, interval.high)]
 
 
 def main() -> None:

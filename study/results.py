@@ -71,7 +71,7 @@ def _summary_measures(summary: Summary) -> Row:
 def _question_measures(bootstrap: Bootstrap, kl: Sequence[float]) -> Row:
     if not kl:
         return {}
-    return {"kl_median": bootstrap.interval(_median, kl), "kl_p90": bootstrap.interval(_p90, kl)}
+    return {"kl_median": bootstrap.interval(median, kl), "kl_p90": bootstrap.interval(p90, kl)}
 
 
 def _answer_measures(bootstrap: Bootstrap, samples: Sequence[Sample], records: Sequence[Record]) -> Row:
@@ -96,11 +96,11 @@ def _against_default(bootstrap: Bootstrap, kls: dict[str, list[float]], summary:
     return {"less_default": bootstrap.interval(difference, theirs, ours), "nearer": nearer}
 
 
-def _median(column: Column) -> Column:
+def median(column: Column) -> Column:
     return np.asarray(np.median(column, axis=-1))
 
 
-def _p90(column: Column) -> Column:
+def p90(column: Column) -> Column:
     return np.asarray(np.percentile(column, 90, axis=-1))
 
 
@@ -112,6 +112,11 @@ def _plain(value: Any) -> Any:
 
 def _short(value: float) -> float:
     return float(f"{value:.5g}")
+
+
+def digits(interval: Interval | None) -> list[float]:
+    """Return value, low and high with four digits; nothing of what is not a number."""
+    return [] if interval is None else [float(f"{x:.4g}") for x in (interval.value, interval.low, interval.high)]
 
 
 def write_result(path: Path, result: Row) -> None:

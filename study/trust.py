@@ -18,7 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 from cacheblend_store import ChunkStore
-from results import Measurements, hardware, write_result
+from results import Measurements, digits, hardware, write_result
 from sets import study_sets
 from torch import Tensor
 from wrapped import TOKENS, distance, resolved
@@ -64,8 +64,7 @@ def figures(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     plain = [record["unshrunk"] for record in records]
     for name in POWERS:
         own = [record[name] for record in records]
-        intervals = bootstrap.interval(mean, own), bootstrap.interval(difference, own, plain)
-        of, less = ([float(f"{x:.4g}") for x in (i.value, i.low, i.high)] for i in intervals if i is not None)
+        of, less = digits(bootstrap.interval(mean, own)), digits(bootstrap.interval(difference, own, plain))
         nearer = sum(a < b for a, b in zip(own, plain, strict=True))
         found[name] = {"mean": of, "minus_unshrunk": less, "nearer": nearer, "by_question": own}
     return found
