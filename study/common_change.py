@@ -10,7 +10,6 @@ in a way that depends on the chunk alone; of all such changes the mean over cont
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from unittest.mock import patch
 
 import torch
 from cacheblend_store import ChunkStore
-from results import Measurements, digits, hardware, write_result
+from results import Measurements, digits, hardware, nearer, places_of, question_parser, write_result
 from sets import study_sets
 from torch import Tensor
 from wrapped import TOKENS, distance, resolved
@@ -104,22 +103,16 @@ def figures(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for name in list(TEXTS)[1:]:
         for label, (ours, theirs) in AGAINST.items():
             pair = columns[ours.format(name)], columns[theirs]
-            nearer = sum(a < b for a, b in zip(*pair, strict=True))
-            found[f"{name}, {label}"] = {"difference": digits(interval(difference, *pair)), "nearer": nearer}
+            found[f"{name}, {label}"] = {"difference": digits(interval(difference, *pair)), "nearer": nearer(*pair)}
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with musique_dev.json")
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser = question_parser(__doc__, "common_change.jsonl")
     parser.add_argument("--places", required=True, help="questions of the half, counted from 0: 3,5")
-    parser.add_argument("--records", type=Path, default=Path(__file__).parent / "records" / "common_change.jsonl")
-    parser.add_argument("--out", type=Path, required=True, help="file of the result")
     arguments = parser.parse_args()
     samples = study_sets()["musique"].samples(arguments.data)[1::2]
-    places = [int(place) for place in arguments.places.split(",")]
+    places = places_of(arguments.places)
     setting = {"model": arguments.model, "dtype": arguments.dtype}
     known = Measurements(arguments.records, **setting, ratio=None)
 

@@ -15,18 +15,16 @@ same answer. A file of records keeps what was measured; a later run with the sam
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from cacheblend_store import ChunkStore
-from results import Measurements, digits, hardware, median, p90, write_result
+from results import Measurements, digits, hardware, median, nearer, p90, places_of, question_parser, write_result
 from sets import study_sets
 from torch import Tensor
 
@@ -127,25 +125,20 @@ def figures(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for measure, of in (("mean", mean), ("median", median), ("p90", p90)):
             found[f"{name}_{measure}"] = digits(bootstrap.interval(of, kl))
     found["difference"] = digits(bootstrap.interval(difference, kls["repair"], kls["default"]))
-    found["nearer"] = sum(a < b for a, b in zip(kls["repair"], kls["default"], strict=True))
+    found["nearer"] = nearer(kls["repair"], kls["default"])
     found["rows"] = statistics.fmean(r["rows"] for r in records)
     found["unchosen"] = statistics.fmean(r["unchosen"] for r in records)
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with musique_dev.json")
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser = question_parser(__doc__, "repair.jsonl")
     parser.add_argument("--ratio", type=float, default=0.15)
     parser.add_argument("--questions", type=int, default=25)
     parser.add_argument("--places", help="these questions of the half, counted from 0: 3,5")
-    parser.add_argument("--records", type=Path, default=Path(__file__).parent / "records" / "repair.jsonl")
-    parser.add_argument("--out", type=Path, required=True, help="file of the result")
     arguments = parser.parse_args()
     samples = study_sets()["musique"].samples(arguments.data)[1::2]
-    named = [int(place) for place in arguments.places.split(",")] if arguments.places else range(arguments.questions)
+    named = places_of(arguments.places) if arguments.places else range(arguments.questions)
     setting = {name: getattr(arguments, name) for name in ("model", "dtype", "ratio")}
     found = figures(Measurements(arguments.records, **setting).complete(named, samples, measure))
     write_result(arguments.out, {**setting, "hardware": hardware(), "places": list(named), **found})

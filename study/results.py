@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -92,8 +93,7 @@ def _against_default(bootstrap: Bootstrap, kls: dict[str, list[float]], summary:
     ours, theirs = kls.get(default), kls[summary.label]
     if not ours or not theirs or summary.label == default:
         return {}
-    nearer = sum(a < b for a, b in zip(ours, theirs, strict=True))
-    return {"less_default": bootstrap.interval(difference, theirs, ours), "nearer": nearer}
+    return {"less_default": bootstrap.interval(difference, theirs, ours), "nearer": nearer(ours, theirs)}
 
 
 def median(column: Column) -> Column:
@@ -135,6 +135,27 @@ def _lines(value: Any) -> str:
 def correction_version() -> str:
     """Return a digest of the blending's corrections: measurements of another version are not of the same default."""
     return hashlib.blake2b(Path(corrections.__file__).read_bytes(), digest_size=4).hexdigest()
+
+
+def question_parser(doc: str | None, records: str) -> argparse.ArgumentParser:
+    """Return a parser of what a script over questions of `musique` takes: data, model, dtype, records (a file of that name by default), out."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder with musique_dev.json")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--records", type=Path, default=Path(__file__).parent / "records" / records)
+    parser.add_argument("--out", type=Path, required=True, help="file of the result")
+    return parser
+
+
+def places_of(text: str) -> list[int]:
+    """Return places of questions, as the command line has them: 3,5."""
+    return [int(place) for place in text.split(",")]
+
+
+def nearer(ours: Sequence[float], theirs: Sequence[float]) -> int:
+    """Return on how many questions ours is lower."""
+    return sum(a < b for a, b in zip(ours, theirs, strict=True))
 
 
 class Measurements:

@@ -8,17 +8,15 @@ of records keeps what was measured; a later run with the same corrections (`blen
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from cacheblend_store import ChunkStore
-from results import Measurements, digits, hardware, write_result
+from results import Measurements, digits, hardware, nearer, places_of, question_parser, write_result
 from sets import study_sets
 from torch import Tensor
 from wrapped import TOKENS, distance, resolved
@@ -65,23 +63,17 @@ def figures(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for name in POWERS:
         own = [record[name] for record in records]
         of, less = digits(bootstrap.interval(mean, own)), digits(bootstrap.interval(difference, own, plain))
-        nearer = sum(a < b for a, b in zip(own, plain, strict=True))
-        found[name] = {"mean": of, "minus_unshrunk": less, "nearer": nearer, "by_question": own}
+        found[name] = {"mean": of, "minus_unshrunk": less, "nearer": nearer(own, plain), "by_question": own}
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with musique_dev.json")
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser = question_parser(__doc__, "trust.jsonl")
     parser.add_argument("--ratio", type=float, default=0.15)
     parser.add_argument("--places", required=True, help="questions of the half, counted from 0: 3,5")
-    parser.add_argument("--records", type=Path, default=Path(__file__).parent / "records" / "trust.jsonl")
-    parser.add_argument("--out", type=Path, required=True, help="file of the result")
     arguments = parser.parse_args()
     samples = study_sets()["musique"].samples(arguments.data)[1::2]
-    places = [int(place) for place in arguments.places.split(",")]
+    places = places_of(arguments.places)
     setting = {name: getattr(arguments, name) for name in ("model", "dtype", "ratio")}
     found = figures(Measurements(arguments.records, **setting).complete(places, samples, measure))
     write_result(arguments.out, {**setting, "hardware": hardware(), "places": places, **found})

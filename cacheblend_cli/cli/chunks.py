@@ -64,11 +64,12 @@ def ls(
         rows.sort(key=lambda row: (row.source, row.position))
         names = _names(dict(row.model for row in rows))
         several = len(names) > 1  # the name of the only model says nothing
-        table = [
-            (row.id, *model, row.num_tokens, row.size, f"{row.source}#{row.position}", row.text)
-            for row in rows
-            for model in [[names[row.model[0]]] * several]
-        ]
+
+        def cells(row: _Row) -> tuple[object, ...]:
+            model = [names[row.model[0]]] if several else []
+            return row.id, *model, row.num_tokens, row.size, f"{row.source}#{row.position}", row.text
+
+        table = [cells(row) for row in rows]
         columns = ("id", *["model"] * several, "tokens", "size", "source", "text")
         output.table(columns, table, right=(1 + several, 2 + several), ends=(3 + several, *[1] * several))
         output.note(

@@ -99,7 +99,7 @@ def _updater(
     """Precompute the paths with their remembered settings; conversions of unchanged files are kept between runs."""
     from cacheblend_cli.collect.paths import Paths
     from cacheblend_cli.collect.precompute import PrecomputeOptions
-    from cacheblend_cli.corpus.documents import Conversions
+    from cacheblend_cli.corpus.conversions import Conversions
 
     kept = Paths(paths, conversions=Conversions())
 

@@ -15,7 +15,8 @@ from cacheblend_cli.collect.document_records import StoredDocument, gone_documen
 from cacheblend_cli.collect.paths import Paths
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.source_settings import DocumentRoot, SourceSettings
-from cacheblend_cli.corpus.documents import Conversions, Document, DocumentFile, Skipped, read_documents
+from cacheblend_cli.corpus.conversions import Conversions
+from cacheblend_cli.corpus.documents import Document, DocumentFile, Skipped, read_documents
 from cacheblend_cli.corpus.places import is_within, linked_from, place_of
 from cacheblend_cli.corpus.selection import Selection
 from cacheblend_cli.prompt.collection import Collection

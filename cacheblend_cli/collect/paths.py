@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cacheblend_cli.corpus.documents import Conversions
+from cacheblend_cli.corpus.conversions import Conversions
 
 
 @dataclass(frozen=True)

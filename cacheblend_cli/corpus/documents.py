@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from cacheblend_cli.corpus.conversions import Conversions
 from cacheblend_cli.corpus.converters import converter_of
 from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.converters.text import from_markdown, from_plain
@@ -22,40 +23,7 @@ from cacheblend_cli.corpus.walk import too_large, unwanted, walk
 from cacheblend_cli.errors import NotFoundError
 
 MAX_BYTES = 256 << 20
-KEPT_CHARACTERS = 64 << 20
 _HALF = re.compile("[\ud800-\udfff]")
-
-
-class Conversions:
-    """Converted texts by file state, the latest of up to KEPT_CHARACTERS together. Plain text files are not cached."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[tuple[int, ...], Converted]] = {}
-        self._characters = 0
-
-    def of(self, file: Path, convert: Callable[[], Converted]) -> Converted:
-        """Return the cached conversion if the file is unchanged, else call `convert`."""
-        try:
-            found = file.stat()
-        except OSError:
-            return convert()
-        name, state = str(file.resolve()), (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-        known = self._known.get(name)
-        if known is not None and known[0] == state:
-            return known[1]
-        converted = convert()  # a change during conversion makes `state` stale, so the entry is not used
-        if not converted.layout.numbered:
-            self._keep(name, state, converted)
-        return converted
-
-    def _keep(self, name: str, state: tuple[int, ...], converted: Converted) -> None:
-        if name in self._known:
-            self._characters -= len(self._known.pop(name)[1].text)
-        self._known[name] = state, converted
-        self._characters += len(converted.text)
-        while self._characters > KEPT_CHARACTERS:
-            _, oldest = self._known.pop(next(iter(self._known)))
-            self._characters -= len(oldest.text)
 
 
 @dataclass(frozen=True)

@@ -99,12 +99,16 @@ def layout_of(engine: Engine, tokens: int | None, chunks: int, question_tokens: 
     around = len(template.prefix_ids) + len(suffix)
     fits = context - around - headroom
     wanted = tokens or max(chunks, min(DEFAULT_TOKENS, fits) // chunks * chunks)
-    if not chunks <= wanted <= fits:
+    if wanted > fits:
+        some = f"--tokens {fits} fits" if fits > 0 else "nothing fits: use fewer --question-tokens, --decode-tokens"
         raise UsageError(
-            f"{wanted} tokens in {chunks} chunks are too few, or do not fit: the context of {engine.model.name} is {context}, "
-            f"{around} tokens stand around the chunks, and {headroom} are decoded",
-            f"the chunks may take --tokens {max(0, fits)} at most, each of --chunks one at least; fewer --question-tokens or "
-            "--decode-tokens leave more",
+            f"{wanted} chunk tokens, {around} around them and {headroom} decoded do not fit the context of {engine.model.name}, "
+            f"which is {context}",
+            some if fits <= 0 or fits >= chunks else f"{some}, with fewer --chunks",
+        )
+    if wanted < chunks:
+        raise UsageError(
+            f"--tokens {wanted} cannot be {chunks} chunks", "a chunk has at least one token: use fewer --chunks"
         )
     lengths = even_lengths(wanted, chunks)
     return Layout(tuple(random_ids(ordinary, length, generator) for length in lengths), suffix, question_tokens)

@@ -10,16 +10,53 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 
-class HostTransfer:
-    """Moves buffers filled by workers to a pool in host memory: the worker itself writes what it loaded into the pool.
+class Transfer(Protocol):
+    """Moves buffers filled by workers to the device. Workers call `memory` and `send`; the computing thread calls the rest.
 
-    Workers call `memory` and `send`; the computing thread calls the rest. A buffer holds one batch: up to batch_bytes, or one chunk.
+    A buffer holds one batch: up to batch_bytes, or one chunk.
     """
+
+    most_workers: int
+    buffers_a_worker: int
+    batch_bytes: int
+
+    def open(self, num_buffers: int, num_bytes: int) -> None:
+        """Allocate the buffers, num_bytes each. Transfers start after the work queued so far."""
+        ...
+
+    def memory(self, buffer: int) -> memoryview:
+        """Return the buffer's memory once its previous contents have been copied."""
+        ...
+
+    def send(self, layer: int, buffer: int, num_bytes: int, place: Callable[[Tensor], None]) -> None:
+        """Copy the buffer's first num_bytes to the device and, after that, call `place` with them (uint8)."""
+        ...
+
+    def arrive(self, layer: int) -> None:
+        """Record that computing has reached the layer; waiting from here on counts as stall."""
+        ...
+
+    def join(self, layer: int) -> None:
+        """Order computing after the transfers of the layer. On a GPU the stream waits, not the host."""
+        ...
+
+    def close(self) -> None:
+        """Order computing after all transfers, and free the buffers."""
+        ...
+
+    def seconds(self) -> tuple[float, float]:
+        """(seconds from `open` until the last layer's KV was there, seconds of it that computing waited). Synchronises."""
+        ...
+
+
+class HostTransfer:
+    """Transfer to a pool in host memory: the worker itself writes what it loaded into the pool."""
 
     most_workers, buffers_a_worker = 4, 1
     batch_bytes = 0  # each chunk by itself: it is still in the processor's cache
@@ -29,33 +66,26 @@ class HostTransfer:
         self._started = self._last = self._arrived = self._stall_s = 0.0
 
     def open(self, num_buffers: int, num_bytes: int) -> None:
-        """Allocate the buffers, num_bytes each. Transfers start after the work queued so far."""
         self._buffers = list(torch.empty(num_buffers * num_bytes, dtype=torch.uint8).split(num_bytes))
         self._started = self._last = time.perf_counter()
 
     def memory(self, buffer: int) -> memoryview:
-        """Return the buffer's memory once its previous contents have been copied."""
         return self._buffers[buffer].numpy().data
 
     def send(self, layer: int, buffer: int, num_bytes: int, place: Callable[[Tensor], None]) -> None:
-        """Copy the buffer's first num_bytes to the device and, after that, call `place` with them (uint8)."""
         place(self._buffers[buffer][:num_bytes])
         self._last = time.perf_counter()
 
     def arrive(self, layer: int) -> None:
-        """Record that computing has reached the layer; waiting from here on counts as stall."""
         self._arrived = time.perf_counter()
 
     def join(self, layer: int) -> None:
-        """Order computing after the transfers of the layer. On a GPU the stream waits, not the host."""
         self._stall_s += time.perf_counter() - self._arrived
 
     def close(self) -> None:
-        """Order computing after all transfers, and free the buffers."""
         self._buffers = []
 
     def seconds(self) -> tuple[float, float]:
-        """(seconds from `open` until the last layer's KV was there, seconds of it that computing waited). Synchronises."""
         return self._last - self._started, self._stall_s
 
 
@@ -81,8 +111,7 @@ def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream
 
 
 class CudaTransfer:
-    """`HostTransfer` to a GPU: one copy stream, and one stream that dequantises, rotates and writes into the pool after it; an event
-    per layer.
+    """One copy stream, and one stream that dequantises, rotates and writes into the pool after it; an event per layer.
 
     Pinned and device buffers come from PyTorch's caching allocators, so a second prompt allocates none.
     """
@@ -162,6 +191,3 @@ class CudaTransfer:
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
         return event
-
-
-Transfer = HostTransfer | CudaTransfer

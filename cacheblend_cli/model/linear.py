@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import MutableMapping
 from functools import cached_property
 from typing import Any
@@ -49,8 +50,8 @@ def can_pack(weight: Tensor) -> bool:
     )
 
 
-class Product:
-    """x -> x W^T + b with a weight in oneDNN's layout, or a plain one (not `packed`). shape: of W, [out, in].
+class Product(ABC):
+    """x -> x W^T + b with a weight in oneDNN's layout (`packed`), or a plain one. shape: of W, [out, in].
 
     Few rows are multiplied by compiled code, which reads the same layout faster, where it gives oneDNN's bits: a row's result does not
     depend on how many rows there are (`is_steady`).
@@ -82,9 +83,9 @@ class Product:
         """Return whether a row's result is the same to the bit for any number of rows; else from STEADY_ROWS on."""
         return self.scales is not None or bool(self._addresses)  # sums of int8 are exact
 
+    @abstractmethod
     def _multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The product by torch."""
-        raise NotImplementedError
+        """The product by torch, with any number of rows."""
 
     @cached_property
     def _addresses(self) -> tuple[int, int, int] | tuple[()]:

@@ -2,48 +2,28 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
-import signal
 import socket
 import stat
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from asking import PAGES, Cli, Said
-from cacheblend_store import ChunkStore
+from asking import ASK, Cli, process
 
-from cacheblend_cli.cli.main import run
 from cacheblend_cli.client import Connection, EngineLost
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.server import background, place
+from cacheblend_cli.server import place
 from cacheblend_cli.server.background import ask_status
 from cacheblend_cli.server.run import bind_tcp, bind_unix, remover
 from cacheblend_cli.settings import Settings, resolve
 from cacheblend_cli.types import AskRequest
 
-ROOT = Path(__file__).parents[2]
-ASK = ("ask", "who leads billing? Jonas")
 ENGINE = f"process {os.getpid()}"  # in the summary of what this process's engine answered
-
-
-def process(*arguments: str, code: str = "sys.exit(run(sys.argv[1:]))") -> Said:
-    """A command in a process of its own."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "store", ROOT / "kernels")))}
-    program = f"import sys; from cacheblend_cli.cli.main import run; {code}"
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], env=env, capture_output=True, text=True, timeout=100
-    )
-    return Said(done.returncode, done.stdout, done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -304,146 +284,6 @@ def test_an_engine_ends_when_nobody_asks(start: Any, cli: Cli) -> None:
     assert ENGINE not in cli(*ASK).last
 
 
-def test_an_engine_in_the_background(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a new store."""
-    monkeypatch.setenv("CACHEBLEND_STORE", str(tmp_path / "new"))
-    refused = process("serve", "--background", "--port", "0", "--model", "/nowhere")
-    assert refused.code == 3
-    started = process("serve", "--background", "--port", "0", "--json")
-    assert started.code == 0, started.err
-    pid = json.loads(started.out)["pid"]
-    assert cli("precompute", "docs", "-q").code == 0
-    assert f"process {pid}" in cli(*ASK).last
-    assert [
-        json.loads(cli(*flags).out)["pid"]
-        for flags in (["serve", "--status", "--json"], ["serve", "--background", "--json"])
-    ] == [pid, pid]
-    taken = cli("serve", "--port", "0")
-    assert taken.code == 2
-    assert cli("serve", "--stop").code == 0
-    assert cli("serve", "--status").code == cli("serve", "--stop").code == 3
-    assert list(Path("new").glob("*.sock")) == []
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines in the background are forks of this process, which has imported torch."""
-    monkeypatch.setattr(background, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL))
-
-
-class Forked:
-    def __init__(self, command: list[str], *, stdout: Any, **_: Any) -> None:
-        self.pid, self.returncode = os.fork(), 0
-        if self.pid == 0:
-            code = 1
-            gc.freeze()  # what this process has left, such as event loops, would close files that are new here
-            try:
-                os.setsid()
-                for number, end in enumerate(("r", "w", "w")):
-                    os.dup2(stdout.fileno() if number else os.open(os.devnull, os.O_RDONLY), number)
-                    setattr(sys, ("stdin", "stdout", "stderr")[number], os.fdopen(number, end))
-                os.closerange(3, 1024)
-                code = run(command[4:])
-            finally:
-                os._exit(code)
-
-    def poll(self) -> int | None:
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
-        self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode if pid else None
-
-
-def in_background(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Status of the engine that `serve --background` starts."""
-    arguments = ("serve", "--background", "--port", "0", "--json")
-    monkeypatch.setattr(sys, "argv", ["cacheblend", *arguments])
-    started = cli(*arguments)
-    assert started.code == 0, started.err
-    return dict(json.loads(started.out))
-
-
-def test_keep_alive_leaves_an_engine_running(cli: Cli, forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CACHEBLEND_KEEP_ALIVE", "10m")
-    for flags in (["--local"], ["--dry-run"]):
-        assert cli(*ASK, *flags).code == 0
-        assert cli("serve", "--status").code == 3
-    assert cli(*ASK, "--keep-alive", "soon").code == 2
-    assert cli(*ASK, "--model", "/nowhere", "--chunks", "").code == 3
-    first = cli(*ASK, "--ids", "--json", "--ratio", "0.3")
-    [pid] = [json.loads(line)["pid"] for line in cli("serve", "--status", "--json").out.splitlines()]
-    assert pid != os.getpid()
-    assert f"by the engine of process {pid}" in cli(*ASK).last
-    assert cli("serve", "--stop").code == 0
-    monkeypatch.setenv("CACHEBLEND_KEEP_ALIVE", "0")
-    assert (
-        json.loads(first.out)["generated_ids"]
-        == json.loads(cli(*ASK, "--ids", "--json", "--ratio", "0.3").out)["generated_ids"]
-    )
-    assert cli("serve", "--status").code == 3
-
-
-def test_keep_alive_without_the_extra_serve(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lacking() -> None:
-        raise UsageError("serve needs uvicorn, which is not installed", "pip install 'cacheblend[serve]'")
-
-    monkeypatch.setattr("cacheblend_cli.cli.serve.check_installed", lacking)
-    short = (*ASK, "--max-tokens", "2", "--chunks", "")
-    assert cli(*short, "--keep-alive", "10m").code == 2
-    monkeypatch.setenv("CACHEBLEND_KEEP_ALIVE", "10m")
-    answered = cli(*short)
-    assert answered.code == 0, answered.err
-    assert "cacheblend[serve]" in answered.err
-
-
-def test_an_engine_that_keep_alive_starts_has_the_flags_of_the_question(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started = list[tuple[float, list[str]]]()
-
-    def note(settings: Settings, idle_exit_s: float, flags: list[str]) -> None:
-        started.append((idle_exit_s, flags))
-
-    monkeypatch.setattr(background, "start_own", note)  # none runs then: the answer is this process's
-    answered = cli(
-        *ASK,
-        "--keep-alive",
-        "90s",
-        "--system",
-        "Be kind.",
-        "--threads",
-        "1",
-        "--max-tokens",
-        "2",
-        "--top-k",
-        "1",
-        "--chunks",
-        "",
-    )
-    assert answered.code == 0, answered.err
-    assert started == [(90.0, ["--system=Be kind.", "--threads=1"])]
-
-
-def test_stop_does_not_wait_for_a_zombie(server: Any, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has reaped it
-    monkeypatch.setattr(os, "waitpid", not_ours)
-    monkeypatch.setattr("cacheblend_cli.server.warm.os.getpid", lambda: child.pid)
-    assert cli("serve", "--stop").code == 0
-    monkeypatch.undo()
-    assert child.wait() == 0
-
-
-def not_ours(*_: Any) -> Any:
-    raise ChildProcessError
-
-
-def test_stop_gives_up_on_an_engine_that_does_not_end(server: Any, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process serves and goes on after it was told to stop."""
-    monkeypatch.setattr(background, "_END_S", 0.0)
-    stuck = cli("serve", "--stop", "--grace", "0")
-    assert (stuck.code, str(os.getpid()) in stuck.err, "kill" in stuck.err) == (1, True, True)
-
-
 @pytest.mark.parametrize("mode", [0o770, 0o707])
 def test_a_socket_folder_that_others_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
     own = tmp_path / f"cacheblend-{os.getuid()}"
@@ -456,34 +296,6 @@ def test_a_socket_folder_that_others_may_write_to_is_refused(tmp_path: Path, mod
     (own / "link").symlink_to(tmp_path)
     with pytest.raises(UsageError):
         place.make_folder(own / "link")
-
-
-def test_a_killed_engine_does_not_matter(cli: Cli, forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed while it computes and stores what came with a question; the next one starts over the socket it left."""
-    for number in range(2):
-        told = in_background(cli, monkeypatch)
-        address = urlsplit(told["url"])
-        body = json.dumps(
-            {
-                "messages": [{"role": "user", "content": "who?"}],
-                "documents": [{"text": f"page {i} {number}"} for i in range(12)],
-            }
-        )
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        with socket.create_connection((address.hostname, address.port)) as connection:
-            connection.sendall((head + body).encode())
-            if number:
-                connection.recv(1)  # it has answered, and stores the chunks' KV now or has done so
-            os.kill(told["pid"], signal.SIGKILL)
-        path = Path(told["socket"])
-        assert os.waitstatus_to_exitcode(os.waitpid(told["pid"], 0)[1]) == -signal.SIGKILL
-        assert ask_status(path) is None
-        assert path.exists()
-        asked = cli(*ASK)
-        assert (asked.code, f"process {told['pid']}" in asked.err) == (0, False), asked.err
-        assert cli("chunks", "verify").code == 0
-    with ChunkStore.open("store0") as store:
-        assert len(list(store.chunks())) > len(PAGES)
 
 
 def test_what_cannot_be_served_is_told(cli: Cli) -> None:

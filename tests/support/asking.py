@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,8 @@ import pytest
 
 from cacheblend_cli.cli.main import run
 
+ROOT = Path(__file__).parents[2]
+ASK = ("ask", "who leads billing? Jonas")
 PAGES = ("# Billing\n\nthe lead of billing is Mara and she works in Bergen\n", "Jonas keeps a parrot at home\n")
 
 
@@ -26,6 +30,16 @@ class Said(NamedTuple):
 
 
 Cli = Callable[..., Said]
+
+
+def process(*arguments: str, code: str = "sys.exit(run(sys.argv[1:]))") -> Said:
+    """A command in a process of its own."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "store", ROOT / "kernels")))}
+    program = f"import sys; from cacheblend_cli.cli.main import run; {code}"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], env=env, capture_output=True, text=True, timeout=100
+    )
+    return Said(done.returncode, done.stdout, done.stderr)
 
 
 def cli_in(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:

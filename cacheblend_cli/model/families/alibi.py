@@ -1,5 +1,4 @@
-"""BLOOM, and the parts that MPT and Falcon share with it: ALiBi, LayerNorms, a fused qkv_proj, an MLP without a gate, names of their
-own."""
+"""Parts that BLOOM, MPT and Falcon share: ALiBi, LayerNorms, a fused qkv_proj, an MLP without a gate, names of their own."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.families.reader import ConfigFields, Family, plain_decoder
+from cacheblend_cli.model.families.reader import ConfigFields, plain_decoder
 from cacheblend_cli.model.spec import ModelSpec
 
 OUTER = {"model.embed_tokens": "word_embeddings", "model.layers": "h", "model.norm": "ln_f"}
@@ -17,25 +16,6 @@ NAMES = {
     "qkv_proj": "self_attention.query_key_value", "o_proj": "self_attention.dense",
     "up_proj": "mlp.dense_h_to_4h", "down_proj": "mlp.dense_4h_to_h",
 }  # fmt: skip
-BLOOM_SIZES = {
-    "hidden_size": ("n_embed", "hidden_size"),
-    "num_hidden_layers": ("n_layer", "num_hidden_layers"),
-    "num_attention_heads": ("n_head", "num_attention_heads"),
-    "max_position_embeddings": ("seq_length",),
-}
-BLOOM_FIELDS = (
-    *(name for names in BLOOM_SIZES.values() for name in names), "layer_norm_epsilon", "hidden_dropout",
-    "slow_but_exact", "pretraining_tp",  # the order of sums
-    # of its training code; transformers reads none of them
-    "attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi", "skip_bias_add",
-    "skip_bias_add_qkv",
-)  # fmt: skip
-BLOOM_MISSING = {
-    "vocab_size": 250880, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "layer_norm_epsilon": 1e-5,
-    "max_position_embeddings": 2048, "tie_word_embeddings": True,
-}  # fmt: skip
-BLOOM_FIXED = {"hidden_act": "gelu_pytorch_tanh", "mlp_bias": True, "attention_bias": True}
-EMBEDDING_NORM = {"model.embedding_norm": "word_embeddings_layernorm"}
 
 
 def fused_decoder(
@@ -76,13 +56,3 @@ def slopes(num_heads: int, steepest: float = 8.0) -> list[float]:
 def transformer(names: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """Names of `ModelSpec.outer`, in a module named `transformer`."""
     return tuple((ours, f"transformer.{theirs}") for ours, theirs in names.items())
-
-
-def read_bloom(fields: ConfigFields) -> ModelSpec:
-    """LayerNorms with biases, one of them on the embedding, biases everywhere, q, k and v fused head by head."""
-    spec = fused_decoder(fields, BLOOM_SIZES, BLOOM_FIXED, BLOOM_MISSING)
-    spec = replace(spec, norm_bias=True, embedding_norm=True, qkv_by_group=True)
-    return with_alibi(replace(spec, renamed=tuple(NAMES.items()), outer=transformer(OUTER | EMBEDDING_NORM)))
-
-
-BLOOM = Family("bloom", ("BloomForCausalLM", "BloomModel"), BLOOM_FIELDS, read_bloom)

@@ -1,4 +1,4 @@
-"""Mixtures of experts: Qwen2-MoE with an expert for all tokens, Qwen3-MoE, Mixtral and gpt-oss."""
+"""Mixtures of experts: Qwen2-MoE with an expert for all tokens, Qwen3-MoE, and Mixtral."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.families.qwen import MISSING as QWEN2_MISSING
-from cacheblend_cli.model.families.reader import ConfigFields, Family, plain_decoder, windows_by_pattern, windows_of
+from cacheblend_cli.model.families.reader import ConfigFields, Family, plain_decoder, windows_of
 from cacheblend_cli.model.families.values import wrong_value
 from cacheblend_cli.model.spec import ExpertsSpec, ModelSpec
 
@@ -18,23 +18,10 @@ QWEN_FIELDS = (
 QWEN2_FIELDS = (*QWEN_FIELDS, "shared_expert_intermediate_size", "qkv_bias", "layer_types")
 QWEN3_FIELDS = (*QWEN_FIELDS, "attention_bias", "num_local_experts")  # num_experts, as transformers 5 writes it
 MIXTRAL_FIELDS = (*ROUTER_FIELDS, "num_local_experts", "sliding_window", "router_jitter_noise")
-GPT_OSS_FIELDS = (
-    *ROUTER_FIELDS, "num_local_experts", "attention_bias", "sliding_window", "layer_types", "swiglu_alpha", "swiglu_limit",
-    "experts_per_token",  # num_experts_per_tok once more
-)  # fmt: skip
 MISSING_2 = QWEN2_MISSING | {"num_key_value_heads": 16}
 MISSING_3 = QWEN2_MISSING | {"num_key_value_heads": 4}
 MISSING_MIXTRAL = {
     "max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0,
-}  # fmt: skip
-MISSING_GPT_OSS = {
-    "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36, "num_attention_heads": 64,
-    "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
-    "attention_bias": True,
-}  # fmt: skip
-GPT_OSS_ROPE = {
-    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-    "original_max_position_embeddings": 4096,
 }  # fmt: skip
 
 
@@ -69,25 +56,6 @@ def read_mixtral(fields: ConfigFields) -> ModelSpec:
     return replace(spec, sliding_windows=(window,) * spec.num_layers, experts=checked(experts))
 
 
-def read_gpt_oss(fields: ConfigFields) -> ModelSpec:
-    """Experts with a clamped SwiGLU, biases everywhere, sinks in attention, and a window on every other layer."""
-    values = fields.values
-    if not values.get("rope_scaling") and not values.get("rope_parameters"):
-        values = values | {"rope_parameters": dict(GPT_OSS_ROPE)}
-    spec = plain_decoder(ConfigFields(values), MISSING_GPT_OSS)
-    experts = ExpertsSpec(
-        count=fields.integer("num_local_experts", 128),
-        per_token=fields.integer("num_experts_per_tok", 4),
-        width=spec.intermediate_size,
-        layers=tuple(range(spec.num_layers)),
-        router="router",
-        bias=True,
-        clamped=(fields.factor("swiglu_alpha", 1.702), fields.factor("swiglu_limit", 7.0)),
-    )
-    windows = windows_by_pattern(fields, spec.num_layers, every=2, window=128)
-    return replace(spec, sinks=True, sliding_windows=windows, experts=checked(experts))
-
-
 def _experts(fields: ConfigFields, num_layers: int, count: int, per_token: int, width: int) -> ExpertsSpec:
     """count, per_token, width: the defaults of the family's class."""
     plain, step = fields.values.get("mlp_only_layers"), fields.integer("decoder_sparse_step", 1)
@@ -117,4 +85,3 @@ def checked(experts: ExpertsSpec, name: str = "num_experts_per_tok") -> ExpertsS
 QWEN2_MOE = Family("qwen2_moe", ("Qwen2MoeForCausalLM", "Qwen2MoeModel"), QWEN2_FIELDS, read_qwen2)
 QWEN3_MOE = Family("qwen3_moe", ("Qwen3MoeForCausalLM", "Qwen3MoeModel"), QWEN3_FIELDS, read_qwen3)
 MIXTRAL = Family("mixtral", ("MixtralForCausalLM", "MixtralModel"), MIXTRAL_FIELDS, read_mixtral)
-GPT_OSS = Family("gpt_oss", ("GptOssForCausalLM", "GptOssModel"), GPT_OSS_FIELDS, read_gpt_oss)
