@@ -39,7 +39,7 @@ from cacheblend_store import ChunkStore
 from sets import musique
 from torch import Tensor
 
-from cacheblend_cli.blend.corrections import CHUNK, LENGTHS, NEAR, _explained, _noise, _solved
+from cacheblend_cli.blend.corrections import CHUNK, COMMON, LENGTHS, NEAR, _noise, _solved
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.connectors.llama_library import ROPE_NORM, library
 from cacheblend_cli.engine.engine import Engine
@@ -197,7 +197,8 @@ class StateForm:
         positions, new = self.rows(state)
         place = {int(position): cell for cell, position in enumerate(positions)}
         fresh = {position for start, end in runs for position in range(start, end)}
-        layers = self.spec.num_layers
+        layers, count = self.spec.num_layers, 0
+        sums = torch.zeros(layers, self.spec.num_kv_heads * self.spec.head_dim)  # of K's changes of the chunks so far
         for chunk in chunks[1:]:
             here = torch.arange(chunk.start, chunk.end)
             known = torch.tensor([int(position) in fresh for position in here])
@@ -206,20 +207,24 @@ class StateForm:
             cells = torch.tensor([place[int(position)] for position in here])
             there, stored = self.rows(chunk.state)
             rows = torch.tensor([int((there == prefix + i).nonzero()) for i in range(len(here))])
+            count += int(known.sum())
             for layer in range(layers):
                 old_k, old_v = (torch.from_numpy(stored[i][rows].astype(np.float32)) for i in (layer, layers + layer))
                 new_k, new_v = (torch.from_numpy(new[i][cells].astype(np.float32)) for i in (layer, layers + layer))
                 old = torch.cat((self.turned(old_k, there[rows], -1), old_v), -1)
-                moved = regress(old, torch.cat((self.turned(new_k, here, -1), new_v), -1), known)
+                change = (torch.cat((self.turned(new_k, here, -1), new_v), -1) - old)[known]
+                of_k = change.chunk(2, -1)[0]
+                sums[layer] += of_k.sum(0)
+                of_k -= (1 - COMMON) * sums[layer] / count
+                moved = regress(old, change, known)
                 k, v = moved.chunk(2, -1)
                 stale = cells[~known].numpy()
                 new[layer][stale] = self.turned(k, here, 1)[~known].numpy()
                 new[layers + layer][stale] = v[~known].numpy()
 
 
-def regress(old: Tensor, new: Tensor, known: Tensor) -> Tensor:
-    """Move a chunk's rows [n, K and V] as `blend.corrections.Regression` does: from the change of the known ones, with one kernel for K and V, and
-    K by the explained share."""
+def regress(old: Tensor, change: Tensor, known: Tensor) -> Tensor:
+    """Move a chunk's rows [n, K and V] as `blend.corrections.Regression` does, from the change of the known ones, with one kernel for K and V."""
     apart = old - old.mean(0)
     halves = apart.unflatten(-1, (2, -1))
     squares = halves.square().sum(-1)
@@ -230,12 +235,10 @@ def regress(old: Tensor, new: Tensor, known: Tensor) -> Tensor:
     steps = (offset[known, None] - offset).abs()
     near = sum(torch.exp(-steps / length) for length in LENGTHS)
     alike = torch.exp(-distance) + CHUNK + NEAR * near
-    change = (new - old)[known]
     sizes = change.square().sum(-1)[None]
     noise = torch.diag_embed(_noise(sizes, torch.full(sizes.shape, 1 / len(old))))
-    lower, cross = torch.linalg.cholesky(alike[None, :, known] + noise), alike[None]
-    k, v = (cross[0].mT @ _solved(lower, change[None])[0]).chunk(2, -1)
-    return old + torch.cat((k * _explained(lower, cross)[0][:, None], v), -1)
+    lower = torch.linalg.cholesky(alike[None, :, known] + noise)
+    return old + alike.mT @ _solved(lower, change[None])[0]
 
 
 def gaps(prefix: int, chunks: Sequence[Chunk]) -> list[Run]:

@@ -85,11 +85,13 @@ class Regression:
     regression, one chunk and layer at a time, over K before RoPE and V together.
 
     The prior correlates all tokens of a chunk (the mean shift), more strongly if they are close to each other or if their
-    old K and V are similar. Recomputed tokens that disagree reduce the shift; a chunk without any is not shifted. K, which decides
-    where later tokens look, is shifted by the share of a token's variance that is explained, times the prediction: a token of
-    which little is known keeps nearly its old K (study/fidelity.md). Of latent attention, whose keys are in V too, both move in full.
+    old K and V are similar. Recomputed tokens that disagree reduce the shift; a chunk without any is not shifted.
 
-    A token is shifted by later tokens of its own chunk too, never by another chunk: causal per chunk, not per token.
+    K follows the mean change of its chunk and those before it by COMMON of its size only, V follows all of it: a shift that chunks share
+    makes every stale token harder to find, also the few that an answer copies (study/fidelity.md). With latent attention, whose
+    keys are in V too, K moves in full.
+
+    A token is shifted by later tokens of its own chunk too, never by a later chunk: causal per chunk, not per token.
     """
 
     def __init__(self, prompt: Prompt, every: Candidates, repaired: Candidates) -> None:
@@ -97,6 +99,9 @@ class Regression:
         known = torch.isin(every.positions, repaired.positions).cpu()
         lengths = torch.unique_consecutive(every.chunk.cpu(), return_counts=True)[1].tolist()
         number = known.cumsum(0) - 1  # for each recomputed token of these chunks
+        self._repaired = prompt.rows(repaired.positions)
+        found = torch.unique_consecutive(repaired.chunk, return_inverse=True, return_counts=True)
+        self._of_chunk, self._counts = found[1:]
         of_size: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
         for tokens, there in zip(torch.arange(len(known)).split(lengths), known.split(lengths), strict=True):
             if 0 < (count := int(there.sum())) < len(tokens):
@@ -113,9 +118,19 @@ class Regression:
     def apply(self, layer: DecoderLayer, k: Tensor, v: Tensor) -> None:
         """Move the layer's stale rows. k before RoPE, v: fresh, of the repaired tokens, which the pool still has old and
         gets afterwards; [num_repaired, num_kv_heads, head_dim]."""
-        fresh = torch.cat((k.flatten(1), v.flatten(1)), -1).float()
+        pairs = zip((k, v), old_kv(layer, self._repaired), strict=True)
+        change = torch.cat([(fresh.float() - old).flatten(1) for fresh, old in pairs], -1)
+        sizes = _over_heads(layer, torch.linalg.vector_norm(change, dim=-1).square_())
+        if layer.latent_heads is None:
+            of_k = change[:, : k[0].numel()]
+            of_k -= (1 - COMMON) * self._common(of_k)
         for part in self._parts:
-            part.move(self._pool, layer, fresh)
+            part.move(self._pool, layer, change, sizes)
+
+    def _common(self, change: Tensor) -> Tensor:
+        """For each repaired token the mean change of those of its chunk and of the chunks before it. change: fp32 [num_repaired, width]."""
+        sums = torch.segment_reduce(change, "sum", lengths=self._counts, unsafe=True).cumsum(0)  # no check on the host
+        return (sums / self._counts.cumsum(0)[:, None])[self._of_chunk]
 
 
 @dataclass(frozen=True)
@@ -168,8 +183,9 @@ class _Part:
             placed,
         )
 
-    def move(self, pool: KVPool, layer: DecoderLayer, fresh: Tensor) -> None:
-        """fresh: K before RoPE and V of all recomputed tokens, fp32 [num_repaired, numbers of K and of V]."""
+    def move(self, pool: KVPool, layer: DecoderLayer, change: Tensor, sizes: Tensor) -> None:
+        """change: by which K before RoPE and V follow all recomputed tokens, fp32 [num_repaired, numbers of K and of V]. sizes: squared
+        norms of their own changes, [num_repaired]."""
         (num_chunks, num_rows), num_known = self.slots.shape, self.own.shape[1]
         stale, known = slice(num_rows - num_known), slice(num_rows - num_known, None)
         old_k, old_v = pool.read(layer.index, self.slots.flatten())
@@ -188,24 +204,13 @@ class _Part:
         else:
             alike = _over_heads(layer, near @ apart.mT) - far[:, known] - far.mT
         alike = alike.exp_().add_(self.placed)
-        change = fresh.index_select(0, self.own.flatten()).view(num_chunks, num_known, -1).sub_(old[:, known])
-        sizes = _over_heads(layer, torch.linalg.vector_norm(change, dim=-1).square_())
-        noise = torch.diag_embed(_noise(sizes, self.share[:, 0, known]))
+        change = change.index_select(0, self.own.flatten()).view(num_chunks, num_known, -1)
+        noise = torch.diag_embed(_noise(sizes[self.own], self.share[:, 0, known]))
         lower, cross = torch.linalg.cholesky_ex(alike[:, :, known] + noise).L, alike[:, :, stale]
-        of_v = cross.mT
-        of_k = of_v if layer.latent_heads is not None else of_v * _explained(lower, cross)[..., None]
-        weights = _solved(lower, change).split(widths, -1)
-        of_each = zip(old[:, stale].split(widths, -1), (of_k, of_v), weights, (old_k, old_v), strict=True)
-        k, v = (torch.baddbmm(o, by, w).view(-1, *like.shape[1:]) for o, by, w, like in of_each)
+        moved = torch.baddbmm(old[:, stale], cross.mT, _solved(lower, change)).split(widths, -1)
+        k, v = (part.reshape(-1, *like.shape[1:]) for part, like in zip(moved, (old_k, old_v), strict=True))
         slots = Slots(self.slots[:, stale].flatten(), *self.forth[layer.rope])
         layer.kernels.rope_and_cache(None, k, v, pool.layers[layer.index], slots)
-
-
-def _explained(lower: Tensor, cross: Tensor) -> Tensor:
-    """Share of a stale token's prior variance that the known ones explain, fp32 [C, S]. lower: see `_solved`; cross: [C, M, S],
-    covariance of the known with the stale."""
-    half = torch.linalg.solve_triangular(lower, cross, upper=False)
-    return half.square_().sum(1).div_(1 + CHUNK + NEAR * len(LENGTHS))
 
 
 def _solved(lower: Tensor, b: Tensor) -> Tensor:
@@ -245,6 +250,9 @@ part costs some thirty launches a layer, 64 MiB."""
 CHUNK, NEAR, LENGTHS, NOISE, LEAST_NOISE = 2.0, 0.3, (8.0, 30.0), 0.5, 0.1
 """How much two tokens' changes are alike: of one chunk, near each other (falling with these lengths, tokens), against 1 for
 the same old K and V; what of a change of mean size is a token's own, and the least share of that. What is left unexplained hardly changes with twice or half of any."""
+
+COMMON = 0.8
+"""Share of the chunks' common change by which K moves. 1 leaves larger outliers on long chunks, .65 is farther on short ones (study/fidelity.md)."""
 
 CorrectionKind = Callable[[Prompt, Candidates, Candidates], Correction]
 CORRECTIONS: dict[str, CorrectionKind] = {"regression": Regression, "mean-shift": MeanShift}

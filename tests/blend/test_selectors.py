@@ -14,7 +14,7 @@ from checkpoints import WORDS, write_checkpoint
 from torch import Tensor
 
 from cacheblend_cli.blend import corrections, evidence
-from cacheblend_cli.blend.corrections import CORRECTIONS, MeanShift, Regression
+from cacheblend_cli.blend.corrections import COMMON, CORRECTIONS, MeanShift, Regression
 from cacheblend_cli.blend.evidence import attention_peaks
 from cacheblend_cli.blend.policy import BlendPolicy, policy_of
 from cacheblend_cli.blend.prompt import Prompt
@@ -324,8 +324,7 @@ def test_regression_moves_most_of_what_all_recomputed_tokens_moved(tmp_path: Pat
     stale[REPAIRED] = False
     assert (v[stale] > 0.15).all()
     assert (v[stale] < 0.255).all()
-    assert (k[stale] > v[stale]).all(), "twice as far, by the share that is explained"
-    assert (k[stale] < 2 * v[stale]).all()
+    torch.testing.assert_close(k[stale], 2 * COMMON * v[stale], rtol=1e-2, atol=1e-3)
     torch.testing.assert_close((k[REPAIRED], v[REPAIRED]), (torch.zeros(5, 2, 16),) * 2, rtol=0, atol=1e-5)
 
 
@@ -349,13 +348,14 @@ def test_regression_is_not_led_by_a_token_that_changes_far_more_than_the_others(
     assert led[far].abs().mean() < 10
 
 
-def test_regression_moves_no_token_by_another_chunk(bench: Bench) -> None:
+def test_regression_moves_no_token_by_a_later_chunk_and_no_v_by_another(bench: Bench) -> None:
     moved, change = Moved(bench), torch.randn(5, 2, 16)
     other = change.clone()
     other[3:] += 1  # of the second chunk
     a, b = moved.by(change, change), moved.by(other, other)
-    assert torch.equal(a[1][:8], b[1][:8])
-    assert not torch.equal(a[1][8:], b[1][8:])
+    for x, y in zip(a, b, strict=True):
+        assert torch.equal(x[:8], y[:8])
+        assert not torch.equal(x[8:], y[8:])
     second = moved.by(change[3:], change[3:], REPAIRED[3:])  # of the first chunk nothing is known
     assert torch.equal(second[1][:8], torch.zeros(8, 2, 16))
     torch.testing.assert_close(second[1][8:], a[1][8:], rtol=0, atol=1e-5)
@@ -370,18 +370,19 @@ def test_regression_is_the_formula_of_each_chunk(bench: Bench, monkeypatch: pyte
     offset = torch.cat([torch.arange(size) for size in sizes])
     moved, change = Moved(bench, Candidates(torch.arange(16), chunk, offset)), torch.randn(2, 7, 2, 16)
     found = torch.stack(moved.by(*change, repaired), 1).flatten(1)
+    change = change.double()
     for own in torch.arange(16).split(sizes):
         is_known = torch.isin(own, repaired)
         old = [part[own].flatten(1).double() for part in (moved.k, moved.v)]
         far = sum(torch.cdist(x, x).square() / (x - x.mean(0)).square().sum(1).mean() for x in old)
         apart = (offset[own][:, None] - offset[own]).abs().double()
         alike = 2 + 0.3 * (torch.exp(-apart / 8) + torch.exp(-apart / 30)) + torch.exp(-far / 2)
-        own_change = change[:, torch.isin(repaired, own)].transpose(0, 1).flatten(1).double()
+        own_change = change[:, torch.isin(repaired, own)].transpose(0, 1).flatten(1)
         size = own_change.square().sum(1)
+        own_change[:, :32] -= (1 - COMMON) * change[0, repaired <= own[-1]].mean(0).flatten()
         known = alike[is_known][:, is_known] + 0.5 * (size / size.mean()).clamp_min(0.1).diag()
         cross = alike[~is_known][:, is_known]
         expected = cross @ torch.linalg.solve(known, own_change)
-        expected[:, :32] *= (cross * torch.linalg.solve(known, cross.mT).mT).sum(1, keepdim=True) / 3.6  # K
         torch.testing.assert_close(found[own[~is_known]].double(), expected, rtol=0, atol=1e-5)
 
 

@@ -1,6 +1,6 @@
-"""How far the regression moves K: not shrunk, times the explained share e of a token's variance (the product's), or times e squared.
+"""How far K follows the change that the chunks of a prompt have in common: all of it, the default's share (COMMON), or .65 of it.
 
-    python study/trust.py --data FOLDER --ratio 0.15 --places 26,27,28 --out study/results/trust.json
+    python study/common_move.py --data FOLDER --ratio 0.15 --places 26,27,28 --out study/results/common_move.json
 
 KL is that of study/README.md at the default's settings, over questions of `musique` (test half) by their place, paired on each question. A file
 of records keeps what was measured; a later run with the same corrections (`blend/corrections.py`) goes on from it.
@@ -9,8 +9,7 @@ of records keeps what was measured; a later run with the same corrections (`blen
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +17,6 @@ from unittest.mock import patch
 from cacheblend_store import ChunkStore
 from results import Measurements, digits, hardware, nearer, places_of, question_parser, write_result
 from sets import study_sets
-from torch import Tensor
 from wrapped import TOKENS, distance, resolved
 
 from cacheblend_cli.blend import corrections
@@ -29,41 +27,28 @@ from cacheblend_cli.evaluation.measures import AnswerLengths, run_full
 from cacheblend_cli.evaluation.samples import Sample
 from cacheblend_cli.types import BlendParams
 
-POWERS = {"unshrunk": 0, "e": 1, "e squared": 2}
-"""Of the explained share, by name. With power 1 nothing is changed."""
-
-
-@contextmanager
-def trusting(power: int) -> Iterator[None]:
-    """Let the regression move K by this power of the explained share."""
-    explained = corrections._explained
-
-    def of(lower: Tensor, cross: Tensor) -> Tensor:
-        return explained(lower, cross).clamp_max(1) ** power
-
-    with patch.object(corrections, "_explained", of):
-        yield
+SHARES = {"all": 1.0, "default": corrections.COMMON, "0.65": 0.65}
 
 
 def measure(engine: Engine, store: ChunkStore, sample: Sample, ratio: float) -> dict[str, float]:
-    """Return the mean KL over full prefill's answer, by name of the power."""
+    """Return the mean KL over full prefill's answer, by name of the share."""
     request = resolved(engine, store, sample, SampleChunks(engine, store, [sample]))
     reference = run_full(engine.runtime, request, AnswerLengths(TOKENS, TOKENS), 0.0)
     asked, found = replace(request, blend=BlendParams(ratio=ratio)), dict[str, float]()
-    for name, power in POWERS.items():
-        with trusting(power):
+    for name, share in SHARES.items():
+        with patch.object(corrections, "COMMON", share):
             found[name] = distance(engine, asked, reference)
     return found
 
 
 def figures(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return each power's mean, its difference from the unshrunk move with 95 % intervals, and on how many questions it is nearer."""
+    """Return each share's mean, its difference from the whole move with 95 % intervals, and on how many questions it is nearer."""
     bootstrap, found = Bootstrap(len(records)), dict[str, Any]()
-    plain = [record["unshrunk"] for record in records]
-    for name in POWERS:
+    plain = [record["all"] for record in records]
+    for name in SHARES:
         own = [record[name] for record in records]
         of, less = digits(bootstrap.interval(mean, own)), digits(bootstrap.interval(difference, own, plain))
-        found[name] = {"mean": of, "minus_unshrunk": less, "nearer": nearer(own, plain), "by_question": own}
+        found[name] = {"mean": of, "minus_all": less, "nearer": nearer(own, plain), "by_question": own}
     return found
 
 
