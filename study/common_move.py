@@ -1,8 +1,8 @@
 """How far K follows the change that the chunks of a prompt have in common: all of it, the default's share (COMMON), or .65 of it.
 
-    python study/common_move.py --data FOLDER --ratio 0.15 --places 26,27,28 --out study/results/common_move.json
+    python study/common_move.py --data FOLDER --ratio 0.15 --places 45-99 --out study/results/common_move.json
 
-KL is that of study/README.md at the default's settings, over questions of `musique` (test half) by their place, paired on each question. A file
+KL is that of study/README.md at the default's settings, over questions of `musique` by their place in a half, paired on each question. A file
 of records keeps what was measured; a later run with the same corrections (`blend/corrections.py`) goes on from it.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 from cacheblend_store import ChunkStore
-from results import Measurements, digits, hardware, nearer, places_of, question_parser, write_result
+from results import Measurements, digits, hardware, median, nearer, p90, places_of, question_parser, write_result
 from sets import study_sets
 from wrapped import TOKENS, distance, resolved
 
@@ -42,24 +42,26 @@ def measure(engine: Engine, store: ChunkStore, sample: Sample, ratio: float) -> 
 
 
 def figures(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return each share's mean, its difference from the whole move with 95 % intervals, and on how many questions it is nearer."""
+    """Return each share's mean, median and 90th percentile, the mean's difference from the whole move with 95 % intervals, and on how many questions it is nearer."""
     bootstrap, found = Bootstrap(len(records)), dict[str, Any]()
     plain = [record["all"] for record in records]
     for name in SHARES:
         own = [record[name] for record in records]
         of, less = digits(bootstrap.interval(mean, own)), digits(bootstrap.interval(difference, own, plain))
-        found[name] = {"mean": of, "minus_all": less, "nearer": nearer(own, plain), "by_question": own}
+        tail = {"median": digits(bootstrap.interval(median, own)), "p90": digits(bootstrap.interval(p90, own))}
+        found[name] = {"mean": of, **tail, "minus_all": less, "nearer": nearer(own, plain), "by_question": own}
     return found
 
 
 def main() -> None:
-    parser = question_parser(__doc__, "trust.jsonl")
+    parser = question_parser(__doc__, "common_move.jsonl")
     parser.add_argument("--ratio", type=float, default=0.15)
-    parser.add_argument("--places", required=True, help="questions of the half, counted from 0: 3,5")
+    parser.add_argument("--half", choices=("fit", "test"), default="test")
+    parser.add_argument("--places", required=True, help="questions of the half, counted from 0: 3,5-7")
     arguments = parser.parse_args()
-    samples = study_sets()["musique"].samples(arguments.data)[1::2]
+    samples = study_sets()["musique"].samples(arguments.data)[arguments.half == "test" :: 2]
     places = places_of(arguments.places)
-    setting = {name: getattr(arguments, name) for name in ("model", "dtype", "ratio")}
+    setting = {name: getattr(arguments, name) for name in ("model", "dtype", "ratio", "half")}
     found = figures(Measurements(arguments.records, **setting).complete(places, samples, measure))
     write_result(arguments.out, {**setting, "hardware": hardware(), "places": places, **found})
     print(json.dumps(found, indent=1))

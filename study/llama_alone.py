@@ -213,18 +213,20 @@ class StateForm:
                 new_k, new_v = (torch.from_numpy(new[i][cells].astype(np.float32)) for i in (layer, layers + layer))
                 old = torch.cat((self.turned(old_k, there[rows], -1), old_v), -1)
                 change = (torch.cat((self.turned(new_k, here, -1), new_v), -1) - old)[known]
-                of_k = change.chunk(2, -1)[0]
+                followed = change.clone()
+                of_k = followed.chunk(2, -1)[0]
                 sums[layer] += of_k.sum(0)
                 of_k -= (1 - COMMON) * sums[layer] / count
-                moved = regress(old, change, known)
+                moved = regress(old, change, followed, known)
                 k, v = moved.chunk(2, -1)
                 stale = cells[~known].numpy()
                 new[layer][stale] = self.turned(k, here, 1)[~known].numpy()
                 new[layers + layer][stale] = v[~known].numpy()
 
 
-def regress(old: Tensor, change: Tensor, known: Tensor) -> Tensor:
-    """Move a chunk's rows [n, K and V] as `blend.corrections.Regression` does, from the change of the known ones, with one kernel for K and V."""
+def regress(old: Tensor, change: Tensor, followed: Tensor, known: Tensor) -> Tensor:
+    """Move a chunk's rows [n, K and V] as `blend.corrections.Regression` does, from the part of the known ones' change that is followed, with
+    one kernel for K and V."""
     apart = old - old.mean(0)
     halves = apart.unflatten(-1, (2, -1))
     squares = halves.square().sum(-1)
@@ -238,7 +240,7 @@ def regress(old: Tensor, change: Tensor, known: Tensor) -> Tensor:
     sizes = change.square().sum(-1)[None]
     noise = torch.diag_embed(_noise(sizes, torch.full(sizes.shape, 1 / len(old))))
     lower = torch.linalg.cholesky(alike[None, :, known] + noise)
-    return old + alike.mT @ _solved(lower, change[None])[0]
+    return old + alike.mT @ _solved(lower, followed[None])[0]
 
 
 def gaps(prefix: int, chunks: Sequence[Chunk]) -> list[Run]:

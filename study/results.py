@@ -149,8 +149,9 @@ def question_parser(doc: str | None, records: str) -> argparse.ArgumentParser:
 
 
 def places_of(text: str) -> list[int]:
-    """Return places of questions, as the command line has them: 3,5."""
-    return [int(place) for place in text.split(",")]
+    """Return places of questions, as the command line has them: 3,5-7."""
+    ranges = [[int(end) for end in part.split("-")] for part in text.split(",")]
+    return [place for ends in ranges for place in range(ends[0], ends[-1] + 1)]
 
 
 def nearer(ours: Sequence[float], theirs: Sequence[float]) -> int:
