@@ -100,8 +100,8 @@ class Regression:
         lengths = torch.unique_consecutive(every.chunk.cpu(), return_counts=True)[1].tolist()
         number = known.cumsum(0) - 1  # for each recomputed token of these chunks
         self._repaired = prompt.rows(repaired.positions)
-        found = torch.unique_consecutive(repaired.chunk, return_inverse=True, return_counts=True)
-        self._of_chunk, self._counts = found[1:]
+        _, chunk, counts = torch.unique_consecutive(repaired.chunk, return_inverse=True, return_counts=True)
+        self._so_far = counts.cumsum(0)[chunk]  # of each, those of its chunk and of the chunks before it
         of_size: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
         for tokens, there in zip(torch.arange(len(known)).split(lengths), known.split(lengths), strict=True):
             if 0 < (count := int(there.sum())) < len(tokens):
@@ -129,8 +129,7 @@ class Regression:
 
     def _common(self, change: Tensor) -> Tensor:
         """For each repaired token the mean change of those of its chunk and of the chunks before it. change: fp32 [num_repaired, width]."""
-        sums = torch.segment_reduce(change, "sum", lengths=self._counts, unsafe=True).cumsum(0)  # no check on the host
-        return (sums / self._counts.cumsum(0)[:, None])[self._of_chunk]
+        return change.cumsum(0)[self._so_far - 1] / self._so_far[:, None]
 
 
 @dataclass(frozen=True)
