@@ -32,7 +32,7 @@ PROMPTS, PROMPT_PAGES, ANSWER_TOKENS = 12, 4, 16  # of blending
 RATIOS = (BlendParams().ratio, 0.3)
 KL = 0.06
 """Blending is safe at a ratio where the mean KL to full prefill is at most this, in nats a token. With the default model plain
-reuse leaves .137 on these prompts and .098 in docs/fidelity.md, the default ratio .043 and .023. Shares of equal tokens and answers
+reuse leaves .130 on these prompts and .091 in docs/fidelity.md, the default ratio .041 and .024. Shares of equal tokens and answers
 decide nothing: over so few tokens chance moves them more than the ratio does."""
 
 
