@@ -143,9 +143,11 @@ Found = dict[str, float]
 
 
 def settings(selector: str, correction: str) -> dict[str, BlendParams]:
-    """Reuse and the selector with the correction, by name."""
-    blends = {f"default {r}": BlendParams(selector=selector, ratio=r, correction=correction) for r in (0.05, 0.15)}
-    return {"reuse": BlendParams(mode="reuse"), **blends}
+    """Reuse, and the selector without and with the correction, by name."""
+    found = {"reuse": BlendParams(mode="reuse")}
+    for name, of in (("query", "none"), ("default", correction)):
+        found |= {f"{name} {r}": BlendParams(selector=selector, ratio=r, correction=of) for r in (0.05, 0.15)}
+    return found
 
 
 @torch.no_grad()
