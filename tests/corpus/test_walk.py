@@ -66,21 +66,22 @@ def test_ignored_and_hidden_files_are_left_out_without_a_word(tree: Path) -> Non
 
 
 @pytest.mark.skipif(shutil.which("rg") is None, reason="ripgrep is not installed")
-@pytest.mark.parametrize("folder", [".", "docs", "build"])
+@pytest.mark.parametrize("folder", [".", "build"])  # not docs: ripgrep < 15 misreads a parent's rules with paths
 def test_ripgrep_takes_the_same_files(tree: Path, folder: str) -> None:
     found = subprocess.run(["rg", "--files", "-0", folder], capture_output=True, text=True, check=True).stdout
     assert {os.path.normpath(name) for name in found.split("\0") if name} == set(taken(folder))
 
 
-def test_git_leaves_out_the_same_files(tree: Path) -> None:
+@pytest.mark.parametrize("folder", [".", "docs"])
+def test_git_leaves_out_the_same_files(tree: Path, folder: str) -> None:
     shutil.rmtree(tree / ".git")
     (tree / ".ignore").unlink()
     subprocess.run(["git", "init", "-q"], check=True)
     (tree / ".git/info/exclude").write_text("a.md\n")
     found = subprocess.run(
-        ["git", "ls-files", "-z", "--others", "--exclude-standard"], capture_output=True, text=True, check=True
+        ["git", "ls-files", "-z", "--others", "--exclude-standard", folder], capture_output=True, text=True, check=True
     ).stdout.split("\0")
-    assert {name for name in found if name.endswith(".md") and "/." not in name} == set(taken("."))
+    assert {name for name in found if name.endswith(".md") and "/." not in name} == set(taken(folder))
 
 
 def test_include_and_exclude_go_by_the_folder_that_was_named(here: Path) -> None:
