@@ -90,7 +90,8 @@ class Settings:
     draft_tokens: int = _setting(8, "Answer tokens that draft decodes first.")
     correction: str = _setting("regression", "Correct the KV of other tokens by regression, mean-shift or none.")
     max_risk: float | None = _setting(
-        None, "Switch to a full prefill when the estimated risk of another answer exceeds this (see eval --fit-risk)."
+        None,
+        "Switch to a full prefill when the estimated risk of another answer exceeds this (see eval --fit-risk); best with --json or --batch.",
     )
     max_tokens: int = _setting(128, "Maximum tokens of the answer.")
     reasoning_tokens: int = _setting(1024, "Maximum tokens of reasoning before the answer.")

@@ -96,7 +96,13 @@ def ask(
     if results is not None:
         questions = results.left(questions)
     ask_options = AskOptions(
-        verify=verify, confirm=confirm, save=save, ids=ids, explain=explain, tokens=explain or html is not None
+        verify=verify,
+        confirm=confirm,
+        save=save,
+        stream=not json and batch is None,
+        ids=ids,
+        explain=explain,
+        tokens=explain or html is not None,
     )
     schema = None if json_schema is None else read_text(json_schema)
     sampling = {"stop": tuple(stop or ()), "logprobs": logprobs, "json_schema": schema, "regex": regex}

@@ -223,7 +223,7 @@ class EngineCore:
     def _answers_begin(self, first: Sequence, done: PrefillReport) -> None:
         """Draw the first token of each answer; they share the prompt's blocks."""
         state = first.state
-        plan, sampling = state.request.plan.with_prefix_cache(done.prefix_cache_tokens), state.request.sampling
+        plan = state.request.plan.with_prefix_cache(done.prefix_cache_tokens)
         assert first.paged is not None
         state.done = done
         if done.prefix_cache_tokens > state.provenance.exact_until:
@@ -248,19 +248,24 @@ class EngineCore:
         ]
         state.sequences += wave[1:]
         for index, sequence in enumerate(wave, begun):
-            params = replace(sampling, seed=None if sampling.seed is None else sampling.seed + index)
-            on_event: OnEvent = partial(self._emit, state)
-            if state.num_answers > sampling.n:  # nothing is streamed before the likeliest are chosen
-                params, on_event = replace(params, logprobs=sampling.logprobs or 0), ignore
-            sequence.output = SequenceOutput(self._runtime, params, plan.token_ids, on_event, index)
+            self._begin_output(sequence, index)
             sequence.kv_len = state.num_tokens
-            sequence.watch = AttentionShares(state.request.plan)
         if self._too_risky(first, done.logits):
             self._fall_back(first)
             return
         outputs = [s.output for s in wave if s.output is not None]
         draws = draw_next(outputs, done.logits.expand(len(outputs), -1))
         self._outputs.sampled(list(zip(wave, draws, strict=True)))
+
+    def _begin_output(self, sequence: Sequence, index: int) -> None:
+        """Begin its answer, or begin it anew."""
+        state, sampling = sequence.state, sequence.state.request.sampling
+        params = replace(sampling, seed=None if sampling.seed is None else sampling.seed + index)
+        on_event: OnEvent = partial(self._emit, state) if state.streams else ignore
+        if state.num_answers > sampling.n:
+            params = replace(params, logprobs=sampling.logprobs or 0)
+        sequence.output = SequenceOutput(self._runtime, params, state.request.plan.token_ids, on_event, index)
+        sequence.watch = AttentionShares(state.request.plan)
 
     def _hand_over(self, sequence: Sequence, connector: Connector) -> None:
         """Give the prompt's KV to the connector, and end the request with an answer of no tokens."""
@@ -345,10 +350,16 @@ class EngineCore:
         return state.gate is not None and not exact and state.gate.too_risky(logits)
 
     def _fall_back(self, sequence: Sequence) -> None:
-        """Queue a full prefill of the prompt and the tokens so far, behind which the answer goes on."""
-        assert sequence.output is not None
+        """Queue a full prefill of the prompt and the tokens so far, behind which the answer goes on; of the prompt alone where all of the
+        answer is replaced."""
         state = sequence.state
-        state.full = state.request.in_full().extended(sequence.output.out.token_ids)
+        assert state.gate is not None
+        assert sequence.output is not None
+        if state.gate.judges_whole:
+            state.full = state.request.in_full()
+            self._begin_output(sequence, sequence.index)
+        else:
+            state.full = state.request.in_full().extended(sequence.output.out.token_ids)
         self._restart(sequence)
 
     def _resume(self, sequence: Sequence, done: PrefillReport) -> None:

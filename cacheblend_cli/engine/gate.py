@@ -2,7 +2,8 @@
 
 Tokens are generated over blended KV while that probability stays below the limit. The first token that would exceed it is drawn
 after a full prefill of the prompt and the tokens so far, and so are all that follow: tokens already generated stand, and the
-expected share of answers that differ is at most the limit.
+expected share of answers that differ is at most the limit. Where the answer is not streamed, none of its tokens stand: all of it
+is generated again from a full prefill's KV, as if it had been judged when it was complete.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from cacheblend_cli.types import Risk
 
 
 class Gate:
-    """Risk of one answer. found: the estimate so far."""
+    """Risk of one answer. found: the estimate so far. judges_whole: above the limit, all of the answer is replaced."""
 
-    def __init__(self, fit: RiskFit, limit: float) -> None:
-        self._fit, self.found = fit, Risk(0.0, limit)
+    def __init__(self, fit: RiskFit, limit: float, *, judges_whole: bool) -> None:
+        self._fit, self.found, self.judges_whole = fit, Risk(0.0, limit), judges_whole
 
     @classmethod
     def of(cls, request: Request) -> Gate | None:
@@ -35,7 +36,7 @@ class Gate:
                 "--max-risk is given, and the risk was never fitted for this model, these chunks' context and this way to blend",
                 "fit it on questions with their texts: cacheblend eval QUESTIONS.jsonl --fit-risk, with the same settings",
             )
-        return cls(fit, request.blend.max_risk)
+        return cls(fit, request.blend.max_risk, judges_whole=not request.options.stream)
 
     def too_risky(self, logits: Tensor) -> bool:
         """Return whether drawing the next token from these logits [vocab_size], of blended KV, would exceed the limit. Call it once a token,
@@ -43,12 +44,12 @@ class Gate:
         token = float(self._fit.of_tokens(signals_of(logits[None]))[0])
         risk = 1 - (1 - self.found.estimate) * (1 - token)
         above = risk > self.found.limit
-        num_tokens = self.found.tokens
-        self.found = (
-            replace(self.found, full_prefill_at=num_tokens)
-            if above
-            else replace(self.found, estimate=risk, tokens=num_tokens + 1)
-        )
+        if not above:
+            self.found = replace(self.found, estimate=risk, tokens=self.found.tokens + 1)
+        elif self.judges_whole:
+            self.found = Risk(0.0, self.found.limit, full_prefill_at=0)
+        else:
+            self.found = replace(self.found, full_prefill_at=self.found.tokens)
         return above
 
 

@@ -159,12 +159,13 @@ class OutputProcessor:
         self._emit(state, Done(answers, early))
 
     def _answers(self, state: RequestState) -> list[Answer]:
-        """The best of them where more were made than wanted; none where the prompt was not done."""
+        """The best of them where more were made than wanted; none where the prompt was not done. What was not streamed is emitted."""
         if state.done is None:
             return []
         made = [s.generation for s in state.sequences if s.generation is not None]
         if len(made) > state.request.sampling.n:
             made = sorted(made, key=lambda g: g.mean_logprob, reverse=True)[: state.request.sampling.n]
+        if not state.streams:
             for index, generation in enumerate(made):
                 if state.request.sampling.logprobs is None:
                     generation.logprobs = []

@@ -274,6 +274,11 @@ class RequestState:
         return max(self.request.sampling.n, self.request.sampling.best_of)
 
     @property
+    def streams(self) -> bool:
+        """Return whether its tokens are emitted one by one: not before the likeliest answers are chosen, nor what may be replaced."""
+        return self.num_answers <= self.request.sampling.n and not (self.gate is not None and self.gate.judges_whole)
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens to prefill."""
         return self.to_prefill.plan.num_tokens

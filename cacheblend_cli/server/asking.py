@@ -106,7 +106,9 @@ def _ask_request(host: ServerState, parsed: ParsedRequest) -> AskRequest:
         prompt=_prompt(host.runtime, parsed) if body.wants_chunks or retrieves else PLAIN,
         raw=parsed.raw,
         model_sampling=(),
-        options=AskOptions(verify=body.verify, priority=body.priority, deadline_s=body.timeout_s),
+        options=AskOptions(
+            verify=body.verify, priority=body.priority, deadline_s=body.timeout_s, stream=bool(body.stream)
+        ),
     )
 
 

@@ -106,7 +106,7 @@ class Confirmation:
 class Risk:
     """The probability, as estimated, that one of the tokens drawn over blended KV is another than a full prefill's; there are
     `tokens` of them. Where the next would have taken it above the limit, that number is full_prefill_at: a full prefill, which
-    took `seconds`, goes on from there."""
+    took `seconds`, goes on from there. Where the answer was not streamed, all of it is the full prefill's, and full_prefill_at is 0."""
 
     estimate: float
     limit: float

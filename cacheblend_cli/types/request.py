@@ -62,8 +62,9 @@ class AskOptions:
     verify: compare with a full prefill. confirm: the answer is a full prefill's, after the blended one was streamed. auto: the
     loading controller chooses the ratio, at least `BlendParams.ratio`, or a full prefill. save: store the KV of chunks that had to
     be computed, if the store is open for writing. priority: lower runs first; among equals, in order of arrival. deadline_s:
-    seconds from submission after which the request ends with finish_reason "deadline". ids, explain, tokens: report token ids,
-    layers and the prompt's text, and each token of the chunks.
+    seconds from submission after which the request ends with finish_reason "deadline". stream: the answer is read while it is
+    generated; False: max_risk judges it as a whole. ids, explain, tokens: report token ids, layers and the prompt's text, and each
+    token of the chunks.
     """
 
     verify: bool = False
@@ -72,6 +73,7 @@ class AskOptions:
     save: bool = True
     priority: int = 0
     deadline_s: float | None = None
+    stream: bool = True
     ids: bool = False
     explain: bool = False
     tokens: bool = False

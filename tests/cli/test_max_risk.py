@@ -40,13 +40,22 @@ def test_fitted_by_eval_and_kept_to_by_ask(cli: Cli, stored: list[str], question
     [full, reuse] = [cli(*asked[:4], "--max-tokens", "8", "--mode", mode).out for mode in ("full", "reuse")]
     never = cli(*asked, "--max-risk", "0")
     assert never.out == full
-    assert "at token 0" in never.err
+    assert "the answer is a full prefill's" in never.err
     always = cli(*asked, "--max-risk", "1")
     assert always.out == reuse
     assert "risk" in always.err
     record = cli(*asked, "--max-risk", "1", "--json").records[0]
     assert 0 < record["risk"]["estimate"] <= 1
     assert record["risk"]["full_prefill_at"] is None
+    late = ("--max-risk", str(record["risk"]["estimate"] * 0.999))
+    assert "a full prefill took over at token" in cli(*asked, *late).err, "what is streamed stands"
+    questions_file = Path(questions).with_name("asked.jsonl")
+    questions_file.write_text(json.dumps({"question": "who?", "chunks": asked[3].split(",")}) + "\n")
+    in_batch = cli("ask", "--batch", str(questions_file), *blend, *late)
+    assert "the answer is a full prefill's" in in_batch.err
+    for whole in (cli(*asked, *late, "--json"), cli("ask", "--batch", str(questions_file), *blend, *late, "--json")):
+        assert whole.records[0]["answer"] == full.rstrip("\n")
+        assert whole.records[0]["risk"]["full_prefill_at"] == 0
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,33 @@ def full_behind(house: House, question: AskRequest, said: Sequence[int]) -> list
         logits = runner.step(torch.tensor(ids[-1:]))[0]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_an_answer_that_is_not_streamed_is_judged_whole(house: House, fit: RiskFit, temperature: float) -> None:
+    """All eight tokens together have a risk of .57: above .5 the answer is a full prefill's from its first token."""
+    changed = 0
+    for text in QUESTIONS:
+        free, low, high = (asked(house, text, limit) for limit in (None, 0.5, 0.6))
+        sampling = replace(free.sampling, temperature=temperature, seed=3, logprobs=0)
+        free, low, high = (
+            replace(ask, sampling=sampling, options=replace(ask.options, stream=False)) for ask in (free, low, high)
+        )
+        blended, stands, pieces = ask(house, free), ask(house, high), list[str]()
+        full = ask(house, replace(free, blend=BlendParams(mode="full")))
+        replaced = house.engine.run(house.engine.resolve(house.store, low), pieces_to(pieces.append))
+        assert (replaced.generated_ids, replaced.text) == (full.generated_ids, full.text)
+        assert len(replaced.logprobs) == len(full.logprobs)
+        assert replaced.risk is not None
+        assert (replaced.risk.estimate, replaced.risk.tokens, replaced.risk.full_prefill_at) == (0.0, 0, 0)
+        assert replaced.risk.seconds > 0
+        assert pieces == [full.text], "nothing is streamed that may be replaced"
+        assert stands.generated_ids == blended.generated_ids
+        assert stands.risk is not None
+        assert stands.risk.estimate == pytest.approx(1 - (1 - EACH) ** len(stands.generated_ids))
+        assert stands.risk.full_prefill_at is None
+        changed += full.generated_ids != blended.generated_ids
+    assert changed, "else this shows nothing"
+
+
 # the limit of 0.25 lets two tokens pass: .1, .19, .271
 @pytest.mark.parametrize(("limit", "passed"), [(0.0, 0), (0.25, 2), (1.0, TOKENS)])
 def test_what_was_said_stands_and_a_full_prefill_goes_on(house: House, fit: RiskFit, limit: float, passed: int) -> None:
@@ -88,6 +115,7 @@ def test_what_was_said_stands_and_a_full_prefill_goes_on(house: House, fit: Risk
 def test_side_by_side_as_alone(house: House, fit: RiskFit, pool_tokens: int, times: int) -> None:
     limits = [None, 0.0, 0.25, 1.0]
     questions = [asked(house, text, limits[n % 4]) for n, text in enumerate(QUESTIONS * times)]
+    questions += [replace(ask, options=replace(ask.options, stream=False)) for ask in questions if ask.blend.max_risk]
     alone = [ask(house, question) for question in questions]
     service = AsyncEngine(house.engine.runtime, Limits(pool_tokens=pool_tokens, enable_prefix_caching=False))
     try:
