@@ -212,22 +212,23 @@ def test_a_preempted_sequence_goes_on_where_it_was(house: House) -> None:
 class _Third(Gate):
     """Wants a full prefill before the third token."""
 
-    def __init__(self) -> None:
-        self.found, self._tokens = Risk(0.0, 1.0), 0
+    def __init__(self, *, judges_whole: bool) -> None:
+        self.found, self.judges_whole, self._tokens = Risk(0.0, 1.0), judges_whole, 0
 
     def too_risky(self, logits: torch.Tensor) -> bool:
         self._tokens += 1
         return self._tokens == 3
 
 
-def test_behind_a_full_prefill_its_kv_is_handed_over_again(house: House) -> None:
+@pytest.mark.parametrize("judges_whole", [False, True])
+def test_behind_a_full_prefill_its_kv_is_handed_over_again(house: House, judges_whole: bool) -> None:
     """--max-risk: what llama.cpp held of the blended prompt is dropped."""
     question = house.question(max_tokens=8)
     found = []
     for one in (torch_only(house), house):
         bench = Bench(one, replace(TINY, max_rows=512, pool_tokens=4096))
         listener, state = bench.arrive(question)
-        state.gate = _Third()
+        state.gate = _Third(judges_whole=judges_whole)
         bench.run()
         [answer] = listener.done().answers
         found.append(answer.generated_ids)
