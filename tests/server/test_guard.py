@@ -179,14 +179,15 @@ def test_a_client_that_leaves_is_cancelled(server: Any) -> None:
 
 
 def test_an_answer_finishes_when_the_server_ends(server: Any) -> None:
-    body = {"messages": [{"role": "user", "content": "who?"}], "max_tokens": 60, "stream": True, "ignore_eos": True}
+    body = {"messages": [{"role": "user", "content": "who?"}], "max_tokens": 300, "stream": True, "ignore_eos": True}
     with server.client.stream("POST", "/v1/chat/completions", json=body) as reply:
         lines = reply.iter_lines()
         next(lines)
-        server.end()
+        server.end()  # the server's loop sees it at its next look
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]"
     assert '"finish_reason": "length"' in rest[-2]
+    server.thread.join(30)
     assert server.state.draining
 
 
