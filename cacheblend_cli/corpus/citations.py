@@ -35,13 +35,14 @@ class Citation:
 
 class Citations:
     """Documents of a store's chunks. If several documents share a chunk, one in the scope (by default the current project) is
-    cited first, and one on disk before one that is gone."""
+    cited first, and one on disk before one that is gone. damaged: the record of a document that was looked up could not be read, so that
+    its chunks are cited by the name they were stored with alone."""
 
     def __init__(self, store: ChunkStore, scope: Scope | None = None) -> None:
         self._store, self._scope = store, scope or project_scope(store)
         self._documents: dict[bytes, DocumentRecord | None] = {}
         self._places: dict[bytes, list[_Place]] | None = None  # of all chunks, read after _MANY look-ups
-        self._asked = 0
+        self._asked, self.damaged = 0, False
 
     def all_of(self, manifest: ChunkManifest) -> list[Citation]:
         """Return all documents of the chunk, the one to cite first. A chunk of no document has the one it was stored with."""
@@ -66,8 +67,11 @@ class Citations:
             with self._store.read() as reader:
                 names = list(reader.documents_of(key))
                 self._documents |= {name: reader.document(name) for name in names if name not in self._documents}
-            return _places(self._documents[name] for name in names).get(key, [])
-        except StoreError:  # damage is reported elsewhere; the manifest has a name
+            records = [self._documents[name] for name in names]
+            self.damaged |= None in records
+            return _places(records).get(key, [])
+        except StoreError:  # the manifest has a name
+            self.damaged = True
             return []
 
 

@@ -76,6 +76,11 @@ def inputs_of(
             manifest = _manifest(store, key)
             found = _as_input(collection, store, manifest, notes)
             inputs.append(replace(found, source=citations.of(manifest).source))
+    if citations is not None and citations.damaged:
+        notes.append(
+            "records of documents are damaged: where their chunks stand in them is not known (cacheblend chunks verify --repair, "
+            "then precompute)"
+        )
     return tuple(inputs)
 
 

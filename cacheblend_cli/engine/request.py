@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from cacheblend_store import ChunkStore
+from cacheblend_store import BadBlob, ChunkStore
 from cacheblend_store.format.codecs import is_lossless
 
 from cacheblend_cli.blend.policy import policy_of
@@ -81,7 +81,7 @@ class Request:
     def without(self, key: bytes, reason: str) -> Request:
         """The request with what is stored under the key not used, and a note that says so. What the tier lost goes with it."""
         gone = {key} | (self.tiered.lost if self.tiered else set())
-        self.notes.append(f"stored KV {key.hex()[:12]} is not used, it is computed: {reason}")
+        self.notes.append(_not_used(key, reason))
         return replace(
             self,
             prefix_cached=self.prefix_cached and self.collection.prefix_key not in gone,
@@ -163,12 +163,26 @@ def resolve(
         blend=blend,
         sampling=sampling,
         options=ask.options,
-        prefix_cached=collection.prefix_key in in_tier or (store is not None and store.has_kv(collection.prefix_key)),
+        prefix_cached=collection.prefix_key in in_tier or _has_prefix(store, collection.prefix_key, notes),
         lossless=lossless,
         notes=notes,
         started=started,
         tiered=tiered,
     )
+
+
+def _has_prefix(store: ChunkStore | None, key: bytes, notes: list[str]) -> bool:
+    """Return whether the store has the prefix's KV. A damaged record is noted."""
+    try:
+        found = None if store is None else store.get_chunk(key)
+    except BadBlob as error:
+        notes.append(_not_used(key, error.message))
+        return False
+    return found is not None and found.has_kv
+
+
+def _not_used(key: bytes, reason: str) -> str:
+    return f"stored KV {key.hex()[:12]} is not used, it is computed: {reason}"
 
 
 def _check_size(runtime: Runtime, ask: AskRequest) -> None:

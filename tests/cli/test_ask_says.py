@@ -9,33 +9,50 @@ from typing import Any
 import pytest
 from bare_store import bare_writing
 from cacheblend_store import ChunkStore
+from cacheblend_store.format.keys import blob_key
 from checkpoints import write_checkpoint
 from text_tokenizers import write_text_tokenizer
 
 Cli = Callable[..., Any]
 
 
-def spoil(store: Path, key: str) -> None:
-    """Overwrite a chunk's first layer with other bytes of the same length."""
+def spoil(store: Path, database: str, key: bytes) -> None:
+    """Flip a bit of the record's last byte."""
     with ChunkStore.open(store, mode="write") as opened, bare_writing(opened) as (transaction, dbs):
-        manifest = opened.get_chunk(bytes.fromhex(key))
-        assert manifest is not None
-        from cacheblend_store.format.keys import blob_key
-
-        name = blob_key(manifest.key, 0)
-        blob = bytearray(transaction.get(name, db=dbs["blobs"]))
-        blob[-1] ^= 1
-        transaction.put(name, bytes(blob), db=dbs["blobs"])
+        record = bytearray(transaction.get(key, db=dbs[database]))
+        record[-1] ^= 1
+        transaction.put(key, bytes(record), db=dbs[database])
 
 
 def test_a_chunk_with_bad_kv_is_named_in_the_json(cli: Cli, stored: list[str], tmp_path: Path) -> None:
     ask = ("ask", "who leads?", "--chunks", ",".join(stored[:2]), "--max-tokens", "2", "--json")
     assert cli(*ask).records[0]["notes"] == []
-    spoil(tmp_path / "store", stored[1])
+    spoil(tmp_path / "store", "blobs", blob_key(bytes.fromhex(stored[1]), 0))
     [answer] = cli(*ask).records
     assert [c["status"] for c in answer["chunks"]] == ["exact", "computed"]
     assert answer["notes"][0].startswith(f"stored KV {stored[1][:12]} is not used, it is computed:")
     assert answer["notes"][1] == "stored the KV of 1 computed chunk"
+
+
+def test_damaged_records_behind_a_sound_chunk_are_named(cli: Cli, stored: list[str], tmp_path: Path) -> None:
+    """Of the prefix, which is computed, and of its document, which says where it stands."""
+    ask = ("ask", "who leads?", "--chunks", stored[0], "--max-tokens", "2", "--json", "--no-save")
+    [sound] = cli(*ask).records
+    assert sound["chunks"][0]["place"]
+    with ChunkStore.open(tmp_path / "store") as store, store.read() as reader:
+        [prefix] = [m for m in store.chunks(prefixes=True) if m.context == "prefix"]
+        [document] = reader.documents_of(bytes.fromhex(stored[0]))
+    spoil(tmp_path / "store", "chunks", prefix.key)
+    spoil(tmp_path / "store", "documents", document)
+    [answer] = cli(*ask).records
+    assert answer["answer"] == sound["answer"]
+    assert answer["chunks"][0]["place"] == ""
+    [places, computed] = sorted(answer["notes"])
+    assert computed.startswith(f"stored KV {prefix.id[:12]} is not used, it is computed: record")
+    assert places.startswith("records of documents are damaged")
+    assert cli("chunks", "verify", "--repair").code == 0
+    assert cli("precompute", "docs").code == 0
+    assert cli(*ask).records[0]["chunks"] == sound["chunks"]
 
 
 def test_hits_that_do_not_fit_are_left_out_and_counted(cli: Cli, stored: list[str]) -> None:
@@ -107,7 +124,7 @@ def test_layers_that_differ_are_told_in_words(cli: Cli, stored: list[str]) -> No
 
 
 def test_each_chunk_is_told_in_words(cli: Cli, stored: list[str], tmp_path: Path) -> None:
-    spoil(tmp_path / "store", stored[2])
+    spoil(tmp_path / "store", "blobs", blob_key(bytes.fromhex(stored[2]), 0))
     lines = explained(cli, stored, "--ratio", "0.5", "--no-save")
     found = {line.split()[1]: line for line in lines if line.startswith("chunk ")}
     assert "exact here" in found[stored[0][:12]]

@@ -95,12 +95,18 @@ class Asking:
         missing = frozenset(c["id"] for c in chunks if c["status"] == "computed")  # type: ignore[union-attr, index]
         for id_ in missing:
             assert id_[:12] in err, "a chunk is computed and nothing said so"
+        places_are_lost = "records of documents are damaged" in err
         for prefix in (False, True):
-            if said == self.expected(missing, prefix):
+            expected = self.expected(missing, prefix)
+            if said == expected or (places_are_lost and _without_places(said) == _without_places(expected)):
                 seen["computed anew" if missing or prefix else "as it was"] += 1
                 assert not prefix or "stored KV" in err
                 return True
         raise AssertionError(f"another answer: {said['answer']!r}")
+
+
+def _without_places(said: dict[str, object]) -> dict[str, object]:
+    return {**said, "chunks": [{**c, "place": "", "headings": []} for c in said["chunks"]]}  # type: ignore[attr-defined]
 
 
 def _flips(path: Path, ids: tuple[str, ...], count: int) -> list[tuple[int, int]]:
