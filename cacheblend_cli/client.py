@@ -160,8 +160,7 @@ class Client:
     def ask(self, question: str | AskRequest, **about: Any) -> Answer:
         """Return the answer. about: as for `request`."""
         ask = question if isinstance(question, AskRequest) else self.request(question, **about)
-        ask = replace(ask, options=replace(ask.options, stream=False))
-        return next(event for event in self.events(ask) if isinstance(event, Reply)).answer
+        return next(event for event in self.events(ask.unstreamed()) if isinstance(event, Reply)).answer
 
     def stream(self, question: str | AskRequest, **about: Any) -> Iterator[str]:
         """Yield pieces of the answer as they are generated. Leaving the loop early cancels the request."""

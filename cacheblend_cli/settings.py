@@ -91,7 +91,7 @@ class Settings:
     correction: str = _setting("regression", "Correct the KV of other tokens by regression, mean-shift or none.")
     max_risk: float | None = _setting(
         None,
-        "Switch to a full prefill when the estimated risk of another answer exceeds this (see eval --fit-risk); best with --json or --batch.",
+        "Switch to a full prefill when the estimated risk of another answer exceeds this (see eval --fit-risk); best where answers are not streamed.",
     )
     max_tokens: int = _setting(128, "Maximum tokens of the answer.")
     reasoning_tokens: int = _setting(1024, "Maximum tokens of reasoning before the answer.")

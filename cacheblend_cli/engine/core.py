@@ -247,8 +247,8 @@ class EngineCore:
             *(Sequence(state, i, Status.RUNNING, first.paged.fork()) for i in range(begun + 1, state.num_started)),
         ]
         state.sequences += wave[1:]
-        for index, sequence in enumerate(wave, begun):
-            self._begin_output(sequence, index)
+        for sequence in wave:
+            self._begin_output(sequence)
             sequence.kv_len = state.num_tokens
         if self._too_risky(first, done.logits):
             self._fall_back(first)
@@ -257,14 +257,14 @@ class EngineCore:
         draws = draw_next(outputs, done.logits.expand(len(outputs), -1))
         self._outputs.sampled(list(zip(wave, draws, strict=True)))
 
-    def _begin_output(self, sequence: Sequence, index: int) -> None:
+    def _begin_output(self, sequence: Sequence) -> None:
         """Begin its answer, or begin it anew."""
         state, sampling = sequence.state, sequence.state.request.sampling
-        params = replace(sampling, seed=None if sampling.seed is None else sampling.seed + index)
+        params = replace(sampling, seed=None if sampling.seed is None else sampling.seed + sequence.index)
         on_event: OnEvent = partial(self._emit, state) if state.streams else ignore
         if state.num_answers > sampling.n:
             params = replace(params, logprobs=sampling.logprobs or 0)
-        sequence.output = SequenceOutput(self._runtime, params, state.request.plan.token_ids, on_event, index)
+        sequence.output = SequenceOutput(self._runtime, params, state.request.plan.token_ids, on_event, sequence.index)
         sequence.watch = AttentionShares(state.request.plan)
 
     def _hand_over(self, sequence: Sequence, connector: Connector) -> None:
@@ -357,7 +357,7 @@ class EngineCore:
         assert sequence.output is not None
         if state.gate.judges_whole:
             state.full = state.request.in_full()
-            self._begin_output(sequence, sequence.index)
+            self._begin_output(sequence)
         else:
             state.full = state.request.in_full().extended(sequence.output.out.token_ids)
         self._restart(sequence)

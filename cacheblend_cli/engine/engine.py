@@ -386,8 +386,7 @@ class Engine:
         return self.resolve(self._store, ask)
 
     def _submit(self, ask: AskRequest) -> Future[Answer]:
-        ask = replace(ask, options=replace(ask.options, stream=False))
-        return self._running().ask(self._resolved_request(ask))
+        return self._running().ask(self._resolved_request(ask.unstreamed()))
 
     def _submit_unless_full(self, ask: AskRequest, *, wait: bool) -> Future[Answer] | None:
         """Queue the request. With a full queue return None, or with `wait` try again until it has room."""

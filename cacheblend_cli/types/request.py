@@ -127,6 +127,10 @@ class AskRequest:
             **{"salt": settings.salt, "model_sampling": model_sampled(resolved)} | others,
         )
 
+    def unstreamed(self) -> AskRequest:
+        """Return the request for an answer that is read when it is complete."""
+        return replace(self, options=replace(self.options, stream=False))
+
     @property
     def wire(self) -> dict[str, Any]:
         """JSON form. A directory of embedding weights becomes an absolute path, since the engine may run in another directory."""

@@ -68,9 +68,7 @@ def test_an_answer_that_is_not_streamed_is_judged_whole(house: House, fit: RiskF
     for text in QUESTIONS:
         free, low, high = (asked(house, text, limit) for limit in (None, 0.5, 0.6))
         sampling = replace(free.sampling, temperature=temperature, seed=3, logprobs=0)
-        free, low, high = (
-            replace(ask, sampling=sampling, options=replace(ask.options, stream=False)) for ask in (free, low, high)
-        )
+        free, low, high = (replace(ask, sampling=sampling).unstreamed() for ask in (free, low, high))
         blended, stands, pieces = ask(house, free), ask(house, high), list[str]()
         full = ask(house, replace(free, blend=BlendParams(mode="full")))
         replaced = house.engine.run(house.engine.resolve(house.store, low), pieces_to(pieces.append))
@@ -115,7 +113,7 @@ def test_what_was_said_stands_and_a_full_prefill_goes_on(house: House, fit: Risk
 def test_side_by_side_as_alone(house: House, fit: RiskFit, pool_tokens: int, times: int) -> None:
     limits = [None, 0.0, 0.25, 1.0]
     questions = [asked(house, text, limits[n % 4]) for n, text in enumerate(QUESTIONS * times)]
-    questions += [replace(ask, options=replace(ask.options, stream=False)) for ask in questions if ask.blend.max_risk]
+    questions += [ask.unstreamed() for ask in questions if ask.blend.max_risk is not None]
     alone = [ask(house, question) for question in questions]
     service = AsyncEngine(house.engine.runtime, Limits(pool_tokens=pool_tokens, enable_prefix_caching=False))
     try:
