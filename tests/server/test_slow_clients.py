@@ -144,9 +144,11 @@ def test_large_bodies_share_a_budget(start: Any) -> None:
 
 
 def test_a_server_that_stops_is_not_ready(server: Any) -> None:
+    release = threading.Event()
     with server.client.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 60}) as reply:
         lines = reply.iter_lines()
         next(lines)
+        server.state.service.run(lambda _: release.wait(30))  # the answer ends after what is asked of the server
         server.end()
         with httpx.Client(base_url=server.client.base_url) as other:  # a connection of its own
             while (ready := other.get("/ready")).status_code != 503:
@@ -154,6 +156,7 @@ def test_a_server_that_stops_is_not_ready(server: Any) -> None:
             assert ready.json()["status"] == "stopping"
             refused = other.post("/v1/chat/completions", json=LONG)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopping")
+        release.set()
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]"
     assert '"finish_reason": "length"' in rest[-2]
