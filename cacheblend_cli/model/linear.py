@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from cacheblend_kernels import compiled
+from cacheblend_kernels.torch_attention import onednn_multiplies
 from torch import Tensor
 
 from cacheblend_cli.errors import DeviceError, UsageError
 
-PACKABLE = (torch.float32, torch.bfloat16)
 WEIGHT_DTYPES = ("auto", "int8")  # auto: as the model computes
 CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "64"}
 """Products that oneDNN keeps compiled, and those that torch's layer over it keeps described. Each shape is another, of half a MiB
@@ -42,12 +42,7 @@ def can_pack(weight: Tensor) -> bool:
     """Return whether oneDNN can keep this weight in its own layout: on a CPU products are then about twice as fast in fp32,
     and a third faster in bf16 (benchmarks/README.md). A meta tensor stands for a weight on the CPU whose packed form is read later
     (model/packed_cache.py)."""
-    return (
-        weight.device.type in ("cpu", "meta")
-        and weight.dtype in PACKABLE
-        and torch.backends.mkldnn.is_available()
-        and _packed_product is not None
-    )
+    return weight.device.type in ("cpu", "meta") and onednn_multiplies(weight.dtype)
 
 
 class Product(ABC):
@@ -144,7 +139,7 @@ class Int8Linear(Product):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__((weight.shape[0], weight.shape[1]), weight.dtype, bias)
-        self._from = self.dtype if self.dtype in PACKABLE else torch.float32  # what oneDNN gives
+        self._from = self.dtype if onednn_multiplies(self.dtype) else torch.float32  # what it gives
         place = weight.device
         whole, scales = (
             torch.empty(weight.shape, dtype=torch.int8, device=place),

@@ -99,7 +99,7 @@ class PackedCache:
                     return decoder
         decoder = build(hollow=False)
         products = [member for _, member in members_of(decoder) if not isinstance(member, torch.Tensor)]
-        if sum(product.num_bytes for product in products) >= self._least_bytes:
+        if sum(product.num_bytes for product in products if product.packed) >= self._least_bytes:
             Writer(lambda stopped: self._keep(decoder, build, stopped)).start()
         return decoder
 

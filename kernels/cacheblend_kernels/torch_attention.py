@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,6 @@ takes six times as long as the product."""
 KEY_STEP = 256
 """A tile's keys begin and end at multiples of it. oneDNN compiles a product for each shape (.8 ms), and keeps few of them."""
 HEADS_AT_ONCE = 8  # whose K and V are made of latents together
-ONEDNN_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, params: AttentionParams) -> Tensor:
@@ -175,9 +175,25 @@ def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.softmax(torch.cat((logits, sink), -1), -1)[..., :-1]
 
 
+@cache
+def onednn_multiplies(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN multiplies in this dtype on this CPU, which is tried: bf16 takes AVX-512, or AVX-NE-CONVERT, which neither
+    older nor many small CPUs have, and which users can keep from oneDNN by ONEDNN_MAX_CPU_ISA."""
+    if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
+        return False
+    x = torch.ones(16, 64, dtype=dtype)
+    try:
+        packed = torch.ops.mkldnn._reorder_linear_weight(torch.ones(64, 64, dtype=dtype))
+        for weight in (packed, torch.ones(64, 64, dtype=dtype)):
+            torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    except (RuntimeError, AttributeError):
+        return False
+    return True
+
+
 def _product(x: Tensor, w: Tensor) -> Tensor:
     """x w^T. x: [rows, in]; w: [out, in], contiguous. Uses oneDNN where possible: MKL takes two to three times as long here."""
-    if x.device.type == "cpu" and x.dtype in ONEDNN_DTYPES and torch.backends.mkldnn.is_available():
+    if x.device.type == "cpu" and onednn_multiplies(x.dtype):
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), w, None, "none", [], "")
         return out
     return F.linear(x, w)

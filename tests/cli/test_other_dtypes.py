@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asking import process
 
 Cli = Callable[..., Any]
 
@@ -42,3 +43,17 @@ def test_a_hole_is_stored_as_what_computed_it(cli: Cli, docs: Path) -> None:
     computed = cli(*ask, "float32").records[0]["chunks"][0]
     assert (computed["status"], computed["id"]) == ("computed", ids[0])
     assert cli(*ask, "float32").records[0]["chunks"][0]["status"] == "exact"
+
+
+def test_a_cpu_for_which_onednn_has_no_bfloat16(cli: Cli, docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one without AVX-512: torch's own products take their place, and what is fastest is measured with those."""
+    ids = cli("precompute", "docs", "--dtype", "bfloat16", "-q").out.split()
+    ask = ("ask", "alpha", "--chunks", ",".join(ids), "--max-tokens", "2", "--verify", "--json")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    for arguments in (
+        (*ask, "--dtype", "bfloat16"),
+        ("precompute", "docs", "--dtype", "bfloat16", "--force"),
+        ("doctor",),
+    ):
+        done = process(*arguments)
+        assert done.code == 0, done.err

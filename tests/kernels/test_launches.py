@@ -30,6 +30,7 @@ from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.memory import warm_up
 from cacheblend_cli.kv.loader import NothingToLoad
 from cacheblend_cli.kv.pool import KVPool
+from cacheblend_cli.model import linear
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
@@ -324,9 +325,7 @@ def test_a_layer_is_four_products_and_five_kernels(
     """What a layer more costs the host, whatever is chosen: rotation and cache write are one launch, and nothing is copied."""
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, getattr(torch, name.replace("empty", "zeros")))
-    monkeypatch.setattr(
-        torch.backends.mkldnn, "is_available", lambda: False
-    )  # weights as on a GPU: not packed for a CPU
+    monkeypatch.setattr(linear, "onednn_multiplies", lambda dtype: False)  # weights as on a GPU: not packed for a CPU
     policy = BlendPolicy(make_selector(selector), ((1, ratio),))
     few, more = (launched(tmp_path, n, policy) for n in (4, 5))
     assert more - few == {

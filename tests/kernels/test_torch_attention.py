@@ -80,7 +80,6 @@ def test_alibi(window: int | None, cap: float | None, sinks: torch.Tensor | None
     assert_close(out, attention_reference(case, 0.2, window, cap, sinks, slopes), torch.float32)
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 @pytest.mark.parametrize("cap", [None, 5.0])
 def test_decoding_in_16_bits_makes_no_product_for_every_length(
     cap: float | None, capfd: pytest.CaptureFixture[str]
