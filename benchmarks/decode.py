@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from machine import MOST_USED, ROOT, Others, hardware, machine_name
-from peer_models import PRECISIONS, Models, prepare
+from peer_models import PRECISIONS, Models, precisions, prepare
 
 RESULTS = ROOT / "benchmarks/results/decode.json"
-CASES = ("bfloat16", "int8 weights")
 CONTEXT, SUFFIX, CHUNKS = 2000, 48, 8
 COUNTER = """
 #define _GNU_SOURCE
@@ -257,7 +256,8 @@ def main() -> None:
         environment = (
             os.environ | {"OMP_NUM_THREADS": str(arguments.threads)} | ({"LD_PRELOAD": library} if library else {})
         )
-        for case in (name for name in CASES if arguments.only in name):
+        narrow = [name for name in precisions() if name != "float32"]
+        for case in (name for name in narrow or ["float32"] if arguments.only in name):
             command = [sys.executable, __file__, "--case", case, "--folder", str(arguments.folder)]
             command += ["--tokens", str(arguments.tokens)]
             done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)

@@ -24,6 +24,15 @@ PRECISIONS = {
 QUANTS = ("F16", "BF16", "Q8_0", "Q4_0")
 
 
+def precisions() -> list[str]:
+    """Return those of PRECISIONS that this CPU has products for: without AVX-512 oneDNN has none in bfloat16, and without VNNI no exact ones of int8."""
+    import torch
+    from cacheblend_kernels.torch_attention import onednn_multiplies
+
+    lacking = {"int8 weights"} if not torch.cpu._is_vnni_supported() else set()
+    return [n for n, (dtype, _) in PRECISIONS.items() if onednn_multiplies(getattr(torch, dtype)) and n not in lacking]
+
+
 def environment(python: str) -> dict[str, str]:
     """Return the environment of a measured program: without threads and spinning that somebody has set, nor, of another Python, our path."""
     unset = ("OMP_NUM_THREADS", "PYTHONPATH" if python != sys.executable else "", *VARIABLES)

@@ -41,7 +41,7 @@ from signal import SIGILL
 from typing import Any
 
 from machine import MOST_USED, ROOT, Others, hardware, machine_name
-from peer_models import ANSWER_TOKENS, CHUNKS, PRECISIONS, QUANTS, Models, environment, precompute, prepare
+from peer_models import ANSWER_TOKENS, CHUNKS, QUANTS, Models, environment, precisions, precompute, prepare
 from peer_programs import LLAMA_CPP, TRANSFORMERS, VLLM, XLLAMACPP
 from peer_vllm import SERVED, VllmServer
 
@@ -79,12 +79,13 @@ class Died(RuntimeError):
 
 def cases(models: Models, llama_cpp: str | None, vllm: str | None) -> dict[str, list[str]]:
     """Return the command of each row."""
-    ids = str(models.ids)
-    rows = {f"cacheblend {p}, {b}": [*models.ask(p), *flags] for p in PRECISIONS for b, flags in BLENDS.items()}
+    ids, own = str(models.ids), precisions()
+    rows = {f"cacheblend {p}, {b}": [*models.ask(p), *flags] for p in own for b, flags in BLENDS.items()}
+    blending = "bfloat16" if "bfloat16" in own else "float32"
     if find_spec("xllamacpp"):
         rows |= {
-            f"cacheblend bfloat16, query .15 + llama.cpp {kind}": [
-                *models.ask("bfloat16"), *BLENDS["query .15"], "--decode-with", "llama.cpp", "--decode-model", str(models.gguf(kind)),
+            f"cacheblend {blending}, query .15 + llama.cpp {kind}": [
+                *models.ask(blending), *BLENDS["query .15"], "--decode-with", "llama.cpp", "--decode-model", str(models.gguf(kind)),
             ]
             for kind in HANDED
         }  # fmt: skip
@@ -269,7 +270,7 @@ def main() -> None:
     arguments = parser.parse_args()
     models = Models(arguments.folder)
     prepare(models, arguments.config)
-    for precision in PRECISIONS:
+    for precision in precisions():
         precompute(models, precision)
     if not models.ids.exists():
         asked = [*models.ask("float32"), *BLENDS["full"], "--max-tokens", "1"]

@@ -76,10 +76,11 @@ def _device(settings: Any) -> dict[str, Any]:
     import torch
 
     from cacheblend_cli.model.device import resolve_device
+    from cacheblend_cli.model.machine_speeds import cpu_name
 
     device = resolve_device(settings.device)
     facts: dict[str, Any] = {
-        "cpu": platform.processor() or platform.machine(),
+        "cpu": f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}",
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "used": str(device),
