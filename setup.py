@@ -1,19 +1,24 @@
 """The compiled part, which pyproject.toml cannot declare as optional: without a C compiler the package works too."""
 
+import platform
 import sys
 
 from setuptools import Extension, setup
 
 OPENMP = ["-fopenmp"] if sys.platform == "linux" else []  # torch's own library of it is what is then loaded
 
-setup(
-    ext_modules=[
-        Extension(
-            "cacheblend_kernels._cpu",
-            ["kernels/cacheblend_kernels/cpu.c"],
-            extra_compile_args=["-O2", "-ftree-vectorize", "-std=gnu11", "-Wno-psabi", *OPENMP],
-            extra_link_args=OPENMP,
-            optional=True,
-        )
-    ]
-)
+FOLDER = "kernels/cacheblend_kernels"
+
+
+def compiled(name: str) -> Extension:
+    return Extension(
+        f"cacheblend_kernels._{name}",
+        [f"{FOLDER}/{name}.c"],
+        depends=[f"{FOLDER}/cpu.c"],
+        extra_compile_args=["-O2", "-ftree-vectorize", "-std=gnu11", "-Wno-psabi", *OPENMP],
+        extra_link_args=OPENMP,
+        optional=True,
+    )
+
+
+setup(ext_modules=[compiled(name) for name in ("cpu", "cpu_avx2") if name == "cpu" or platform.machine() == "x86_64"])

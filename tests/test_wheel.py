@@ -41,8 +41,9 @@ def test_an_installed_wheel_answers(tmp_path: Path) -> None:
     run(sys.executable, "-m", "venv", "--without-pip", str(own), cwd=tmp_path)
     run(*pip, "--python", str(own), "install", "--no-deps", "--no-index", str(wheel), cwd=tmp_path)
     [packages] = own.glob("lib/python*/site-packages")
-    if importlib.util.find_spec("cacheblend_kernels._cpu") is not None:  # it could be compiled here
-        assert list(packages.glob("cacheblend_kernels/_cpu.*"))
+    for name in ("_cpu", "_cpu_avx2"):
+        if importlib.util.find_spec(f"cacheblend_kernels.{name}") is not None:  # it could be compiled here
+            assert list(packages.glob(f"cacheblend_kernels/{name}.*"))
     (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")  # behind what is installed here
     tool = str(own / "bin" / "cacheblend")
     where = run(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import platform
 from functools import cache
 from struct import Struct
 from typing import Any
@@ -30,16 +31,23 @@ _ATTENTION, _ROPE = Struct("7P9qf2i0P").pack, Struct("9P8q2i0P").pack
 
 @cache
 def library() -> Any:
-    """The compiled code, which runs without the interpreter lock; None where it was not built or does not load."""
-    found = importlib.util.find_spec("cacheblend_kernels._cpu")
+    """The compiled code, which runs without the interpreter lock, with vectors of this CPU's width; None where it was not built or does
+    not load."""
+    narrow = platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() != "AVX512"
+    return loaded("_cpu_avx2" if narrow else "_cpu")
+
+
+def loaded(name: str) -> Any:
+    """The compiled module of this name; None where it was not built or does not load."""
+    found = importlib.util.find_spec(f"cacheblend_kernels.{name}")
     if found is None or found.origin is None:
         return None
     try:
         code = ctypes.CDLL(found.origin)
         if ctypes.c_int32.in_dll(code, "cb_abi").value != ABI:
             return None
-        for name in ("rms_norm", "silu_and_mul", "round_rows", "product", "decode_attention", "rope_and_cache"):
-            getattr(code, f"cb_{name}").argtypes = [ctypes.c_char_p]
+        for function in ("rms_norm", "silu_and_mul", "round_rows", "product", "decode_attention", "rope_and_cache"):
+            getattr(code, f"cb_{function}").argtypes = [ctypes.c_char_p]
     except (OSError, AttributeError, ValueError):  # built for another machine, or of another version
         return None
     return code
@@ -96,10 +104,10 @@ def round_rows(x: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor] | N
 
 
 def product(x: Tensor, addresses: tuple[int, int, int], shape: tuple[int, int]) -> Tensor | None:
-    """x W^T + bias of up to MOST_ROWS rows; None also on a CPU without AVX-512 for it. Sums are made in oneDNN's order, so that a row's
-    result is oneDNN's of more rows, to the bit; it depends neither on other rows nor on the number of threads.
+    """x W^T + bias of up to MOST_ROWS rows; None also on a CPU without AVX-512 for it, or AVX2 in fp32. Sums are made in oneDNN's order,
+    so that a row's result is oneDNN's of more rows, to the bit; it depends neither on other rows nor on the number of threads.
 
-    x: [num_rows, in], fp32 or bf16; shape: of W, [out, in]. addresses: of the weights as oneDNN packs them for AVX-512, [out / OUTPUTS,
+    x: [num_rows, in], fp32 or bf16; shape: of W, [out, in]. addresses: of the weights as oneDNN packs them, [out / OUTPUTS,
     in * n / 4, OUTPUTS, 4 / n] of n bytes each, of x's dtype or int8; of scales of int8 weights [out] fp32, or 0; of a bias [out] of
     x's dtype, or 0. With int8 weights, rows are rounded as by `round_rows`."""
     code, kind, of_x = library(), _TYPES.get(x.dtype), x.shape

@@ -2,6 +2,9 @@
    attention of one row over the paged pool, the gate of an MLP, rounding of activations to 8 bits. Called through ctypes
    (compiled.py) on contiguous arrays, without Python's lock. Sums do not depend on the number of threads or of other rows.
 
+   Vectors have LANES floats, as many as a register: a compiler keeps longer ones in memory, and attention then takes ten times as
+   long. 16 are AVX-512's; cpu_avx2.c compiles this file with 8, and other processors have 4.
+
    Each function takes one structure, packed by Python's `struct` in the same order: behind a product, whose weights have displaced
    all else from the CPU's caches, a call costs what it touches. */
 
@@ -9,6 +12,14 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#ifndef LANES
+#ifdef __x86_64__
+#define LANES 16
+#else
+#define LANES 4
+#endif
+#endif
 
 #if !defined(__x86_64__) || !defined(__gnu_linux__) || defined(__clang__)
 #define CLONES
@@ -23,19 +34,23 @@
 #define PICK(a, b, ...) __builtin_shuffle(a, b, (veci4){__VA_ARGS__})
 #endif
 #define INLINE static inline __attribute__((always_inline))
-#if defined(__x86_64__) && !defined(__clang__) && __GNUC__ >= 10
+#if LANES > 4 && defined(__x86_64__) && !defined(__clang__) && __GNUC__ >= 10
 #include <immintrin.h>
+#define PRODUCTS
+#if LANES == 16
 #define AVX512(more) __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq" more)))
 #endif
+#endif
 
-enum { LANES = 16, CHUNK = 256, HEADS = 8, FEW_HEADS = 4, MAX_DIM = 256, AHEAD = 8 };
+enum { CHUNK = 256, HEADS = 8, FEW_HEADS = 4, MAX_DIM = 256, AHEAD = 8 };
+enum { WIDTH = LANES / 4 }; /* vectors of values that are summed at once for each of FEW_HEADS: as many as there are registers for */
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 
-typedef float vec __attribute__((vector_size(64)));
-typedef uint32_t vecu __attribute__((vector_size(64)));
-typedef int32_t veci __attribute__((vector_size(64)));
-typedef uint16_t half16 __attribute__((vector_size(32)));
-typedef uint8_t bytes16 __attribute__((vector_size(16)));
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vecu __attribute__((vector_size(4 * LANES)));
+typedef int32_t veci __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+typedef uint8_t bytes __attribute__((vector_size(LANES)));
 typedef float vec8 __attribute__((vector_size(32)));
 typedef float vec4 __attribute__((vector_size(16)));
 typedef int32_t veci4 __attribute__((vector_size(16)));
@@ -51,7 +66,7 @@ INLINE vec load(const void *p, int64_t i, int type) {
         memcpy(&x, (const float *)p + i, sizeof x);
         return x;
     }
-    half16 h;
+    halves h;
     memcpy(&h, (const uint16_t *)p + i, sizeof h);
     return (vec)(__builtin_convertvector(h, vecu) << 16);
 }
@@ -79,16 +94,23 @@ INLINE void store(void *p, int64_t i, vec x, int type) {
         memcpy((float *)p + i, &x, sizeof x);
         return;
     }
-    half16 h = __builtin_convertvector(rounded(x) >> 16, half16);
+    halves h = __builtin_convertvector(rounded(x) >> 16, halves);
     memcpy((uint16_t *)p + i, &h, sizeof h);
 }
 
 INLINE vec as_type(vec x, int type) { return type == FLOAT32 ? x : (vec)rounded(x); }
 
 INLINE vec4 quarter(vec x) {
+#if LANES == 16
     union { vec whole; vec8 part[2]; } a = {x};
     union { vec8 whole; vec4 part[2]; } b = {a.part[0] + a.part[1]};
     return b.part[0] + b.part[1];
+#elif LANES == 8
+    union { vec whole; vec4 part[2]; } a = {x};
+    return a.part[0] + a.part[1];
+#else
+    return x;
+#endif
 }
 
 /* The sums of four vectors. */
@@ -237,7 +259,7 @@ INLINE void round_row(const void *x, uint8_t *out, void *scale, int64_t row, int
     else
         ((uint16_t *)scale)[row] = (uint16_t)(((vecu)by)[0] >> 16);
     for (int64_t i = 0; i < dim; i += LANES) {
-        bytes16 whole = __builtin_convertvector(__builtin_convertvector(load(x, i, type) / by + 128.5f, veci), bytes16);
+        bytes whole = __builtin_convertvector(__builtin_convertvector(load(x, i, type) / by + 128.5f, veci), bytes);
         memcpy(out + i, &whole, sizeof whole);
     }
 }
@@ -269,7 +291,7 @@ void cb_round_rows(const Rounding *r) {
     }
 }
 
-/* ---- Products of few rows with weights as oneDNN packs them for AVX-512, which are read once ---- */
+/* ---- Products of few rows with weights as oneDNN packs them, which are read once ---- */
 
 enum { OUTPUTS = 64, MOST_ROWS = 4 };
 
@@ -284,7 +306,7 @@ typedef struct {
     int32_t type, threads;
 } Product;
 
-#ifdef AVX512
+#ifdef PRODUCTS
 /* A sum of products; of int8, as by oneDNN and torch behind it, times the weight's scale, times the row's, each rounded. */
 INLINE void finish(const Product *p, int64_t row, int64_t at, vec y) {
     if (p->scales) {
@@ -296,17 +318,18 @@ INLINE void finish(const Product *p, int64_t row, int64_t at, vec y) {
     store(p->out, row * p->outputs + at, y, p->type);
 }
 
-/* NAME(p, first, last): blocks of 64 outputs. STEP adds the products of a word of x and of 16 outputs. Sums are made in oneDNN's order:
-   `chain` words, then the next ones apart. ROUNDED: rows of 8 bits have 128 for 0, so a row of such zeros is subtracted. */
+/* NAME(p, first, last): blocks of 64 outputs, of which `width` vectors at once for so many rows: their sums are to stay in registers.
+   STEP adds the products of a word of x and of LANES outputs. Sums are made in oneDNN's order: `chain` words, then the next ones apart.
+   ROUNDED: rows of 8 bits have 128 for 0, so a row of such zeros is subtracted. */
 #define PRODUCT(NAME, FEATURES, ROUNDED, STEP)                                                                                 \
-    FEATURES INLINE void NAME##_rows(const Product *p, int64_t block, const int rows) {                                        \
-        const char *weight = p->weight + block * p->words * 4 * OUTPUTS, *x = p->x;                                            \
-        vec totals[MOST_ROWS][4] = {{{0}}};                                                                                    \
+    FEATURES INLINE void NAME##_rows(const Product *p, int64_t at, const int rows, const int width) {                          \
+        const char *weight = p->weight + at / OUTPUTS * p->words * 4 * OUTPUTS + at % OUTPUTS * 4, *x = p->x;                  \
+        vec totals[MOST_ROWS][OUTPUTS / LANES] = {{{0}}};                                                                      \
         for (int64_t first = 0; first < p->words; first += p->chain) {                                                         \
             const int64_t last = first + p->chain < p->words ? first + p->chain : p->words;                                    \
-            vec sums[MOST_ROWS + 1][4] = {{{0}}};                                                                              \
+            vec sums[MOST_ROWS + 1][OUTPUTS / LANES] = {{{0}}};                                                                \
             for (int64_t k = first; k < last; k++, weight += 4 * OUTPUTS)                                                      \
-                _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) {                                                          \
+                _Pragma("GCC unroll 8") for (int i = 0; i < width; i++) {                                                      \
                     const vec w = load(weight, i * LANES, FLOAT32);                                                            \
                     _Pragma("GCC unroll 5") for (int row = 0; row < rows + ROUNDED; row++) {                                   \
                         uint32_t values = 0x80808080u;                                                                         \
@@ -314,39 +337,49 @@ INLINE void finish(const Product *p, int64_t row, int64_t at, vec y) {
                         sums[row][i] = STEP(sums[row][i], (vec)(values - (vecu){0}), w);                                       \
                     }                                                                                                          \
                 }                                                                                                              \
-            for (int i = 0; i < 4; i++)                                                                                        \
+            for (int i = 0; i < width; i++)                                                                                    \
                 for (int row = 0; row < rows; row++)                                                                           \
                     totals[row][i] += ROUNDED ? __builtin_convertvector((veci)sums[row][i] - (veci)sums[rows][i], vec)         \
                                               : sums[row][i];                                                                  \
         }                                                                                                                      \
-        for (int i = 0; i < 4; i++)                                                                                            \
-            for (int row = 0; row < rows; row++) finish(p, row, block * OUTPUTS + i * LANES, totals[row][i]);                  \
+        for (int i = 0; i < width; i++)                                                                                        \
+            for (int row = 0; row < rows; row++) finish(p, row, at + i * LANES, totals[row][i]);                               \
     }                                                                                                                          \
     FEATURES static void NAME(const Product *p, int64_t first, int64_t last) {                                                 \
-        for (int64_t block = first; block < last; block++)                                                                     \
-            if (p->rows == 1)                                                                                                  \
-                NAME##_rows(p, block, 1);                                                                                      \
-            else if (p->rows == 2)                                                                                             \
-                NAME##_rows(p, block, 2);                                                                                      \
-            else if (p->rows == 3)                                                                                             \
-                NAME##_rows(p, block, 3);                                                                                      \
-            else                                                                                                               \
-                NAME##_rows(p, block, MOST_ROWS);                                                                              \
+        const int all = OUTPUTS / LANES, half = LANES == 16 ? all : all / 2;                                                   \
+        first *= OUTPUTS, last *= OUTPUTS;                                                                                     \
+        if (p->rows == 1)                                                                                                      \
+            for (int64_t at = first; at < last; at += all * LANES) NAME##_rows(p, at, 1, all);                                 \
+        else if (p->rows == 2)                                                                                                 \
+            for (int64_t at = first; at < last; at += half * LANES) NAME##_rows(p, at, 2, half);                               \
+        else if (p->rows == 3)                                                                                                 \
+            for (int64_t at = first; at < last; at += half * LANES) NAME##_rows(p, at, 3, half);                               \
+        else                                                                                                                   \
+            for (int64_t at = first; at < last; at += half * LANES) NAME##_rows(p, at, MOST_ROWS, half);                       \
     }
+#ifdef AVX512
 #define ADD_FLOAT32(sum, x, w) (vec)_mm512_fmadd_ps((__m512)(x), (__m512)(w), (__m512)(sum))
 #define ADD_BFLOAT16(sum, x, w) (vec)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(x), (__m512bh)(w))
 #define ADD_INT8(sum, x, w) (vec)_mm512_dpbusd_epi32((__m512i)(sum), (__m512i)(x), (__m512i)(w))
 PRODUCT(product_float32, AVX512(""), 0, ADD_FLOAT32)
 PRODUCT(product_bfloat16, AVX512(",avx512bf16"), 0, ADD_BFLOAT16)
 PRODUCT(product_int8, AVX512(",avx512vnni"), 1, ADD_INT8)
+#else
+#define ADD_FLOAT32(sum, x, w) (vec)_mm256_fmadd_ps((__m256)(x), (__m256)(w), (__m256)(sum))
+PRODUCT(product_float32, __attribute__((target("avx2,fma"))), 0, ADD_FLOAT32)
+#endif
 #endif
 
-/* 1 without memory, or on a CPU without AVX-512 of that type. */
+/* 1 without memory, or on a CPU without the instructions for that type. */
 int cb_product(const Product *given) {
-#ifdef AVX512
+#ifdef PRODUCTS
     Product own = *given, *p = &own;
     void (*multiply)(const Product *, int64_t, int64_t) = 0;
     uint8_t *rounded = 0;
+    const int values = p->type == FLOAT32 ? 1 : 2;
+    p->words = p->in / values;
+    p->chain = (LANES == 16 && p->in <= 1024 ? 512 : 1024) / values;
+#ifdef AVX512
     if (p->scales && __builtin_cpu_supports("avx512vnni")) {
         if (!(rounded = malloc(p->rows * (p->in + 4)))) return 1;
         p->by = rounded + p->rows * p->in;
@@ -355,12 +388,12 @@ int cb_product(const Product *given) {
         p->words = p->chain = p->in / 4;
         multiply = product_int8;
     } else if (!p->scales) {
-        const int values = p->type == FLOAT32 ? 1 : 2;
-        p->words = p->in / values;
-        p->chain = (p->in <= 1024 ? 512 : 1024) / values;
         if (p->type == FLOAT32 && __builtin_cpu_supports("avx512dq")) multiply = product_float32;
         if (p->type == BFLOAT16 && __builtin_cpu_supports("avx512bf16")) multiply = product_bfloat16;
     }
+#else
+    if (!p->scales && p->type == FLOAT32 && __builtin_cpu_supports("fma")) multiply = product_float32;
+#endif
     if (!multiply) return 1;
     const int64_t blocks = p->outputs / OUTPUTS, each = (blocks + p->threads - 1) / p->threads;
 #pragma omp parallel for num_threads(p->threads) if (p->threads > 1)
@@ -390,7 +423,7 @@ typedef struct {
 /* Sums of `width` vectors of values from column j on, by the weights of some heads: in registers over all keys. */
 INLINE void weigh_by(const Attention *a, const int64_t *rows, float (*weights)[CHUNK], int64_t count, const int heads, int64_t j,
                      const int width, int64_t dim, float *partial, int type) {
-    vec o[FEW_HEADS][4] = {{{0}}};
+    vec o[FEW_HEADS][WIDTH] = {{{0}}};
     for (int64_t i = 0; i < count; i++) {
         prefetch(a->v, rows[i + AHEAD] + j, type);
 #pragma GCC unroll 4
@@ -538,7 +571,8 @@ INLINE void attend(const Attention *a, int64_t seq, int64_t head, int64_t chunk,
         for (int64_t h = 0; h < live; h += FEW_HEADS) {
             float *to = partial + (g + h) * (dim + 2);
             int64_t j = 0;
-            for (; j + 4 * LANES <= dim; j += 4 * LANES) weigh(a, rows, weights + h, count, live - h, j, 4, dim, to, type);
+            for (; j + WIDTH * LANES <= dim; j += WIDTH * LANES)
+                weigh(a, rows, weights + h, count, live - h, j, WIDTH, dim, to, type);
             for (; j < dim; j += LANES) weigh(a, rows, weights + h, count, live - h, j, 1, dim, to, type);
         }
     }

@@ -17,6 +17,15 @@ pytestmark = pytest.mark.skipif(compiled.library() is None, reason="the compiled
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
+@pytest.fixture(autouse=True, params=["_cpu", "_cpu_avx2"])
+def _each_width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the code that this CPU would not choose: either runs on any."""
+    code = compiled.loaded(request.param)
+    if code is None:
+        pytest.skip(f"{request.param} was not built")
+    monkeypatch.setattr(compiled, "library", lambda: code)
+
+
 @pytest.fixture
 def threads() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -250,4 +259,4 @@ def test_shapes_that_do_not_fit_are_left_to_torch() -> None:
 
 def test_code_of_another_version_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "ABI", compiled.ABI + 1)
-    assert compiled.library.__wrapped__() is None
+    assert compiled.loaded("_cpu") is compiled.loaded("_cpu_avx2") is None
