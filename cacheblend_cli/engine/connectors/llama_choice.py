@@ -25,8 +25,9 @@ from cacheblend_cli.kv.export import export
 from cacheblend_cli.kv.forward import forward
 from cacheblend_cli.kv.pool import PagedSequence, upload
 from cacheblend_cli.kv.rows import rows_of
-from cacheblend_cli.model.machine_speeds import cpu_name
+from cacheblend_cli.model.machine_speeds import cpu_features, cpu_name
 from cacheblend_cli.model.read_ahead import remember
+from cacheblend_cli.version import __version__
 
 FORMAT = 2
 TOKENS, STEPS = 8, 8
@@ -125,7 +126,8 @@ def decode_speeds(runtime: Runtime) -> DecodeSpeeds:
     if found is None or file is None:
         raise LlamaError("llama.cpp's library is missing")
     stat, threads = file.stat(), torch.get_num_threads()
-    machine = cpu_name(), os.cpu_count(), str(runtime.decoder.device), threads, torch.__version__, found[0]
+    cpu = cpu_name(), *cpu_features(), os.cpu_count(), threads
+    machine = *cpu, str(runtime.decoder.device), torch.__version__, __version__, found[0]
     model = runtime.model.fingerprint, runtime.model.weight_dtype, str(file), stat.st_size, stat.st_mtime_ns
     path = user_cache.place("decoding", FORMAT, *machine, *model)
     with suppress(ValueError, TypeError):
