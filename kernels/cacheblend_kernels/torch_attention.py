@@ -177,8 +177,8 @@ def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
 
 @cache
 def onednn_multiplies(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN multiplies in this dtype on this CPU, which is tried: bf16 takes AVX-512, or AVX-NE-CONVERT, which neither
-    older nor many small CPUs have, and which users can keep from oneDNN by ONEDNN_MAX_CPU_ISA."""
+    """Return whether oneDNN multiplies in this dtype on this CPU, which is tried: bf16 takes AVX-512 or AVX-NE-CONVERT, which most desktop
+    and laptop CPUs lack."""
     if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
         return False
     x = torch.ones(16, 64, dtype=dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cacheblend_kernels import AttentionParams, torch_attention
-from cacheblend_kernels.torch_attention import KEY_STEP, TILE_ROWS
+from cacheblend_kernels.torch_attention import KEY_STEP, TILE_ROWS, onednn_multiplies
 from cacheblend_kernels.torch_backend import TorchBackend
 from cases import assert_close, attention_case, attention_reference, scattered
 
@@ -78,6 +78,17 @@ def test_alibi(window: int | None, cap: float | None, sinks: torch.Tensor | None
     case = attention_case([[num_keys - 1], [2]], [num_keys, 3], head_dim=16)
     out = TorchBackend().decode_attention(case.q, case.cache, case.meta, params)
     assert_close(out, attention_reference(case, 0.2, window, cap, sinks, slopes), torch.float32)
+
+
+def test_whether_onednn_multiplies_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert onednn_multiplies(torch.float32) == torch.backends.mkldnn.is_available()
+    assert not onednn_multiplies(torch.float16)
+
+    def refused(*_: object) -> None:  # as without AVX-512, in bfloat16
+        raise RuntimeError("bf16 path needs the cpu support avx_ne_convert or avx512bw, avx512vl and avx512dq")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refused)
+    assert not onednn_multiplies.__wrapped__(torch.float32)
 
 
 @pytest.mark.parametrize("cap", [None, 5.0])
