@@ -33,7 +33,7 @@ _ATTENTION, _ROPE = Struct("7P9qf2i0P").pack, Struct("9P8q2i0P").pack
 def library() -> Any:
     """The compiled code, which runs without the interpreter lock, with vectors of this CPU's width; None where it was not built or does
     not load."""
-    narrow = platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() != "AVX512"
+    narrow = platform.machine() == "x86_64" and not torch.cpu._is_avx512_supported()
     return loaded("_cpu_avx2" if narrow else "_cpu")
 
 
