@@ -13,7 +13,7 @@ from cacheblend_cli.model.altup import AltUp, LowRank, Streams
 from cacheblend_cli.model.experts import Experts, ExpertsBeside
 from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.model.latent import Latent
-from cacheblend_cli.model.linear import STEADY_ROWS, Product, linear
+from cacheblend_cli.model.linear import STEADY_ROWS, Product, linear, may_give_rows
 from cacheblend_cli.model.mlp import MLP
 from cacheblend_cli.model.packed_file import members_of
 from cacheblend_cli.model.parallel import Shard
@@ -53,7 +53,7 @@ def add_and_norm(norm: Norm | None, delta: Tensor, residual: Tensor) -> tuple[Te
     return residual, residual
 
 
-SMALL_HEAD = 64 << 20  # bytes of a tied head that may be held twice: packed, decoding takes less time
+SMALL_HEAD = 64 << 20  # bytes of a tied head that may be held twice where rows are not read out of the packed one
 
 
 class DecoderLayer:
@@ -253,7 +253,8 @@ class Decoder:
     ) -> None:
         self.spec, self.kernels, self.shard = spec, kernels, shard
         in_file = weights.get(IN_FILE)
-        self.embedding = weights["embed"] if in_file is None else in_file
+        self.embedding: Tensor | None = weights.pop("embed") if in_file is None else in_file
+        """None where the packed head holds it."""
         self.norm = Norm(spec, kernels, weights["norm.weight"], weights.get("norm.bias"))
         self._embedding_norm = (
             Norm(spec, kernels, weights["embedding_norm.weight"], weights.get("embedding_norm.bias"))
@@ -262,10 +263,14 @@ class Decoder:
         )
         head = weights.pop("lm_head")
         self.device, self.dtype = self.norm.weight.device, head.dtype
-        # packing a tied head that is in memory would make a second copy
         apart = in_file is not None or head.data_ptr() != self.embedding.data_ptr()
         small = head.numel() * head.itemsize <= SMALL_HEAD
-        self._head = linear(head, weight_dtype=weight_dtype, pack=apart or small)
+        readable = not apart and shard is None and weight_dtype == "auto" and may_give_rows(head)
+        self._head = linear(head, weight_dtype=weight_dtype, pack=apart or small or readable)
+        if readable and self._head.gives_rows:
+            self.embedding = None
+        elif readable and not small:  # packed it is a second copy
+            self._head = linear(head, weight_dtype=weight_dtype, pack=False)
         del head
         self.rope = LayerRotations(spec, self.device)
         self.layers = [
@@ -305,7 +310,9 @@ class Decoder:
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         if self.shard is None:
-            return F.embedding(token_ids, self.embedding).to(self.dtype)
+            own = self._head.rows(token_ids) if self.embedding is None else F.embedding(token_ids, self.embedding)
+            return own.to(self.dtype)
+        assert self.embedding is not None
         first, end = self.shard.vocabulary
         other = (token_ids < first) | (token_ids >= end)
         own = F.embedding((token_ids - first).masked_fill(other, 0), self.embedding).to(self.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from abc import ABC, abstractmethod
 from collections.abc import MutableMapping
@@ -77,6 +78,19 @@ class Product(ABC):
     def is_steady(self) -> bool:
         """Return whether a row's result is the same to the bit for any number of rows; else from STEADY_ROWS on."""
         return self.scales is not None or bool(self._addresses)  # sums of int8 are exact
+
+    @property
+    def gives_rows(self) -> bool:
+        """Return whether `rows` can be read: the layout in memory is known, and the weight is not rounded to int8."""
+        return self.scales is None and bool(self._addresses)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """[n] int64 -> those rows of the weight, [n, in], out of the layout that compiled code multiplies with."""
+        (outputs, inputs), num_values = self.shape, 4 // self.dtype.itemsize
+        size = outputs * inputs * self.dtype.itemsize
+        memory = (ctypes.c_char * size).from_address(torch.ops.mkldnn.data_ptr(self.weight))
+        words = torch.frombuffer(memory, dtype=self.dtype).view(-1, inputs // num_values, compiled.OUTPUTS, num_values)
+        return words[indices // compiled.OUTPUTS, :, indices % compiled.OUTPUTS].flatten(1)
 
     @abstractmethod
     def _multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -163,6 +177,12 @@ class Int8Linear(Product):
         )
         out = out.mul_(scale).to(self.dtype)
         return out if bias is None else out.add_(bias)
+
+
+def may_give_rows(weight: Tensor) -> bool:
+    """Return whether a product with this weight is expected to have `gives_rows`: whether one with a small weight does."""
+    fits = weight.device.type == "cpu" and all(size % compiled.OUTPUTS == 0 for size in weight.shape)
+    return fits and Linear(torch.ones(compiled.OUTPUTS, compiled.OUTPUTS, dtype=weight.dtype)).gives_rows
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

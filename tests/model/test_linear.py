@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from cacheblend_kernels import compiled
+from cacheblend_kernels.torch_backend import TorchBackend
 from checkpoints import write_checkpoint
 from safetensors.torch import load_file, save_file
 
 from cacheblend_cli.model import linear as linear_module
-from cacheblend_cli.model.linear import CACHES, STEADY_ROWS, Int8Linear, Linear, bound_caches, can_pack
+from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.linear import CACHES, STEADY_ROWS, Int8Linear, Linear, bound_caches, can_pack, may_give_rows
 from cacheblend_cli.model.loading import Precision, load_model
+from cacheblend_cli.model.weights import IN_FILE, load_weights
 
 ROOT = Path(__file__).parents[2]
 needs_vnni = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="this CPU has no VNNI")
@@ -128,3 +131,35 @@ with torch.backends.mkldnn.verbose(2):
     ).stdout
     made = [line.split(",")[3] for line in told.splitlines() if ",create:" in line and "inner_product" in line]
     assert made == ["create:cache_miss"] * 129
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_packed_weight(dtype: torch.dtype) -> None:
+    weight = torch.randn(192, 128).to(dtype)
+    product = Linear(weight)
+    if not product.gives_rows:
+        pytest.skip("no code was compiled for this layout")
+    ids = torch.tensor([0, 191, 64, 63, 64])
+    assert torch.equal(product.rows(ids), weight[ids])
+    assert product.rows(ids[:0]).shape == (0, 128)
+
+
+@pytest.mark.parametrize(("weight_dtype", "vocab_size"), [("auto", 320), ("plain", 320), ("auto", 310)])
+@pytest.mark.parametrize("small", [0, 1 << 20])
+def test_a_tied_head_in_memory_is_held_once(
+    weight_dtype: str, vocab_size: int, small: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_cli.model.decoder.SMALL_HEAD", small)
+    write_checkpoint(tmp_path / "m", "llama-mha-tied-bias", vocab_size=vocab_size)
+    spec = load_model(tmp_path / "m", "m", torch.device("cpu"), Precision("float32"), "torch").decoder.spec
+    weights = load_weights(spec, tmp_path / "m", torch.float32, torch.device("cpu"))
+    weights["embed"] = weights["lm_head"] = weights.pop(IN_FILE).float()  # as of a GGUF file, which is unpacked
+    embedding = weights["embed"].clone()
+    decoder = Decoder(spec, weights, TorchBackend(), weight_dtype)
+    assert torch.equal(decoder.embed(torch.arange(vocab_size)), embedding)
+    h = torch.randn(5, embedding.shape[1])
+    assert torch.allclose(decoder._head(h), h @ embedding.T, atol=1e-4)
+    assert not set(weights) & {"embed", "lm_head"}
+    held_by_head = weight_dtype == "auto" and may_give_rows(embedding)
+    assert (decoder.embedding is None) == held_by_head
+    assert decoder._head.packed == (weight_dtype == "auto" and can_pack(embedding) and (held_by_head or small > 0))
