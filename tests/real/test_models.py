@@ -1,0 +1,131 @@
+"""Three published models: logits of transformers over the same file, blending, llama.cpp behind it, and the model check."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from cacheblend_store import ChunkStore
+from real_packages import MODELS
+from real_packages import gguf as gguf_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from cacheblend_cli.cli.main import run
+from cacheblend_cli.collect.precompute import PrecomputeOptions
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.connectors import llama_choice
+from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.prefill import Prefilled, prefill
+from cacheblend_cli.engine.request import resolve
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
+
+pytestmark = pytest.mark.real
+TOLERANCE = 2e-3  # of logits up to some 30, in float32
+QUESTION = "Where does Mara Lind work, and what does she lead?"
+NUM_GENERATED = 32
+
+
+class Setup:
+    """One model in float32, and a store of four documents that are longer together than Gemma's window of 512 tokens."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.file = name, gguf_file(name)
+        self.engine = Engine.load(self.config("torch"))
+        for number, page in enumerate(pages()):
+            (folder / f"{number}.md").write_text(page)
+        self.store = ChunkStore.open(folder / "store", mode="write")
+        self.engine.precompute(self.store, [str(folder)], PrecomputeOptions(), lambda event: None)
+        chunks = sorted(self.store.chunks(), key=lambda m: (m.source, m.index), reverse=True)
+        self.keys = [m.key for m in chunks]
+
+    def config(self, decode_with: str) -> EngineConfig:
+        return EngineConfig(model=str(self.file), dtype="float32", kv_dtype="float32", decode_with=decode_with)
+
+    def question(self, blend: BlendParams) -> AskRequest:
+        return AskRequest(QUESTION, self.keys, blend, SamplingParams(max_tokens=NUM_GENERATED, ignore_eos=True))
+
+    def prefill(self, blend: BlendParams, *, num_logits: int = 8) -> Prefilled:
+        request = resolve(self.engine.runtime, self.store, self.question(blend))
+        done = prefill(
+            self.engine.runtime,
+            request,
+            output_positions=lambda plan: torch.arange(plan.num_tokens - num_logits, plan.num_tokens),
+        )
+        done.sequence.release()
+        return done
+
+
+def pages() -> list[str]:
+    """Four pages of some 200 tokens, with indentation, a table and markup in them."""
+    facts = (
+        "Mara Lind leads billing. She works in the Bergen office, on the third floor.",
+        "The harbour of Bergen opens at six. Ferries to the islands leave every hour.",
+        "| Item | Price |\n|---|---|\n| <b>Valve</b> | 14 kr |\n| Gasket | 3 kr |\n\n    indented = True",
+        "Jonas keeps a parrot, which speaks three languages and knows the timetable.",
+    )
+    filler = "The house has four floors, and each of them has a kitchen where people meet at noon. "
+    return [f"# Page {number}\n\n{fact}\n\n{filler * 9}\n" for number, fact in enumerate(facts)]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        for name in ("GGUFReader", "get_tensor_name_map"):  # seconds each; the engine and transformers ask four times
+            patch.setattr(gguf, name, cache(getattr(gguf, name)))
+        setup = Setup(request.param, tmp_path_factory.mktemp("real"))
+        yield setup
+        setup.store.close()
+
+
+def test_full_prefill_has_the_logits_of_transformers(real: Setup) -> None:
+    config = AutoConfig.from_pretrained(str(real.file.parent), gguf_file=real.file.name)
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    state = load_gguf_checkpoint(str(real.file), return_tensors=True, model_to_load=model)["tensors"]
+    assert not model.load_state_dict(state, strict=False).unexpected_keys
+    model.tie_weights()
+    done = real.prefill(BlendParams(mode="full"), num_logits=300)
+    ids = torch.tensor([done.plan.token_ids])
+    assert ids.shape[1] > 600  # beyond Gemma's window
+    with torch.no_grad():
+        expected = model(ids, attention_mask=torch.ones_like(ids)).logits[0, -300:]
+    assert (done.result.logits - expected).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("selector", ["hkvd", "query"])
+def test_recomputing_everything_is_a_full_prefill(real: Setup, selector: str) -> None:
+    full = real.prefill(BlendParams(mode="full")).result.logits
+    blended = real.prefill(BlendParams(ratio=1.0, selector=selector)).result.logits
+    assert (blended - full).abs().max() <= TOLERANCE
+    reused = real.prefill(BlendParams(mode="reuse")).result.logits
+    assert (reused - full).abs().max() > 10 * TOLERANCE  # or the above would prove little
+
+
+def test_llama_cpp_decodes_the_same_tokens_behind_a_blended_prompt(
+    real: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("xllamacpp", "llama_cpp"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    if llama_choice.installed() is None:
+        pytest.skip("neither xllamacpp nor llama-cpp-python is installed: pip install cacheblend[llama-cpp]")
+    said: list[str] = []
+    other = Engine.load(real.config("llama.cpp"), notice=said.append)
+    question = real.question(BlendParams())
+    own, theirs = (engine.run_alone(real.store, question) for engine in (real.engine, other))
+    assert other.runtime.decode_with.engine is not None, said
+    assert theirs.generated_ids == own.generated_ids
+    assert len(own.generated_ids) == NUM_GENERATED
+
+
+def test_models_check_finds_it_right(real: Setup, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["models", "check", str(real.file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["passed"]
