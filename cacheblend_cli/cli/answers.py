@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile, zip_longest
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size
+from cacheblend_cli.engine.clock import since_process_start
 from cacheblend_cli.errors import ExitCode
 
-_MOST_SOURCES = 8
+_MOST_SOURCES = 3
+_FEW_TOKENS = 16  # decoded tokens, below which their speed says little: an answer's start is in it
 _SHOWN = 600  # characters of a chunk
 _MARKS = {
     "exact": ("36", ("", "")),
@@ -90,8 +91,11 @@ End = Callable[[Streams | None], Result]
 """Wait for an answer while its pieces are streamed."""
 
 
-def show_answer(result: Result, output: Output, *, json: bool, extra: dict[str, Any]) -> None:
-    """Show notes, sources and statistics of an answer whose text was streamed, or all of it as one JSON object after `extra`."""
+def show_answer(
+    result: Result, output: Output, *, json: bool, extra: dict[str, Any], seconds: float | None = None
+) -> None:
+    """Show notes, sources and a summary of an answer whose text was streamed, or all of it as one JSON object after `extra`.
+    seconds: how long the user waited for the answer, None among answers of a batch."""
     answer = result.answer
     if not json:
         _end_text(answer, output)
@@ -107,9 +111,7 @@ def show_answer(result: Result, output: Output, *, json: bool, extra: dict[str, 
             output.note(line)
     if cut := cut_note(answer):
         output.note(cut)
-    for line in source_lines(answer):
-        output.note(line)
-    output.note(summary_line(answer) + result.by)
+    show_summary(result, output, seconds)
     if answer.risk:
         output.note(_risk_line(answer.risk))
     if answer.confirmation:
@@ -185,16 +187,21 @@ def _confirmation_line(found: Confirmation) -> str:
     return f"{how}; {found.seconds * 1000:.0f} ms, {found.full_ttft_s * 1000:.0f} of them the full prefill"
 
 
-def source_lines(answer: Answer) -> list[str]:
-    """Return a line for each chunk with its source and place: searched ones by rank, then named ones by place in the prompt."""
-    chunks = by_rank(answer.chunks)
-    lines = []
-    for chunk in chunks[:_MOST_SOURCES]:
-        where = ", ".join(filter(None, (chunk.source, chunk.place, " / ".join(chunk.headings))))
-        lines.append(f"source: {where}")
-    if len(chunks) > _MOST_SOURCES:
-        lines.append(f"and {len(chunks) - _MOST_SOURCES} more sources")
-    return lines
+def show_summary(result: Result, output: Output, seconds: float | None) -> None:
+    """Show the sources in the prompt, best first, and one line of figures; all of both with --verbose."""
+    chunks = by_rank(result.answer.chunks)
+    most = len(chunks) if output.verbose else _MOST_SOURCES
+    for chunk in chunks[:most]:
+        output.note(f"source: {', '.join(filter(None, (chunk.source, chunk.place, ' / '.join(chunk.headings))))}")
+    if len(chunks) > most:
+        output.note(f"and {len(chunks) - most} more")
+    output.note(summary_line(result.answer, seconds))
+    output.detail(detail_line(result.answer) + result.by)
+
+
+def now() -> float:
+    """Return the seconds since this process started."""
+    return since_process_start(time.perf_counter())
 
 
 def by_rank(chunks: Sequence[ChunkUse]) -> list[ChunkUse]:
@@ -223,27 +230,38 @@ def _marked(kind: str, text: str, output: Output) -> tuple[str, str]:
     return (text, style) if output.color else (f"{opening}{text}{closing}", "")
 
 
-def summary_line(answer: Answer, waited: str | None = None) -> str:
-    """Return sources, tokens, share recomputed, time to the first token and tokens/s. waited: until the first token, in words; None
-    for the time since the process started."""
-    sources = list(dict.fromkeys(PurePosixPath(c.source).name for c in by_rank(answer.chunks)))
-    shown = ", ".join(sources[:3]) + (f" and {len(sources) - 3} more" if len(sources) > 3 else "")
+def summary_line(answer: Answer, seconds: float | None) -> str:
+    """Return how long the user waited and how much of the prompt's stored KV was computed again."""
     if answer.mode == "full" or not answer.cached_tokens:
-        work = "full prefill"
+        work = f"{counted(answer.prompt_tokens, 'prompt token')}, none of them cached"
+        if answer.mode == "full":
+            work = f"full prefill of {counted(answer.prompt_tokens, 'token')}"
     else:
-        work = (
-            f"{answer.recomputed_tokens} of {answer.cached_tokens} cached tokens recomputed "
-            f"({answer.recompute_fraction:.0%} of the work)"
+        work = f"{answer.recomputed_tokens / answer.cached_tokens:.0%} of {counted(answer.cached_tokens, 'cached token')} recomputed"
+    if answer.auto:
+        work += " by --ratio auto"
+    return work if seconds is None else f"{seconds:.1f} s; {work}"
+
+
+def detail_line(answer: Answer) -> str:
+    """Return tokens, share of the work, time from the known question to the first token, and decoding speed."""
+    parts = [f"{counted(answer.prompt_tokens, 'prompt token')}, {answer.exact_tokens:,} exact"]
+    if answer.mode != "full" and answer.cached_tokens:
+        parts.append(
+            f"{answer.recomputed_tokens:,} recomputed ({answer.recompute_fraction:.0%} of a full prefill's work)"
         )
     t = answer.timing
     if answer.auto:
-        work += f" by --ratio auto ({answer.auto.decision.mode} {answer.ratio:.2g})"
-    speed = f", {t.decode_tokens_per_s:.0f} tokens/s" if t.decode_tokens_per_s else ""
-    first = f"first token {t.ttft_s * 1000:.0f} ms"
+        parts.append(f"--ratio auto chose {answer.auto.decision.mode} {answer.ratio:.2g}")
+    if t.model_load_s:
+        parts.append(f"model loaded in {t.model_load_s:.1f} s")
+    first = f"then {t.ttft_s * 1000:.0f} ms to the first token"
     if answer.auto:
         first += f" ({answer.auto.predicted_ttft_s * 1000:.0f} predicted)"
-    first += f", {waited or f'{t.process_s:.1f} s after the start'}"
-    return f"[{shown or 'no sources'}] {answer.prompt_tokens} prompt tokens, {work}, {first}{speed}"
+    parts.append(first)
+    if t.decode_tokens_per_s and len(answer.generated_ids) >= _FEW_TOKENS:
+        parts.append(f"{t.decode_tokens_per_s:.0f} tokens/s")
+    return ", ".join(parts)
 
 
 def show_plan(plan: AskPlan, output: Output, *, json: bool, extra: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from cacheblend_cli.cli import completion, options
 from cacheblend_cli.cli.answering import Answered, Answering
-from cacheblend_cli.cli.answers import Result, Streams, changed, show_answer, show_plan
+from cacheblend_cli.cli.answers import Result, Streams, changed, now, show_answer, show_plan
 from cacheblend_cli.cli.batch import Results, question_fields, run_batch
 from cacheblend_cli.cli.inputs import QuestionInput, read_questions
 from cacheblend_cli.cli.output import Output
@@ -75,6 +75,7 @@ def ask(
         str | None, typer.Option(help="Regular expression for the answer.", rich_help_panel=_ANSWER)
     ] = None,
     local: options.Local = False,
+    verbose: options.Verbose = False,
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:
@@ -85,7 +86,7 @@ def ask(
     """
     from cacheblend_cli.corpus.search import check_context
 
-    output, settings = Output(quiet=quiet), resolved.settings
+    output, settings = Output(quiet=quiet, verbose=verbose or explain), resolved.settings
     check_context(settings.context)
     questions = read_questions(question, chunks, batch)
     if html and (batch or dry_run):
@@ -111,7 +112,7 @@ def ask(
     codes: list[int] = []
 
     def show(item: QuestionInput, result: Result, extra: dict[str, Any]) -> None:
-        show_answer(result, output, json=json, extra=extra)
+        show_answer(result, output, json=json, extra=extra, seconds=None if batch else now())
         if html:
             write_text(
                 html, answer_page(item.question, result.answer, result.tokens), "choose another place for --html"
@@ -137,7 +138,7 @@ def ask(
         Answering(resolved, output, store, ask_options, local=local, sampling=sampling) as answering,
     ):
         if any(item.chunks is None for item in questions):
-            answering.scope = options.scope_of(store, source, everywhere, output, settings.collection)
+            answering.scope = options.scope_of(store, source, everywhere, output.detail, settings.collection)
         if batch is not None:
             answered = answering.plans(questions) if dry_run else answering.answers(questions, concurrency)
             codes += run_batch(answered, show_one, output, as_json=json, results=results)

@@ -14,7 +14,7 @@ import typer
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.answering import Answering
-from cacheblend_cli.cli.answers import Result, Streams, cut_note, layer_lines, summary_line
+from cacheblend_cli.cli.answers import Result, Streams, cut_note, layer_lines, show_summary
 from cacheblend_cli.cli.exits import report
 from cacheblend_cli.cli.inputs import QuestionInput, read_ids
 from cacheblend_cli.cli.output import Output
@@ -60,13 +60,14 @@ def chat(
     source: options.Source = None,
     everywhere: options.Everywhere = False,
     local: options.Local = False,
+    verbose: options.Verbose = False,
     quiet: options.NoMessages = False,
 ) -> None:
     """Hold a conversation: each question follows the earlier turns, over the chunks that suit it.
 
     Questions are read from the terminal, or a line each from a pipe. /help says what else can be typed.
     """
-    output = Output(quiet=quiet)
+    output = Output(quiet=quiet, verbose=verbose)
     interactive = sys.stdin.isatty() and output.out_tty
     named = None if chunks is None else read_ids(chunks)
     settings = resolved.settings
@@ -75,7 +76,7 @@ def chat(
         Answering(resolved, output, store, local=local) as answering,
     ):
         if named is None:
-            answering.scope = options.scope_of(store, source, everywhere, output, settings.collection)
+            answering.scope = options.scope_of(store, source, everywhere, output.detail, settings.collection)
         talk = Conversation(named)
         for name in named or ():
             answering.store.resolve(name)
@@ -111,14 +112,14 @@ def chat(
 def _turn(line: str, talk: Conversation, answering: Answering, output: Output) -> None:
     streams, asked_at = Streams(output), time.perf_counter()
     result = _answered(line, talk, answering, streams, output)
-    waited = (streams.first_at or time.perf_counter()) - asked_at
+    seconds = time.perf_counter() - asked_at
     streams.end_reasoning()
     output.text("")
     for note in result.new_notes:
         output.warn(note)
     if cut := cut_note(result.answer):
         output.note(cut)
-    output.note(summary_line(result.answer, f"{waited:.1f} s after the question") + result.by)
+    show_summary(result, output, seconds)
     talk.turns.append((line, result.answer.text))
     talk.last = result.answer
 

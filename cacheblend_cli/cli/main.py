@@ -116,6 +116,7 @@ def run(arguments: list[str] | None = None) -> int:
         sys.stdout.flush()  # notice a closed pipe before exit
     except BaseException as error:
         code = _failed(error)
+    Output().end_status()
     return code if isinstance(code, int) else 0
 
 

@@ -42,6 +42,9 @@ Everywhere = Annotated[
 ]
 Local = Annotated[bool, typer.Option("--local", help="Don't use a running server (cacheblend serve).")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Show all sources, the documents searched, tokens and times.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print ids only, and no messages.")]
 NoMessages = Annotated[bool, typer.Option("--quiet", "-q", help="Print no messages.")]
 
@@ -164,8 +167,11 @@ def _flag(name: str, help_text: str | None) -> Any:
     ]
 
 
-def scope_of(store: ChunkStore, source: str | None, everywhere: bool, output: Output, collection: str = "") -> Scope:
-    """Documents to search: those of --source, --all or the collection, else those of the current project (with a note).
+def scope_of(
+    store: ChunkStore, source: str | None, everywhere: bool, say: Callable[[str], None], collection: str = ""
+) -> Scope:
+    """Documents to search: those of --source, --all or the collection, else those of the current project. say: callback for a
+    message if these are not all documents, or none.
 
     Raises NotFoundError when --source matches no stored document, or the collection is empty.
     """
@@ -183,7 +189,8 @@ def scope_of(store: ChunkStore, source: str | None, everywhere: bool, output: Ou
     if collection:
         return collection_scope(store, collection)
     scope, note = scope_here(store, names)
-    output.note(note)
+    if note:
+        say(note)
     return scope
 
 
@@ -213,7 +220,7 @@ def load_engine(settings: Settings, output: Output) -> Engine:
     config = of_settings(
         EngineConfig, settings, model=settings.model or None, lora=settings.lora or None, prompt=prompt
     )
-    engine = Engine.load(config, progress=output.note if output.err_tty else None, notice=output.note)
+    engine = Engine.load(config, progress=output.status, notice=output.note)
     if engine.runtime.driver is not None:
         engine.runtime.driver.group.on_lost = partial(_end, output, engine)
     return engine

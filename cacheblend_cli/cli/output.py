@@ -9,25 +9,32 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 _ERASE_LINE = "\r\x1b[2K"
 _REDRAW_S = 0.1
+_LINE_EVERY_S = 60.0  # where there is no terminal for a bar
 _LEAST_WIDTH = 6
 
 
 class Output:
-    """Streams and their TTY flags; tests replace the streams. Rich is imported only to draw a progress bar."""
+    """Streams and their TTY flags; tests replace the streams. Rich is imported only to draw a progress bar.
 
-    def __init__(self, out: TextIO | None = None, err: TextIO | None = None, quiet: bool = False) -> None:
-        self.out, self.err, self.quiet = out or sys.stdout, err or sys.stderr, quiet
+    verbose: show details, too. _bar_shown: whether the terminal's last line is a bar or a status, which the next message erases.
+    """
+
+    _bar_shown: ClassVar[bool] = False
+
+    def __init__(
+        self, out: TextIO | None = None, err: TextIO | None = None, quiet: bool = False, verbose: bool = False
+    ) -> None:
+        self.out, self.err, self.quiet, self.verbose = out or sys.stdout, err or sys.stderr, quiet, verbose
         for stream in (self.out, self.err):  # escape characters that the locale cannot encode
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="backslashreplace")
         self.out_tty, self.err_tty = self.out.isatty(), self.err.isatty()
         self.animated = self.err_tty and os.environ.get("TERM") != "dumb"
         self.color = self.animated and not os.environ.get("NO_COLOR")
-        self._bar_shown = False
 
     def text(self, text: str, end: str = "\n") -> None:
         """Write data to stdout. Control characters are shown as symbols on a terminal and unchanged in a pipe."""
@@ -48,6 +55,23 @@ class Output:
     def note(self, text: str) -> None:
         """Write a message to stderr unless --quiet."""
         self.styled([(text, "2")])
+
+    def detail(self, text: str) -> None:
+        """Write a message to stderr if --verbose was given."""
+        if self.verbose:
+            self.note(text)
+
+    def status(self, text: str) -> None:
+        """Show on a terminal what is being done, until the next message."""
+        if self.animated and not self.quiet:
+            self._erase_bar(True)
+            shown = cut(visible_line(text), shutil.get_terminal_size().columns - 1, "")
+            self.err.write(f"\x1b[2m{shown}\x1b[0m" if self.color else shown)
+            self.err.flush()
+            Output._bar_shown = True
+
+    def end_status(self) -> None:
+        self._erase_bar(True)
 
     def aside(self, piece: str) -> None:
         """Write a piece of streamed text to stderr, dim on a terminal, unless --quiet."""
@@ -101,6 +125,7 @@ class Output:
                 [cut(c, w, mark, at_start=i in ends) for i, (c, w) in enumerate(zip(r, widths, strict=True))]
                 for r in cells
             ]
+        self._erase_bar(self.out_tty)
         for row in cells:
             padding = [" " * (w - num_cells(c)) for c, w in zip(row, widths, strict=True)]
             parts = [pad + c if i in right else c + pad for i, (c, pad) in enumerate(zip(row, padding, strict=True))]
@@ -109,9 +134,9 @@ class Output:
 
     @contextmanager
     def progress(self, description: str) -> Iterator[Callable[[int, int, str], None]]:
-        """Show a progress bar on stderr if it is a terminal. Yields update(done, total, text beside the bar)."""
+        """Show a progress bar on stderr, or a line a minute if it is not a terminal. Yields update(done, total, text beside the bar)."""
         if self.quiet or not self.animated:
-            yield lambda done, total, text: None
+            yield self._line_a_minute(description)
             return
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -120,6 +145,7 @@ class Output:
         columns = (
             TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn(),
         )  # fmt: skip
+        self._erase_bar(True)
         # no redrawing thread, so that messages can be written between updates
         with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
             task, drawn = bar.add_task(description, total=None, note=""), 0.0
@@ -129,12 +155,24 @@ class Output:
                 bar.update(task, completed=done, total=total, note=text)
                 if time.monotonic() - drawn >= _REDRAW_S:
                     bar.refresh()
-                    drawn, self._bar_shown = time.monotonic(), True
+                    drawn, Output._bar_shown = time.monotonic(), True
 
             try:
                 yield update
             finally:
-                self._bar_shown = False
+                Output._bar_shown = False
+
+    def _line_a_minute(self, description: str) -> Callable[[int, int, str], None]:
+        said = time.monotonic()
+
+        def update(done: int, total: int, text: str) -> None:
+            nonlocal said
+            if time.monotonic() - said >= _LINE_EVERY_S:
+                said = time.monotonic()
+                share = f" {done / total:.0%}" if total else ""
+                self.note(f"{description}{share}{f', {text}' if text else ''}")
+
+        return update
 
     def _message(self, pieces: Sequence[tuple[str, str]]) -> None:
         self._erase_bar(True)
@@ -146,7 +184,7 @@ class Output:
         if self._bar_shown and same_terminal:
             self.err.write(_ERASE_LINE)
             self.err.flush()
-            self._bar_shown = False
+            Output._bar_shown = False
 
 
 def visible(text: str) -> str:

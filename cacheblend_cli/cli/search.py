@@ -39,7 +39,7 @@ def search(
         raise UsageError("the query is empty", 'for example: cacheblend search "billing lead"')
     check_text(query, "the query")
     with open_store(settings, write=False) as kv_store:
-        scope = options.scope_of(kv_store, source, everywhere, output, settings.collection)
+        scope = options.scope_of(kv_store, source, everywhere, output.note, settings.collection)
         params = SearchParams.of(settings, scope)
         warm = None if local else search_warm(settings, query, params, output.note)
         found, by = warm or (look(kv_store, query, params, output.note), "")

@@ -89,14 +89,17 @@ def project_scope(store: ChunkStore) -> Scope:
 
 
 def scope_here(store: ChunkStore, names: Iterable[str]) -> tuple[Scope, str]:
-    """Return the default scope of a command and a sentence that describes it: the documents below the current project, or all
-    documents if there are none."""
+    (
+        """Return the default scope of a command: the documents below the current project, or all documents if there are none. And a
+    sentence if it is not what the project holds, or leaves documents out, else """
+        ""
+    )
     everything, scope = list(names), project_scope(store)
     if not scope.path:
-        why = "there is no cacheblend.toml or .git here or above"
-        return EVERYTHING, f"searching all {len(everything)} documents: {why}"
+        return EVERYTHING, ""
     count = sum(map(scope.holds, everything))
     if not count:
-        return EVERYTHING, f"searching all {len(everything)} documents: none of them is below {scope.path}"
-    message = f"searching the {count} of {len(everything)} documents below {scope.path}; --all takes the others too"
-    return scope, message
+        return EVERYTHING, f"searching all stored documents: none of them is below {scope.path}"
+    if count == len(everything):
+        return scope, ""
+    return scope, f"searching {count} of {len(everything)} documents, those below {scope.path}; --all searches all"

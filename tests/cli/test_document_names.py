@@ -58,9 +58,9 @@ def test_two_projects_do_not_overwrite_each_other(cli: Cli, projects: tuple[Path
 def test_a_search_is_of_the_project_and_says_so(cli: Cli, projects: tuple[Path, Path], tmp_path: Path) -> None:
     one, _ = projects
     os.chdir(one / "docs")
-    for command in (("search", "billing"), ("ask", "billing?", "--max-tokens", "2")):
-        said = cli(*command).err
-        assert f"the 1 of 2 documents below {one}; --all" in said
+    for command in (("search", "billing"), ("ask", "billing?", "--max-tokens", "2", "-v")):
+        assert f"searching 1 of 2 documents, those below {one}; --all" in cli(*command).err
+    assert "searching" not in cli("ask", "billing?", "--max-tokens", "2").err
     assert found(cli) == cited(cli) == {"a.md"}
     both = {"a.md", "../../two/docs/a.md"}
     assert found(cli, "--all") == cited(cli, "--all") == both
@@ -72,7 +72,14 @@ def test_a_search_is_of_the_project_and_says_so(cli: Cli, projects: tuple[Path, 
         assert elsewhere.code == 3
         assert "hint: search them too: --all" in elsewhere.err
     os.chdir(tmp_path)
-    assert "2 documents" in cli("search", "billing").err
+    assert "searching" not in cli("search", "billing").err, "all are searched, which says nothing"
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "cacheblend.toml").write_text("")
+    os.chdir(tmp_path / "none")
+    assert f"none of them is below {tmp_path / 'none'}" in cli("search", "billing").err
+    (tmp_path / "cacheblend.toml").write_text("")
+    os.chdir(tmp_path)
+    assert "searching" not in cli("search", "billing").err, "no others"
     assert found(cli) == {"one/docs/a.md", "two/docs/a.md"}
     (tmp_path / "new/.git").mkdir(parents=True)
     os.chdir(tmp_path / "new")

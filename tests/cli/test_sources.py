@@ -72,8 +72,30 @@ def test_sources_are_listed_by_their_rank_in_the_search(cli: Cli, docs: Path) ->
     by_rank = sorted(record["chunks"], key=lambda chunk: chunk["rank"])
     assert [c["rank"] for c in by_rank] == list(range(1, len(by_rank) + 1))
     assert [c["source"] for c in by_rank] == [f"{hit['source']}" for hit in found]
-    lines = [line.partition("source: ")[2] for line in cli(*asked).err.splitlines() if line.startswith("source: ")]
+    lines = [
+        line.partition("source: ")[2] for line in cli(*asked, "-v").err.splitlines() if line.startswith("source: ")
+    ]
     assert [line.split(",")[0] for line in lines] == [c["source"] for c in by_rank]
+
+
+def test_an_answer_ends_with_three_sources_and_one_short_line(cli: Cli, stored: list[str]) -> None:
+    asked = ("ask", "alpha beta?", "--chunks", ",".join(stored[:5]), "--max-tokens", "20", "--ratio", "0.3")
+    [record] = cli(*asked, "--json").records
+    *sources, more, summary = cli(*asked, "--stop", "\n\n\n").err.splitlines()
+    sources = [line for line in sources if not line.startswith("the answer was cut")]
+    assert sources == [
+        f"source: {c['source']}, {c['place']}, {' / '.join(c['headings'])}" for c in record["chunks"][:3]
+    ]
+    assert more == "and 2 more"
+    share = record["recomputed_tokens"] / record["cached_tokens"]
+    assert re.fullmatch(rf"\d+\.\d s; {share:.0%} of {record['cached_tokens']} cached tokens recomputed", summary)
+    verbose = cli(*asked, "-v").err.splitlines()
+    assert sum(line.startswith("source: ") for line in verbose) == 5
+    assert re.search(r" ms to the first token, \d+ tokens/s$", verbose[-1])
+    short = cli(*asked[:-4], "--max-tokens", "15", "-v").err
+    assert "to the first token" in short
+    assert "tokens/s" not in short, "of so few tokens the speed is that of starting"
+    assert "full prefill of " in cli(*asked, "--mode", "full").err.splitlines()[-1]
 
 
 def test_a_weak_match_is_said_before_the_answer(cli: Cli, stored: list[str]) -> None:

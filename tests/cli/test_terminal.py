@@ -80,9 +80,11 @@ def test_a_name_with_a_newline_is_one_line_on_a_terminal_and_raw_in_a_pipe(
     assert "docs/two\u240alines\u2409\u241b[31m.md#0" in row
     assert not any("\x1b" in line for line in shown(200, "search", "gamma"))
     [answer] = [
-        line for line in shown(200, "ask", "gamma harbor?", "--top-k", "1", "--max-tokens", "2") if "[two" in line
+        line
+        for line in shown(200, "ask", "gamma harbor?", "--top-k", "1", "--max-tokens", "2")
+        if "source: docs/two" in line
     ]
-    assert "[two\u240alines\u2409\u241b[31m.md]" in answer
+    assert "source: docs/two\u240alines\u2409\u241b[31m.md, " in answer
     chunk = row.split()[0]
     assert any(line.startswith("source") and "two\u240alines" in line for line in shown(200, "chunks", "show", chunk))
 
@@ -110,3 +112,33 @@ def test_a_model_that_loads_long_says_once_how_it_stays_loaded(
 def test_what_is_no_terminal_gets_no_suggestion(cli: Cli, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_cli.cli.answering._LARGE", 0)
     assert "serve --background" not in cli("ask", "alpha?", "--max-tokens", "1").err
+
+
+def test_long_work_says_a_line_a_minute_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("cacheblend_cli.cli.output.time.monotonic", lambda: clock[0])
+    err = io.StringIO()
+    with Output(io.StringIO(), err).progress("precompute") as update:
+        for second in range(150):
+            clock[0] = float(second)
+            update(second, 200, f"{second} tokens/s")
+    assert err.getvalue().splitlines() == ["precompute 30%, 60 tokens/s", "precompute 60%, 120 tokens/s"]
+
+
+def test_a_status_is_gone_when_there_is_more_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal; it is cut to one line, which can be erased. Elsewhere there is none."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    err, plain = Terminal(), io.StringIO()
+    output = Output(io.StringIO(), err)
+    output.status("loading " + "x" * 50)
+    Output(io.StringIO(), err).note("done")
+    assert err.getvalue() == "loading " + "x" * 11 + "\r\x1b[2Kdone\n"
+    Output(io.StringIO(), plain).status("loading")
+    assert plain.getvalue() == ""

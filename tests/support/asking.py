@@ -15,7 +15,7 @@ import pytest
 from cacheblend_cli.cli.main import run
 
 ROOT = Path(__file__).parents[2]
-ASK = ("ask", "who leads billing? Jonas")
+ASK = ("ask", "who leads billing? Jonas", "-v")
 PAGES = ("# Billing\n\nthe lead of billing is Mara and she works in Bergen\n", "Jonas keeps a parrot at home\n")
 
 
