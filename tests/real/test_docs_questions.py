@@ -1,0 +1,68 @@
+"""Ten questions about this project's documentation, asked of three published models in full and blended."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_packages import MODELS, gguf
+
+from cacheblend_cli.cli.main import run
+
+pytestmark = pytest.mark.real
+DOCS = Path(__file__).parents[2] / "docs"
+QUESTIONS = {
+    "Which extra is needed to read PDF and Word files?": "documents",
+    "Which flag of ask corrects the answer with a full prefill?": "--confirm",
+    "Which command removes the cached packed weights?": "models clear",
+    "Which database does the store use?": "lmdb",
+    "Which header makes a proxy send questions over the same documents to the same server?": "x-session-id",
+    "Besides OpenAI's, which other API does cacheblend serve have?": "ollama",
+    "Which Python class asks a running server without loading a model?": "client",
+    "Which exit code means that the store is corrupt or full?": "4",
+    "Which selector chooses tokens by the largest change of V at the check layer?": "hkvd",
+    "Which option of precompute updates what changed continuously?": "--watch",
+}
+"""Question: text that a right answer contains, in lower case."""
+LEAST_RIGHT = {"qwen2.5-coder-0.5b-instruct-q4_k_m": 5}
+"""Model: questions that it answers right in full. The others are too small, or no instruct model, to be held to a number."""
+LEAST_RIGHT_SHARE = 0.6  # of full prefill's right answers, blended
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ten_questions_over_the_documentation(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["--model", str(gguf(name)), "--store", str(tmp_path / "store"), "--json"]
+    stored = lines(capsys, run(["precompute", str(DOCS), *common]))
+    assert {Path(line["source"]).name for line in stored} >= {page.name for page in DOCS.glob("*.md")}
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps({"question": q}) + "\n" for q in QUESTIONS))
+    ask = ["ask", "--batch", str(tmp_path / "questions.jsonl"), "--top-k", "4", "--max-tokens", "48", *common]
+    right: dict[str, int] = {}
+    for mode in ("full", "blend"):
+        answers = lines(capsys, run([*ask, "--mode", mode]))
+        assert [a["mode"] for a in answers] == [mode] * len(QUESTIONS)
+        assert all(a["answer"].strip() for a in answers)
+        right[mode] = sum(
+            expected in a["answer"].lower() for a, expected in zip(answers, QUESTIONS.values(), strict=True)
+        )
+        report(name, mode, answers)
+        if mode == "blend":
+            assert all(chunk["status"] in ("exact", "blended") for a in answers for chunk in a["chunks"])
+            assert all(a["recompute_fraction"] < 0.5 for a in answers)
+    assert right["full"] >= LEAST_RIGHT.get(name, 0), right
+    assert right["blend"] >= LEAST_RIGHT_SHARE * right["full"], right
+
+
+def lines(capsys: pytest.CaptureFixture[str], code: int) -> list[dict[str, Any]]:
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def report(name: str, mode: str, answers: list[dict[str, Any]]) -> None:
+    """Write questions and answers where REAL_ANSWERS names a folder, for reading."""
+    if folder := os.environ.get("REAL_ANSWERS"):
+        text = "\n".join(f"{q}\n    {a['answer'].strip()!r}" for q, a in zip(QUESTIONS, answers, strict=True))
+        (Path(folder) / f"{name}-{mode}.txt").write_text(text + "\n")
