@@ -41,10 +41,10 @@ class PromptTooLong(UsageError):
 
 
 class TemplateFailed(UsageError):
-    """The chat template raised. reason: in its words."""
+    """The chat template raised. reason: in its words. hint: None to check the template."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"the chat template failed: {reason}", "check chat_template in the model directory")
+    def __init__(self, reason: str, hint: str | None = None) -> None:
+        super().__init__(f"the chat template failed: {reason}", hint or "check chat_template in the model directory")
         self.reason = reason
 
 

@@ -1,4 +1,4 @@
-"""Incremental split of generated text into reasoning (between think tags) and answer, which a stop string ends."""
+"""Incremental split of generated text into reasoning (between the model's tags) and answer, which a stop string ends."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from typing import Literal
 
 from cacheblend_cli.model.text_stream import TextStream
 from cacheblend_cli.model.tokenizer import Tokenizer
-from cacheblend_cli.prompt.template import CHANNEL, THINK, THOUGHT
+from cacheblend_cli.prompt.reasoning_tags import THINK, ReasoningTags
+from cacheblend_cli.prompt.template import CHANNEL
 
-CLOSING = f"\n{THOUGHT}\n\n"
-"""What ends reasoning that has used its tokens up."""
 CLOSING_ROOM = 24
 """Tokens that the tags and what stands around them take at most."""
 START, MESSAGE, END = "<|start|>", "<|message|>", "<|end|>"
 FINAL = f"{END}{START}assistant{CHANNEL}final{MESSAGE}"
-"""The same in gpt-oss's channels."""
+"""What ends reasoning that has used its tokens up, in gpt-oss's channels."""
 
 
 class Reasoning:
-    """Splits text at the think tags. It is reasoning from a tag that begins it, or from its beginning where the prompt ended
+    """Splits text at the reasoning tags. It is reasoning from a tag that begins it, or from its beginning where the prompt ended
     with that tag; a tag further on is text. The blank lines behind the closing tag are nobody's."""
 
-    def __init__(self, opened: bool) -> None:
+    def __init__(self, opened: bool, tags: ReasoningTags = THINK) -> None:
+        self._tags = tags
         self._place: Literal["beginning", "reasoning", "between", "answer"] = "reasoning" if opened else "beginning"
         self._held = ""
 
@@ -44,17 +44,18 @@ class Reasoning:
         text, self._held, reasoning = self._held + piece, "", ""
         if self._place == "beginning":
             stripped = text.lstrip()
-            if stripped.startswith(THINK):
-                self._place, text = "reasoning", stripped.removeprefix(THINK)
-            elif THINK.startswith(stripped):
+            if stripped.startswith(self._tags.open):
+                self._place, text = "reasoning", stripped.removeprefix(self._tags.open)
+            elif self._tags.open.startswith(stripped):
                 self._held = text
                 return "", ""
             else:
                 self._place = "answer"
         if self._place == "reasoning":
-            reasoning, closed, text = text.partition(THOUGHT)
+            close = self._tags.close
+            reasoning, closed, text = text.partition(close)
             if not closed:
-                keep = max((n for n in range(1, len(THOUGHT)) if reasoning.endswith(THOUGHT[:n])), default=0)
+                keep = max((n for n in range(1, len(close)) if reasoning.endswith(close[:n])), default=0)
                 self._held = reasoning[len(reasoning) - keep :]
                 return reasoning[: len(reasoning) - keep], ""
             self._place = "between"
@@ -106,8 +107,8 @@ class Channels:
         """The tag between what was said and what comes."""
         was, self._reasoning = self._reasoning, not final
         if was:
-            return THOUGHT if final else "\n"
-        return "" if final else THINK
+            return THINK.close if final else "\n"
+        return "" if final else THINK.open
 
 
 class StopStrings:
@@ -174,12 +175,13 @@ def _borders(text: str) -> list[int]:
 class Detokenizer:
     """Text of token ids, released once it is certain: reasoning, and the answer up to a stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], opened: bool) -> None:
-        self.reasoning = Reasoning(opened)
-        self._stream, self._stop = TextStream(tokenizer), StopStrings(stops)
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], opened: bool, tags: ReasoningTags = THINK) -> None:
         self._channels = Channels.of(tokenizer)
-        tags = {tokenizer.token_id(tag): tag for tag in (THINK, THOUGHT)}
-        self._silent_tags = {i: tag for i, tag in tags.items() if i is not None and tokenizer.is_silent(i)}
+        self._tags = THINK if self._channels is not None else tags
+        self.reasoning = Reasoning(opened, self._tags)
+        self._stream, self._stop = TextStream(tokenizer), StopStrings(stops)
+        ids = {tokenizer.token_id(tag): tag for tag in (self._tags.open, self._tags.close)}
+        self._silent_tags = {i: tag for i, tag in ids.items() if i is not None and tokenizer.is_silent(i)}
 
     def push(self, token_id: int) -> tuple[str, str]:
         """Reasoning and answer that the token makes certain."""
@@ -194,7 +196,7 @@ class Detokenizer:
     @property
     def closing(self) -> str:
         """Text that closes the reasoning when its token budget is used up."""
-        return CLOSING if self._channels is None else FINAL
+        return f"\n{self._tags.close}\n\n" if self._channels is None else FINAL
 
     @property
     def stopped(self) -> bool:

@@ -65,7 +65,10 @@ class SequenceOutput:
         self._grammar = _grammar_of(runtime, params) if params.has_form else None
         self._sampler = Sampler(params, runtime.decoder.device, prompt_ids, self._grammar)
         self._ending = {*params.stop_ids, *(() if params.ignore_eos else runtime.model.eos_ids)}
-        self._detokenizer = Detokenizer(runtime.model.tokenizer, params.stop, runtime.template.opens_reasoning)
+        template = runtime.template
+        self._detokenizer = Detokenizer(
+            runtime.model.tokenizer, params.stop, template.opens_reasoning, template.reasoning_tags
+        )
         self._closing_ids = partial(runtime.model.tokenizer.encode_template_rest, self._detokenizer.closing)
         self._closing, self._thought = deque[int](), 0
         self.max_tokens, self._budget = runtime.max_new_tokens(params), runtime.reasoning_budget(params)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, meta, nodes
+from jinja2 import TemplateError, UndefinedError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -38,17 +38,37 @@ class ChatTemplate:
     def render(self, given: Mapping[str, Any], variables: Mapping[str, Any]) -> str:
         """Render the template. given: variables passed to every template. variables: set by the user for this one."""
         if variables:
-            found = meta.find_undeclared_variables(self._environment.parse(self._source))
-            known = found - GIVEN - self._environment.globals.keys()
+            known = self._variables()
             for name in variables.keys() - known:
                 raise UsageError(
                     f"the chat template has no variable {name!r}",
                     f"it has: {', '.join(sorted(known)) or 'none to set'}",
                 )
         try:
-            return self._template.render({"enable_thinking": False, **given, **variables})
+            return self._template.render({"enable_thinking": False, "thinking": False, **given, **variables})
+        except UndefinedError as error:
+            missing = ", ".join(sorted(self._variables() - variables.keys()))
+            raise TemplateFailed(str(error), f"set it with --template-var NAME=VALUE; it knows: {missing}") from error
         except TemplateError as error:
             raise TemplateFailed(str(error)) from error
+        except Exception as error:  # templates run code of their own
+            raise TemplateFailed(*self._blame(error, given)) from error
+
+    def _variables(self) -> set[str]:
+        """Return the variables that a user may set."""
+        found = meta.find_undeclared_variables(self._environment.parse(self._source))
+        return found - GIVEN - self._environment.globals.keys()
+
+    def _blame(self, error: Exception, given: Mapping[str, Any]) -> tuple[str, str | None]:
+        """Return what failed and what to do: many templates of models for function calling fail without tools."""
+        try:
+            self._template.render({"enable_thinking": False, "thinking": False, **given, "tools": [], "documents": []})
+        except Exception:
+            return f"{type(error).__name__}: {error}", None
+        return (
+            f"it is a template for function calling, and demands tools ({type(error).__name__}: {error})",
+            "take the model's template for chat: put it into the model directory as chat_template.jinja",
+        )
 
 
 class GenerationTag(Extension):

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.model.control_tokens import is_control
 from cacheblend_cli.model.model_files import AGAIN, read_object, read_text
-from cacheblend_cli.model.tokenizer_json import for_the_middle
+from cacheblend_cli.model.tokenizer_json import for_the_middle, without_added
 
 if TYPE_CHECKING:
     from cacheblend_cli.model.chat_template import ChatTemplate
@@ -24,7 +25,7 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
-    """A HF fast tokenizer. Text of documents and questions never produces an added token; text of the template may."""
+    """A HF fast tokenizer. Text of documents and questions never yields a control token; text of the template may."""
 
     def __init__(self, model_dir: Path, num_embeddings: int | None = None) -> None:
         """num_embeddings: of the model. A tokenizer may have more tokens (a padding token that was added to it alone):
@@ -44,20 +45,26 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self.decoder: dict[str, Any] | None = data.get("decoder")
         self._has_bytes = "ByteFallback" in json.dumps(self.decoder)
-        added = data.get("added_tokens") or ()
-        self.added_ids: frozenset[int] = frozenset(token["id"] for token in added)
-        unknown = {_unknown_id(data["model"])}  # stands for what the vocabulary lacks, and forges nothing
-        self.control_ids = self.added_ids - unknown
-        self._special_ids = frozenset(token["id"] for token in added if token["special"])
-        data["post_processor"], data["truncation"], data["padding"] = None, None, None
-        middle = for_the_middle(data)
-        self._middle = self._tokenizer if middle is data else tokenizers.Tokenizer.from_str(json.dumps(middle))
-        # Text is encoded by a copy that knows no added tokens, so `<|im_end|>` in a document is eight plain pieces.
-        self._plain = tokenizers.Tokenizer.from_str(json.dumps(middle | {"added_tokens": []}))
         self.config = read_object(model_dir / "tokenizer_config.json")
         if "added_tokens_decoder" not in self.config:  # transformers looks into the older file in this case only
             self.config |= read_object(model_dir / "special_tokens_map.json")
         self.template_source = self._find_template(model_dir)
+        added = data.get("added_tokens") or ()
+        self.added_ids: frozenset[int] = frozenset(token["id"] for token in added)
+        self._special_ids = frozenset(token["id"] for token in added if token["special"])
+        unknown: set[Any] = {_unknown_id(data["model"])}  # stands for what the vocabulary lacks, and forges nothing
+        template = self.template_source or ""
+        self._control = {
+            token["id"]: str(token["content"])
+            for token in added
+            if token["id"] not in unknown and is_control(token["content"], special=token["special"], template=template)
+        }
+        self.control_ids = frozenset(self._control)
+        data["post_processor"], data["truncation"], data["padding"] = None, None, None
+        middle = for_the_middle(data)
+        self._middle = self._tokenizer if middle is data else tokenizers.Tokenizer.from_str(json.dumps(middle))
+        # Text is encoded by a copy that knows no control tokens, so `<|im_end|>` in a document is several plain pieces.
+        self._plain = tokenizers.Tokenizer.from_str(json.dumps(without_added(middle, self.control_ids | unknown)))
         self.fingerprint = hashlib.blake2b(raw.encode(), digest_size=16).hexdigest()
         self._num_embeddings = self.vocab_size if num_embeddings is None else num_embeddings
 
@@ -87,18 +94,26 @@ class Tokenizer:
     def encode_text(self, text: str) -> list[int]:
         """Ids of a document's or question's text in the middle of a prompt.
 
-        Adds no special tokens, matches no added tokens, and omits the mark or space that the tokenizer puts before a text on
-        its own.
+        Adds no special tokens, matches no control tokens, and omits the mark or space that the tokenizer puts before a text on
+        its own. Raises UsageError for text that cannot be kept apart from a control token.
         """
         ids = self._encode(self._plain, text)
-        if not self.control_ids.isdisjoint(ids):
-            bad = next(i for i in ids if i in self.control_ids)
+        if not self.control_ids.isdisjoint(ids):  # by the vocabulary: some models have their control tokens in it, too
+            ids = [i for piece in self._pieces(text, ids) for i in self._encode(self._plain, piece)]
+        bad = next((i for i in ids if i in self.control_ids), None)
+        if bad is not None:
             raise UsageError(
                 f"the text contains {self._tokenizer.id_to_token(bad)!r}, which this tokenizer cannot keep apart "
                 "from its control token",
                 "remove it from the text",
             )
         return ids
+
+    def _pieces(self, text: str, ids: list[int]) -> list[str]:
+        """Cut the text behind the first character of every control token that is among the ids."""
+        contents = {self._control[i] for i in ids if i in self.control_ids}
+        cuts = [match.start() + 1 for match in re.finditer("|".join(f"(?={re.escape(c)})" for c in contents), text)]
+        return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
     def encode_template(self, text: str) -> list[int]:
         """Ids of rendered template text from its start: control tokens in it are recognised, none are added."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Collection
 from typing import Any
 
 Stage = dict[str, Any]
@@ -17,6 +19,23 @@ def for_the_middle(data: Stage) -> Stage:
     if normalizer == data.get("normalizer") and pre_tokenizer == data.get("pre_tokenizer"):
         return data
     return data | {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer}
+
+
+def without_added(data: Stage, removed: Collection[int]) -> Stage:
+    """Return a tokenizer.json without some of its added tokens; the ids of the others stay.
+
+    A token that the model's vocabulary lacks gets its id by its place in the list, so an unmatchable one takes its place.
+    """
+    vocabulary = data["model"].get("vocab", {})
+    nonce = secrets.token_hex(16)  # so that no text contains it
+    added = [
+        token if token["id"] not in removed else token | {"content": f"{nonce}{token['id']}", "normalized": False}
+        for token in data.get("added_tokens") or ()
+        if token["id"] not in removed or token["content"] not in vocabulary
+    ]
+    if all(token["id"] in removed for token in added):
+        added = []
+    return data | {"added_tokens": added}
 
 
 def _middle(stage: Stage | None) -> Stage | None:

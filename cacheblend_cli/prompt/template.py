@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time
+from functools import cached_property
 from itertools import chain, count, zip_longest
 
 from cacheblend_cli.errors import TemplateFailed, UsageError
 from cacheblend_cli.model.tokenizer import Tokenizer
+from cacheblend_cli.prompt.reasoning_tags import THINK, ReasoningTags, find_tags
 from cacheblend_cli.prompt.wording import Wording
 
 _ESCAPED = "\"5d1f\\n\n\n\t'<b>\u00e9</b>&"  # characters that JSON, HTML and others escape
-THINK, THOUGHT = "<think>", "</think>"
-CHANNEL = "<|channel|>"  # gpt-oss uses channels instead: see `runtime.speech.Channels`
+CHANNEL = "<|channel|>"  # gpt-oss uses channels instead of tags: see `engine/detokenizer.py: Channels`
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,25 @@ class PromptTemplate:
     day: date | None = None
 
     @property
+    def _ending(self) -> str:
+        return self.after_question.rstrip()
+
+    @cached_property
+    def reasoning_tags(self) -> ReasoningTags:
+        """Tags around the model's reasoning. For a model without any: `<think>`, which its answers do not begin with."""
+        return find_tags(self._ending, self.tokenizer.knows) or THINK
+
+    @property
     def opens_reasoning(self) -> bool:
-        """Return whether the template ends with an open think tag."""
-        return self.after_question.rstrip().endswith(THINK)
+        """Return whether the template ends with an open reasoning tag."""
+        return self._ending.endswith(self.reasoning_tags.open)
 
     @property
     def may_reason(self) -> bool:
-        """Return whether the model can reason: its tokenizer has think tags and the template has not closed them."""
-        closed = self.after_question.rstrip().endswith(THOUGHT)
-        return self.opens_reasoning or (any(map(self.tokenizer.knows, (THINK, THOUGHT, CHANNEL))) and not closed)
+        """Return whether the model can reason: its template or tokenizer has reasoning tags and the template has not closed them."""
+        knows, tags = self.tokenizer.knows, self.reasoning_tags
+        closed = self._ending.endswith(tags.close)
+        return self.opens_reasoning or (any(map(knows, (tags.open, tags.close, CHANNEL))) and not closed)
 
     def on(self, day: date) -> PromptTemplate:
         """Return the template with another date."""
@@ -194,6 +205,7 @@ def _render(
         try:
             return tokenizer.render([{"role": "system", "content": text}, *messages], strftime_now, wording.variables)
         except TemplateFailed as error:
+            tokenizer.render(messages, strftime_now, wording.variables)  # raises if the system prompt is not to blame
             raise UsageError(f"the chat template takes no system prompt: {error.reason}", to_do) from error
 
     if with_system(marks.system).count(marks.system) != 1:  # the text itself may be a word of the template

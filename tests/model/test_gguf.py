@@ -298,7 +298,7 @@ def test_a_gemmas_vocabulary_is_sentencepieces(text: str, gemma: tuple[Tokenizer
     assert file.encode_template(f"<s>{text}") == own.encode_template(f"<s>{text}")
 
 
-@pytest.mark.parametrize("pre", ["default", "poro-chat"])
+@pytest.mark.parametrize("pre", ["no-such-way", "poro-chat"])
 def test_a_tokenizer_that_cuts_in_an_unknown_way_is_refused(pre: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m", "llama-gqa")
     write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F16", pre=pre)

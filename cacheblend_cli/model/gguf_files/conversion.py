@@ -22,7 +22,7 @@ from cacheblend_cli.model.model_files import GGUF_INDEX
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-FORMAT = 2  # of what is kept: raised when a conversion gives something else
+FORMAT = 3  # of what is kept: raised when a conversion gives something else
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 

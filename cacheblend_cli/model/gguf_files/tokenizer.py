@@ -7,17 +7,43 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import Regex, normalizers, pre_tokenizers
 
 from cacheblend_cli.errors import UsageError
 
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+MARK = "\u2581"  # what SentencePiece writes for a space
 ENDS = ("eos", "eot", "eom")  # tokens that end an answer
-# How a text is cut before its pieces are merged (`tokenizer.ggml.pre`): as GPT-2 does, as it does after every digit
-# stands alone, and as Llama 3 does. transformers knows others, and takes GPT-2's way for all that it does not know.
+# How a text is cut before its pieces are merged (`tokenizer.ggml.pre`), where transformers does not know: as GPT-2 does, the same after every digit
+# stands alone, as Llama 3 does, or by patterns that are applied in turn. transformers takes GPT-2's way for all that it does not know.
 LIKE_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling")
 DIGITS_ALONE = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 LIKE_LLAMA3 = ("glm4", "chatglm-bpe")
+_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+IN_TURN = {
+    "deepseek-llm": (
+        r"[\r\n]",
+        r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+        r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        _CJK,
+        r"\p{N}+",
+    ),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}"),
+    "deepseek-v3": (
+        r"\p{N}{1,3}",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+}
+"""Patterns by name; "default" is that of files without a name."""
+WORDS_FIRST = (
+    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
+    *("tekken", "glm4", "glm5", "youtu"),
+)
+"""Vocabularies whose words are taken as they are before pieces are merged (`ignore_merges`)."""
 
 
 def write_tokenizer(file: Path, metadata: Mapping[str, Any], folder: Path) -> None:
@@ -29,22 +55,22 @@ def write_tokenizer(file: Path, metadata: Mapping[str, Any], folder: Path) -> No
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    pre = _check_pre(metadata)
+    kind, pre = metadata.get("tokenizer.ggml.model"), _pre(metadata)
     try:
         backend = PreTrainedTokenizerFast.from_pretrained(str(file.parent), gguf_file=file.name).backend_tokenizer
     except Exception as error:  # whatever a damaged or unknown vocabulary leads to
         raise UsageError(
-            f"the tokenizer of {file} ({metadata.get('tokenizer.ggml.model')!r}) cannot be read: {error}",
+            f"the tokenizer of {file} ({kind!r}) cannot be read: {error}",
             "use another model, or its checkpoint with safetensors weights",
         ) from error
-    if pre in DIGITS_ALONE:
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    elif pre in LIKE_LLAMA3:
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        cut = pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"]), behavior="isolated")
-        backend.pre_tokenizer = pre_tokenizers.Sequence([cut, byte_level])
-    backend.save(str(folder / "tokenizer.json"))
+    if kind == "gpt2":
+        _set_pre_tokenizer(backend, pre, GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"])
+    elif kind == "llama":
+        _set_space_prefix(backend, metadata.get("tokenizer.ggml.add_space_prefix", True))
+    data = json.loads(backend.to_str())
+    if pre in WORDS_FIRST:
+        data["model"]["ignore_merges"] = True
+    _write_json(folder / "tokenizer.json", data)
     tokens = {name: _token(metadata, backend, kind) for name, kind in SPECIAL.items()}
     _write_json(folder / "tokenizer_config.json", {name: token for name, token in tokens.items() if token is not None})
     if template := metadata.get("tokenizer.chat_template"):
@@ -54,17 +80,39 @@ def write_tokenizer(file: Path, metadata: Mapping[str, Any], folder: Path) -> No
         _write_json(folder / "generation_config.json", {"eos_token_id": sorted(ends)})
 
 
-def _check_pre(metadata: Mapping[str, Any]) -> str | None:
+def _pre(metadata: Mapping[str, Any]) -> str:
+    """Return how the file cuts text. Raises UsageError for a way that is not known."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    pre = metadata.get("tokenizer.ggml.pre")
-    known = sorted({*LIKE_GPT2, *DIGITS_ALONE, *LIKE_LLAMA3, *GGUF_PRE_TOKENIZER_SPLITS})
+    pre = str(metadata.get("tokenizer.ggml.pre") or "default")
+    known = sorted({*LIKE_GPT2, *DIGITS_ALONE, *LIKE_LLAMA3, *IN_TURN, *GGUF_PRE_TOKENIZER_SPLITS})
     if metadata.get("tokenizer.ggml.model") == "gpt2" and pre not in known:
         raise UsageError(
             f"the GGUF file cuts text in a way that is not known (tokenizer.ggml.pre = {pre!r})",
             f"known: {', '.join(known)}",
         )
     return pre
+
+
+def _set_pre_tokenizer(backend: Any, pre: str, like_llama3: str) -> None:
+    """Replace the pre-tokenizer of a byte-level vocabulary where transformers does not know `pre`."""
+    if pre in DIGITS_ALONE:
+        cuts: list[Any] = [pre_tokenizers.Digits(individual_digits=True)]
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    elif pre in LIKE_LLAMA3 or pre in IN_TURN:
+        patterns = IN_TURN.get(pre, (like_llama3,))
+        cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    else:
+        return
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, byte_level])
+
+
+def _set_space_prefix(backend: Any, prefix: bool) -> None:
+    """Have a SentencePiece vocabulary put a space before every run of text, also before one that begins with a space, or before none."""
+    replace = normalizers.Replace(" ", MARK)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(MARK), replace]) if prefix else replace
+    backend.pre_tokenizer = None
 
 
 def _token(metadata: Mapping[str, Any], backend: Any, kind: str) -> str | None:
