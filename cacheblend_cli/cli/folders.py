@@ -38,7 +38,10 @@ NoIgnore = Annotated[
 Follow = Annotated[
     bool | None,
     typer.Option(
-        "--follow/--no-follow", help="Follow links to folders.", show_default="no-follow", rich_help_panel=_PANEL
+        "--follow/--no-follow",
+        help="Follow links to folders, and to files outside the folder.",
+        show_default="no-follow",
+        rich_help_panel=_PANEL,
     ),
 ]
 MaxFileSize = Annotated[

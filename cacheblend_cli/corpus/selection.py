@@ -16,7 +16,7 @@ MAX_FILE_SIZE = 20 << 20
 class Selection:
     """Rules for files found in a folder; files named by the user are always read. include, exclude: .gitignore patterns, relative
     to the named folder; with `include`, read matching files only, whatever their suffix. no_ignore: disregard .gitignore and
-    .ignore. follow: follow links to folders. max_file_size: in bytes."""
+    .ignore. follow: follow links to folders, and to files outside the named folder. max_file_size: in bytes."""
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()

@@ -15,6 +15,9 @@ from cacheblend_cli.errors import UsageError
 if TYPE_CHECKING:
     from cacheblend_cli.corpus.ignore_files import IgnoreRules
 
+_OUTWARD = NoDocument(
+    "a link to a file outside the folder: name it, or --follow", "links out of the folder", by_rule=True
+)
 Found = tuple[Path, NoDocument | None]
 """A file, and the reason to skip it or None."""
 
@@ -48,12 +51,20 @@ def _walk(
         if selection.excludes(f"{below}{entry.name}{end}"):
             continue
         if not is_folder:
-            yield entry, unwanted(entry, selection)
+            leads_out = not selection.follow and _leads_out(entry, (*parents, real)[0])
+            yield entry, _OUTWARD if leads_out else unwanted(entry, selection)
         elif os.path.islink(entry) and not selection.follow:
             yield entry, NoDocument("a link to a folder: name it, or --follow", "linked folders", by_rule=True)
         else:
             inside = entry.resolve() if os.path.islink(entry) else real / entry.name
             yield from _walk(entry, inside, f"{below}{entry.name}/", rules, (*parents, real), selection)
+
+
+def _leads_out(entry: Path, folder: Path) -> bool:
+    """Return whether a file is a link to one outside the folder: whoever wrote the folder could read what its reader can."""
+    if not os.path.islink(entry) or not os.path.exists(entry):
+        return False
+    return not Path(os.path.realpath(entry)).is_relative_to(folder)
 
 
 def unwanted(file: Path, selection: Selection) -> NoDocument | None:

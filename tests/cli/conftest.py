@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ def short_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "handbook"
     folder.mkdir()
     for page in pages:
-        (folder / page.name).symlink_to(page)
+        shutil.copy(page, folder)
     monkeypatch.setattr(check_model, "handbook_dir", lambda: folder)
     monkeypatch.setattr(check_model, "PROMPTS", 2)
 

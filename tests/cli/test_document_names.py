@@ -222,7 +222,7 @@ def test_a_project_has_what_its_links_lead_to(cli: Cli, projects: tuple[Path, Pa
     assert found(cli) == cited(cli) == {"docs/a.md", "../wiki/page.md"}
     assert found(cli, "--source", "wiki") == {"../wiki/page.md"}
     os.chdir(two)
-    assert cli("precompute", "docs").code == 0
+    assert cli("precompute", "docs", "--follow").code == 0
     assert found(cli) == cited(cli) == {"docs/a.md", "../far/other.md"}
     (two / "docs/linked.md").unlink()
     assert cli("precompute", "docs").code == 0

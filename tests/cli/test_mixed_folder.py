@@ -35,16 +35,16 @@ def places(store: Path) -> dict[str, list[DocumentChunk]]:
 def test_what_is_taken_and_what_is_passed_over(cli: Cli, folder: Path, tmp_path: Path) -> None:
     result = cli("precompute", "mixed", "--chunk-tokens", "40", "--context", "sink")
     assert result.code == 0, result.err
-    assert set(places(tmp_path / "store")) == {f"mixed/{name}" for name in TAKEN} | {"outside/far.md"}
-    assert " 8: 2 linked folders, 2 .png, 1 " in result.err
-    for told in ("1 .bin", "1 not UTF-8", "1 a broken link", "1 scanned PDFs"):
+    assert set(places(tmp_path / "store")) == {f"mixed/{name}" for name in TAKEN}
+    assert " 9: 2 linked folders, 2 .png, 1 " in result.err
+    for told in ("1 .bin", "1 links out of the folder", "1 not UTF-8", "1 a broken link", "1 scanned PDFs"):
         assert told in result.err
     for warned in ("mixed/scan.pdf", "mixed/broken.txt"):
         assert warned in result.err
     assert "picture.png" not in result.err
     again = cli("precompute", "mixed", "-v", "--json")
     assert {r["status"] for r in again.records} == {"unchanged", "passed over"}
-    assert len([r for r in again.records if r["status"] == "passed over"]) == 8
+    assert len([r for r in again.records if r["status"] == "passed over"]) == 9
     assert "mixed/picture.png" in again.err
     write(folder / "notes.md", "# Notes\n\nSomebody else leads billing.\n")
     changed = [r for r in cli("precompute", "mixed", "--json").records if r["status"] != "unchanged"]
@@ -89,7 +89,7 @@ def test_files_from_a_list(cli: Cli, folder: Path, tmp_path: Path) -> None:
 
 def test_what_is_taken_of_a_folder_is_remembered(cli: Cli, folder: Path, tmp_path: Path) -> None:
     assert cli("precompute", "mixed", "--include", "*.md", "--exclude", "deep/", "--max-file-size", "1MB").code == 0
-    first = {"mixed/notes.md", "mixed/a name with\nnewline \U0001f600.md", "outside/far.md"}
+    first = {"mixed/notes.md", "mixed/a name with\nnewline \U0001f600.md"}
     assert set(places(tmp_path / "store")) == first
     write(folder / "new.md", "# New\n")
     write(folder / "new.txt", "not taken\n")

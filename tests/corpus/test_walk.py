@@ -104,14 +104,23 @@ def test_what_is_passed_over_is_counted_by_its_reason(here: Path) -> None:
     (here / "docs/link").symlink_to(here / "far")
     (here / "docs/circle").symlink_to(here / "docs")
     (here / "docs/file.md").symlink_to(here / "far/x.md")
+    (here / "docs/more").mkdir()
+    write(here / "docs/more/.page", "text\n")
+    (here / "docs/more/inside.md").symlink_to(".page")
+    (here / "docs/passwords.md").symlink_to("/etc/passwd")
     small = Selection(max_file_size=2 << 10)
-    assert set(taken("docs", select=small)) == {"docs/a.md", "docs/README", "far/x.md"}
+    assert set(taken("docs", select=small)) == {"docs/a.md", "docs/README", "docs/more/.page"}, (
+        "links within are followed"
+    )
     assert passed_over("docs", select=small) == {
         "docs/b.png": ".png", "docs/c.PNG": ".png", "docs/nosuffix": "without a suffix", "docs/large.md": "over 0.00195 MB",
+        "docs/file.md": "links out of the folder", "docs/passwords.md": "links out of the folder",
         "docs/link": "linked folders", "docs/circle": "linked folders", "docs/scan.pdf": "damaged or locked",
     }  # fmt: skip
     followed = Selection(follow=True)
-    assert set(taken("docs", select=followed)) == {"docs/a.md", "docs/README", "docs/large.md", "far/x.md"}
+    assert set(taken("docs", select=followed)) == {
+        "docs/a.md", "docs/README", "docs/more/.page", "docs/large.md", "far/x.md", "/etc/passwd",
+    }  # fmt: skip
     assert taken("docs/large.md", select=small) == ["docs/large.md"]
 
 

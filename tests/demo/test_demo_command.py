@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +57,7 @@ def test_blending_is_sooner_than_a_full_prefill_of_the_same_prompt(
     case = demo_run.demo_case()
     for source in {item.source for item in case.questions[:1]} | {"office/security.md"}:
         (tmp_path / source).parent.mkdir(exist_ok=True)
-        (tmp_path / source).symlink_to(case.folder.parent / source)
+        shutil.copy(case.folder.parent / source, tmp_path / source)
     case = replace(case, folder=tmp_path / "office")
     monkeypatch.setattr(demo_run, "demo_case", lambda: case)
     monkeypatch.setattr(demo_run, "ANSWER_TOKENS", 6)
