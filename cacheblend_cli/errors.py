@@ -40,6 +40,10 @@ class PromptTooLong(UsageError):
     """A prompt and its answer do not fit the model's context."""
 
 
+class TextRefused(UsageError):
+    """A text that a model's tokenizer cannot keep apart from its control tokens, or has no embeddings for."""
+
+
 class TemplateFailed(UsageError):
     """The chat template raised. reason: in its words. hint: None to check the template."""
 

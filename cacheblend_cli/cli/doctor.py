@@ -138,8 +138,10 @@ def _store(settings: Any) -> dict[str, Any]:
 
 
 def _model(settings: Any) -> dict[str, Any]:
+    from cacheblend_cli.model.text_check import text_check
+
     engine = options.load_engine(settings, Output(quiet=True))
-    facts = engine.runtime.describe()
+    facts = engine.runtime.describe() | {"documents": text_check(engine.model.tokenizer)}
     if engine.runtime.decode_with.file is not None:
         from cacheblend_cli.engine.connectors.llama_choice import describe
 

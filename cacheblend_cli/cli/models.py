@@ -100,13 +100,16 @@ def check(settings: Settings, model: Model, json: options.Json = False) -> None:
     """
     from cacheblend_cli.evaluation.check_model import check_model
     from cacheblend_cli.model.model_files import is_converted
+    from cacheblend_cli.model.text_check import text_check
 
     output = Output()
     dtype = "float32" if settings.dtype == "auto" else settings.dtype
     engine = options.load_engine(replace(settings, model=model, dtype=dtype), output)
+    documents = text_check(engine.model.tokenizer)
     found = check_model(engine, with_transformers=not is_converted(engine.model.path))
     if json:
-        output.json({"model": model, **asdict(found), "passed": found.passed, "verdict": str(found.verdict)})
+        facts = {"passed": found.passed, "documents": documents, "verdict": str(found.verdict)}
+        output.json({"model": model, **asdict(found), **facts})
     else:
         output.text(f"{model}: a prompt of {found.prompt_tokens} tokens, {dtype}; largest differences of logits")
         output.text(f"  full prefill, blended with ratio 1   {found.blended:.2g}")
@@ -118,6 +121,7 @@ def check(settings: Settings, model: Model, json: options.Json = False) -> None:
                 f"  blended at ratio {b.ratio:g}: KL {b.kl:.2g} nats a token, {b.top1:.0%} of tokens agree, "
                 f"{b.same_answers} of {b.answers} answers are the same"
             )
+        output.text(f"documents: {documents}")
         output.text(str(found.verdict))
     if not found.passed:
         raise typer.Exit(ExitCode.INTERNAL)
@@ -145,6 +149,7 @@ def _facts(model: str, output: Output, lora: str) -> dict[str, Any]:
     from cacheblend_cli.model.generic import GENERIC_PATH
     from cacheblend_cli.model.loading import resolve_model
     from cacheblend_cli.model.model_files import checkpoint_files
+    from cacheblend_cli.model.text_check import text_check
     from cacheblend_cli.model.tokenizer import Tokenizer
 
     path = resolve_model(model, output.note)
@@ -153,8 +158,9 @@ def _facts(model: str, output: Output, lora: str) -> dict[str, Any]:
     try:
         tokenizer = Tokenizer(path, spec.vocab_size)
         missing = "nothing" if tokenizer.has_template else "a chat template: prompts are plain text"
+        documents = text_check(tokenizer)
     except CacheBlendError as error:
-        missing = error.message
+        missing, documents = error.message, "not known"
     return {
         "model": model,
         "family": spec.config.get("model_type"),
@@ -170,6 +176,7 @@ def _facts(model: str, output: Output, lora: str) -> dict[str, Any]:
         **({"quantised": quantisation.method} if (quantisation := quantisation_of(path)) else {}),
         "kv_bytes_per_token": int(spec.kv_bytes_per_token(4 if stated == "float32" else 2)),
         **(_adapter(spec, Path(lora).expanduser()) if lora else {}),
+        "documents": documents,
         "missing": missing,
     }
 

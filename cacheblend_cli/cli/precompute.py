@@ -333,10 +333,10 @@ def _check_named(report: PrecomputeReport) -> None:
     bad = [file for file in report.skipped if file.named]
     if bad:
         more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
-        raise UsageError(
-            f"{bad[0].typed} was not stored: {bad[0].reason}{more}",
-            "text, code, HTML, CSV, JSON, notebooks and mail are read, with the extra `documents` PDF and Office files",
+        read = (
+            "text, code, HTML, CSV, JSON, notebooks and mail are read, with the extra `documents` PDF and Office files"
         )
+        raise UsageError(f"{bad[0].typed} was not stored: {bad[0].reason}{more}", None if bad[0].unread else read)
     if not report.documents and not report.gone:
         raise UsageError("no document was found", "-v names the files that were skipped, and why")
 

@@ -21,6 +21,7 @@ from cacheblend_cli.corpus.contexts import CONTEXTS, Ids, Neighbours, Passage, d
 from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.cutting import Cut, cut_document
 from cacheblend_cli.corpus.documents import Document, DocumentFile
+from cacheblend_cli.errors import TextRefused
 from cacheblend_cli.prompt.collection import Collection
 
 Planned = list[tuple[Document, list[PlannedChunk]]]
@@ -102,13 +103,13 @@ class Planner:
         diff: CorpusDiff,
         store: ChunkStore | None,
         on_cut: OnCut,
-        on_changed: Callable[[DocumentFile, str], None],
+        on_left_out: Callable[[DocumentFile, NoDocument], None],
         *,
         with_records: bool,
     ) -> None:
-        """on_changed: called for a document that does not read any more, or changed since it was found, with the reason. with_records:
+        """on_left_out: called for a document that changed since it was found, or that this model cannot store. with_records:
         compute the sizes of records, which count in a quota; else they are 0."""
-        self.diff, self._store, self._on_cut, self._on_changed = diff, store, on_cut, on_changed
+        self.diff, self._store, self._on_cut, self._on_left_out = diff, store, on_cut, on_left_out
         self._with_records, self._spool = with_records, Spool()
 
     def plan(self, given: Mapping[str, Any]) -> list[Part]:
@@ -132,7 +133,7 @@ class Planner:
         return parts
 
     def cut_again(self, part: Part, planned: PlannedDocument) -> list[PlannedChunk] | None:
-        """Return a planned document's chunks, or None if it has changed since it was found."""
+        """Return a planned document's chunks, or None if it is left out."""
         if planned.chunks is not None:
             return planned.chunks
         if planned.place is not None:
@@ -203,21 +204,28 @@ class Planner:
         return ChunkSizes(sizes, self._spool)
 
     def _cut(self, file: DocumentFile, part: Part, on_cut: OnCut | None = None) -> tuple[Document, list[Chunk]] | None:
-        """Read and cut a document. None if it has changed since it was found: what is stored of it stays."""
-        try:
-            document = file.read(self.diff.conversions)
-        except NoDocument as error:
-            self._on_changed(file, error.reason)
-            self.diff.digests[file.source] = ""
-            return None
+        """Read and cut a document. None if it has changed since it was found, or if the model cannot store it: what is stored of
+        it stays."""
         of, settings = part.collection, part.settings
         cut = Cut(settings.chunk_tokens, settings.overlap, of.template.wording.head)
         chunks: list[Chunk] = []
-        for chunk in cut_document(document, of.model.tokenizer.encode_text, cut):
-            chunks.append(chunk)
-            if on_cut is not None:
-                on_cut(document, chunk.end)
-        return document, chunks
+        try:
+            document = file.read(self.diff.conversions)
+            for chunk in cut_document(document, of.model.tokenizer.encode_text, cut):
+                chunks.append(chunk)
+                if on_cut is not None:
+                    on_cut(document, chunk.end)
+        except TextRefused as error:
+            self._leave_out(file, NoDocument(error.message, "with text that this model cannot store"))
+        except NoDocument as error:
+            self._leave_out(file, error)
+        else:
+            return document, chunks
+        return None
+
+    def _leave_out(self, file: DocumentFile, why: NoDocument) -> None:
+        self._on_left_out(file, why)
+        self.diff.digests[file.source] = ""
 
 
 def stored_sizes(store: ChunkStore | None, collection: Collection, keys: Iterable[bytes]) -> dict[bytes, ChunkSize]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from cacheblend_store import ChunkStore
@@ -26,6 +27,7 @@ from cacheblend_cli.collect.paths import Paths
 from cacheblend_cli.collect.plan import Part, Planner
 from cacheblend_cli.collect.room import Room, room_for
 from cacheblend_cli.collect.settings import CollectSettings
+from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.documents import Document, DocumentFile, Skipped
 from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.errors import UsageError
@@ -156,8 +158,9 @@ def precompute(
         report.skipped.append(document)
         on_event(PrecomputeEvent("skipped", message=f"{document.typed}: {document.reason}", skipped=document))
 
-    def changed(file: DocumentFile, reason: str) -> None:
-        skip(Skipped(file.source, reason, file.path, unread=True, group="changed meanwhile"))
+    def leave_out(file: DocumentFile, why: NoDocument) -> None:
+        named = file.path in (str(Path(name)) for name in paths.named)
+        skip(Skipped(file.source, why.reason, file.path, unread=True, group=why.group, named=named))
 
     def reading(document: Document, done: int) -> None:
         on_event(PrecomputeEvent("reading", message=show(document.source), done=done, total=len(document.text)))
@@ -173,7 +176,7 @@ def precompute(
     cluster = options.cluster
     if cluster is not None:
         quota = 0  # of this store, which gets texts alone
-    planner = Planner(diff, store, reading, changed, with_records=quota > 0)
+    planner = Planner(diff, store, reading, leave_out, with_records=quota > 0)
     plan = planner.plan(options.given)
     if cluster is not None and any(part.settings.context == "neighbours" for part in plan):
         raise UsageError(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.errors import NotFoundError, TextRefused, UsageError
 from cacheblend_cli.model.control_tokens import is_control
 from cacheblend_cli.model.model_files import AGAIN, read_object, read_text
 from cacheblend_cli.model.tokenizer_json import for_the_middle, without_added
@@ -95,17 +95,17 @@ class Tokenizer:
         """Ids of a document's or question's text in the middle of a prompt.
 
         Adds no special tokens, matches no control tokens, and omits the mark or space that the tokenizer puts before a text on
-        its own. Raises UsageError for text that cannot be kept apart from a control token.
+        its own. Raises TextRefused for text that cannot be kept apart from a control token.
         """
         ids = self._encode(self._plain, text)
         if not self.control_ids.isdisjoint(ids):  # by the vocabulary: some models have their control tokens in it, too
             ids = [i for piece in self._pieces(text, ids) for i in self._encode(self._plain, piece)]
         bad = next((i for i in ids if i in self.control_ids), None)
         if bad is not None:
-            raise UsageError(
+            raise TextRefused(
                 f"the text contains {self._tokenizer.id_to_token(bad)!r}, which this tokenizer cannot keep apart "
                 "from its control token",
-                "remove it from the text",
+                "remove it from the text, or choose another model",
             )
         return ids
 
@@ -134,7 +134,7 @@ class Tokenizer:
         ids = _ids(tokenizer, text)
         if max(ids, default=0) >= self._num_embeddings:
             bad = next(i for i in ids if i >= self._num_embeddings)
-            raise UsageError(
+            raise TextRefused(
                 f"the token {self._tokenizer.id_to_token(bad)!r} has the id {bad}, and the model has {self._num_embeddings} "
                 "embeddings (vocab_size in config.json)",
                 "the tokenizer and the weights belong to different models",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 from cacheblend_store import ChunkStore
 from forging import forge
+from tokenizers import Tokenizer as HFTokenizer
 
 from cacheblend_cli.collect.precompute import PrecomputeEvent, PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
@@ -190,3 +193,33 @@ def test_a_bad_file_in_a_directory_is_skipped_with_a_warning(cli: Cli, docs: Pat
     result = cli("precompute", "docs", "--json")
     assert result.code == 0
     assert "docs/bad.md" in result.err
+
+
+@pytest.fixture
+def refuses_bars(cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cli's model has a control token of one character: no text with it can be kept apart from it."""
+    folder = tmp_path / "refusing"
+    shutil.copytree(model, folder)
+    tokenizer = HFTokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["|"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    monkeypatch.setenv("CACHEBLEND_MODEL", str(folder))
+
+
+@pytest.mark.usefixtures("refuses_bars")
+def test_a_document_that_the_model_cannot_store_is_passed_over_and_the_rest_is_stored(cli: Cli, docs: Path) -> None:
+    (docs / "table.md").write_text("# Prices\n\n| a | b |\n")
+    result = cli("precompute", "docs")
+    assert result.code == 0, result.err
+    assert "skipped docs/table.md: the text contains '|', which this tokenizer cannot keep apart" in result.err
+    assert "passed over 1: 1 with text that this model cannot store" in result.err
+    assert {r["source"] for r in cli("chunks", "ls", "--json").records} == {"docs/alpha.md", "docs/beta.md"}
+    named = cli("precompute", "docs/alpha.md", "docs/table.md")
+    assert named.code == 2
+    assert "docs/table.md was not stored: the text contains '|'" in named.err
+    assert "PDF" not in named.err
+    assert "tables: refused, the text contains '|'" in cli("models", "show", str(docs.parent / "refusing")).out
+
+
+def test_doctor_says_what_documents_would_meet(cli: Cli) -> None:
+    assert "kept as written" in json.loads(cli("doctor", "--json").out)["model"]["documents"]

@@ -26,6 +26,7 @@ from cacheblend_cli.engine.sampling import Sampler
 from cacheblend_cli.engine.sequence_output import Generation
 from cacheblend_cli.evaluation.continuation import Continuation, generate
 from cacheblend_cli.model.tokenizer import Tokenizer
+from cacheblend_cli.prompt.reasoning_tags import KNOWN, THINK, ReasoningTags
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 TEMPLATE = (
@@ -47,10 +48,21 @@ CASES = [
 ]
 
 
-@given(st.sampled_from(CASES), st.lists(st.integers(1, 7), max_size=20))
-def test_the_parts_are_told_apart_in_any_pieces(case: tuple[str, bool, str, str], sizes: list[int]) -> None:
-    text, opened, reasoning, answer = case
-    parts, found, at = Reasoning(opened), ["", ""], 0
+def of_tags(text: str, tags: ReasoningTags) -> str:
+    """Return the text of a case with other tags, also where it breaks off within one."""
+    text = text.replace(THINK.open, tags.open).replace(THINK.close, tags.close)
+    for part, tag in (("</thin", tags.close), ("<thin", tags.open)):
+        text = text.removesuffix(part) + tag[:-1] if text.endswith(part) else text
+    return text
+
+
+@given(st.sampled_from(CASES), st.sampled_from(KNOWN), st.lists(st.integers(1, 7), max_size=20))
+def test_the_parts_are_told_apart_in_any_pieces(
+    case: tuple[str, bool, str, str], tags: ReasoningTags, sizes: list[int]
+) -> None:
+    opened = case[1]
+    text, reasoning, answer = (of_tags(part, tags) for part in (case[0], case[2], case[3]))
+    parts, found, at = Reasoning(opened, tags), ["", ""], 0
     for size in [*sizes, len(text)]:
         for i, piece in enumerate(parts.push(text[at : at + size])):
             found[i] += piece

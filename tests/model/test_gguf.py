@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,33 @@ def test_a_text_is_cut_as_glm_4_cuts_it(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m", tmp_path / "m.gguf", "qwen2", "F16", pre="glm4")
     cut = tokenizers.Tokenizer.from_file(str(resolve_model(str(tmp_path / "m.gguf")) / "tokenizer.json")).pre_tokenizer
     assert [piece for piece, _ in cut.pre_tokenize_str("In 20245, IT'S")] == ["In", "Ġ", "202", "45", ",", "ĠIT", "'S"]
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("deepseek-llm", ["In", "Ġ", "20245", ",", "ĠIT", "'", "S", "Ċ"]),
+        ("deepseek-coder", ["In", "Ġ", "2", "0", "2", "4", "5", ",", "ĠIT", "'", "S", "Ċ"]),
+        ("deepseek-v3", ["In", "Ġ", "202", "45", ",", "ĠIT", "'S", "Ċ"]),
+        (None, ["In", "Ġ", "202", "45", ",", "ĠIT", "'", "S", "Ċ"]),
+    ],
+)
+def test_a_text_is_cut_as_llama_cpp_cuts_it(pre: str | None, pieces: list[str], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m", "llama-gqa")
+    write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F16", pre=pre)
+    cut = tokenizers.Tokenizer.from_file(str(resolve_model(str(tmp_path / "m.gguf")) / "tokenizer.json")).pre_tokenizer
+    assert [piece for piece, _ in cut.pre_tokenize_str("In 20245, IT'S\n")] == pieces
+
+
+@pytest.mark.parametrize(("pre", "words_first"), [("llama-bpe", True), ("tekken", True), ("qwen2", False)])
+def test_words_of_the_vocabulary_come_before_merges_where_llama_cpp_takes_them_so(
+    pre: str, words_first: bool, tmp_path: Path
+) -> None:
+    """Llama 3 has words that its merges do not lead to."""
+    write_checkpoint(tmp_path / "m", "llama-gqa")
+    write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F16", pre=pre)
+    data = json.loads((resolve_model(str(tmp_path / "m.gguf")) / "tokenizer.json").read_text())
+    assert data["model"].get("ignore_merges", False) is words_first
 
 
 @pytest.mark.parametrize("text", SCRIPTS.values(), ids=SCRIPTS)

@@ -12,6 +12,7 @@ from checkpoints import write_tokenizer
 from cacheblend_cli.demo import model_dir
 from cacheblend_cli.errors import NotFoundError, TemplateFailed, UsageError
 from cacheblend_cli.model.tokenizer import Tokenizer
+from cacheblend_cli.prompt.reasoning_tags import KNOWN, ReasoningTags
 from cacheblend_cli.prompt.template import split_template
 from cacheblend_cli.prompt.wording import DEFAULT, OWN_FILE, Wording, check_prompt, parse_variables, read_prompt
 
@@ -145,6 +146,44 @@ def test_a_damaged_template_is_told_whatever_is_asked_of_it(tmp_path: Path) -> N
     for wording in (Wording(), Wording(variables={"enable_thinking": True})):
         with pytest.raises(TemplateFailed):
             split_template(of, wording)
+
+
+@pytest.mark.parametrize(
+    ("template", "says", "hint"),
+    [
+        ("{% for t in tools %}{{ t }}{% endfor %}{{ tools | length }}{{ messages[-1]['content'] }}",
+         "demands tools", "chat_template.jinja"),
+        ("{{ 1 / 0 }}{{ messages[-1]['content'] }}", "ZeroDivisionError", "chat_template"),
+        ("{{ datetime + '' }}{{ messages[-1]['content'] }}", "datetime", "--template-var"),
+    ],
+)  # fmt: skip
+def test_whatever_a_template_raises_is_a_usage_error(tmp_path: Path, template: str, says: str, hint: str) -> None:
+    """With a system prompt, too: it is not blamed for what fails without it."""
+    of = tokenizer(tmp_path / "m", template)
+    for wording in (Wording(), Wording(system="Be terse.")):
+        with pytest.raises(TemplateFailed) as caught:
+            split_template(of, wording)
+        assert says in caught.value.message
+        assert hint in (caught.value.hint or "")
+
+
+def test_templates_that_name_the_switch_of_thinking_otherwise_do_not_think_either(tmp_path: Path) -> None:
+    of = tokenizer(
+        tmp_path / "m", "{{ messages[-1]['content'] }}{% if thinking is not false %}<think>{% endif %}answer:"
+    )
+    assert split_template(of, Wording()).after_question.endswith("answer:")
+    assert "<think>" in split_template(of, Wording(variables={"thinking": True})).after_question
+
+
+@pytest.mark.parametrize("tags", KNOWN, ids=lambda tags: tags.open)
+@pytest.mark.parametrize("opened", [True, False])
+def test_the_tags_of_reasoning_are_the_templates(tmp_path: Path, tags: ReasoningTags, opened: bool) -> None:
+    earlier = f"{{% for m in messages[:-1] %}}{tags.open}{{{{ m.reasoning }}}}{tags.close}{{% endfor %}}"
+    of = tokenizer(tmp_path / "m", earlier + "{{ messages[-1]['content'] }}\n" + (tags.open if opened else ""))
+    template = split_template(of, Wording())
+    assert template.reasoning_tags == tags
+    assert template.opens_reasoning is opened
+    assert template.may_reason
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,35 @@
+"""Check what a model's tokenizer does with the texts that documents have: line breaks, indentation, tables, markup."""
+
+from __future__ import annotations
+
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.tokenizer import Tokenizer
+
+SAMPLES = {
+    "line breaks": "First line.\nSecond line.\n\n\nA new section.\n",
+    "indentation": "def f(x):\n    if x:\n\t\treturn [\n            x,\n        ]\n",
+    "tables": "| name  | price |\n|-------|------:|\n| Koven |  12.50 |\na\tb\t\tc\n",
+    "markup": '<p class="x">1 < 2 &amp; <b>bold</b></p>\n<table><tr><td>[1]</td></tr></table>\n**bold** `code`\n',
+    "marks of other prompts": "<s>[INST] <<SYS>> <|im_start|>user <|eot_id|> <start_of_turn> <think></think> [PAD]\n",
+    "other scripts": "Caf\u00e9, stra\u00dfe, \u043f\u0440\u0438\u0432\u0435\u0442, \u65e5\u672c\u8a9e, \U0001f600\n",
+}
+"""What documents have: a text of it."""
+
+
+def text_check(tokenizer: Tokenizer) -> str:
+    """Say what a document would meet: all of it is kept, or what is refused or changed."""
+    found = [f"{name}: {fault}" for name, text in SAMPLES.items() if (fault := _fault(tokenizer, text))]
+    return "; ".join(found) or f"kept as written: {', '.join(SAMPLES)}"
+
+
+def _fault(tokenizer: Tokenizer, text: str) -> str:
+    """Return why the text is not kept as it is written, or ""."""
+    try:
+        ids = tokenizer.encode_text(text)
+    except UsageError as error:
+        return f"refused, {error.message}"
+    kept = tokenizer.decode(ids, skip_special_tokens=False)
+    if kept.strip() == text.strip():
+        return ""
+    at = next((i for i, (a, b) in enumerate(zip(text, kept, strict=False)) if a != b), min(len(text), len(kept)))
+    return f"changed, {text[at : at + 12]!r} is read as {kept[at : at + 12]!r}"
