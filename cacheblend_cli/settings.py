@@ -110,6 +110,11 @@ class Settings:
     repetition_penalty: float = _setting(1.0, "Divide the logits of tokens already in the text by this; 1: off.")
     presence_penalty: float = _setting(0.0, "Subtract this from the logits of tokens already generated; 0: off.")
     frequency_penalty: float = _setting(0.0, "Subtract this once for each time a token was generated; 0: off.")
+    stop_repetition: bool = _setting(
+        True,
+        "End an answer that repeats itself: three times the same, 32 tokens or more.",
+        flag="--stop-repetition/--no-stop-repetition",
+    )
     model_sampling: bool = _setting(
         False,
         "Use the sampling settings of the model's generation_config.json, unless set here.",
@@ -166,7 +171,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "sampling": (
         "max_tokens", "reasoning_tokens", "temperature", "top_p", "sample_top_k", "min_p", "repetition_penalty", "presence_penalty",
-        "frequency_penalty", "model_sampling", "seed",
+        "frequency_penalty", "stop_repetition", "model_sampling", "seed",
     ),
     "prompt": ("prompt", "system", "template_var"),
     "model": ("model", "lora"),

@@ -121,7 +121,9 @@ def show_answer(
 
 
 def cut_note(answer: Answer) -> str | None:
-    """Say that an answer ended at the token limit."""
+    """Say that an answer ended at the token limit, or was stopped because it repeated itself."""
+    if answer.finish_reason == "repetition":
+        return "the answer repeated itself and was stopped; --no-stop-repetition lets it go on"
     if answer.finish_reason != "length":
         return None
     return f"the answer was cut at {counted(len(answer.generated_ids), 'token')}; --max-tokens sets the limit"

@@ -119,7 +119,9 @@ class Verify(InternalRequest):
 
     def __init__(self, runtime: Runtime, parent: RequestState, blended: Snapshot) -> None:
         sampling = parent.request.sampling
-        greedy = SamplingParams(max_tokens=sampling.max_tokens, stop=sampling.stop)
+        greedy = SamplingParams(
+            max_tokens=sampling.max_tokens, stop=sampling.stop, stop_repetition=sampling.stop_repetition
+        )
         request = replace(parent.request.in_full(), sampling=greedy)
         super().__init__(runtime, parent, request, runtime.max_new_tokens(greedy))
         self._blended, self._full_ttft_s = blended, 0.0

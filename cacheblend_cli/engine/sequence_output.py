@@ -13,6 +13,7 @@ from torch import Tensor
 from cacheblend_cli.engine.detokenizer import Detokenizer
 from cacheblend_cli.engine.events import OnEvent, Reasoning, Text, Token, ignore
 from cacheblend_cli.engine.grammar import Grammar, grammar_of
+from cacheblend_cli.engine.repetition import repeats_itself
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import Draw, Sampler, draw_together
 from cacheblend_cli.errors import UsageError
@@ -102,6 +103,9 @@ class SequenceOutput:
             out.reasoning_tokens = len(out.token_ids)
         if self._detokenizer.stopped:
             out.finish_reason = "stop"
+            return False
+        if self._params.stop_repetition and not self._params.ignore_eos and repeats_itself(out.token_ids):
+            out.finish_reason = "repetition"
             return False
         answered = 0 if reasoning.undecided else len(out.token_ids) - out.reasoning_tokens
         if len(out.token_ids) == self.max_tokens or answered >= self._params.max_tokens:

@@ -85,7 +85,9 @@ def run_full(runtime: Runtime, request: Request, lengths: AnswerLengths, before_
     start = time.perf_counter()
     done = prefill(runtime, request.in_full(), headroom=lengths.headroom)
     first = done.result.logits[-1].clone()
-    generation = generate(runtime, Continuation.of(done), SamplingParams(max_tokens=lengths.tokens))
+    generation = generate(
+        runtime, Continuation.of(done), SamplingParams(max_tokens=lengths.tokens, stop_repetition=False)
+    )
     first_token_s = generation.first_token_at - start
     likelihood = _likelihood(runtime, done, lengths.reference_ids)
     attended = _Attended(model.spec.num_layers)
@@ -136,7 +138,9 @@ def run_setting(
     text, same = reference.text, found.first_difference
     if same is not None and same < lengths.own_tokens:
         begin = Continuation(done.sequence, done.plan.num_tokens + same, logits[same])
-        generation = generate(runtime, begin, SamplingParams(max_tokens=lengths.own_tokens - same))
+        generation = generate(
+            runtime, begin, SamplingParams(max_tokens=lengths.own_tokens - same, stop_repetition=False)
+        )
         text = _text(runtime, (*ids[:same], *generation.token_ids))
     done.sequence.release()
     return Measured(

@@ -27,7 +27,7 @@ from cacheblend_cli.types import PLAIN, AskOptions, AskRequest, SamplingParams, 
 
 _SAMPLED = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "n", "best_of",
-    "ignore_eos", "regex",
+    "ignore_eos", "regex", "stop_repetition",
 )  # fmt: skip
 _MATCHES, _LEAST_DIGITS = 64, 8  # of ids: with fewer digits, others' chunks could crowd out one's own
 

@@ -158,6 +158,7 @@ class AskBody(Struct, forbid_unknown_fields=True, kw_only=True):
     best_of: Annotated[int, Meta(ge=1, le=64)] | None = None
     stop_token_ids: Annotated[list[Int], Meta(max_length=1024)] | None = None
     ignore_eos: bool | None = None
+    stop_repetition: bool | None = None
     logit_bias: Annotated[dict[int, float], Meta(max_length=4096)] | None = None
     response_format: FormatIn | None = None
     regex: Annotated[str, Meta(max_length=64 << 10)] | None = None

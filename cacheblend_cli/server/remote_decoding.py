@@ -80,6 +80,7 @@ class RemoteEvents(RequestEvents):
             stop=sampling.stop,
             stop_ids=sampling.stop_ids,
             ignore_eos=sampling.ignore_eos,
+            stop_repetition=sampling.stop_repetition,
         )
         output = SequenceOutput(runtime, kept, report.prompt_ids, pieces.append)
         body = {

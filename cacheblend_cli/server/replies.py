@@ -194,8 +194,9 @@ def unsaid(answer: Answer) -> Answer:
 
 
 def finish_reason(answer: Answer) -> str:
-    """OpenAI's names: an answer that was ended by its time has no other than "length"."""
-    return "stop" if answer.finish_reason == "stop" else "length"
+    """OpenAI's names: an answer that was ended by its time has no other than "length". One that repeated itself has nothing more to
+    say: clients ask for the rest of one that was cut."""
+    return "stop" if answer.finish_reason in ("stop", "repetition") else "length"
 
 
 def usage(prompts: Sequence[Answer], answers: Sequence[Answer]) -> dict[str, Any]:

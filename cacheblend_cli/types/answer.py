@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from cacheblend_cli.types.sampling import TokenLogprob
 
-FinishReason = Literal["stop", "length", "cancelled", "deadline", "handed_over"]
+FinishReason = Literal["stop", "length", "repetition", "cancelled", "deadline", "handed_over"]
 
 
 class Status(IntEnum):

@@ -22,7 +22,8 @@ class SamplingParams:
     give, each with a seed of its own: seed, seed + 1 and so on. best_of: answers to make, of which the n likeliest by token are
     given; 0: just n. stop_ids: tokens that end the answer as its end does. logit_bias: (token, what is added to its logit).
     json_schema, regex: the form of the answer, which then has no reasoning before it. prompt_logprobs: as logprobs, of the
-    prompt's tokens, which is then computed in full, whatever is stored.
+    prompt's tokens, which is then computed in full, whatever is stored. stop_repetition: end an answer that repeats itself (see
+    `engine.repetition`), unless ignore_eos.
     """
 
     max_tokens: int = 128
@@ -45,6 +46,7 @@ class SamplingParams:
     json_schema: str | None = None
     regex: str | None = None
     prompt_logprobs: int | None = None
+    stop_repetition: bool = True
 
     def __post_init__(self) -> None:
         for ok, what in (
