@@ -26,20 +26,26 @@ def report(error: BaseException, output: Output) -> int:
             output, error.message, error.hint, error.exit_code
         )  # CacheBlendError, StoreError and others of this project
     if isinstance(error, BrokenPipeError):
-        with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader is gone: no error at exit
+        _discard_output()
         return ExitCode.OK
     if hasattr(error, "format_message"):  # errors of typer's parser
         return _usage(error, output)
     if (known := _foreign(error)) is not None:
         return _say(output, _first_line(error), known[1], known[0])
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        _discard_output()
         return _say(
-            output, f"writing failed: {error.strerror}", "free some space where the output goes", ExitCode.INTERNAL
+            output, f"writing failed: {error.strerror}", "free some space where the output goes", ExitCode.USAGE
         )
     log = _log(error)
     hint = f"the traceback is in {log}" if log else "the log directory cannot be written: the traceback is above"
     return _say(output, f"internal error: {type(error).__name__}: {_first_line(error)}", hint, ExitCode.INTERNAL)
+
+
+def _discard_output() -> None:
+    """Send what is still buffered for stdout to /dev/null, so that Python's exit does not fail on it again."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say(output: Output, message: str, hint: str | None, code: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import MutableMapping
@@ -148,14 +149,25 @@ def _finish_writing(*, interrupted: bool) -> None:
             writer.stop()
 
 
+class _ClosedStdout(io.StringIO):
+    """Standard output that the parent process closed: writing a result to it is an error."""
+
+    def write(self, text: str) -> int:
+        raise UsageError("standard output is closed", "send it to a terminal, a pipe, a file or /dev/null")
+
+
 def open_closed_streams() -> None:
     """Open standard streams that the parent process closed on /dev/null.
 
     Otherwise the next file opened, possibly the store, would get the file descriptor that messages are written to.
     """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    if sys.stdout is None:
+        os.open(os.devnull, os.O_WRONLY)  # takes descriptor 1
+        sys.stdout = _ClosedStdout()
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def ensure_home() -> None:

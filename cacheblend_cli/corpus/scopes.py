@@ -89,11 +89,10 @@ def project_scope(store: ChunkStore) -> Scope:
 
 
 def scope_here(store: ChunkStore, names: Iterable[str]) -> tuple[Scope, str]:
-    (
-        """Return the default scope of a command: the documents below the current project, or all documents if there are none. And a
-    sentence if it is not what the project holds, or leaves documents out, else """
-        ""
-    )
+    """Return the default scope of a command, and a sentence about it if it is not all documents of the store, else an empty one.
+
+    The scope is the documents below the current project, or all documents if none is below it.
+    """
     everything, scope = list(names), project_scope(store)
     if not scope.path:
         return EVERYTHING, ""

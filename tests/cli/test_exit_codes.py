@@ -32,13 +32,31 @@ def test_what_others_say(error: Exception, code: int, said: str, capsys: pytest.
     assert shown.out == ""
 
 
-def test_closed_streams_are_empty_ones(tmp_path: Path) -> None:
-    """Else the first file that is opened would have the number that messages go to."""
+def test_closed_streams(tmp_path: Path) -> None:
+    """They are opened, else the first file would get the number that messages go to. A result that cannot be written is an error."""
     cacheblend = f"{sys.executable} -c 'from cacheblend_cli.cli.main import main; main()'"
-    for command, code in (("ask - <&-", 2), ("config show >&-", 0), ("chunks ls --store nowhere 2>&-", 3)):
+    for command, code in (
+        ("ask - <&-", 2),
+        ("config show >&-", 2),
+        ("--version >&-", 2),
+        ("--help >&-", 2),
+        ("chunks ls --store nowhere 2>&-", 3),
+    ):
         done = subprocess.run(["bash", "-c", f"{cacheblend} {command}"], cwd=tmp_path, capture_output=True, timeout=60)
         assert done.returncode == code, done.stderr
         assert b"internal error" not in done.stderr
+        assert (b"error: standard output is closed" in done.stderr) == (">&-" in command and "2>" not in command)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+@pytest.mark.parametrize("command", ["config show", "config show --json", "--version", "--help"])
+def test_a_full_device(command: str, tmp_path: Path) -> None:
+    cacheblend = f"{sys.executable} -c 'from cacheblend_cli.cli.main import main; main()'"
+    line = f"{cacheblend} {command} >/dev/full"
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[0] == b"error: writing failed: No space left on device"
+    assert len(done.stderr.splitlines()) == 2
 
 
 def test_a_deleted_working_directory_is_not_an_internal_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
