@@ -355,17 +355,20 @@ def test_damaged_files_are_told(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m", "llama-gqa")
     write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F16")
     whole = (tmp_path / "m.gguf").read_bytes()
-    for name, content in (
-        ("empty", b""),
-        ("short", whole[:3000]),
-        ("cut", whole[:-4000]),
-        ("other", b"PK" + whole[2:]),
+    size = f"{len(whole):,}"
+    for name, content, message in (
+        ("empty", b"", "empty file"),
+        ("header", whole[:3001], "is truncated: it ends after 3,001 bytes, inside its header"),
+        ("tensors", whole[:-4000], f"of the {size} bytes that its header promises, 4,000 are missing"),
+        ("last", whole[:-1], f"of the {size} bytes that its header promises, 1 are missing"),
+        ("other", b"PK" + whole[2:], "not a readable GGUF file"),
     ):
         (tmp_path / f"{name}.gguf").write_bytes(content)
         with pytest.raises(CacheBlendError) as told:
             load(tmp_path / f"{name}.gguf")
         assert told.value.exit_code == 2
         assert f"{name}.gguf" in told.value.message
+        assert message in told.value.message
     with pytest.raises(NotFoundError, match=r"none\.gguf"):
         resolve_model(str(tmp_path / "none.gguf"))
 

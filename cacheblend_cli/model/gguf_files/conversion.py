@@ -79,13 +79,14 @@ def _put_in_place(folder: Path, kept: Path) -> None:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    from gguf import GGUFReader
-
+    from cacheblend_cli.model.gguf_files.reader import CheckedReader
     from cacheblend_cli.model.gguf_files.tokenizer import write_tokenizer
 
     try:
-        reader = GGUFReader(str(file))
+        reader = CheckedReader(str(file))
         metadata = {name: _value(field) for name, field in reader.fields.items()}
+    except EOFError as error:
+        raise UsageError(f"{file} is truncated: {error}", "fetch it again") from error
     except Exception as error:  # the package raises what the bytes lead to
         raise UsageError(f"{file} is not a readable GGUF file: {error}", "fetch it again") from error
     if reader.byte_order != "I":
