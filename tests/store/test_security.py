@@ -12,7 +12,7 @@ from pathlib import Path
 import lmdb
 import pytest
 from bare_store import bare_writing
-from cacheblend_store import BadBlob, ChunkStore, StoreCorrupt, StoreFormat, StorePermission, compact
+from cacheblend_store import BadBlob, ChunkStore, StoreCorrupt, StoreError, StoreFormat, StorePermission, compact
 from cacheblend_store.format.blobs import blob_prefix, blob_spec, encode_blob
 from cacheblend_store.lmdb_file.pages.reader import DATABASES
 from one_blob import read_blob
@@ -140,3 +140,19 @@ def test_a_header_that_is_not_what_the_manifest_implies_is_refused(header: bytes
         with pytest.raises(BadBlob):
             read_blob(struct.pack("<Q", claim) + HEADER + PAYLOAD, *KIND)
     assert read_blob(encode_blob(SPEC, {n: b"\1" * t.num_bytes for n, t in SPEC.items()}), *KIND)
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("/proc/x", "cannot create the store at /proc/x: No such file or directory"),
+        ("{folder}/file/x", "cannot create the store at {folder}/file/x: {folder}/file is not a directory"),
+        ("{folder}/" + "x" * 300, "File name too long"),
+    ],
+)
+def test_a_store_at_an_impossible_path(where: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError) as caught:
+        ChunkStore.open(Path(where.format(folder=tmp_path)), mode="write")
+    assert message.format(folder=tmp_path) in caught.value.message
+    assert "name another --store" in caught.value.hint

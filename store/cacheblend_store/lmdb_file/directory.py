@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -10,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from cacheblend_store.errors import StoreCorrupt, StoreError, StoreFormat, StoreNoSpace, StoreNotFound, StorePermission
-from cacheblend_store.lmdb_file.translation import again_hint, system_errors
+from cacheblend_store.lmdb_file.translation import again_hint, bad_disk, system_errors
 
 DATA, LOCK, MAKING = "data.mdb", "lock.mdb", "making.tmp"
 OWN_FILES = ("writer.lock", "open.lock", MAKING, "search.sqlite3", "search.sqlite3-journal")
@@ -32,6 +33,8 @@ def check_directory(path: Path, *, write: bool, create: bool, force: bool) -> No
             _check_private(path, there=there, force=force)
     except PermissionError as error:
         raise unreadable(path, error) from error
+    except OSError as error:
+        raise bad_disk(path, error) from error
     kind = filesystem_type(path)
     if kind in _NETWORK and not force:
         raise StoreFormat(
@@ -59,8 +62,11 @@ def _is_there(path: Path, *, create: bool) -> bool:
     with system_errors(path):
         try:
             _make_directory(path)
-        except (PermissionError, FileExistsError, NotADirectoryError) as error:
-            raise StorePermission(f"cannot create the store at {path}: {error}", "name another --store") from error
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                raise
+            reason = f"{error.filename} is not a directory" if isinstance(error, FileExistsError) else error.strerror
+            raise StorePermission(f"cannot create the store at {path}: {reason}", "name another --store") from error
     return False
 
 

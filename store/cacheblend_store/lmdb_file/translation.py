@@ -85,9 +85,13 @@ def full_disk(store: Path) -> StoreNoSpace:
 
 
 def bad_disk(store: Path, error: Exception) -> StoreIOError:
-    return StoreIOError(
-        f"reading or writing the store at {store} failed: {error}", "check the disk (dmesg names bad sectors)"
+    is_bad_sector = os.strerror(errno.EIO) in str(error)
+    hint = (
+        "check the disk (dmesg names bad sectors)"
+        if is_bad_sector
+        else "check its path and filesystem, or name another --store"
     )
+    return StoreIOError(f"reading or writing the store at {store} failed: {error}", hint)
 
 
 def again_hint(store: Path) -> str:
