@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from platformdirs import user_config_path, user_data_path
 
 from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.similar import did_you_mean
 from cacheblend_cli.text_files import check_text, read_text
 
 FILE = "cacheblend.toml"
@@ -237,12 +238,12 @@ def parse_setting(key: str, texts: Sequence[str]) -> tuple[str, Any]:
     """Return the field name and the converted value of `config set KEY VALUE...`. Raises UsageError."""
     name = key.replace("-", "_")
     if name not in _FIELDS:
-        raise UsageError(f"unknown setting {key!r}", f"known: {', '.join(_FIELDS)}")
+        raise UsageError(f"unknown setting {key!r}", _similar(name))
     if _FIELDS[name] is tuple:
         return name, list(texts)
     if len(texts) != 1:
         raise UsageError(f"{key} takes one value, not {len(texts)}", "put text with spaces in quotes")
-    return name, _convert(name, _Text(texts[0]), "flag")
+    return name, _convert(name, _Text(texts[0]), "")
 
 
 def config_files() -> list[Path]:
@@ -287,16 +288,21 @@ def _merge(
     for key, value in layer.items():
         name = key.replace("-", "_")
         if name not in _FIELDS:
-            raise UsageError(f"unknown setting {key!r} in {place}", f"known: {', '.join(_FIELDS)}")
+            raise UsageError(f"unknown setting {key!r} in {place}", _similar(name))
         values[name] = _convert(name, value, place)
         if folder is not None and name in PATHS:
             values[name] = _beside(folder, name, values[name])
         origin[name] = place
 
 
+def _similar(name: str) -> str:
+    return did_you_mean(name, _FIELDS, "cacheblend config show", most=3)
+
+
 def _convert(name: str, value: Any, place: str) -> Any:
+    """Return the value in the setting's type. place: "flag", or the file or variable that a message names, or "" for none."""
     kind = _FIELDS[name]
-    shown = f"--{name.replace('_', '-')}" if place == "flag" else f"{name} in {place}"
+    shown = f"--{name.replace('_', '-')}" if place == "flag" else f"{name} in {place}" if place else name
     if name in _WORDS:
         if value == _WORDS[name]:
             return str(value)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import CacheBlendError, ExitCode
+from cacheblend_cli.similar import did_you_mean
 
 
 def report(error: BaseException, output: Output) -> int:
@@ -56,12 +57,16 @@ def _say(output: Output, message: str, hint: str | None, code: int) -> int:
 def _usage(error: BaseException, output: Output) -> int:
     """Print a usage error of the parser; for a command group without a subcommand that is its help."""
     context = getattr(error, "ctx", None)
-    message = str(error.format_message())  # type: ignore[attr-defined]
+    possibilities = getattr(error, "possibilities", None)  # options similar to an unknown one
+    message = str(error.message if possibilities else error.format_message())  # type: ignore[attr-defined]
     if type(error).__name__ == "NoArgsIsHelpError":
         output.err.write(message + "\n")
     else:
         path = context.command_path if context is not None else "cacheblend"
-        output.error(message[:1].lower() + message[1:].rstrip("."), f"see: {path} --help")
+        hint = f"see: {path} --help"
+        if possibilities:
+            hint = did_you_mean(error.option_name, possibilities, f"{path} --help")  # type: ignore[attr-defined]
+        output.error(message[:1].lower() + message[1:].rstrip("."), hint)
     return int(ExitCode.USAGE)
 
 

@@ -17,6 +17,7 @@ import cacheblend_cli
 from cacheblend_cli.cli.help import Command
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import ExitCode, UsageError
+from cacheblend_cli.similar import did_you_mean
 
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SPIN_COUNT = "1000"
@@ -73,11 +74,7 @@ class _Commands(typer.core.TyperGroup):
         if name in RENAMED:
             raise UsageError(f"there is no command {name!r}", f"it is now: cacheblend {RENAMED[name]}")
         if name not in COMMANDS and not name.startswith("-"):
-            from difflib import get_close_matches
-
-            similar = get_close_matches(name, COMMANDS, n=1)
-            hint = f"did you mean {similar[0]}? " if similar else ""
-            raise UsageError(f"no such command: {name}", f"{hint}see: cacheblend --help")
+            raise UsageError(f"no such command: {name}", did_you_mean(name, COMMANDS, "cacheblend --help"))
         return super().resolve_command(ctx, args)
 
 

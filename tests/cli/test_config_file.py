@@ -75,3 +75,18 @@ def test_a_file_that_is_no_toml_stays(cli: Cli, file: Path) -> None:
     file.write_text("= nonsense\n")
     assert cli("config", "set", "top_k", "7").code == 2
     assert file.read_text() == "= nonsense\n"
+
+
+def test_an_unknown_setting_is_answered_in_short(cli: Cli, file: Path) -> None:
+    for arguments in (("set", "max_tokns", "1"), ("set", "max-tokns", "1")):
+        unknown = cli("config", *arguments)
+        assert unknown.code == 2
+        assert "did you mean max_tokens or draft_tokens?" in unknown.err
+    assert cli("config", "set", "nosuch", "1").err.splitlines()[1] == "hint: see: cacheblend config show"
+    assert not file.exists()
+
+
+def test_a_bad_value_is_said_of_the_setting(cli: Cli) -> None:
+    assert cli("config", "set", "ratio", "banana").err.startswith("error: ratio is 'banana', not a number or auto")
+    assert cli("config", "set", "top-k", "0").err.startswith("error: top_k is '0'; the minimum is 1")
+    assert cli("ask", "--ratio", "banana", "x").err.startswith("error: --ratio is 'banana'")

@@ -77,3 +77,13 @@ def test_a_shell_is_told_and_nothing_heavy_is_imported(
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert "docs/alpha.md" in done.stdout
     assert done.stderr.endswith("[]\n")
+
+
+@pytest.mark.parametrize(("given", "meant"), [("--stroe", "--store"), ("--max-token", "--max-tokens")])
+def test_an_unknown_option_is_answered_with_the_most_similar(given: str, meant: str, cli: Cli) -> None:
+    result = cli("ask", given, "x")
+    assert result.code == 2
+    assert result.err.splitlines() == [
+        f"error: no such option: {given}",
+        f"hint: did you mean {meant}? see: cacheblend ask --help",
+    ]

@@ -102,7 +102,7 @@ def test_a_bad_file_and_its_key_are_named(here: Path, text: str, key: str) -> No
     with pytest.raises(UsageError, match=key) as caught:
         resolve({})
     assert str(here / "cacheblend.toml") in caught.value.message
-    assert key != "ratoi" or "check_layer" in (caught.value.hint or "")
+    assert key != "ratoi" or "did you mean ratio" in (caught.value.hint or "")
 
 
 def test_a_bad_variable_is_named_and_an_empty_one_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
