@@ -54,6 +54,9 @@ def serve(
         bool,
         typer.Option("--find-passages", help="Take <source> and <document> elements in messages as documents."),
     ] = False,
+    any_model: Annotated[
+        bool, typer.Option("--any-model", help="Answer requests that name another model, too, with this one.")
+    ] = False,
     refine: Annotated[
         bool, typer.Option("--refine", help="While nobody asks, make exact what was blended, for who asks it again.")
     ] = False,
@@ -167,6 +170,7 @@ def serve(
                 max_body=max_body << 20,
                 retrieve=retrieve,
                 find_passages=find_passages,
+                any_model=any_model,
                 decoder=decoder,
             )
             held.callback(serving_host.pool.shutdown, wait=False, cancel_futures=True)

@@ -175,7 +175,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 def _check_model(host: ServerState, body: AskBody) -> None:
-    if body.model not in (None, "", host.model, "cacheblend"):
+    if not host.any_model and body.model not in (None, "", host.model, "cacheblend"):
         refusal = f"the model {body.model[:80]!r} is not here; this server has {host.model}"
         raise ApiError(404, refusal, param="model", code="model_not_found")
 

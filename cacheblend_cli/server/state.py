@@ -33,7 +33,8 @@ _PREPARING = 2  # threads; most of the work holds Python's lock
 class ServerState:
     """Lives as long as the server. sampling: defaults of a request. runtime: of the service; its model computes in the
     service's thread alone. names: host names that a browser may use, None for all. max_body: bytes of a request. draining:
-    answers finish, new ones are refused. retrieve: a chat that brings no chunks is searched for in the store. find_passages: passages in messages become documents. body_bytes: of all bodies in memory. ended: requests are to end now. pool: threads
+    answers finish, new ones are refused. retrieve: a chat that brings no chunks is searched for in the store. find_passages: passages in messages become documents. any_model: a request that names another model is answered by
+    this one. body_bytes: of all bodies in memory. ended: requests are to end now. pool: threads
     that prepare requests. decoder: a RemoteDecoder, None to decode here. converting: held while a file is converted, so that one of them stays for the others."""
 
     service: AsyncEngine
@@ -46,6 +47,7 @@ class ServerState:
     max_body: int = 32 << 20
     retrieve: bool = False
     find_passages: bool = False
+    any_model: bool = False
     metrics: Metrics = field(init=False)
     started: float = field(default_factory=time.time)
     draining: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -372,3 +373,19 @@ def test_files_are_not_told_by_their_paths(server: Any, engine: Engine, tmp_path
         assert reply.status_code == 200
         assert "page.md" in reply.text
         assert "secret-place" not in reply.text
+
+
+def test_any_model_answers_requests_that_name_another(start: Callable[..., Any]) -> None:
+    strict, lenient = start(), start(any_model=True)
+    requests = [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "a"}], "stream": False, "options": {"num_predict": 1}}),
+        ("/api/generate", {"prompt": "a", "stream": False, "options": {"num_predict": 1}}),
+    ]
+    for path, body in requests:
+        body["model"] = "gpt-4o-mini"
+        assert strict.client.post(path, json=body).status_code == 404
+        reply = lenient.client.post(path, json=body)
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["model"] == (strict.state.model if path.startswith("/v1") else "gpt-4o-mini")

@@ -105,7 +105,8 @@ async def embed_one(request: Request, host: ServerState) -> Response:
 
 async def _answered(request: Request, host: ServerState, body: AnswerBody, messages: Sequence[Message]) -> Response:
     """Answer the messages; without any, say that the model is loaded."""
-    models.check(host, body.model)
+    if not host.any_model:
+        models.check(host, body.model)
     ask, is_chat, tokenizer = body.ask_body(), isinstance(body, OllamaChatBody), host.runtime.model.tokenizer
     written = replies.Reply(True, host.model, tokenizer, host.public)
     if not messages:
@@ -148,5 +149,5 @@ def _named(error: Exception) -> Exception:
 
 def _check_embedding(host: ServerState, body: OllamaEmbedBody | OldEmbedBody) -> None:
     body.check()
-    if not models.is_named(name_of(host), body.model):
+    if not host.any_model and not models.is_named(name_of(host), body.model):
         raise unknown_model(host, body.model)
