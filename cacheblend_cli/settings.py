@@ -104,6 +104,9 @@ class Settings:
         "", "Embedding weights for meaning: model2vec or sentence-transformers directory, or Hugging Face id."
     )
     min_score: float = _setting(0.0, "Drop hits with a lower score.", shown=False)
+    on_weak_match: str = _setting(
+        "answer", "If nothing stored matches the question well: answer, with a warning, or refuse (exit code 3)."
+    )
     expand: int = _setting(0, "Also take this many chunks before and after each hit.", least=0, most=10_000)
     order: str = _setting("exact", "Order of found documents: rank (best first) or exact (least repair).")
     sample_top_k: int = _setting(0, "Sample among the k most likely tokens; 0: off.")
@@ -165,7 +168,7 @@ class Settings:
 
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "search": ("top_k", "search", "embeddings", "min_score", "expand", "context", "collection", "order"),
+    "search": ("top_k", "search", "embeddings", "min_score", "on_weak_match", "expand", "context", "collection", "order"),
     "blend": (
         "mode", "ratio", "ratio_floor", "selector", "gradual", "max_risk", "deviation", "check_layer", "block", "nucleus", "probe_layers",
         "draft_tokens", "correction",

@@ -190,12 +190,16 @@ def _confirmation_line(found: Confirmation) -> str:
 
 
 def show_summary(result: Result, output: Output, seconds: float | None) -> None:
-    """Show the sources in the prompt, best first, and one line of figures; all of both with --verbose."""
-    chunks = by_rank(result.answer.chunks)
-    most = len(chunks) if output.verbose else _MOST_SOURCES
+    """Show the sources in the prompt, best first, and one line of figures; all of both with --verbose. In the place of the sources of
+    a weak match stands that there is none, and the nearest."""
+    chunks, weak = by_rank(result.answer.chunks), result.answer.weak_match
+    most = len(chunks) if output.verbose else 1 if weak else _MOST_SOURCES
+    if weak:
+        output.warn("no stored source matches the question well: do not rely on this answer")
     for chunk in chunks[:most]:
-        output.note(f"source: {', '.join(filter(None, (chunk.source, chunk.place, ' / '.join(chunk.headings))))}")
-    if len(chunks) > most:
+        place = ", ".join(filter(None, (chunk.source, chunk.place, " / ".join(chunk.headings))))
+        output.note(f"{'nearest' if weak else 'source'}: {place}")
+    if len(chunks) > most and not weak:
         output.note(f"and {len(chunks) - most} more")
     output.note(summary_line(result.answer, seconds))
     output.detail(detail_line(result.answer) + result.by)

@@ -211,7 +211,9 @@ def _found(
     from cacheblend_cli.types import SearchParams
 
     with open_store(replace(settings, store=named or settings.store), write=False) as source:
-        search = SearchParams.of(settings, options.scope_of(source, None, False, output.note))
+        search = SearchParams.of(
+            replace(settings, on_weak_match="answer"), options.scope_of(source, None, False, output.note)
+        )
         return with_found_contexts(engine, source, samples, search, max_tokens)
 
 

@@ -16,7 +16,7 @@ from cacheblend_cli.text_files import check_text
 from cacheblend_cli.types import SearchParams
 
 
-@options.with_settings(*grouped("search", but=["order"]), "store", top_k="How many chunks.")
+@options.with_settings(*grouped("search", but=["order", "on_weak_match"]), "store", top_k="How many chunks.")
 def search(
     settings: Settings,
     query: Annotated[str, typer.Argument(help="Words to look for.")],

@@ -26,6 +26,7 @@ CONTEXTS = ("sink", "document", "neighbours")
 _CONTEXT_ORDER = ("document", "neighbours", "sink")
 BY = ("words", "meaning", "both")
 ORDERS = ("rank", "exact")
+ON_WEAK_MATCH = ("answer", "refuse")
 WEAK_BELOW = {"words": 0.3, "meaning": 0.25, "both": 0.3}
 """The `Hit.match` below which the best hit is called a weak match, for each kind of search. docs/search.md has the measurement."""
 _NEXT_TO = """
@@ -61,6 +62,8 @@ class Lookup(SearchParams):
         check_context(params.context)
         if params.order not in ORDERS:
             raise UsageError(f"unknown order {params.order!r}", f"known: {', '.join(ORDERS)}")
+        if params.on_weak_match not in ON_WEAK_MATCH:
+            raise UsageError(f"unknown on_weak_match {params.on_weak_match!r}", f"known: {', '.join(ON_WEAK_MATCH)}")
         if params.by not in ("auto", *BY):
             raise UsageError(f"unknown search {params.by!r}", f"known: auto, {', '.join(BY)}")
         embedder = None

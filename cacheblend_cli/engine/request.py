@@ -34,7 +34,8 @@ class Request:
     """An AskRequest with its chunks resolved. It can be run under several settings (`replace(request, blend=...)`).
 
     store: where the chunks' KV is, None to compute everything. named: keys of the chunks as they were asked for. given: chunks of
-    the request's documents, which the store may lack. ranks: rank of each searched chunk, from 1. prefix_cached: the store has the
+    the request's documents, which the store may lack. ranks: rank of each searched chunk, from 1. weak_match: whether even
+    the best of these matches the question weakly. prefix_cached: the store has the
     prefix's KV. lossless: stored KV is what this run would compute. notes: messages for users, shared by all that is made of this
     request. started: perf_counter when the question was known. connector: takes the prompt's KV, and the answer ends before its first
     token. tiered: the store and its tier, if that was asked for chunks.
@@ -48,6 +49,7 @@ class Request:
     named: tuple[bytes, ...] = ()
     given: tuple[PlannedChunk, ...] = ()
     ranks: Mapping[bytes, int] = field(default_factory=dict)
+    weak_match: bool = False
     blend: BlendParams = field(default_factory=BlendParams)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     options: AskOptions = field(default_factory=AskOptions)
@@ -160,6 +162,7 @@ def resolve(
         named=tuple(ask.keys),
         given=given,
         ranks=found.ranks,
+        weak_match=found.weak,
         blend=blend,
         sampling=sampling,
         options=ask.options,

@@ -12,6 +12,7 @@ from cacheblend_cli.collect.collector import PlannedChunk
 from cacheblend_cli.corpus.search import WEAK, Hit, Lookup, found_elsewhere, is_weak, search
 from cacheblend_cli.engine.chunk_inputs import chunk_of, collection_of, dated, suffix_of, wording_of
 from cacheblend_cli.engine.runtime import Runtime, Say
+from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.prompt.mismatch import nothing_found
 from cacheblend_cli.types import AskRequest, SearchParams
 
@@ -19,11 +20,12 @@ from cacheblend_cli.types import AskRequest, SearchParams
 @dataclass(frozen=True)
 class Retrieved:
     """Chunks found for a question, in the prompt's order. ranks: rank of each in the search's list, from 1. notes: messages for
-    users."""
+    users. weak: whether even the best chunk matches the question weakly."""
 
     keys: Sequence[bytes] = ()
     ranks: Mapping[bytes, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    weak: bool = False
 
 
 def retrieve(
@@ -36,7 +38,8 @@ def retrieve(
     """Search for the best chunks for a question, with the last turn of its history. The chunks that it names come before these in the
     prompt. given: chunks of its documents. A weak match is noted.
 
-    Raises NotFoundError, which says why, if nothing is found: nothing of this model, or nothing in the scope.
+    Raises NotFoundError, which says why, if nothing is found: nothing of this model, nothing in the scope, or, where the search
+    refuses that and the request names no chunks, only weak matches.
     """
     ask = dated(
         runtime, store, replace(ask, system=None, prompt=None, raw=False)
@@ -50,13 +53,16 @@ def retrieve(
     if not hits:
         own = runtime.collection(ask.salt, day=ask.day)
         raise found_elsewhere(store, query, lookup, collections) or nothing_found(store, own, collections)
-    notes = [WEAK] if is_weak(hits, lookup.by) else []
+    weak = is_weak(hits, lookup.by)
+    if weak and lookup.on_weak_match == "refuse" and not ask.keys:
+        raise NotFoundError(WEAK, "ask in other words, precompute more documents, or --on-weak-match answer")
+    notes = [WEAK] if weak else []
     fit, note = _fitting(runtime, store, ask, [hit.key for hit in hits], given)
     keys = in_order(store, hits, fit, lookup.order)
     exact = exact_where_stored(runtime, store, replace(ask, keys=keys))
     rank_of = {hit.key: rank for rank, hit in enumerate(hits, 1)}
     ranks = {e: rank_of[key] for e, key in zip(exact, keys, strict=True)}
-    return Retrieved(exact, ranks, [*notes, *note])
+    return Retrieved(exact, ranks, [*notes, *note], weak)
 
 
 def _fitting(

@@ -11,6 +11,7 @@ from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.texts import sent_document
 from cacheblend_cli.corpus.citations import Citations
 from cacheblend_cli.corpus.places import PUT, SENT
+from cacheblend_cli.corpus.search import WEAK
 from cacheblend_cli.engine.chunk_inputs import chunk_of
 from cacheblend_cli.engine.request import Request, resolve
 from cacheblend_cli.engine.runtime import Runtime
@@ -74,7 +75,7 @@ def prepare(host: ServerState, parsed: ParsedRequest) -> Prepared:
     try:
         request = resolve(runtime, host.store, ask, collect=collect)
     except NothingFound as error:
-        what = "no stored chunk has a word of the query"
+        what = WEAK if error.message == WEAK else "no stored chunk has a word of the query"
         raise ApiError(404, what, param="search", code="nothing_found") from error
     runtime.check_length(request.plan.num_tokens, runtime.max_new_tokens(request.sampling))
     sent: dict[str, Origin] = {}

@@ -109,7 +109,7 @@ class Reply:
         }
         names = (
             "mode", "selector", "ratio", "prompt_tokens", "cached_tokens", "exact_tokens", "recomputed_tokens",
-            "recompute_fraction", "kv_bytes_loaded",
+            "recompute_fraction", "kv_bytes_loaded", "weak_match",
         )  # fmt: skip
         rest: dict[str, Any] = {
             name: reported[name]

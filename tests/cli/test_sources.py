@@ -102,9 +102,27 @@ def test_a_weak_match_is_said_before_the_answer(cli: Cli, stored: list[str]) -> 
     asked = ("ask", "Ulaanbaatar, capital of Mongolia, and its alpha?", "-k", "1", "--max-tokens", "2")
     [record] = cli(*asked, "--json").records
     assert WEAK in record["notes"]
+    assert record["weak_match"] is True
     told = cli(*asked).err
     assert told.count(WEAK) == 1
+    assert "source: " not in told
+    [nearest] = [line for line in told.splitlines() if line.startswith("nearest: ")]
+    assert nearest.startswith(f"nearest: {record['chunks'][0]['source']}")
+    assert told.splitlines()[told.splitlines().index(nearest) - 1].startswith("warning: no stored source matches")
+    assert cli("ask", "alpha beta", "-k", "1", "--max-tokens", "2", "--json").records[0]["weak_match"] is False
     assert cli("search", "Ulaanbaatar, capital of Mongolia, and its alpha?", "-k", "1").err.count(WEAK) == 1
+
+
+def test_a_weak_match_can_be_refused(cli: Cli, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("ask", "Ulaanbaatar, capital of Mongolia, and its alpha?", "-k", "1", "--max-tokens", "2")
+    refused = cli(*asked, "--on-weak-match", "refuse")
+    assert (refused.code, refused.out) == (3, "")
+    assert refused.err.startswith(f"error: {WEAK}\nhint: ")
+    assert cli(*asked, "--on-weak-match", "refuse", "--chunks", stored[0]).code == 0, "named chunks are not searched"
+    monkeypatch.setenv("CACHEBLEND_ON_WEAK_MATCH", "refuse")
+    assert cli(*asked).code == 3
+    assert cli("ask", "alpha beta", "-k", "1", "--max-tokens", "2").code == 0
+    assert cli(*asked, "--on-weak-match", "maybe").code == 2
 
 
 def test_an_answer_of_one_token_has_no_shares(cli: Cli, stored: list[str]) -> None:

@@ -389,3 +389,19 @@ def test_any_model_answers_requests_that_name_another(start: Callable[..., Any])
         reply = lenient.client.post(path, json=body)
         assert reply.status_code == 200, reply.text
         assert reply.json()["model"] == (strict.state.model if path.startswith("/v1") else "gpt-4o-mini")
+
+
+def test_a_weak_match_can_be_refused(start: Callable[..., Any]) -> None:
+    server = start()
+    server.client.put("/v1/documents/a", json={"text": "The fjord is north of Bergen."})
+    body = {
+        "search": {"query": "Ulaanbaatar, capital of Mongolia?"},
+        "messages": [{"role": "user", "content": "Ulaanbaatar of Mongolia?"}],
+    }
+    assert server.ask(**body).status_code == 404, "no word of it"
+    body["search"]["query"] += " Bergen"
+    assert server.ask(**body).json()["blend"]["weak_match"] is True
+    server.state.settings = replace(server.state.settings, on_weak_match="refuse")
+    refused = server.ask(**body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "nothing_found")
+    assert "matches the question well" in refused.json()["error"]["message"]
