@@ -52,6 +52,12 @@ def test_text_has_unix_line_ends_no_byte_order_mark_and_a_last_newline(here: Pat
     assert read("a.md") == {"a.md": "one\ntwo\nthree\n"}
 
 
+@pytest.mark.parametrize("charset", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+def test_text_with_a_byte_order_mark_is_read_by_it(here: Path, charset: str) -> None:
+    (here / "a.md").write_bytes("\ufeffcaf\xe9\r\n\U0001f600".encode(charset))
+    assert read("a.md") == {"a.md": "caf\xe9\n\U0001f600\n"}
+
+
 def test_the_digest_follows_the_text() -> None:
     assert Document("a", "x\n").digest == Document("b", "x\n").digest != Document("a", "y\n").digest
 
@@ -63,7 +69,9 @@ def test_the_digest_follows_the_text() -> None:
         (b" \n\t\n", "empty"),
         (b"caf\xe9", "invalid UTF-8 at byte 3"),
         (b"text" + b" " * 70_000 + b"\0", "binary"),
-        ("text".encode("utf-16"), "UTF-16, not UTF-8"),
+        (b"\xff\xfet", "invalid UTF-16 at byte 2"),
+        (b"\xff\xfea\0\0\0", "binary"),
+        (("caf\xe9 au lait, " * 99).encode("latin-1"), "invalid UTF-8 at byte 3"),
     ],
 )
 def test_what_is_no_text_is_skipped_with_a_reason(here: Path, data: bytes, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -21,16 +22,26 @@ class NoDocument(Exception):
         self.reason, self.group, self.unread, self.by_rule = reason, group or reason, unread or by_rule, by_rule
 
 
+_BYTE_ORDER_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16",
+}  # fmt: skip
+"""UTF-32's first: its little-endian mark begins with UTF-16's."""
+
+
 def decoded(data: bytes) -> str:
-    """Decode UTF-8, with "\\n" as line end. Raises NoDocument for other encodings and binary data."""
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise NoDocument("UTF-16, not UTF-8", "not UTF-8")
-    if b"\0" in data:
+    """Decode UTF-8, or what the byte order mark says, with "\\n" as line end. Raises NoDocument for other encodings and binary data.
+
+    Other encodings are not guessed: a wrong guess would be stored and quoted as if it were the document's text.
+    """
+    charset = next((name for mark, name in _BYTE_ORDER_MARKS.items() if data.startswith(mark)), "UTF-8")
+    if charset == "UTF-8" and b"\0" in data:
         raise NoDocument("binary")
     try:
-        text = data.decode("utf-8-sig")
+        text = data.decode("utf-8-sig" if charset == "UTF-8" else charset)
     except UnicodeDecodeError as error:
-        raise NoDocument(f"invalid UTF-8 at byte {error.start}", "not UTF-8") from error
+        raise NoDocument(f"invalid {charset} at byte {error.start}", "not UTF-8") from error
+    if "\0" in text:
+        raise NoDocument("binary")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
