@@ -299,7 +299,7 @@ def _merge(
 
 
 def _similar(name: str) -> str:
-    return did_you_mean(name, _FIELDS, "cacheblend config show", most=3)
+    return did_you_mean(name, _FIELDS, "cacheblend config show --all", most=3)
 
 
 def _convert(name: str, value: Any, place: str) -> Any:

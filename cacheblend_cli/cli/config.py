@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +12,7 @@ import typer
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.config_file import read_document, remove_setting, settings_file, write_text
+from cacheblend_cli.cli.help import PANELS
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.settings import PATHS, Settings, parse_setting, resolve
@@ -26,17 +27,29 @@ User = Annotated[bool, typer.Option("--user", help="Edit the user's file instead
 @app.command("show")
 def show(
     store: Annotated[str | None, typer.Option(help="Directory of the store, as for other commands.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Show every setting, by topic.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Show every setting, its value, and its origin: flag, environment variable, file or default."""
+    """Show the everyday settings and those that are set, with the origin of each value: flag, environment variable, file or default.
+
+    --json has every setting.
+    """
     output, resolved = Output(), resolve({"store": store})
     values = vars(resolved.settings) | {"store": str(resolved.settings.store_path)}
     if json:
         output.json({name: {"value": value, "from": resolved.origin[name]} for name, value in values.items()})
-    else:
-        output.table(
-            ("setting", "value", "from"), [(n, v if v != "" else '""', resolved.origin[n]) for n, v in values.items()]
-        )
+        return
+    left = 0
+    for number, (title, names) in enumerate(_topics()):
+        shown = [n for n in names if every or not number or resolved.origin[n] != "default"]
+        left += len(names) - len(shown)
+        if shown:
+            rows = [(n, values[n] if values[n] != "" else '""', resolved.origin[n]) for n in shown]
+            if number:
+                output.line("")
+            output.table((title, "value", "from"), rows)
+    if left:
+        output.note(f"{left} more have their defaults: cacheblend config show --all")
 
 
 @app.command("init")
@@ -90,12 +103,21 @@ def unset(key: Key, user: User = False) -> None:
 def _template() -> Iterator[str]:
     yield "# Settings of cacheblend for this folder and its subfolders; flags and CACHEBLEND_* variables override them."
     yield "# Uncomment a line to set it. Paths are relative to this file."
-    for field in fields(Settings):
-        yield ""
-        if help := field.metadata.get("help"):
-            yield f"# {help}"
-        yield f"# {field.name} = {_toml(field.default)}"
+    known = {field.name: field for field in fields(Settings)}
+    for title, names in _topics():
+        yield from ("", f"# === {title} ===")
+        for field in (known[name] for name in names):
+            yield ""
+            if help := field.metadata.get("help"):
+                yield f"# {help}"
+            yield f"# {field.name} = {_toml(field.default)}"
     yield ""
+
+
+def _topics() -> list[tuple[str, Sequence[str]]]:
+    """Return the settings by topic, with a title each: those of every day first, research and machine last."""
+    panels = [(panel, [name for name, its in options.PANEL_OF.items() if its == panel]) for panel in PANELS]
+    return [("Everyday settings", options.COMMON), *panels]
 
 
 def _toml(value: Any) -> str:

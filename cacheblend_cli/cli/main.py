@@ -34,13 +34,14 @@ COMMANDS = {
     "mcp": ("mcp:mcp", "Serve search and ask to MCP clients."),
     "chunks": ("chunks:app", "List, show, check, move and remove stored chunks."),
     "models": ("models:app", "List, describe, check and download models."),
+    "config": ("config:app", "Show and change settings."),
+    "doctor": ("doctor:doctor", "Check versions, device, store and model."),
+    "demo": ("demo:demo", "Show blending on bundled documents."),
     "bench": ("bench:bench", "Measure speed on this machine."),
     "eval": ("eval:evaluate", "Measure answers against full prefill on your questions."),
-    "demo": ("demo:demo", "Show blending on bundled documents."),
-    "doctor": ("doctor:doctor", "Check versions, device, store and model."),
-    "config": ("config:app", "Show and change settings."),
 }
 """Command -> (module of this package and its function or Typer app, summary). Only the command that runs is imported."""
+_CHECKS = ("doctor", "demo", "bench", "eval")
 RENAMED = {"sync": "precompute without PATH", "watch": "precompute --watch"}
 
 
@@ -51,8 +52,10 @@ class _Commands(typer.core.TyperGroup):
         return list(COMMANDS)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+        sections = {"Commands": [name for name in COMMANDS if name not in _CHECKS], "Checks and measurements": _CHECKS}
+        for title, names in sections.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, COMMANDS[name][1]) for name in names], col_max=12)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:

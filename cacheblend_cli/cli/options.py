@@ -54,7 +54,7 @@ COMMON = (
     "chunk_tokens", "context", "max_size",
 )  # fmt: skip
 """Settings whose flags --help shows; the others are in a panel of --help-all."""
-_PANEL = {
+PANEL_OF = {
     name: panel
     for panel, groups in zip(
         PANELS,
@@ -161,7 +161,7 @@ def _flag(name: str, help_text: str | None) -> Any:
             help=help_text or metadata["help"],
             show_default=shown,
             metavar="X|auto" if number_or_word else None,
-            rich_help_panel=_PANEL.get(name),
+            rich_help_panel=PANEL_OF.get(name),
             autocompletion=completion.models if name == "model" else None,
         ),
     ]

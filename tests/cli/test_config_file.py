@@ -82,7 +82,7 @@ def test_an_unknown_setting_is_answered_in_short(cli: Cli, file: Path) -> None:
         unknown = cli("config", *arguments)
         assert unknown.code == 2
         assert "did you mean max_tokens or draft_tokens?" in unknown.err
-    assert cli("config", "set", "nosuch", "1").err.splitlines()[1] == "hint: see: cacheblend config show"
+    assert cli("config", "set", "nosuch", "1").err.splitlines()[1] == "hint: see: cacheblend config show --all"
     assert not file.exists()
 
 
@@ -90,3 +90,17 @@ def test_a_bad_value_is_said_of_the_setting(cli: Cli) -> None:
     assert cli("config", "set", "ratio", "banana").err.startswith("error: ratio is 'banana', not a number or auto")
     assert cli("config", "set", "top-k", "0").err.startswith("error: top_k is '0'; the minimum is 1")
     assert cli("ask", "--ratio", "banana", "x").err.startswith("error: --ratio is 'banana'")
+
+
+def test_show_has_everyday_settings_and_those_that_are_set(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_SELECTOR", "hkvd")
+    shown, every = cli("config", "show"), cli("config", "show", "--all")
+    names = [line.split()[0] for line in shown.out.splitlines() if line]
+    assert names[0] == "Everyday"
+    assert {"model", "store", "ratio", "selector"} <= set(names)
+    assert "block_size" not in names
+    left = len(vars(Settings())) - (len(names) - 2)  # two headings
+    assert shown.err.splitlines()[-1] == f"{left} more have their defaults: cacheblend config show --all"
+    assert all(f"\n{name} " in every.out for name in vars(Settings()))
+    assert every.err == ""
+    assert every.out.index("\nratio ") < every.out.index("\nexpand ") < every.out.index("\nblock_size ")

@@ -87,3 +87,9 @@ def test_an_unknown_option_is_answered_with_the_most_similar(given: str, meant: 
         f"error: no such option: {given}",
         f"hint: did you mean {meant}? see: cacheblend ask --help",
     ]
+
+
+def test_commands_that_check_and_measure_are_a_group_of_their_own(cli: Cli) -> None:
+    everyday, checks = cli("--help").out.partition("\nCommands:\n")[2].split("\nChecks and measurements:\n")
+    assert [line.split()[0] for line in checks.splitlines()] == ["doctor", "demo", "bench", "eval"]
+    assert len(everyday.splitlines()) == len(COMMANDS) - 4
