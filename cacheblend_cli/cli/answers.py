@@ -195,7 +195,7 @@ def show_summary(result: Result, output: Output, seconds: float | None) -> None:
     chunks, weak = by_rank(result.answer.chunks), result.answer.weak_match
     most = len(chunks) if output.verbose else 1 if weak else _MOST_SOURCES
     if weak:
-        output.warn("no stored source matches the question well: do not rely on this answer")
+        output.warn("no stored source matches the question well; the answer may be made up")
     for chunk in chunks[:most]:
         place = ", ".join(filter(None, (chunk.source, chunk.place, " / ".join(chunk.headings))))
         output.note(f"{'nearest' if weak else 'source'}: {place}")

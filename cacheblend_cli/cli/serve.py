@@ -11,6 +11,7 @@ import typer
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.sizes import format_size
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.extras import install_hint
@@ -18,8 +19,10 @@ from cacheblend_cli.model.read_ahead import read_ahead
 from cacheblend_cli.settings import API_KEY_VARIABLE, Resolved
 
 if TYPE_CHECKING:
+    from cacheblend_cli.engine.events import EngineStats
     from cacheblend_cli.server.remote_decoder import RemoteDecoder
 
+_WORK_BYTES = 512 << 20  # activations of a prefill, chunks being read, requests
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -124,6 +127,7 @@ def serve(
     from cacheblend_cli.engine.sampling import as_the_model
     from cacheblend_cli.server.app import make_app
     from cacheblend_cli.server.auth import LOOPBACK
+    from cacheblend_cli.server.memory import resident_bytes
     from cacheblend_cli.server.place import make_folder, socket_of
     from cacheblend_cli.server.run import Server, bind_tcp, bind_unix, remover
     from cacheblend_cli.server.state import ServerState
@@ -181,10 +185,25 @@ def serve(
                 grace_s=grace,
                 idle_exit_s=idle_exit or 0.0,
             )
+            if engine.runtime.decoder.device.type == "cpu" and (own := resident_bytes()):
+                output.note(
+                    _memory_line(own, service.stats(), decoded_twice=engine.runtime.decode_with.engine is not None)
+                )
             output.note(f"{serving_host.model} answers at {url}/v1; Ctrl-C ends it")
             asyncio.run(serving.serve([public]))
         finally:
             service.close(0.0)
+
+
+def _memory_line(own: int, stats: EngineStats, *, decoded_twice: bool) -> str:
+    """Say what memory the process may grow to. own: bytes it has with the weights loaded. decoded_twice: llama.cpp holds the KV of
+    running answers again, in half the bytes at most."""
+    pool = stats.pool_bytes * 3 // 2 if decoded_twice else stats.pool_bytes
+    most = own + pool + stats.swap_space_bytes + _WORK_BYTES
+    return (
+        f"memory: {format_size(own)} now, at most about {format_size(most)}: KV takes up to {format_size(pool)} as it is used, and up to "
+        f"{format_size(stats.swap_space_bytes)} more if too many ask at once (--swap-space)"
+    )
 
 
 def _decoder(url: str, key: str | None, directory: Path) -> RemoteDecoder:

@@ -198,6 +198,7 @@ class AsyncEngine:
             swapped=len(scheduler.those(Status.SWAPPED)),
             swap_bytes=scheduler.num_swapped * block_bytes,
             swap_space_bytes=scheduler.swap_blocks * block_bytes,
+            pool_bytes=(allocator.num_free + allocator.num_used) * block_bytes,
             blocks_free=allocator.num_free - allocator.num_cached,
             blocks_used=allocator.num_used,
             blocks_cached=allocator.num_cached,

@@ -99,7 +99,8 @@ class EngineStats:
     """Requests and sequences by state; the pool's blocks by state; what was done since the service began, which the engine counts.
 
     computed: tokens of prompts whose KV was computed; reused: taken from the store; repaired: of these, computed again;
-    prefix_cached: found in the prefix cache. swap_bytes: KV that is swapped out, of swap_space_bytes. preempted: answers that gave
+    prefix_cached: found in the prefix cache. swap_bytes: KV that is swapped out, of swap_space_bytes. pool_bytes: of all
+    blocks, used or not. preempted: answers that gave
     their blocks up; recomputed: those of them whose KV was dropped, as the swap space was full. joined: short prompts computed in one
     launch with others. refined: prompts whose exact KV was computed while nobody asked. stall_s: waited for KV to load.
     step_s, scheduling_s: seconds of all steps, and of deciding what they do."""
@@ -120,6 +121,7 @@ class EngineStats:
     prefix_cached: int = 0
     swap_bytes: int = 0
     swap_space_bytes: int = 0
+    pool_bytes: int = 0
     preempted: int = 0
     recomputed: int = 0
     joined: int = 0

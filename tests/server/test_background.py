@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,11 +15,13 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 from asking import ASK, PAGES, Cli, process
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.cli.main import run
+from cacheblend_cli.cli.sizes import parse_size
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.server import background
 from cacheblend_cli.server.background import ask_status
@@ -191,3 +194,29 @@ def test_a_killed_engine_does_not_matter(cli: Cli, forked: None, monkeypatch: py
         assert cli("chunks", "verify").code == 0
     with ChunkStore.open("store0") as store:
         assert len(list(store.chunks())) > len(PAGES)
+
+
+def test_serve_says_what_memory_it_may_grow_to(cli: Cli) -> None:
+    """And stays below it."""
+    program = "import sys; from cacheblend_cli.cli.main import main; main()"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program, "serve", "--port", "0", "--swap-space", "0.5"]
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as serving:
+        try:
+            assert serving.stderr is not None
+            lines = [next(serving.stderr), next(serving.stderr)]
+            said = re.fullmatch(
+                r"memory: (.+) now, at most about (.+): KV takes up to (.+) as it .* 512.0 MiB more .*\n", lines[0]
+            )
+            assert said, lines
+            now, most, pool = (parse_size(size, "") for size in said.groups())
+            assert abs(most - (now + pool + (1 << 30))) < most / 50  # swap space and room to work, rounded
+            url = lines[1].split(" answers at ")[1].split("/v1")[0]
+            for n in range(3):
+                body = {"messages": [{"role": "user", "content": f"{n} who leads billing? " * 50}], "max_tokens": 4}
+                assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).status_code == 200
+            status = Path(f"/proc/{serving.pid}/status").read_text()
+            peak = int(re.search(r"VmHWM:\s+(\d+)", status)[1]) << 10
+            assert now * 0.9 < peak < most
+        finally:
+            serving.terminate()
