@@ -89,7 +89,7 @@ def study_sets() -> dict[str, StudySet]:
         f"codec-{codec}": StudySet(
             _one_page, codec_settings, 8, CODEC, tokens=16, halves=False, kv_dtype=codec, whole_window=True
         )
-        for codec in ("auto", "float8_e4m3", "float8_e5m2", "int8", "int4")
+        for codec in ("auto", "float8_e4m3", "float8_e5m2", "int8", "int6", "int4", "int3")
     }
     return real | {name: replace(found, **own) for name, found in handbook.items()} | codecs
 

@@ -112,8 +112,8 @@ class Collector:
 
     def _whole(self, planned: PlannedChunk, kv: ChunkKV) -> Whole:
         assert planned.key == kv.key
-        blobs = [encode_kv(k, v, self.collection.codec) for k, v in zip(kv.k, kv.v, strict=True)]
-        return chunk_manifest(self.collection, planned), blobs
+        manifest = chunk_manifest(self.collection, planned)
+        return manifest, [encode_kv(k, v, manifest.codec) for k, v in zip(kv.k, kv.v, strict=True)]
 
 
 def prefix_chunk(collection: Collection) -> PlannedChunk:
@@ -138,7 +138,7 @@ def chunk_manifest(collection: Collection, planned: PlannedChunk) -> ChunkManife
         context=planned.context,
         left_context_ids=planned.left,
         collected_len=before + len(chunk.token_ids),
-        codec=collection.codec,
+        codec=collection.prefix_codec if planned.context == "prefix" else collection.codec,
         num_layers=model.spec.num_kv_layers,
         num_kv_heads=model.spec.num_kv_heads,
         head_dim=model.spec.head_dim,

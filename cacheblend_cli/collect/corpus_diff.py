@@ -10,6 +10,7 @@ from typing import Any
 
 from cacheblend_store import ChunkStore, DocumentRecord
 from cacheblend_store.format.blobs import CODECS
+from cacheblend_store.format.keys import REPLACED_CODECS
 
 from cacheblend_cli.collect.document_records import StoredDocument, gone_documents
 from cacheblend_cli.collect.paths import Paths
@@ -33,8 +34,8 @@ class CorpusDiff:
     any. documents: those found, in order, without their text. digests: name -> digest of each document found, "" if it could not
     be read. stored: key -> record, under the document's current name. gone: key -> record of documents that no longer exist, for
     any model or salt. codecs: collection id -> codec. worded: name of each document stored behind another wording of the prompt
-    -> latest such wording; these records stay. earlier: collection id -> earlier date behind which documents are stored; they
-    are stored again. source_settings: settings the store remembers. selections: name of each given path -> files taken below it.
+    -> latest such wording; these records stay. earlier: collection id -> earlier date behind which documents are stored, None
+    for an encoding of a codec that is no longer read; they are stored again. source_settings: settings the store remembers. selections: name of each given path -> files taken below it.
     conversions: cache of converted files.    name: name under which --collection finds the paths.
     """
 
@@ -46,7 +47,7 @@ class CorpusDiff:
     gone: dict[bytes, StoredDocument]
     codecs: dict[str, str]
     worded: dict[str, Wording]
-    earlier: dict[str, date]
+    earlier: dict[str, date | None]
     source_settings: SourceSettings
     selections: dict[str, Selection]
     conversions: Conversions
@@ -81,7 +82,7 @@ class CorpusDiff:
         return self._by_name.get(name, [])
 
     def replaced(self, name: str, collection: Collection, context: str) -> list[StoredDocument]:
-        """Return the records of a document in a codec and context, including those behind an earlier date."""
+        """Return the records of a document in a codec and context, including those behind an earlier date or in an earlier encoding."""
         return [
             r
             for r in self.versions(name)
@@ -190,14 +191,16 @@ def diff_corpus(
     )
 
 
-def _earlier(collection: Collection, store: ChunkStore | None) -> list[tuple[Collection, date]]:
-    """Return the collections behind earlier dates of the prompt, in every codec, and their dates."""
+def _earlier(collection: Collection, store: ChunkStore | None) -> list[tuple[Collection, date | None]]:
+    """Return the collections behind earlier dates of the prompt, in every codec, and their dates; and those in earlier encodings."""
     dates = kept_dates(store, collection) if store is not None else None
     days = (*dates.earlier, dates.day) if dates is not None else ()
-    return [
+    found: list[tuple[Collection, date | None]] = [
         (replace(of, codec=codec), day)
         for day in days
         if day != collection.day
         for of in [collection.on(day)]
         for codec in CODECS
     ]
+    of_days = [collection, *(collection.on(day) for day in days if day != collection.day)]
+    return found + [(replace(of, codec=c, codec_version=1), None) for of in of_days for c in REPLACED_CODECS]

@@ -106,7 +106,10 @@ def _changes(record: StoredDocument, diff: CorpusDiff, part: Part) -> list[tuple
         "kv_dtype": part.collection.codec,
     }
     if record.collection in diff.earlier:
-        was["date"], now["date"] = diff.earlier[record.collection], part.collection.day
+        if (day := diff.earlier[record.collection]) is not None:
+            was["date"], now["date"] = day, part.collection.day
+        else:
+            was["kv_dtype"] = f"{was['kv_dtype']} in an earlier encoding"
     flags = {name: f"--{name.replace('_', '-')}" for name in now} | {"head": "--prompt's {source}"}
     differing = [name for name, value in now.items() if name in was and was[name] != value]
     return [(f"{flags[name]} {_as_flag(was[name])}", f"{flags[name]} {_as_flag(now[name])}") for name in differing]

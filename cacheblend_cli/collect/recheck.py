@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
-from cacheblend_store.format.codecs import coded, decode_kv, view_kv
+from cacheblend_store.format.codecs import CODECS, coded, decode_kv, view_kv
 from torch import Tensor
 
 from cacheblend_cli.collect.collector import Collector, planned_of
@@ -66,8 +66,7 @@ def recheck(
     """
     report = RecheckReport()
     manifests = [m for m in store.chunks(prefixes=True) if m.has_kv]
-    codecs = {m.codec for m in manifests}
-    of_codecs = (Collector(replace(collection, codec=codec), store) for codec in codecs)
+    of_codecs = (Collector(replace(collection, codec=codec), store) for codec in CODECS)
     collectors = {c.collection.id: c for c in of_codecs}
     own = [m for m in manifests if m.collection in collectors]
     report.foreign = len(manifests) - len(own)
@@ -105,8 +104,9 @@ def _compare(store: ChunkStore, manifest: ChunkManifest, fresh: ChunkKV, noise: 
             stored = decode_kv(
                 view_kv(reader.layer(manifest, layer), manifest.codec, manifest.num_tokens, *manifest.shapes[layer]),
                 manifest.codec,
+                manifest.v_head_dim,
             )
-        again = decode_kv(coded(*computed, manifest.codec), manifest.codec)
+        again = decode_kv(coded(*computed, manifest.codec), manifest.codec, manifest.v_head_dim)
         for part, was, now, through in zip("kv", stored, computed, again, strict=True):
             now = now.float().cpu()
             error = _worst_token(was, now)

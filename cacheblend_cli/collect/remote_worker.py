@@ -69,7 +69,7 @@ class RemoteWorker:
         found, puts = list[Record](), []
         with ThreadPoolExecutor(_PUTS) as pool:
             for manifest, kv in zip(manifests, collected, strict=True):
-                blobs = [encode_kv(k, v, chunks.codec) for k, v in zip(kv.k, kv.v, strict=True)]
+                blobs = [encode_kv(k, v, manifest.codec) for k, v in zip(kv.k, kv.v, strict=True)]
                 whole = with_digests(manifest, blobs)
                 found.append((whole.key, encode_manifest(whole)))
                 puts.append(pool.submit(tier.put_chunk, whole, blobs))

@@ -47,7 +47,7 @@ def room_for(plan: list[Part], store: ChunkStore | None, max_bytes: int) -> Room
     for key, of in prefixes.items():
         own.add(key)
         texts += record_bytes(of, prefix_chunk(of))
-        kv += of.stored_bytes(len(of.prefix_ids))
+        kv += of.prefix_bytes
     for part, size in _chunks(plan):
         own.add(size.key)
         texts += size.record_bytes
@@ -56,7 +56,7 @@ def room_for(plan: list[Part], store: ChunkStore | None, max_bytes: int) -> Room
     texts += _texts_of_others(store, own)
     left = max_bytes - texts
     for key, of in prefixes.items():
-        if (num_bytes := of.stored_bytes(len(of.prefix_ids))) <= left:
+        if (num_bytes := of.prefix_bytes) <= left:
             keep.add(key)
             left -= num_bytes
     for is_stored in (True, False):

@@ -99,7 +99,7 @@ class StoredLoader(KVLoader):
                     target[:] = bytes(len(target))
 
     def _place(self, layer: int, batch: KVBatch, slots: tuple[Slots, ...], staged: Tensor) -> None:
-        self._stored.place(layer, batch.tensors(staged), slots)
+        self._stored.place(layer, batch.spans[0].codec, batch.tensors(staged), slots)
 
 
 def make_loader(decoder: Decoder, source: KVSource | None, sequence: PagedSequence, plan: PromptPlan) -> KVLoader:

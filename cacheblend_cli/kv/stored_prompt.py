@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 import torch
 from cacheblend_kernels import Slots, StoredKV
 from cacheblend_store import ChunkManifest, StoreError
-from cacheblend_store.format.blobs import GROUP, blob_spec
+from cacheblend_store.format.blobs import blob_spec
+from cacheblend_store.format.codecs import level_table
+from cacheblend_store.format.levels import BITS
 from torch import Tensor
 
 from cacheblend_cli.kv.pool import PagedSequence
@@ -67,17 +70,26 @@ class StoredPrompt:
         """Slots of the spans' rows, one span after another, for each RoPE of the model; created on the current stream."""
         return slots_of(self.decoder, self.sequence, spans, self.rope_len)
 
-    def place(self, layer: int, tensors: Mapping[str, Tensor], slots: tuple[Slots, ...]) -> None:
+    def place(self, layer: int, codec: str, tensors: Mapping[str, Tensor], slots: tuple[Slots, ...]) -> None:
         """Write stored rows to their slots of a layer. tensors: see `blobs.blob_spec`; slots: see `slots`."""
         cache, shard = self.sequence.pool.layers[layer], self.decoder.shard
         if shard is not None:
             tensors = {name: shard.own_heads(tensor, layer) for name, tensor in tensors.items()}
-        self.decoder.kernels.load_kv(
-            StoredKV(**tensors, group_size=GROUP), cache, slots[self.decoder.rope.of_layer[layer]]
-        )
+        stored = stored_kv(codec, tensors, self.decoder.device)
+        self.decoder.kernels.load_kv(stored, cache, slots[self.decoder.rope.of_layer[layer]])
 
     def bad(self, index: int, error: StoreError) -> BadChunk:
         return BadChunk(self.manifests[index].key, error.message)
+
+
+def stored_kv(codec: str, tensors: Mapping[str, Tensor], device: torch.device) -> StoredKV:
+    """Return stored rows as kernels take them. tensors: see `blobs.blob_spec`."""
+    return StoredKV(**tensors, levels=_levels(codec, device) if codec in BITS else None)
+
+
+@cache
+def _levels(codec: str, device: torch.device) -> Tensor:
+    return level_table(codec).to(device)
 
 
 def slots_of(

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import torch
 from cacheblend_kernels import StoredKV
-from cacheblend_store.format.blobs import GROUP, blob_spec
+from cacheblend_store.format.blobs import blob_spec
 from cacheblend_store.format.codecs import DTYPES
 
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.pool import PagedSequence
-from cacheblend_cli.kv.stored_prompt import StoredSpan, slots_of
+from cacheblend_cli.kv.stored_prompt import StoredSpan, slots_of, stored_kv
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.prompt.plan import PromptPlan
 
@@ -42,4 +42,4 @@ def zeros(span: StoredSpan, heads: tuple[int, ...], device: torch.device) -> Sto
     """Stored KV of zeros in the span's codec, of a layer of these (KV heads, head_dim)."""
     tensors = blob_spec(span.codec, span.num_tokens, *heads)
     stored = {name: torch.zeros(t.shape, dtype=DTYPES[t.dtype], device=device) for name, t in tensors.items()}
-    return StoredKV(**stored, group_size=GROUP)
+    return stored_kv(span.codec, stored, device)

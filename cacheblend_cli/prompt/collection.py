@@ -8,13 +8,19 @@ from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
 
+import torch
 from cacheblend_store import KeyParts, chunk_key, collection_id
 from cacheblend_store.format.blobs import CODECS, BlobSpec, blob_size, blob_spec
+from cacheblend_store.format.keys import CODEC_VERSION
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.prompt.template import PromptTemplate, split_template
 from cacheblend_cli.prompt.wording import Wording
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def check_kv_dtype(name: str) -> None:
@@ -28,6 +34,7 @@ class Collection:
     """Everything a chunk's key depends on except the chunk: chunks of one collection can share a prompt.
 
     template: only its prefix is part of the key. computed_in: dtype the chunks were computed in, "" for the model's own.
+    codec_version: see KeyParts.
     """
 
     model: LoadedModel
@@ -35,12 +42,11 @@ class Collection:
     codec: str
     salt: str
     computed_in: str = ""
+    codec_version: int = CODEC_VERSION
 
     @classmethod
     def of(cls, model: LoadedModel, template: PromptTemplate, kv_dtype: str, salt: str) -> Collection:
-        codec = str(model.decoder.dtype).removeprefix("torch.") if kv_dtype == "auto" else kv_dtype
-        if codec == "int4" and any(dim % 2 for _, *dims in model.spec.kv_shapes for dim in dims):
-            raise UsageError("int4 packs two channels a byte, and head_dim is odd", "use --kv-dtype int8")
+        codec = dtype_name(model.decoder.dtype) if kv_dtype == "auto" else kv_dtype
         return cls(model, template, codec, salt)
 
     def in_codec(self, kv_dtype: str) -> Collection:
@@ -103,6 +109,16 @@ class Collection:
     def prefix_key(self) -> bytes:
         return chunk_key(self._parts((), ()), self.prefix_ids)
 
+    @property
+    def prefix_codec(self) -> str:
+        """Codec of the prefix's KV, which is exact: every prompt has it, and most attention goes to its first tokens."""
+        return dtype_name(self.model.decoder.dtype)
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Bytes of the prefix's blobs."""
+        return sum(map(blob_size, self._layers(len(self.prefix_ids), self.prefix_codec)))
+
     def chunk_bytes(self, num_tokens: int, codec: str = "") -> int:
         """Return the KV bytes of a chunk in this codec or another."""
         return sum(t.num_bytes for layer in self._layers(num_tokens, codec) for t in layer.values())
@@ -121,4 +137,6 @@ class Collection:
     def _parts(self, prefix_ids: Sequence[int], left: Sequence[int]) -> KeyParts:
         model = self.model
         fingerprint = model.fingerprints[self.computed_in] if self.computed_in else model.fingerprint
-        return KeyParts(fingerprint, model.tokenizer.fingerprint, prefix_ids, left, self.codec, self.salt)
+        return KeyParts(
+            fingerprint, model.tokenizer.fingerprint, prefix_ids, left, self.codec, self.salt, self.codec_version
+        )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from cacheblend_store import ChunkManifest, ChunkStore, KeyParts, collection_id
+from cacheblend_store.format.keys import REPLACED_CODECS
 
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.model.linear import WEIGHT_DTYPES
@@ -81,6 +82,7 @@ def _stored(store: ChunkStore) -> dict[str, _Stored]:
             group.prefix_ids = manifest.token_ids
         else:
             group.chunks += 1
+            group.sample = manifest  # a prefix has a codec of its own
     return groups
 
 
@@ -101,6 +103,8 @@ def _differences(
         return [_Difference("as it was then", now)]
     if sample.tokenizer != model.tokenizer.fingerprint:
         found.append(_Difference("with another tokenizer", ""))
+    if (earlier := _earlier_encoding(collection, sample)) is not None:
+        return [earlier]
     if replace(collection, codec=sample.codec).id not in usable:
         found.append(_Difference(f"as {sample.codec}", f"as {collection.codec}", "--kv-dtype auto"))
     return found + _prompt_differences(collection, sample, prefix_ids, worded)
@@ -121,6 +125,16 @@ def _model_differences(model: LoadedModel, stored: str) -> list[_Difference]:
                 found.append(_Difference("without an adapter", "with one", "no --lora"))
             return found
     return []
+
+
+def _earlier_encoding(collection: Collection, sample: ChunkManifest) -> _Difference | None:
+    """Return the difference of a collection stored by an earlier version in a codec that is encoded otherwise now."""
+    former = replace(collection, codec=sample.codec, codec_version=1)
+    if sample.codec not in REPLACED_CODECS or former.id != sample.collection:
+        return None
+    return _Difference(
+        f"in the {sample.codec} of an earlier version, which is no longer read", f"as {collection.codec}"
+    )
 
 
 def _prompt_differences(

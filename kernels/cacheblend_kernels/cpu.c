@@ -55,7 +55,7 @@ typedef float vec8 __attribute__((vector_size(32)));
 typedef float vec4 __attribute__((vector_size(16)));
 typedef int32_t veci4 __attribute__((vector_size(16)));
 
-enum { ABI = 3 }; /* of the functions and structures here, as in compiled.py */
+enum { ABI = 4 }; /* of the functions and structures here, as in compiled.py */
 const int32_t cb_abi = ABI;
 
 INLINE vec splat(float x) { return x - (vec){0}; }
@@ -694,6 +694,181 @@ int cb_rope_and_cache(const Rope *r) {
     for (int part = 0; part < r->threads; part++) {
         const int64_t first = part * each, last = first + each < r->rows ? first + each : r->rows;
         if (first < last) rotate_part(r, first, last);
+    }
+    return 0;
+}
+
+/* ---- Stored codes into the pool: unpack, levels, inverse Hadamard, mean, RoPE. The layout is StoredKV's (interface.py) ---- */
+
+enum { MAX_CODES = 1024 };
+
+typedef struct {
+    const uint8_t *k, *v;            /* [rows, heads, bytes] */
+    const uint16_t *k_scale, *v_scale; /* [rows, heads] bfloat16 */
+    const uint16_t *mean;            /* [heads, k_dim] bfloat16 */
+    const float *levels;             /* [2^bits] */
+    const float *cos, *sin;          /* [rows, k_dim], halves equal */
+    const int64_t *slots;            /* [rows]; not read where first >= 0: slots are then first, first + 1, ... */
+    void *k_pool, *v_pool;           /* [num_slots, heads, dim] */
+    int64_t rows, heads, k_dim, v_dim, num_slots, first;
+    int32_t bits, type, threads;
+} Codes;
+
+INLINE int64_t plane_bytes(int64_t dim, int plane) { return (dim * plane + 7) / 8; }
+
+INLINE int64_t code_bytes(int64_t dim, const int bits) {
+    return bits == 6 ? plane_bytes(dim, 4) + plane_bytes(dim, 2) : bits == 3 ? plane_bytes(dim, 2) + plane_bytes(dim, 1) : plane_bytes(dim, bits);
+}
+
+/* Codes of a plane, up to 8 beyond dim. */
+INLINE void unpack(const uint8_t *restrict p, uint8_t *restrict codes, int64_t dim, const int plane, const int shift) {
+    const int64_t n = plane_bytes(dim, plane);
+#pragma GCC unroll 8
+    for (int part = 0; part < 8 / plane; part++) {
+        uint8_t *restrict to = codes + part * n;
+        for (int64_t j = 0; j < n; j++) {
+            const uint8_t value = (uint8_t)((p[j] >> part * plane & ((1 << plane) - 1)) << shift);
+            to[j] = shift ? to[j] | value : value;
+        }
+    }
+}
+
+#ifdef __clang__
+#define SHUFFLED(x, pattern) shuffled(x, pattern)
+INLINE vec shuffled(vec x, veci pattern) {
+    vec y;
+    for (int i = 0; i < LANES; i++) y[i] = x[pattern[i] & (LANES - 1)];
+    return y;
+}
+#else
+#define SHUFFLED(x, pattern) __builtin_shuffle(x, pattern)
+#endif
+
+/* y[i] = levels[codes[i]] * scale */
+INLINE void to_levels(const uint8_t *codes, float *y, const float *levels, float scale, int64_t dim, const int bits) {
+    if (1 << bits <= LANES) { /* all levels in a register */
+        vec table = {0};
+        memcpy(&table, levels, sizeof(float) << bits);
+        for (int64_t i = 0; i < dim; i += LANES) {
+            bytes c;
+            memcpy(&c, codes + i, sizeof c);
+            *(vec *)(y + i) = SHUFFLED(table, __builtin_convertvector(c, veci)) * scale;
+        }
+    } else
+        for (int64_t i = 0; i < dim; i++) y[i] = levels[codes[i]] * scale;
+}
+
+/* Sums and differences of neighbouring runs of `step` values, within a vector. */
+INLINE vec butterfly(vec x, const int step) {
+    veci pattern, sign;
+    for (int i = 0; i < LANES; i++) {
+        pattern[i] = i ^ step;
+        sign[i] = i & step ? INT32_MIN : 0;
+    }
+    return (vec)((veci)x ^ sign) + SHUFFLED(x, pattern);
+}
+
+/* The transform of a head, see torch_backend.mixed; without its factor. y has room for LANES more values, of which nothing is read. */
+INLINE void mix(float *restrict y, int64_t dim) {
+    const int64_t half = dim / 2, block = half & -half;
+    if (dim % 2) return;
+    for (int64_t j = 0; j < half; j++) {
+        const float a = y[j], b = y[half + j];
+        y[j] = a + b;
+        y[half + j] = a - b;
+    }
+    for (int64_t step = block / 2; step >= LANES; step /= 2)
+        for (int64_t i = 0; i < dim; i += 2 * step)
+            for (int64_t j = i; j < i + step; j += LANES) {
+                const vec a = *(vec *)(y + j), b = *(vec *)(y + j + step);
+                *(vec *)(y + j) = a + b;
+                *(vec *)(y + j + step) = a - b;
+            }
+    for (int64_t i = 0; i < dim; i += LANES) {
+        vec x = *(vec *)(y + i);
+        if (LANES > 8 && block > 8) x = butterfly(x, 8);
+        if (LANES > 4 && block > 4) x = butterfly(x, 4);
+        if (block > 2) x = butterfly(x, 2);
+        if (block > 1) x = butterfly(x, 1);
+        *(vec *)(y + i) = x;
+    }
+}
+
+INLINE void restore(const uint8_t *packed, uint8_t *codes, float *y, const float *levels, float scale, int64_t dim, const int bits) {
+    if (bits == 6) {
+        unpack(packed, codes, dim, 4, 0);
+        unpack(packed + plane_bytes(dim, 4), codes, dim, 2, 4);
+    } else if (bits == 3) {
+        unpack(packed, codes, dim, 2, 0);
+        unpack(packed + plane_bytes(dim, 2), codes, dim, 1, 2);
+    } else if (bits == 4)
+        unpack(packed, codes, dim, 4, 0);
+    to_levels(bits == 8 ? packed : codes, y, levels, scale, dim, bits);
+    mix(y, dim);
+}
+
+INLINE void load_code_rows(const Codes *c, int64_t first, int64_t last, int64_t k_dim, int64_t v_dim, const int bits, const int type) {
+    uint8_t codes[MAX_CODES + 64] = {0};
+    float y[MAX_CODES + LANES] __attribute__((aligned(64))) = {0};
+    const int64_t half = k_dim / 2, k_bytes = code_bytes(k_dim, bits), v_bytes = code_bytes(v_dim, bits), v_half = v_dim / 2;
+    const float k_factor = 1.f / sqrtf((float)(2 * (half & -half))), v_factor = v_dim % 2 ? 1.f : 1.f / sqrtf((float)(2 * (v_half & -v_half)));
+    for (int64_t row = first; row < last; row++) {
+        const int64_t slot = c->first < 0 ? c->slots[row] : c->first + row;
+        const float *cos = c->cos + row * k_dim, *sin = c->sin + row * k_dim;
+        for (int64_t head = 0, at = row * c->heads, to = slot * c->heads; head < c->heads; head++, at++, to++) {
+            restore(c->k + at * k_bytes, codes, y, c->levels, value_at(c->k_scale, at, BFLOAT16) * k_factor, k_dim, bits);
+            const uint16_t *mean = c->mean + head * k_dim;
+            int64_t i = 0;
+            for (; i + LANES <= half; i += LANES) {
+                const vec a = load(y, i, FLOAT32) + load(mean, i, BFLOAT16), b = load(y, half + i, FLOAT32) + load(mean, half + i, BFLOAT16);
+                const vec x = load(cos, i, FLOAT32), z = load(sin, i, FLOAT32);
+                store(c->k_pool, to * k_dim + i, a * x - b * z, type);
+                store(c->k_pool, to * k_dim + half + i, b * x + a * z, type);
+            }
+            for (; i < half; i++) {
+                const float a = y[i] + value_at(mean, i, BFLOAT16), b = y[half + i] + value_at(mean, half + i, BFLOAT16);
+                put(c->k_pool, to * k_dim + i, a * cos[i] - b * sin[i], type);
+                put(c->k_pool, to * k_dim + half + i, b * cos[i] + a * sin[i], type);
+            }
+            restore(c->v + at * v_bytes, codes, y, c->levels, value_at(c->v_scale, at, BFLOAT16) * v_factor, v_dim, bits);
+            for (i = 0; i + LANES <= v_dim; i += LANES) store(c->v_pool, to * v_dim + i, *(vec *)(y + i), type);
+            for (; i < v_dim; i++) put(c->v_pool, to * v_dim + i, y[i], type);
+        }
+    }
+}
+
+INLINE void load_code_part(const Codes *c, int64_t first, int64_t last, const int bits, const int type) {
+    if (c->k_dim == 64 && c->v_dim == 64)
+        load_code_rows(c, first, last, 64, 64, bits, type);
+    else if (c->k_dim == 128 && c->v_dim == 128)
+        load_code_rows(c, first, last, 128, 128, bits, type);
+    else
+        load_code_rows(c, first, last, c->k_dim, c->v_dim, bits, type);
+}
+
+#define LOAD_CODES(BITS)                                                                                       \
+    CLONES static void load_codes_##BITS(const Codes *c, int64_t first, int64_t last) {                        \
+        if (c->type == FLOAT32)                                                                                \
+            load_code_part(c, first, last, BITS, FLOAT32);                                                     \
+        else                                                                                                   \
+            load_code_part(c, first, last, BITS, BFLOAT16);                                                    \
+    }
+LOAD_CODES(8)
+LOAD_CODES(6)
+LOAD_CODES(4)
+LOAD_CODES(3)
+
+/* 1, and nothing is written, where a slot is none of the pool's. */
+int cb_load_codes(const Codes *c) {
+    if (c->first >= 0 && c->first + c->rows > c->num_slots) return 1;
+    for (int64_t row = 0; c->first < 0 && row < c->rows; row++)
+        if (c->slots[row] < 0 || c->slots[row] >= c->num_slots) return 1;
+    void (*of[])(const Codes *, int64_t, int64_t) = {0, 0, 0, load_codes_3, load_codes_4, 0, load_codes_6, 0, load_codes_8};
+    const int64_t each = (c->rows + c->threads - 1) / c->threads;
+#pragma omp parallel for num_threads(c->threads) if (c->threads > 1)
+    for (int part = 0; part < c->threads; part++) {
+        const int64_t first = part * each, last = first + each < c->rows ? first + each : c->rows;
+        if (first < last) of[c->bits](c, first, last);
     }
     return 0;
 }

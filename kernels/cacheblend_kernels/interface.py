@@ -50,22 +50,36 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class StoredKV:
-    """Unrotated K and V of rows in one of the stored formats; scales and zeros are fp32.
+    """Unrotated K and V of rows in one of the stored formats.
 
     - float16, bfloat16, float32: k, v [num_rows, num_kv_heads, head_dim], no scales;
-    - float8_e4m3fn, float8_e5m2: the same shape, multiplied by k_scale, v_scale [num_kv_heads];
-    - uint8: codes * scale + zero, with k_scale, k_zero [ceil(num_rows / group_size), num_kv_heads, head_dim] and
-      v_scale, v_zero [num_rows, num_kv_heads, 1] (KIVI, arXiv 2402.02750). A last dimension of head_dim / 2 holds
-      4-bit codes, even channels in the low nibbles.
+    - float8_e4m3fn, float8_e5m2: the same shape, multiplied by k_scale, v_scale [num_kv_heads] fp32;
+    - uint8: K = mixed(levels[codes] * k_scale) + k_mean, V = mixed(levels[codes] * v_scale), with k_scale, v_scale [num_rows,
+      num_kv_heads] and k_mean [1, num_kv_heads, head_dim] bfloat16, and levels [2^bits] fp32 of 8, 6, 4 or 3 bits. The codes of a
+      head are packed in planes of PLANES[bits] bits, low bits first: byte j of the n of a plane has the codes of channels j,
+      j + n, j + 2 n, ..., from its low bits up. mixed: see `torch_backend.mixed`.
     """
 
     k: Tensor
     v: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
-    k_zero: Tensor | None = None
-    v_zero: Tensor | None = None
-    group_size: int = 32
+    k_mean: Tensor | None = None
+    levels: Tensor | None = None
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code; 0 for values that are no codes."""
+        return 0 if self.levels is None else self.levels.shape[0].bit_length() - 1
+
+
+PLANES = {8: (8,), 6: (4, 2), 4: (4,), 3: (2, 1)}
+"""Bits of a code in `StoredKV` -> bits of its planes."""
+
+
+def packed_bytes(dim: int, bits: int) -> int:
+    """Return the bytes of a head's codes."""
+    return sum(-(-dim * plane // 8) for plane in PLANES[bits])
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cacheblend_kernels import compiled
 from cacheblend_kernels.interface import (
+    PLANES,
     AttentionMetadata,
     AttentionParams,
     KernelBackend,
@@ -22,6 +23,7 @@ from cacheblend_kernels.interface import (
     LayerCache,
     Slots,
     StoredKV,
+    packed_bytes,
 )
 from cacheblend_kernels.torch_attention import decode_attention, latent_attention, prefill_attention, sdpa_attention
 
@@ -100,7 +102,13 @@ class TorchBackend(KernelBackend):
         return None if q is None else self.rope(q, slots.cos, slots.sin)
 
     def load_kv(self, stored: StoredKV, cache: LayerCache, slots: Slots) -> None:
-        k, v = dequantized(stored, cache.k.shape[-1])
+        if compiled.load_codes(stored, cache, slots):
+            return
+        self._load_kv(stored, cache, slots)
+
+    @staticmethod
+    def _load_kv(stored: StoredKV, cache: LayerCache, slots: Slots) -> None:
+        k, v = dequantized(stored, cache.k.shape[-1], cache.v.shape[-1])
         first, num_rows = slots.first_slot, k.shape[0]
         where = slots.slots if first < 0 else slice(first, first + num_rows)
         _write(cache.k, _rotated(k, slots.cos, slots.sin), cache.k_scale, where)
@@ -147,27 +155,51 @@ class TorchBackend(KernelBackend):
         return _ACTIVATIONS[activation](gate).mul_(up)
 
 
-def dequantized(stored: StoredKV, head_dim: int) -> tuple[Tensor, Tensor]:
+def dequantized(stored: StoredKV, head_dim: int, v_head_dim: int) -> tuple[Tensor, Tensor]:
     """K and V [num_rows, num_kv_heads, head_dim]: unchanged, or in fp32 if they are stored with scales."""
     k, v, k_scale, v_scale = stored.k, stored.v, stored.k_scale, stored.v_scale
     if k_scale is None or v_scale is None:
         return k, v
     if k.dtype in STORED_FLOAT8:
         return k.float() * k_scale[:, None], v.float() * v_scale[:, None]
-    k_zero, v_zero = stored.k_zero, stored.v_zero
-    if k.dtype != torch.uint8 or k_zero is None or v_zero is None:
+    k_mean, levels = stored.k_mean, stored.levels
+    if k.dtype != torch.uint8 or k_mean is None or levels is None:
         raise KernelError(
-            f"{k.dtype} with scales is no stored form", "float8_e4m3fn, float8_e5m2, or uint8 with zero points"
+            f"{k.dtype} with scales is no stored form", "float8_e4m3fn, float8_e5m2, or uint8 with levels and a mean"
         )
-    if k.shape[-1] != head_dim:
-        k, v = _nibbles(k), _nibbles(v)
-    group = torch.arange(k.shape[0], device=k.device) // stored.group_size
-    return torch.addcmul(k_zero[group], k.float(), k_scale[group]), torch.addcmul(v_zero, v.float(), v_scale)
+    k, v = (
+        mixed(levels[_codes(x, stored.bits, dim).int()] * scale.float()[..., None])
+        for x, scale, dim in ((k, k_scale, head_dim), (v, v_scale, v_head_dim))
+    )
+    return k + k_mean.float(), v
 
 
-def _nibbles(packed: Tensor) -> Tensor:
-    """Unpack codes [..., head_dim] uint8 from [..., head_dim / 2] bytes; even channels are in the low four bits."""
-    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+def _codes(packed: Tensor, bits: int, dim: int) -> Tensor:
+    """Unpack codes [..., dim] uint8, see `StoredKV`."""
+    if packed.shape[-1] != packed_bytes(dim, bits):
+        raise KernelError(f"{packed.shape[-1]} bytes are no {dim} codes of {bits} bits", "see StoredKV")
+    codes, shift, first = packed.new_zeros(()), 0, 0
+    for plane in PLANES[bits]:
+        num_bytes = -(-dim * plane // 8)
+        part = packed[..., first : first + num_bytes]
+        codes = codes | torch.cat([(part >> at & (2**plane - 1)) << shift for at in range(0, 8, plane)], -1)[..., :dim]
+        shift, first = shift + plane, first + num_bytes
+    return codes
+
+
+def mixed(x: Tensor) -> Tensor:
+    """Hadamard transform of a head's channels [..., dim], its own inverse: the two halves added and subtracted, then in each half
+    blocks of the largest power of two that divides it. An odd number of channels is left as it is."""
+    dim = x.shape[-1]
+    if dim % 2:
+        return x
+    half = dim // 2
+    block, step = half & -half, half
+    while step:
+        pair = x.unflatten(-1, (-1, 2, step))
+        x = torch.stack((pair[..., 0, :] + pair[..., 1, :], pair[..., 0, :] - pair[..., 1, :]), -2).flatten(-3)
+        step = block // 2 if step == half else step // 2
+    return x * (2 * block) ** -0.5
 
 
 def _unscaled(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

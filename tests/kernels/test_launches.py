@@ -36,6 +36,7 @@ from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 pytest.importorskip("triton", reason="triton is not installed")
 from cacheblend_kernels import AttentionMetadata, AttentionParams, LayerCache, Slots, StoredKV
+from cacheblend_kernels.interface import packed_bytes
 from cacheblend_kernels.triton_backend.backend import TritonBackend
 from cacheblend_kernels.triton_backend.norms import ACTIVATIONS
 from kernel_variants import all_variants
@@ -78,10 +79,11 @@ class Inputs:
         """NUM_ROWS rows of K and V in a form that `load_kv` takes."""
         num_kv_heads, dim = self.heads[1], self.head_dim
         if codec.startswith("int"):
-            width = dim if codec == "int8" else dim // 2
-            codes = torch.zeros(NUM_ROWS, num_kv_heads, width, dtype=torch.uint8)
-            by_channel, by_token = torch.zeros(1, num_kv_heads, dim), torch.zeros(NUM_ROWS, num_kv_heads, 1)
-            return StoredKV(codes, codes, by_channel, by_token, by_channel, by_token)
+            bits = int(codec[3:])
+            codes = torch.zeros(NUM_ROWS, num_kv_heads, packed_bytes(dim, bits), dtype=torch.uint8)
+            scale = torch.zeros(NUM_ROWS, num_kv_heads, dtype=torch.bfloat16)
+            mean = torch.zeros(1, num_kv_heads, dim, dtype=torch.bfloat16)
+            return StoredKV(codes, codes, scale, scale, mean, torch.zeros(2**bits))
         values = torch.zeros(NUM_ROWS, num_kv_heads, dim).to(getattr(torch, codec))
         scales = [torch.ones(num_kv_heads)] * 2 if "float8" in codec else []
         return StoredKV(values, values, *scales)
@@ -117,8 +119,8 @@ class Inputs:
             yield lambda b, q=q: b.rope_and_cache(q, *few[1:3], self.cache, Slots(slots, *tables))
         for x in few[:2]:
             yield lambda b, x=x: b.rope(x, *tables)
-        codecs = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8", "int4")
-        for codec, first in product(codecs, (-1, 0)) if self.pairs else zip(codecs, (-1, 0) * 4, strict=False):
+        codecs = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8", "int6", "int4", "int3")
+        for codec, first in product(codecs, (-1, 0)) if self.pairs else zip(codecs, (-1, 0) * 5, strict=False):
             stored, where = self.stored(codec), Slots(slots, *tables, first)
             yield lambda b, stored=stored, where=where: b.load_kv(stored, self.cache, where)
         for kind in ("k", "v", "kv"):

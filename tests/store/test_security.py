@@ -119,7 +119,7 @@ def _changed(change: Callable[[dict], object]) -> bytes:
     [
         _changed(lambda h: h.update(extra=h["k"])),
         _changed(lambda h: h.update({f"t{i}": h["k"] for i in range(500)})),
-        _changed(lambda h: h.pop("v_zero")),
+        _changed(lambda h: h.pop("v_scale")),
         _changed(lambda h: h["k"].update(dtype="F64")),
         _changed(lambda h: h["k"].update(dtype="I8")),
         _changed(lambda h: h["k"].update(shape=[5, 16])),

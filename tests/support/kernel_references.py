@@ -13,7 +13,9 @@ from torch import Tensor
 
 PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FLOAT8 = {"fp8": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-CODECS = (*PLAIN, *FLOAT8, "int8", "int4")
+BITS = {"int8": 8, "int6": 6, "int4": 4, "int3": 3}
+CODECS = (*PLAIN, *FLOAT8, *BITS)
+PLANES = {8: (8,), 6: (4, 2), 4: (4,), 3: (2, 1)}
 
 
 def stored_kv(
@@ -23,7 +25,6 @@ def stored_kv(
     head_dim: int,
     device: torch.device,
     *,
-    group_size: int = 32,
     nan: bool = False,
     seed: int = 0,
 ) -> StoredKV:
@@ -41,30 +42,51 @@ def stored_kv(
         most = 448 / torch.finfo(FLOAT8[codec]).max  # values are of one size, whatever the codec
         scales = [(0.01 + torch.rand(num_kv_heads, device=device, generator=gen)) * most for _ in range(2)]
         return StoredKV(k.view(FLOAT8[codec]), k.flip(0).view(FLOAT8[codec]), *scales)
-    width, top = (head_dim, 255) if codec == "int8" else (head_dim // 2, 15)
-    sizes = {"k": (-(-num_rows // group_size), num_kv_heads, head_dim), "v": (num_rows, num_kv_heads, 1)}
-    made = {}
-    for part, size in sizes.items():
-        codes = torch.randint(0, 256, (num_rows, num_kv_heads, width), device=device, generator=gen)
-        made[part] = codes.to(torch.uint8)
-        made[f"{part}_scale"] = torch.rand(size, device=device, generator=gen) / top
-        made[f"{part}_zero"] = torch.randn(size, device=device, generator=gen)
-    return StoredKV(**made, group_size=group_size)
+    bits = BITS[codec]
+    num_bytes = sum(-(-head_dim * plane // 8) for plane in PLANES[bits])
+    codes = [torch.randint(0, 256, (*shape[:2], num_bytes), device=device, generator=gen) for _ in range(2)]
+    scales = [torch.rand(shape[:2], device=device, generator=gen).bfloat16() / 2 for _ in range(2)]
+    mean = torch.randn(1, *shape[1:], device=device, generator=gen).bfloat16()
+    levels = torch.randn(2**bits, device=device, generator=gen)
+    return StoredKV(*(c.to(torch.uint8) for c in codes), *scales, mean, levels)
 
 
 def decoded(stored: StoredKV, head_dim: int) -> tuple[Tensor, Tensor]:
     """K and V [num_rows, num_kv_heads, head_dim] in fp64 that `stored` stands for."""
     k, v = stored.k, stored.v
-    wide = {name: t.double() for name, t in vars(stored).items() if isinstance(t, Tensor) and name not in "kv"}
     if k.dtype in FLOAT8.values():
-        k, v = (x.float().double() * wide[f"{p}_scale"][:, None] for p, x in (("k", k), ("v", v)))
-    elif k.dtype == torch.uint8:
-        if k.shape[-1] != head_dim:
-            k, v = (torch.stack((x % 16, x // 16), -1).flatten(-2) for x in (k, v))
-        group = torch.arange(k.shape[0], device=k.device) // stored.group_size
-        k = k.double() * wide["k_scale"][group] + wide["k_zero"][group]
-        v = v.double() * wide["v_scale"] + wide["v_zero"]
+        assert stored.k_scale is not None
+        assert stored.v_scale is not None
+        return (k.float().double() * stored.k_scale[:, None], v.float().double() * stored.v_scale[:, None])
+    if k.dtype == torch.uint8:
+        assert stored.k_mean is not None
+        k, v = (_of_codes(x, s, stored.levels, head_dim) for x, s in ((k, stored.k_scale), (v, stored.v_scale)))
+        return k + stored.k_mean.double(), v
     return k.double(), v.double()
+
+
+def _of_codes(packed: Tensor, scale: Tensor | None, levels: Tensor | None, dim: int) -> Tensor:
+    """Levels of each code, looked up one by one, times the scale and a Hadamard matrix (Sylvester's) of each block of channels."""
+    assert scale is not None
+    assert levels is not None
+    bits, first, codes = len(levels).bit_length() - 1, 0, packed.new_zeros(*packed.shape[:2], dim, dtype=torch.int64)
+    shift = 0
+    for plane in PLANES[bits]:
+        num_bytes = -(-dim * plane // 8)
+        for channel in range(dim):
+            byte = packed[..., first + channel % num_bytes].long()
+            codes[..., channel] += ((byte // 2 ** (channel // num_bytes * plane)) % 2**plane) << shift
+        first, shift = first + num_bytes, shift + plane
+    values = levels.double()[codes] * scale.double()[..., None]
+    half = dim // 2
+    size = 2 * (half & -half)
+    matrix = torch.zeros(dim, dim, dtype=torch.float64)
+    where = [(c // half, c % half // (size // 2), c % half % (size // 2)) for c in range(dim)]  # half, block, place
+    for i, (half_i, block_i, at_i) in enumerate(where):
+        for j, (half_j, block_j, at_j) in enumerate(where):
+            if block_i == block_j:
+                matrix[i, j] = (-1.0) ** ((at_i & at_j).bit_count() + half_i * half_j)
+    return values @ matrix.to(values.device) / size**0.5
 
 
 def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

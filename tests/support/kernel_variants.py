@@ -26,7 +26,7 @@ SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 HEAD_DIMS = (64, 80, 96, 128, 256, 512)
 NUM_KV_HEADS, GROUP, BLOCK_SIZE = 8, 4, 64
 _INTS = ("num_seqs", "first_slot", "table_stride", "window", "words", "num_rows", "width")
-_FLOATS = ("scale", "soft_cap", "eps")
+_FLOATS = ("scale", "soft_cap", "eps", "factor")
 # What a launch does not use it passes as some tensor at hand: the type is that tensor's (`KernelVariant.types`).
 _POINTERS = {
     "part_ptr": "*fp32",
@@ -45,8 +45,8 @@ _POINTERS = {
     "v_scale_ptr": "*fp32",
     "sinks_ptr": "*fp32",
     "alibi_ptr": "*fp32",
-    "k_zero_ptr": "*fp32",
-    "v_zero_ptr": "*fp32",
+    "k_mean_ptr": "*fp32",
+    "levels_ptr": "*fp32",
     "pool_k_scale_ptr": "*fp32",
     "pool_v_scale_ptr": "*fp32",
 }
@@ -276,8 +276,10 @@ def _cache_writes() -> Iterator[KernelVariant]:
         "fp32": "plain",
         "fp8": "fp8",
         "e5m2": "e5m2",
-        "int8": "int8",
-        "int4": "int4",
+        "int8": "codes",
+        "int6": "codes",
+        "int4": "codes",
+        "int3": "codes",
     }
     for source, codec in sources.items():
         for head_dim in HEAD_DIMS:
@@ -286,6 +288,9 @@ def _cache_writes() -> Iterator[KernelVariant]:
                 types = {"k_ptr": stored, "v_ptr": stored} | ({"slots_ptr": "*fp32"} if run else {})
                 if fp8:
                     types |= {"k_cache_ptr": "*u8", "v_cache_ptr": "*u8"}
+                if codec == "codes":
+                    types |= dict.fromkeys(("k_scale_ptr", "v_scale_ptr", "k_mean_ptr"), "*bf16")
+                block = load_kv.mixed_block(head_dim) if codec == "codes" else 1
                 yield KernelVariant(
                     "load_kv",
                     f"{source} d{head_dim} {'run' if run else 'slots'}{' fp8 pool' if fp8 else ''}",
@@ -296,13 +301,15 @@ def _cache_writes() -> Iterator[KernelVariant]:
                         "HEAD_DIM": head_dim,
                         "BLOCK_HALF": padded(head_dim // 2),
                         "BLOCK_HEADS": load_kv.BLOCK_HEADS,
-                        "GROUP_SIZE": 32,
                         "CODEC": codec,
+                        "BITS": int(source[3:]) if codec == "codes" else 0,
+                        "BLOCK": block,
+                        "STAGES": block.bit_length() - 1,
                         "RUN": run,
                         "FP8_POOL": fp8,
                     },
                     4,
-                    core=head_dim == 128 and run and not fp8 and source in ("bf16", "fp8", "int4"),
+                    core=head_dim == 128 and run and not fp8 and source in ("bf16", "fp8", "int6"),
                     types=types,
                 )
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cacheblend_kernels.interface import LayerCache, Slots, StoredKV
+from cacheblend_kernels.interface import PLANES, LayerCache, Slots, StoredKV, packed_bytes
 from cacheblend_kernels.triton_backend.cache_ops import rotate, to_pool
 from cacheblend_kernels.triton_backend.checks import (
     FLOAT8,
@@ -38,33 +38,70 @@ BLOCK_HEADS = 8
 
 
 @triton.jit
-def _decoded(
-    ptr, scale_ptr, zero_ptr, row, heads, channels, mask, BY_CHANNEL: tl.constexpr, CODEC: tl.constexpr,
-    GROUP_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+def _plane(ptr, at, channels, mask, HEAD_DIM: tl.constexpr, PLANE: tl.constexpr):
+    """The codes of the heads' channels in a plane of PLANE bits, int32; `at` is the plane's first byte of each head."""
+    NUM_BYTES: tl.constexpr = (HEAD_DIM * PLANE + 7) // 8
+    found = tl.load(ptr + at[:, None] + (channels % NUM_BYTES)[None, :], mask=mask, other=0).to(tl.int32)
+    return (found >> (channels // NUM_BYTES * PLANE)[None, :]) & ((1 << PLANE) - 1)
+
+
+@triton.jit
+def _blocks_mixed(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    """Hadamard transform, without its factor, of each BLOCK = 2^STAGES values in x. A stage adds and subtracts neighbours and
+    moves the lowest bit of their places to the top, so that all stages leave every value where it was."""
+    rows = tl.reshape(x, [ROWS, BLOCK])
+    for _ in tl.static_range(STAGES):
+        a, b = tl.split(tl.reshape(rows, [ROWS, BLOCK // 2, 2]))
+        rows = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), [ROWS, BLOCK])
+    return tl.reshape(rows, x.shape)
+
+
+@triton.jit
+def _of_codes(
+    ptr, scale_ptr, levels_ptr, row, heads, channels, mask,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """The heads' channels of one stored row, fp32 [BLOCK_HEADS, BLOCK_HALF]."""
-    at = heads[:, None] * HEAD_DIM + channels[None, :]
+    """Levels of the heads' channels, a half of them, times the scale, mixed within their blocks."""
+    own = heads < NUM_KV_HEADS
+    LOW: tl.constexpr = 4 if BITS == 6 else (2 if BITS == 3 else BITS)
+    LOW_BYTES: tl.constexpr = (HEAD_DIM * LOW + 7) // 8
+    HIGH_BYTES: tl.constexpr = (HEAD_DIM * (BITS - LOW) + 7) // 8
+    at = (row * NUM_KV_HEADS + heads) * (LOW_BYTES + HIGH_BYTES)
+    code = _plane(ptr, at, channels, mask, HEAD_DIM, LOW)
+    if BITS > LOW:
+        code += _plane(ptr, at + LOW_BYTES, channels, mask, HEAD_DIM, BITS - LOW) << LOW
+    scale = tl.load(scale_ptr + row * NUM_KV_HEADS + heads, mask=own, other=0.0).to(tl.float32)
+    value = tl.load(levels_ptr + code, mask=mask, other=0.0) * scale[:, None]
+    return _blocks_mixed(value, value.shape[0] * value.shape[1] // BLOCK, BLOCK, STAGES)
+
+
+@triton.jit
+def _halves(
+    ptr, scale_ptr, levels_ptr, row, heads, halves, mask, factor, CODEC: tl.constexpr, BITS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Both halves of the heads' channels of one stored row, fp32 [BLOCK_HEADS, BLOCK_HALF], without a mean."""
+    high = halves + HEAD_DIM // 2
+    if CODEC == "codes":
+        a = _of_codes(ptr, scale_ptr, levels_ptr, row, heads, halves, mask, BITS, BLOCK, STAGES, NUM_KV_HEADS, HEAD_DIM)
+        b = _of_codes(ptr, scale_ptr, levels_ptr, row, heads, high, mask, BITS, BLOCK, STAGES, NUM_KV_HEADS, HEAD_DIM)
+        return (a + b) * factor, (a - b) * factor
+    a = _decoded(ptr, scale_ptr, row, heads, halves, mask, CODEC, NUM_KV_HEADS, HEAD_DIM)
+    return a, _decoded(ptr, scale_ptr, row, heads, high, mask, CODEC, NUM_KV_HEADS, HEAD_DIM)
+
+
+@triton.jit
+def _decoded(
+    ptr, scale_ptr, row, heads, channels, mask, CODEC: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
+):  # fmt: skip
+    """The heads' channels of one row stored value by value, fp32 [BLOCK_HEADS, BLOCK_HALF]."""
+    at = row * (NUM_KV_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + channels[None, :]
     if CODEC == "plain":
-        return tl.load(ptr + row * (NUM_KV_HEADS * HEAD_DIM) + at, mask=mask, other=0.0).to(tl.float32)
-    if CODEC == "fp8" or CODEC == "e5m2":
-        code = tl.load(ptr + row * (NUM_KV_HEADS * HEAD_DIM) + at, mask=mask, other=0)
-        scale = tl.load(scale_ptr + heads, mask=heads < NUM_KV_HEADS, other=0.0)
-        value = e4m3_to_fp32(code) if CODEC == "fp8" else e5m2_to_fp32(code)
-        return value * scale[:, None]
-    if CODEC == "int4":
-        packed = heads[:, None] * (HEAD_DIM // 2) + (channels // 2)[None, :]
-        pair = tl.load(ptr + row * (NUM_KV_HEADS * HEAD_DIM // 2) + packed, mask=mask, other=0).to(tl.int32)
-        code = (pair >> ((channels % 2) * 4)[None, :]) & 15
-    else:
-        code = tl.load(ptr + row * (NUM_KV_HEADS * HEAD_DIM) + at, mask=mask, other=0).to(tl.int32)
-    if BY_CHANNEL:
-        cell = row // GROUP_SIZE * (NUM_KV_HEADS * HEAD_DIM) + at
-        scale = tl.load(scale_ptr + cell, mask=mask, other=0.0)
-        zero = tl.load(zero_ptr + cell, mask=mask, other=0.0)
-        return code.to(tl.float32) * scale + zero
-    scale = tl.load(scale_ptr + row * NUM_KV_HEADS + heads, mask=heads < NUM_KV_HEADS, other=0.0)
-    zero = tl.load(zero_ptr + row * NUM_KV_HEADS + heads, mask=heads < NUM_KV_HEADS, other=0.0)
-    return code.to(tl.float32) * scale[:, None] + zero[:, None]
+        return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
+    code = tl.load(ptr + at, mask=mask, other=0)
+    scale = tl.load(scale_ptr + heads, mask=heads < NUM_KV_HEADS, other=0.0)
+    value = e4m3_to_fp32(code) if CODEC == "fp8" else e5m2_to_fp32(code)
+    return value * scale[:, None]
 
 
 @triton.jit(do_not_specialize=["first_slot"])
@@ -77,22 +114,26 @@ def load_kv_kernel(
     v_cache_ptr,
     slots_ptr,
     k_scale_ptr,
-    k_zero_ptr,
     v_scale_ptr,
-    v_zero_ptr,
+    k_mean_ptr,
+    levels_ptr,
     pool_k_scale_ptr,
     pool_v_scale_ptr,
     first_slot,
+    factor,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
     CODEC: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
     RUN: tl.constexpr,
     FP8_POOL: tl.constexpr,
 ):
-    """BLOCK_HEADS heads of one row. Grid (num_rows, parts). RUN: the slots are first_slot, first_slot + 1, ..."""
+    """BLOCK_HEADS heads of one row. Grid (num_rows, parts). RUN: the slots are first_slot, first_slot + 1, ... CODEC "codes" has BITS a
+    value, mixed in blocks of BLOCK = 2^STAGES channels in each half of a head; factor: what makes mixing its own inverse."""
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     halves = tl.arange(0, BLOCK_HALF)
@@ -108,19 +149,16 @@ def load_kv_kernel(
         k_factor = 1.0 / tl.load(pool_k_scale_ptr + heads, mask=heads < NUM_KV_HEADS, other=1.0)[:, None]
         v_factor = 1.0 / tl.load(pool_v_scale_ptr + heads, mask=heads < NUM_KV_HEADS, other=1.0)[:, None]
 
-    high = halves + HEAD_DIM // 2
-    k1 = _decoded(
-        k_ptr, k_scale_ptr, k_zero_ptr, row, heads, halves, mask, True, CODEC, GROUP_SIZE, NUM_KV_HEADS, HEAD_DIM
-    )
-    k2 = _decoded(
-        k_ptr, k_scale_ptr, k_zero_ptr, row, heads, high, mask, True, CODEC, GROUP_SIZE, NUM_KV_HEADS, HEAD_DIM
-    )
-    v1 = _decoded(
-        v_ptr, v_scale_ptr, v_zero_ptr, row, heads, halves, mask, False, CODEC, GROUP_SIZE, NUM_KV_HEADS, HEAD_DIM
-    )
-    v2 = _decoded(
-        v_ptr, v_scale_ptr, v_zero_ptr, row, heads, high, mask, False, CODEC, GROUP_SIZE, NUM_KV_HEADS, HEAD_DIM
-    )
+    k1, k2 = _halves(
+        k_ptr, k_scale_ptr, levels_ptr, row, heads, halves, mask, factor, CODEC, BITS, BLOCK, STAGES, NUM_KV_HEADS, HEAD_DIM
+    )  # fmt: skip
+    v1, v2 = _halves(
+        v_ptr, v_scale_ptr, levels_ptr, row, heads, halves, mask, factor, CODEC, BITS, BLOCK, STAGES, NUM_KV_HEADS, HEAD_DIM
+    )  # fmt: skip
+    if CODEC == "codes":
+        mean_at = k_mean_ptr + heads[:, None] * HEAD_DIM + halves[None, :]
+        k1 += tl.load(mean_at, mask=mask, other=0.0).to(tl.float32)
+        k2 += tl.load(mean_at + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
     k1, k2 = rotate(k1, k2, cos, sin)
     tl.store(k_cache_ptr + at, to_pool(k1 * k_factor, k_cache_ptr, FP8_POOL), mask=mask)
     tl.store(k_cache_ptr + at + HEAD_DIM // 2, to_pool(k2 * k_factor, k_cache_ptr, FP8_POOL), mask=mask)
@@ -136,8 +174,9 @@ def load_kv(stored: StoredKV, cache: LayerCache, slots: Slots) -> None:
     _check(stored, cache, slots.cos, slots.sin, None if run else slots.slots)
     if num_rows == 0:
         return
-    codec, cos, fp8_pool = _codec(stored, cache), slots.cos, is_float8(cache)
+    codec, cos, fp8_pool = _codec(stored), slots.cos, is_float8(cache)
     num_kv_heads, head_dim = cache.k.shape[2:]
+    block = mixed_block(head_dim) if codec == "codes" else 1
     with device_guard(stored.k):
         load_kv_kernel[(num_rows, -(-num_kv_heads // BLOCK_HEADS))](
             pool_bits(stored.k),
@@ -148,29 +187,38 @@ def load_kv(stored: StoredKV, cache: LayerCache, slots: Slots) -> None:
             pool_bits(cache.v),
             cos if run else slots.slots,
             cos if stored.k_scale is None else stored.k_scale,
-            cos if stored.k_zero is None else stored.k_zero,
             cos if stored.v_scale is None else stored.v_scale,
-            cos if stored.v_zero is None else stored.v_zero,
+            cos if stored.k_mean is None else stored.k_mean,
+            cos if stored.levels is None else stored.levels,
             cache.k_scale if fp8_pool else cos,
             cache.v_scale if fp8_pool else cos,
             slots.first_slot,
+            (2 * block) ** -0.5,
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
             BLOCK_HALF=padded(head_dim // 2),
             BLOCK_HEADS=BLOCK_HEADS,
-            GROUP_SIZE=stored.group_size,
             CODEC=codec,
+            BITS=stored.bits,
+            BLOCK=block,
+            STAGES=block.bit_length() - 1,
             RUN=run,
             FP8_POOL=fp8_pool,
             num_warps=4,
         )
 
 
-def _codec(stored: StoredKV, cache: LayerCache) -> str:
-    """The format of the tensors: plain, fp8 (e4m3), e5m2, int8 or int4 (see `StoredKV`)."""
+def _codec(stored: StoredKV) -> str:
+    """The format of the tensors: plain, fp8 (e4m3), e5m2 or codes (see `StoredKV`)."""
     if stored.k.dtype == torch.uint8:
-        return "int8" if stored.k.shape[2] == cache.k.shape[3] else "int4"
+        return "codes"
     return {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "e5m2"}.get(stored.k.dtype, "plain")
+
+
+def mixed_block(head_dim: int) -> int:
+    """Channels of a half of a head that are mixed together: the largest power of two that divides the half."""
+    half = head_dim // 2
+    return half & -half
 
 
 @once
@@ -186,21 +234,22 @@ def _check(stored: StoredKV, cache: LayerCache, cos: Tensor, sin: Tensor, slots:
     check_device(*tensors_of(stored), *tensors_of(cache), cos, sin, slots)
     full = (num_rows, num_kv_heads, head_dim)
     if k.dtype == torch.uint8:
-        check(k.shape in (full, (*full[:2], head_dim // 2)), f"k is {list(k.shape)}, the pool's rows {list(full)}")
-        by_channel = (-(-num_rows // stored.group_size), num_kv_heads, head_dim)
-        by_token = (num_rows, num_kv_heads, 1)
-        for name, t, shape in (
-            ("k_scale", stored.k_scale, by_channel),
-            ("k_zero", stored.k_zero, by_channel),
-            ("v_scale", stored.v_scale, by_token),
-            ("v_zero", stored.v_zero, by_token),
+        bits = stored.bits
+        check(bits in PLANES, f"codes need levels, of {list(PLANES)} bits")
+        packed = (*full[:2], packed_bytes(head_dim, bits))
+        check(k.shape == packed, f"k is {list(k.shape)}, and {bits} bits of the pool's rows are {list(packed)}")
+        for name, t, wanted, dtype in (
+            ("k_scale", stored.k_scale, full[:2], torch.bfloat16),
+            ("v_scale", stored.v_scale, full[:2], torch.bfloat16),
+            ("k_mean", stored.k_mean, (1, *full[1:]), torch.bfloat16),
+            ("levels", stored.levels, (2**bits,), torch.float32),
         ):
-            good = t is not None and t.shape == shape and t.dtype == torch.float32 and t.is_contiguous()
-            check(good, f"an integer codec needs {name} {list(shape)} float32")
+            good = t is not None and t.shape == wanted and t.dtype == dtype and t.is_contiguous()
+            check(good, f"codes need {name} {list(wanted)} {dtype}")
         return
     check_heads("k", k, (*FLOATS, *FLOAT8))
     check(k.shape == full, f"k is {list(k.shape)}, the pool's rows {list(full)}")
-    check(stored.k_zero is None and stored.v_zero is None, "zero points are for the integer codecs")
+    check(stored.k_mean is None and stored.levels is None, "a mean and levels are for codes")
     if k.dtype in FLOAT8:
         check_head_scales("float8", num_kv_heads, stored.k_scale, stored.v_scale)
     else:

@@ -15,12 +15,12 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from cacheblend_store.errors import BadBlob
+from cacheblend_store.format.levels import BITS, packed_bytes
 
 ALIGNMENT = 64
-GROUP = 32  # tokens that share one K scale in the int codecs
 PLAIN = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 FLOAT8 = {"float8_e4m3": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
-CODECS = (*PLAIN, "float8_e4m3", "int8", "float8_e5m2", "int4")
+CODECS = (*PLAIN, "float8_e4m3", "int8", "float8_e5m2", "int6", "int4", "int3")
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "U8": 1}
 
 
@@ -45,8 +45,8 @@ def blob_spec(codec: str, num_tokens: int, num_kv_heads: int, head_dim: int, v_h
     """Return the tensors of one layer. Plain codecs: k and v [tokens, num_kv_heads, head_dim]. float8 codecs add a scale per head.
     v_head_dim: of v, where it is not k's.
 
-    int8, int4 (KIVI, arXiv 2402.02750): K per channel in groups of GROUP tokens, V per token, asymmetric (scale and
-    zero point in float32); int4 packs two channels into a byte.
+    int8, int6, int4, int3: codes of that many bits, packed as `levels.PLANES` says, with a scale a token and head, and the mean
+    of K's channels over the chunk; scales and means are bfloat16.
     """
     dims = {"k": head_dim, "v": v_head_dim or head_dim}
     if codec in PLAIN:
@@ -57,14 +57,14 @@ def blob_spec(codec: str, num_tokens: int, num_kv_heads: int, head_dim: int, v_h
         scale = TensorSpec("F32", (num_kv_heads,))
         kv = {name: TensorSpec(FLOAT8[codec], (num_tokens, num_kv_heads, dim)) for name, dim in dims.items()}
         return MappingProxyType({**kv, "k_scale": scale, "v_scale": scale})
-    if codec in ("int8", "int4"):
-        groups = -(-num_tokens // GROUP)
-        channels = 1 if codec == "int8" else 2  # in a byte
-        k_scale = TensorSpec("F32", (groups, num_kv_heads, head_dim))
-        v_scale = TensorSpec("F32", (num_tokens, num_kv_heads, 1))
-        kv = {name: TensorSpec("U8", (num_tokens, num_kv_heads, dim // channels)) for name, dim in dims.items()}
-        scales = {"k_scale": k_scale, "k_zero": k_scale, "v_scale": v_scale, "v_zero": v_scale}
-        return MappingProxyType({**kv, **scales})
+    if codec in BITS:
+        scale = TensorSpec("BF16", (num_tokens, num_kv_heads))
+        codes = {
+            name: TensorSpec("U8", (num_tokens, num_kv_heads, packed_bytes(dim, BITS[codec])))
+            for name, dim in dims.items()
+        }
+        mean = TensorSpec("BF16", (1, num_kv_heads, head_dim))
+        return MappingProxyType({**codes, "k_scale": scale, "v_scale": scale, "k_mean": mean})
     raise BadBlob(f"unknown codec {codec!r}", f"known: {', '.join(CODECS)}")
 
 

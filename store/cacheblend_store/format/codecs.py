@@ -1,16 +1,26 @@
-"""Encode and decode K and V: exact dtypes, float8, and KIVI-style int8 and int4."""
+"""Encode and decode K and V: exact dtypes, float8, and codecs of 8, 6, 4 and 3 bits a value.
+
+The codecs of few bits: the mean of K's channels over the chunk is subtracted, each head is rotated (`rotated`), so that no channel
+stands out, divided by a scale of its own (a token and a head), and each value becomes the nearest level of a normal
+distribution. The scale is the root mean square, or, of a row that this clips, what makes its largest value the largest level. So a row's error
+depends on no other row, and tokens far from all others (those that attract attention) stay as close as the others.
+K is stored before RoPE, where its channels have a size of their own that a mean takes out (KVQuant, arXiv 2401.18079); for the rotation
+see QuaRot (arXiv 2404.00456), for the levels TurboQuant (arXiv 2504.19874).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from cacheblend_store.errors import CodecError
-from cacheblend_store.format.blobs import CODECS, FLOAT8, GROUP, PLAIN, blob_spec, encode_blob
+from cacheblend_store.format.blobs import CODECS, FLOAT8, PLAIN, blob_spec, encode_blob
+from cacheblend_store.format.levels import BITS, PLANES, levels_of
 
-__all__ = ["CODECS", "blob_spec", "coded", "decode_kv", "encode_kv", "is_lossless", "view_kv"]
+__all__ = ["CODECS", "blob_spec", "coded", "decode_kv", "encode_kv", "is_lossless", "level_table", "rotated", "view_kv"]
 
 DTYPES = {
     "F32": torch.float32,
@@ -20,6 +30,10 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "U8": torch.uint8,
 }
+_USUAL = (
+    3.7  # largest value of a row by its scale; rows beyond it and beyond the levels may be better with a wider scale
+)
+_CELLS = 1 << 14
 
 
 def is_lossless(codec: str, dtype: torch.dtype) -> bool:
@@ -42,7 +56,7 @@ def coded(k: Tensor, v: Tensor, codec: str) -> dict[str, Tensor]:
     if codec in PLAIN:
         return {name: _converted(t, codec) for name, t in (("k", k), ("v", v))}
     if codec not in FLOAT8:
-        return _encode_int(k.float(), v.float(), 4 if codec == "int4" else 8)
+        return _coded_in_levels(k.float(), v.float(), codec)
     tensors, dtype = {}, DTYPES[FLOAT8[codec]]
     most = torch.finfo(dtype).max
     for name, t in (("k", k.float()), ("v", v.float())):
@@ -60,18 +74,25 @@ def view_kv(
     return {n: torch.frombuffer(parts[n], dtype=DTYPES[t.dtype]).view(t.shape) for n, t in spec.items()}
 
 
-def decode_kv(tensors: Mapping[str, Tensor], codec: str) -> tuple[Tensor, Tensor]:
-    """Return k and v [tokens, num_kv_heads, head_dim] in fp32, copies, from the tensors of `coded` or `view_kv`."""
+def decode_kv(tensors: Mapping[str, Tensor], codec: str, v_head_dim: int = 0) -> tuple[Tensor, Tensor]:
+    """Return k and v [tokens, num_kv_heads, head_dim] in fp32, copies, from the tensors of `coded` or `view_kv`.
+
+    v_head_dim: of v, where it is not k's.
+    """
     k, v = tensors["k"], tensors["v"]
     if codec in PLAIN:
         return k.to(torch.float32, copy=True), v.to(torch.float32, copy=True)
     if codec in FLOAT8:
         return k.float() * tensors["k_scale"][None, :, None], v.float() * tensors["v_scale"][None, :, None]
-    if codec == "int4":
-        k, v = _unpack4(k), _unpack4(v)
-    num_tokens = k.shape[0]
-    k_scale, k_zero = (tensors[n].repeat_interleave(GROUP, 0)[:num_tokens] for n in ("k_scale", "k_zero"))
-    return k.float() * k_scale + k_zero, v.float() * tensors["v_scale"] + tensors["v_zero"]
+    mean, levels = tensors["k_mean"].float(), level_table(codec)
+    parts = []
+    for x, scale, dim in (
+        (k, tensors["k_scale"], mean.shape[-1]),
+        (v, tensors["v_scale"], v_head_dim or mean.shape[-1]),
+    ):
+        codes = _unpack(x, BITS[codec], dim)
+        parts.append(rotated(levels[codes.long()] * scale.float()[..., None]))
+    return parts[0] + mean, parts[1]
 
 
 def _converted(x: Tensor, codec: str) -> Tensor:
@@ -87,38 +108,121 @@ def _converted(x: Tensor, codec: str) -> Tensor:
 
 def _scale(scale: Tensor, codec: str) -> Tensor:
     if not bool(scale.isfinite().all()):
-        raise CodecError(
-            f"the KV has values that are not finite, which {codec} cannot store",
-            "check the model and its --dtype; --kv-dtype float32 stores anything",
-        )
+        raise _not_finite(codec)
     return scale.clamp_min(1e-12)
 
 
-def _encode_int(k: Tensor, v: Tensor, bits: int) -> dict[str, Tensor]:
-    levels, codec = 2**bits - 1, f"int{bits}"
-    num_tokens = k.shape[0]
-    padding = -num_tokens % GROUP
-    grouped = torch.cat((k, k[-1:].expand(padding, -1, -1))).view(-1, GROUP, *k.shape[1:])
-    k_zero = grouped.amin(1)
-    k_scale = _scale((grouped.amax(1) - k_zero) / levels, codec)
-    k_codes = ((grouped - k_zero[:, None]) / k_scale[:, None]).round().clamp(0, levels)
-    k_codes = k_codes.view(-1, *k.shape[1:])[:num_tokens].to(torch.uint8)
-    v_zero = v.amin(2, keepdim=True)
-    v_scale = _scale((v.amax(2, keepdim=True) - v_zero) / levels, codec)
-    v_codes = ((v - v_zero) / v_scale).round().clamp(0, levels).to(torch.uint8)
-    if bits == 4:
-        k_codes, v_codes = _pack4(k_codes), _pack4(v_codes)
-    return {
-        "k": k_codes, "v": v_codes, "k_scale": k_scale, "k_zero": k_zero, "v_scale": v_scale, "v_zero": v_zero,
-    }  # fmt: skip
+def _not_finite(codec: str) -> CodecError:
+    return CodecError(
+        f"the KV has values that are not finite, or too large, which {codec} cannot store",
+        "check the model and its --dtype; --kv-dtype float32 stores anything",
+    )
 
 
-def _pack4(codes: Tensor) -> Tensor:
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+def rotated(x: Tensor) -> Tensor:
+    """Return x [..., dim] with its channels mixed by an orthonormal transform that is its own inverse.
+
+    The two halves of a head are added and subtracted, then each half is transformed by Hadamard matrices of the largest power of
+    two that divides it: Hadamard over the whole head where its size is a power of two, in 16 channels of 80, in 32 of 96. An odd
+    number of channels is left as it is.
+    """
+    dim = x.shape[-1]
+    if dim % 2:
+        return x
+    half = dim // 2
+    block, step = half & -half, half
+    while step:
+        pair = x.unflatten(-1, (-1, 2, step))
+        x = torch.stack((pair[..., 0, :] + pair[..., 1, :], pair[..., 0, :] - pair[..., 1, :]), -2).flatten(-3)
+        step = block // 2 if step == half else step // 2
+    return x * (2 * block) ** -0.5
 
 
-def _unpack4(packed: Tensor) -> Tensor:
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+@cache
+def level_table(codec: str) -> Tensor:
+    """Return the codec's levels, fp32 [2^bits]."""
+    return torch.tensor(levels_of(BITS[codec]), dtype=torch.float32)
+
+
+@cache
+def _grid(codec: str) -> Tensor:
+    """Return the code of the nearest level, uint8 [_CELLS], for cells of equal width over the levels' range. A code is at most a
+    64th of a step off at the bounds between levels."""
+    levels = level_table(codec)
+    cells = torch.linspace(float(levels[0]), float(levels[-1]), _CELLS)
+    return torch.bucketize(cells, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
+
+
+@cache
+def _rotation(dim: int) -> Tensor:
+    """Return the matrix of `rotated`, fp32 [dim, dim]: a product with it is faster on a CPU than the transform."""
+    return rotated(torch.eye(dim))
+
+
+def _coded_in_levels(k: Tensor, v: Tensor, codec: str) -> dict[str, Tensor]:
+    mean = k.mean(0, keepdim=True).bfloat16()
+    if not bool(mean.isfinite().all()):
+        raise _not_finite(codec)
+    k_codes, k_scale = _codes(k - mean.float(), codec)
+    v_codes, v_scale = _codes(v, codec)
+    return {"k": k_codes, "v": v_codes, "k_scale": k_scale, "v_scale": v_scale, "k_mean": mean}
+
+
+def _codes(x: Tensor, codec: str) -> tuple[Tensor, Tensor]:
+    """Return the packed codes and the scales of x [tokens, heads, dim]."""
+    levels = level_table(codec)
+    rows = x if x.shape[-1] % 2 else x @ _rotation(x.shape[-1])
+    scale = (rows.norm(dim=-1) * rows.shape[-1] ** -0.5).bfloat16()
+    if not bool(scale.isfinite().all()):
+        raise _not_finite(codec)
+    codes, largest = _nearest(rows, scale, codec), rows.abs().amax(-1)
+    clipped = largest > scale.float() * levels[-1].clamp_min(_USUAL)
+    if bool(clipped.any()):
+        few, wide = rows[clipped], (largest[clipped] / levels[-1]).bfloat16()
+        again = _nearest(few, wide, codec)
+        errors = [
+            torch.addcmul(few, levels[c.int()], s.float()[..., None], value=-1).square().sum(-1)
+            for c, s in ((codes[clipped], scale[clipped]), (again, wide))
+        ]
+        better = errors[1] < errors[0]
+        codes[clipped] = torch.where(better[:, None], again, codes[clipped])
+        scale[clipped] = torch.where(better, wide, scale[clipped])
+    return _pack(codes, BITS[codec]), scale
+
+
+def _nearest(rows: Tensor, scale: Tensor, codec: str) -> Tensor:
+    """Return the codes of the levels nearest to rows [..., dim], uint8."""
+    cells = (_CELLS - 1) / 2 / level_table(codec)[-1]
+    by = cells / torch.where(scale > 0, scale, 1.0).float()
+    at = torch.addcmul(torch.tensor(_CELLS / 2), rows, by[..., None]).clamp_(0, _CELLS - 1).long()
+    return torch.index_select(_grid(codec), 0, at.flatten()).view(at.shape)
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes [..., dim] uint8 as `levels.PLANES` says."""
+    planes, shift, dim = [], 0, codes.shape[-1]
+    for plane in PLANES[bits]:
+        each = 8 // plane
+        padded = torch.nn.functional.pad((codes >> shift) & (2**plane - 1), (0, -dim % each))
+        parts = padded.unflatten(-1, (each, -1)).unbind(-2)
+        packed = parts[0]
+        for i, part in enumerate(parts[1:], 1):
+            packed = packed | (part << (i * plane))
+        planes.append(packed)
+        shift += plane
+    return torch.cat(planes, -1)
+
+
+def _unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
+    """Return codes [..., dim] uint8: the inverse of `_pack`."""
+    codes, shift, first = packed.new_zeros(()), 0, 0
+    for plane in PLANES[bits]:
+        num_bytes = -(-dim * plane // 8)
+        part = packed[..., first : first + num_bytes]
+        values = torch.cat([(part >> at) & (2**plane - 1) for at in range(0, 8, plane)], -1)[..., :dim]
+        codes = codes | (values << shift)
+        shift, first = shift + plane, first + num_bytes
+    return codes
 
 
 def _bytes(tensor: Tensor) -> memoryview:

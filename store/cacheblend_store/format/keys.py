@@ -8,14 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from cacheblend_store.format.levels import BITS
+
 FORMAT_VERSION = 2
+CODEC_VERSION = 2  # of the codecs with a number of bits
+REPLACED_CODECS = ("int8", "int4")  # those of version 1 (KIVI, arXiv 2402.02750), which is no longer read
 KEY_BYTES = 20  # blake2b-160
 
 
 @dataclass(frozen=True)
 class KeyParts:
     """model: fingerprint of architecture, weights, RoPE and dtype; tokenizer: its fingerprint; prefix_ids: tokens before
-    every chunk; left_context_ids: tokens between the prefix and this chunk when it was collected; salt separates tenants."""
+    every chunk; left_context_ids: tokens between the prefix and this chunk when it was collected; salt separates tenants;
+    codec_version: encoding of a codec with a number of bits, no part of the keys of other codecs."""
 
     model: str
     tokenizer: str
@@ -23,6 +28,7 @@ class KeyParts:
     left_context_ids: Sequence[int]
     codec: str
     salt: str = ""
+    codec_version: int = CODEC_VERSION
 
 
 def chunk_key(parts: KeyParts, token_ids: Sequence[int]) -> bytes:
@@ -54,7 +60,9 @@ def unpack_ids(data: bytes) -> tuple[int, ...]:
 
 def _digest_of(kind: bytes, parts: KeyParts) -> hashlib.blake2b:
     ids = tuple(parts.prefix_ids)
-    return _digest(kind, parts.model, parts.tokenizer, ids, parts.codec, parts.salt).copy()
+    versioned = parts.codec in BITS and parts.codec_version > 1
+    codec = f"{parts.codec}.{parts.codec_version}" if versioned else parts.codec
+    return _digest(kind, parts.model, parts.tokenizer, ids, codec, parts.salt).copy()
 
 
 @lru_cache(64)  # millions of chunks share it

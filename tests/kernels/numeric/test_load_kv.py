@@ -11,14 +11,13 @@ from cacheblend_kernels.triton_backend.load_kv import load_kv
 from cases import TOLERANCE, held, moved, rope_tables
 from kernel_references import CODECS, decoded, rope_reference, stored_kv
 
-GROUP = 4  # tokens that share a K scale; small, so that a few rows span groups
 BLOCK_SIZE = 8
 CPU = torch.device("cpu")
 
 
 def stored(codec: str, *shape: int) -> tuple[StoredKV, torch.Tensor, torch.Tensor]:
     """(what is stored, K and V it stands for in fp64) of shape (num_rows, num_kv_heads, head_dim)."""
-    made = stored_kv(codec, *shape, CPU, group_size=GROUP)
+    made = stored_kv(codec, *shape, CPU)
     return made, *decoded(made, shape[2])
 
 
@@ -59,7 +58,7 @@ def test_plain_values_of_one_dtype_are_copied_exactly(device: torch.device) -> N
         assert torch.equal(pool.cpu().view(-1, 2, 32)[2:7], v)
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int4"])
+@pytest.mark.parametrize("codec", ["bf16", "int6"])
 def test_float8_pool(codec: str, device: torch.device) -> None:
     given, k_value, v_value = stored(codec, 5, 2, 32)
     cos, sin = rope_tables(5, 32)
@@ -76,10 +75,14 @@ def test_refusals(device: torch.device) -> None:
     plain = StoredKV(codes.k.float(), codes.v.float())
     pools = [torch.zeros(2, BLOCK_SIZE, 2, 32, device=device) for _ in range(2)]
     cache, slots = LayerCache(*pools), moved(Slots(torch.arange(5), *rope_tables(5, 32)), device)
-    with pytest.raises(KernelError, match="k_zero"):
-        load_kv(replace(codes, k_zero=None), cache, slots)
+    with pytest.raises(KernelError, match="k_mean"):
+        load_kv(replace(codes, k_mean=None), cache, slots)
+    with pytest.raises(KernelError, match="levels"):
+        load_kv(replace(codes, levels=None), cache, slots)
+    with pytest.raises(KernelError, match="4 bits"):
+        load_kv(replace(codes, levels=codes.levels[:16]), cache, slots)
     with pytest.raises(KernelError, match="k_scale"):
-        load_kv(replace(codes, group_size=2), cache, slots)
+        load_kv(replace(codes, k_scale=codes.k_scale.float()), cache, slots)
     with pytest.raises(KernelError, match="float32"):
         load_kv(replace(plain, k_scale=codes.k_scale), cache, slots)
     with pytest.raises(KernelError, match="slots"):

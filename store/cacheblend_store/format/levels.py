@@ -1,0 +1,32 @@
+"""Levels of the few-bit codecs: Lloyd-Max levels of the standard normal distribution. This module does not import torch."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from itertools import pairwise
+from statistics import NormalDist
+
+BITS = {"int8": 8, "int6": 6, "int4": 4, "int3": 3}
+PLANES = {8: (8,), 6: (4, 2), 4: (4,), 3: (2, 1)}
+"""Bits of a code -> bits of the planes that its row of codes is packed in, low bits first. A plane of p bits is ceil(dim * p / 8)
+bytes; byte j holds the codes of channels j, j + num_bytes, j + 2 * num_bytes, ..., from the low bits up."""
+_STEPS = 1 << 12  # of Lloyd's iteration, divided by the number of levels: many levels are nearly right before the first
+
+
+def packed_bytes(dim: int, bits: int) -> int:
+    """Return the bytes of a packed row of `dim` codes."""
+    return sum(-(-dim * plane // 8) for plane in PLANES[bits])
+
+
+@cache
+def levels_of(bits: int) -> tuple[float, ...]:
+    """Return the 2^bits levels, in order: centroids of their intervals (Lloyd 1982, Max 1960), symmetric."""
+    normal, count = NormalDist(), 2**bits
+    levels = [math.sqrt(3) * normal.inv_cdf((i + 0.5) / count) for i in range(count)]  # right for many levels
+    for _ in range(_STEPS // count):
+        edges = [-math.inf, *((a + b) / 2 for a, b in pairwise(levels)), math.inf]
+        levels = [
+            (normal.pdf(low) - normal.pdf(high)) / (normal.cdf(high) - normal.cdf(low)) for low, high in pairwise(edges)
+        ]
+    return tuple((high - low) / 2 for low, high in zip(reversed(levels), levels, strict=True))
