@@ -21,12 +21,14 @@ EXTRA, MODULES = "llama-cpp", ("xllamacpp", "llama_cpp")
 @dataclass
 class DecodeWith:
     """file: what llama.cpp may decode with, None = this engine decodes. measured: only where it is the faster one. decided: whether
-    that was settled, which takes loading the file; engine: the result, None = this engine decodes."""
+    that was settled, which takes loading the file; engine: the result, None = this engine decodes. worth_after: tokens of an answer
+    after which loading the file pays, None until it was looked up."""
 
     file: Path | None = None
     measured: bool = False
     decided: bool = False
     engine: LlamaCpp | None = None
+    worth_after: float | None = None
 
     @property
     def note(self) -> str | None:

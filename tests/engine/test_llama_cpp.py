@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, create_autospec
 
 import gguf
 import gguf_families
@@ -348,6 +348,38 @@ def test_auto_takes_the_faster_one(
     engine = Engine.load(EngineConfig(str(tmp_path / "m.gguf"), dtype="float32"))
     assert engine.runtime.decode_with.measured
     assert (llama_engine(engine.runtime) is not None) == decodes
+
+
+def test_auto_loads_it_in_an_answer_that_is_long_enough_to_pay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From there on llama.cpp decodes, and the answer is the same."""
+    write_checkpoint(tmp_path / "m", "llama-gqa")
+    write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F32")
+    config = EngineConfig(str(tmp_path / "m.gguf"), dtype="float32", threads=1, block_size=16)
+    ids, logprobs, _ = ask(Engine.load(replace(config, decode_with="torch")), count=12)
+    monkeypatch.setattr(llama_choice, "decode_speeds", lambda runtime: DecodeSpeeds(0.5, 0.25, load_s=1.5))
+    engine = Engine.load(config)
+    decode = create_autospec(LlamaCpp.decode, side_effect=LlamaCpp.decode)
+    monkeypatch.setattr(LlamaCpp, "decode", decode)
+    assert ask(engine, count=6)[0] == ids[:6]
+    assert not engine.runtime.decode_with.decided
+    long, long_logprobs, _ = ask(engine, count=12)
+    assert long == ids
+    assert max(abs(a - b) for a, b in zip(logprobs, long_logprobs, strict=True)) < LOGPROB
+    assert engine.runtime.decode_with.engine is not None
+    assert decode.call_count == 12 - 1 - 6
+    assert ask(engine, count=6)[0] == ids[:6], "it is loaded: now it decodes from the first token on"
+    assert decode.call_count == 5 + 5
+
+
+def test_the_time_to_load_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path / "m", "llama-gqa")
+    write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F32")
+    monkeypatch.setattr(llama_choice, "_probe", lambda file, num_threads: 1e-9)
+    config = EngineConfig(str(tmp_path / "m.gguf"), dtype="float32", threads=1, block_size=16)
+    engine = Engine.load(config)
+    assert llama_choice.decode_speeds(engine.runtime).worth_after == 0
+    assert llama_engine(engine.runtime) is not None
+    assert llama_choice.decode_speeds(Engine.load(config).runtime).worth_after > 0
 
 
 def test_both_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,18 +29,29 @@ from cacheblend_cli.model.machine_speeds import cpu_features, cpu_name
 from cacheblend_cli.model.read_ahead import remember
 from cacheblend_cli.version import __version__
 
-FORMAT = 2
+FORMAT = 3
 TOKENS, STEPS = 8, 8
 PROBE_TIMEOUT_S = 600
 
 
 @dataclass(frozen=True)
 class DecodeSpeeds:
-    """Seconds of a decoded token after a short prompt, alone: here, and in llama.cpp. error: why llama.cpp cannot run."""
+    """Seconds of a decoded token after a short prompt, alone: here, and in llama.cpp. error: why llama.cpp cannot run. load_s: seconds
+    to load and check llama.cpp's weights, 0 until they were loaded once."""
 
     own_s: float
     llama_cpp_s: float
     error: str | None = None
+    load_s: float = 0.0
+
+    @property
+    def worth_after(self) -> float:
+        """Tokens whose decoding here takes as much longer as llama.cpp takes to load; 0 where it is not faster.
+
+        Loading it after so many costs at most twice what the better choice would have, however long the answer gets.
+        """
+        saved_s = self.own_s - self.llama_cpp_s
+        return self.load_s / saved_s if saved_s > 0 and self.error is None else 0.0
 
     def __str__(self) -> str:
         if self.error is not None:
@@ -73,9 +84,14 @@ def _loaded(runtime: Runtime, file: Path, *, measured: bool) -> LlamaCpp | None:
         raise LlamaError(f"llama.cpp does not run here: {speeds.error}")
     if measured and speeds.own_s <= speeds.llama_cpp_s:
         return None
+    start = time.perf_counter()
     llama = LlamaCpp(library(), file, torch.get_num_threads())
     with _ShortPrompt(runtime) as prompt:
         llama.check(prompt.token_ids, export(runtime.decoder, prompt.sequence, TOKENS))
+    if (
+        measured and not speeds.load_s
+    ):  # the file was read just now, by the measurement: this is the time of a later start
+        _keep(runtime, replace(speeds, load_s=time.perf_counter() - start))
     return llama
 
 
@@ -84,6 +100,8 @@ def hand_over(runtime: Runtime, worker: Worker, sequence: Sequence) -> bool:
 
     Full prefills that check answers are decoded here: they are compared with what is stored, not with another engine."""
     state, paged = sequence.state, sequence.paged
+    if sequence.handed is None and _loads_later(runtime, sequence):
+        return False
     llama = llama_engine(runtime)
     if llama is None or sequence.stays or paged is None or state.parent is not None or state.background:
         return False
@@ -97,6 +115,17 @@ def hand_over(runtime: Runtime, worker: Worker, sequence: Sequence) -> bool:
             state.request.notes.append(f"{error.message}; cacheblend decodes by itself")
             return False
     return True
+
+
+def _loads_later(runtime: Runtime, sequence: Sequence) -> bool:
+    """Return whether llama.cpp is not loaded yet, and the answer is still too short for that to pay."""
+    choice = runtime.decode_with
+    if choice.decided or not choice.measured:
+        return False
+    if choice.worth_after is None:
+        with suppress(LlamaError):
+            choice.worth_after = decode_speeds(runtime).worth_after
+    return sequence.kv_len - sequence.state.request.plan.num_tokens < (choice.worth_after or 0.0)
 
 
 def describe(runtime: Runtime) -> dict[str, str | int]:
@@ -122,19 +151,12 @@ def decode_speeds(runtime: Runtime) -> DecodeSpeeds:
     """Measured speeds for this machine, model, file and number of threads: kept on disk after the first call.
 
     Raises LlamaError where llama.cpp's library is missing."""
-    found, file = installed(), runtime.decode_with.file
-    if found is None or file is None:
-        raise LlamaError("llama.cpp's library is missing")
-    stat, threads = file.stat(), torch.get_num_threads()
-    cpu = cpu_name(), *cpu_features(), os.cpu_count(), threads
-    machine = *cpu, str(runtime.decoder.device), torch.__version__, __version__, found[0]
-    model = runtime.model.fingerprint, runtime.model.weight_dtype, str(file), stat.st_size, stat.st_mtime_ns
-    path = user_cache.place("decoding", FORMAT, *machine, *model)
+    path, threads = _place(runtime), torch.get_num_threads()
     with suppress(ValueError, TypeError):
         return DecodeSpeeds(**json.loads(user_cache.recall(path)))
     runtime.progress("measuring which decodes faster, cacheblend or llama.cpp: once on this machine")
     try:
-        llama_cpp_s = _probe(str(file), threads)
+        llama_cpp_s = _probe(str(runtime.decode_with.file), threads)
     except NotTried as error:  # this time: nothing is known of the machine
         return DecodeSpeeds(0.0, 0.0, error.message)
     except LlamaError as error:
@@ -142,8 +164,24 @@ def decode_speeds(runtime: Runtime) -> DecodeSpeeds:
     else:
         with _ShortPrompt(runtime) as prompt:
             speeds = DecodeSpeeds(prompt.decode_s(), llama_cpp_s)
-    user_cache.keep(path, json.dumps(vars(speeds)))
+    _keep(runtime, speeds)
     return speeds
+
+
+def _keep(runtime: Runtime, speeds: DecodeSpeeds) -> None:
+    user_cache.keep(_place(runtime), json.dumps(vars(speeds)))
+
+
+def _place(runtime: Runtime) -> Path:
+    """Return where the speeds are kept. Raises LlamaError where llama.cpp's library is missing."""
+    found, file = installed(), runtime.decode_with.file
+    if found is None or file is None:
+        raise LlamaError("llama.cpp's library is missing")
+    stat = file.stat()
+    cpu = cpu_name(), *cpu_features(), os.cpu_count(), torch.get_num_threads()
+    machine = *cpu, str(runtime.decoder.device), torch.__version__, __version__, found[0]
+    model = runtime.model.fingerprint, runtime.model.weight_dtype, str(file), stat.st_size, stat.st_mtime_ns
+    return user_cache.place("decoding", FORMAT, *machine, *model)
 
 
 def _probe(file: str, num_threads: int) -> float:
