@@ -21,9 +21,11 @@ class Output:
     """Streams and their TTY flags; tests replace the streams. Rich is imported only to draw a progress bar.
 
     verbose: show details, too. _bar_shown: whether the terminal's last line is a bar or a status, which the next message erases.
+    _in_line: whether the last text on the terminal, such as a piece of an answer, has not ended its line.
     """
 
     _bar_shown: ClassVar[bool] = False
+    _in_line: ClassVar[bool] = False
 
     def __init__(
         self, out: TextIO | None = None, err: TextIO | None = None, quiet: bool = False, verbose: bool = False
@@ -41,6 +43,8 @@ class Output:
         self._erase_bar(self.out_tty)
         self.out.write((visible(text) if self.out_tty else text) + end)
         self.out.flush()
+        if self.out_tty and text + end:
+            Output._in_line = not (text + end).endswith("\n")
 
     def json(self, record: Any) -> None:
         """Write a JSON object on one line."""
@@ -62,8 +66,8 @@ class Output:
             self.note(text)
 
     def status(self, text: str) -> None:
-        """Show on a terminal what is being done, until the next message."""
-        if self.animated and not self.quiet:
+        """Show on a terminal what is being done, until the next message; not within a line of an answer, which would be erased with it."""
+        if self.animated and not self.quiet and not self._in_line:
             self._erase_bar(True)
             shown = cut(visible_line(text), shutil.get_terminal_size().columns - 1, "")
             self.err.write(f"\x1b[2m{shown}\x1b[0m" if self.color else shown)
@@ -179,6 +183,7 @@ class Output:
         shown = [(visible_line(text) if self.err_tty else text, style) for text, style in pieces]
         self.err.write("".join(f"\x1b[{s}m{t}\x1b[0m" if self.color and s else t for t, s in shown).rstrip() + "\n")
         self.err.flush()
+        Output._in_line = False
 
     def _erase_bar(self, same_terminal: bool) -> None:
         if self._bar_shown and same_terminal:

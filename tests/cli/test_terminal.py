@@ -142,3 +142,18 @@ def test_a_status_is_gone_when_there_is_more_to_say(monkeypatch: pytest.MonkeyPa
     assert err.getvalue() == "loading " + "x" * 11 + "\r\x1b[2Kdone\n"
     Output(io.StringIO(), plain).status("loading")
     assert plain.getvalue() == ""
+
+
+def test_a_status_does_not_erase_the_beginning_of_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Terminal()
+    output = Output(screen, screen)
+    output.status("loading")
+    output.text("Mara", end="")
+    output.status("measuring")
+    output.text(" leads billing.")
+    assert "loading" in screen.getvalue()
+    assert screen.getvalue().rpartition("\r\x1b[2K")[2] == "Mara leads billing.\n"
+    output.status("saving")
+    assert screen.getvalue().endswith("saving\x1b[0m")
+    output.end_status()
