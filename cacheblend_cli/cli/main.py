@@ -42,6 +42,8 @@ COMMANDS = {
 }
 """Command -> (module of this package and its function or Typer app, summary). Only the command that runs is imported."""
 _CHECKS = ("doctor", "demo", "bench", "eval")
+_BELOW = {name: f"chunks {name}" for name in ("ls", "show", "stats", "rm", "verify", "prune")} | {"pull": "models pull"}
+"""Commands of a group that are tried without it -> with it."""
 RENAMED = {"sync": "precompute without PATH", "watch": "precompute --watch"}
 
 
@@ -77,6 +79,8 @@ class _Commands(typer.core.TyperGroup):
         if name in RENAMED:
             raise UsageError(f"there is no command {name!r}", f"it is now: cacheblend {RENAMED[name]}")
         if name not in COMMANDS and not name.startswith("-"):
+            if name in _BELOW:
+                raise UsageError(f"no such command: {name}", f"did you mean {_BELOW[name]}? see: cacheblend --help")
             raise UsageError(f"no such command: {name}", did_you_mean(name, COMMANDS, "cacheblend --help"))
         return super().resolve_command(ctx, args)
 

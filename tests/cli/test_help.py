@@ -93,3 +93,11 @@ def test_commands_that_check_and_measure_are_a_group_of_their_own(cli: Cli) -> N
     everyday, checks = cli("--help").out.partition("\nCommands:\n")[2].split("\nChecks and measurements:\n")
     assert [line.split()[0] for line in checks.splitlines()] == ["doctor", "demo", "bench", "eval"]
     assert len(everyday.splitlines()) == len(COMMANDS) - 4
+
+
+@pytest.mark.parametrize(("given", "meant"), [("ls", "chunks ls"), ("pull", "models pull"), ("serv", "serve")])
+def test_an_unknown_command_is_answered_with_the_one_that_was_meant(given: str, meant: str, cli: Cli) -> None:
+    result = cli(given)
+    assert result.code == 2
+    assert f"did you mean {meant}? " in result.err
+    assert "Usage:" in cli(*meant.split(), "--help").out
