@@ -347,6 +347,8 @@ def _summary(report: PrecomputeReport, output: Output, place: str, dry_run: bool
         return
     chunks = report.new + report.unchanged + report.replaced
     taken = f", {report.taken} of them from the tier" if report.taken else ""
+    if report.converted.chunks:
+        taken += f", {report.converted.chunks} converted from a finer KV dtype ({report.converted.tokens:,} tokens not computed again)"
     speed = f"; {report.tokens_per_s:,.0f} tokens/s" if report.computed_tokens else ""
     output.note(
         f"{report.documents} documents, {chunks} chunks: {report.new} new, {report.replaced} replaced, "
@@ -360,7 +362,7 @@ def _dry_summary(report: PrecomputeReport, output: Output, json: bool) -> None:
     amounts = {name: getattr(difference, name) for name in ("new", "replaced", "unchanged", "removed")}
     if json:
         facts = {"documents": report.documents, "tokens": report.tokens, "bytes": report.bytes}
-        facts |= {name: vars(amount) for name, amount in amounts.items()}
+        facts |= {name: vars(amount) for name, amount in amounts.items()} | {"converted": vars(difference.converted)}
         output.json({**facts, "seconds": round(difference.seconds, 3), "skipped": len(report.skipped)})
         return
     rows = [(name, f"{a.chunks:,}", f"{a.tokens:,}", format_size(a.bytes)) for name, a in amounts.items()]
@@ -368,6 +370,7 @@ def _dry_summary(report: PrecomputeReport, output: Output, json: bool) -> None:
     output.text(
         f"{report.documents} documents, {report.tokens:,} tokens: {format_size(report.bytes)} of KV; "
         f"{difference.computed_tokens:,} tokens to compute, about {difference.seconds:,.1f} s on this machine"
+        + (f"; {difference.converted.tokens:,} to convert from a finer KV dtype" if difference.converted.tokens else "")
     )
     for change in _changes(difference):
         output.note(change)

@@ -144,6 +144,9 @@ class ClusterCollector(Collector):
         with ThreadPoolExecutor(_LOOK_UPS) as pool:
             return {c.key for c, found in zip(chunks, pool.map(there, chunks), strict=True) if found}
 
+    def convert(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
+        return iter(())  # what is in this machine's store does not reach the tier
+
     def fetch(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
         """Yield nothing: KV stays in the tier."""
         yield from ()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from cacheblend_store import ChunkManifest, ChunkStore
-from cacheblend_store.format.codecs import encode_kv
+from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
+from cacheblend_store.format.blobs import FINER
+from cacheblend_store.format.codecs import decode_kv, encode_kv, view_kv
 from cacheblend_store.format.records import encode_manifest
 from cacheblend_store.store import PutStatus
+from torch import Tensor
 
 from cacheblend_cli.collect.commits import Whole, commit
 from cacheblend_cli.collect.prefill import ChunkKV, CollectSequence, Kept, PrefixKV, collect, collect_prefix
@@ -68,6 +70,21 @@ class Collector:
         collected = zip(chunks, self.collect(chunks), strict=True)
         yield from commit(self._store, (self._whole(planned, kv) for planned, kv in collected), self._keep)
 
+    def convert(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
+        """Commit the chunks whose KV the store has in a finer codec, converted. Yields the key and status of each once it is durable."""
+        assert self._store is not None, "a collector that stores has a store"
+        yield from commit(self._store, self._converted(self._store, chunks), self._keep)
+
+    def _converted(self, store: ChunkStore, chunks: Sequence[PlannedChunk]) -> Iterator[Whole]:
+        collection = self.collection
+        finer = [replace(collection, codec=codec) for codec in FINER.get(collection.codec, ())]
+        for planned in chunks:
+            found = (_layers(store, of.key(planned.chunk.token_ids, planned.left), planned) for of in finer)
+            layers = next(filter(None, found), None)
+            if layers is not None:
+                kv = ChunkKV(planned.key, [k for k, _ in layers], [v for _, v in layers])
+                yield self._whole(planned, kv)
+
     def fetch(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
         """Commit the chunks that the store's tier has, and wait for these; any thread. Yields the key and status of each once it is
         durable."""
@@ -114,6 +131,25 @@ class Collector:
         assert planned.key == kv.key
         manifest = chunk_manifest(self.collection, planned)
         return manifest, [encode_kv(k, v, manifest.codec) for k, v in zip(kv.k, kv.v, strict=True)]
+
+
+def _layers(store: ChunkStore, key: bytes, planned: PlannedChunk) -> list[tuple[Tensor, Tensor]] | None:
+    """Return stored K and V of each layer in fp32; None if they are missing, damaged, or other tokens'."""
+    with store.read() as reader:
+        manifest = reader.undamaged(key)
+        if manifest is None or not manifest.has_kv or manifest.token_ids != planned.chunk.token_ids:
+            return None
+        try:
+            return [
+                decode_kv(
+                    view_kv(reader.layer(manifest, layer), manifest.codec, manifest.num_tokens, *shape),
+                    manifest.codec,
+                    manifest.v_head_dim,
+                )
+                for layer, shape in enumerate(manifest.shapes)
+            ]
+        except BadBlob:
+            return None
 
 
 def prefix_chunk(collection: Collection) -> PlannedChunk:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cacheblend_store import Amount, ChunkStore
+from cacheblend_store.format.blobs import FINER
 
 from cacheblend_cli.collect.corpus_diff import CorpusDiff
-from cacheblend_cli.collect.document_records import StoredDocument
+from cacheblend_cli.collect.document_records import StoredDocument, is_current, record_settings
 from cacheblend_cli.collect.key_set import KeySet
-from cacheblend_cli.collect.plan import ChunkSize, Part
+from cacheblend_cli.collect.plan import ChunkSize, Part, PlannedDocument
 from cacheblend_cli.collect.room import Room
 from cacheblend_cli.prompt.collection import Collection
 
@@ -41,7 +42,8 @@ class Difference:
 
     new, replaced: chunks it computes, of documents that the store does not have in these settings, and of those it has.
     removed: chunks it removes. changes: (flag as stored, flag as now) -> number of documents that are computed again because of
-    it, alone or among others. missing: chunks to compute, by collection. seconds: estimate of the time that takes, if measured.
+    it, alone or among others. missing: chunks to compute, by collection. converted: chunks whose KV is stored in a finer codec, and
+    converted instead. seconds: estimate of the time that takes, if measured.
     """
 
     new: Amount = field(default_factory=Amount)
@@ -50,6 +52,7 @@ class Difference:
     removed: Amount = field(default_factory=Amount)
     changes: Counter[tuple[str, str]] = field(default_factory=Counter)
     missing: list[Missing] = field(default_factory=list)
+    converted: Amount = field(default_factory=Amount)
     seconds: float = 0.0
 
     @property
@@ -68,14 +71,17 @@ def compare(
             source, before = document.file.source, missing.chunks
             versions = diff.versions(source)
             own = diff.replaced(source, part.collection, part.settings.context)
-            for size in document.sizes:
+            finer = _finer(store, diff, part, document) if store is not None and not force else []
+            for index, size in enumerate(document.sizes):
                 if not planned.add(size.key):
                     continue
                 kept = size.key in room
                 is_stored = not force and size.has_kv is not None and (size.has_kv or not kept)
                 amount = found.unchanged if is_stored else found.replaced if own else found.new
                 amount.add(size.num_tokens, part.stored_bytes(size) if kept else 0)
-                if kept and not is_stored:
+                if kept and not is_stored and index < len(finer) and finer[index]:
+                    found.converted.add(size.num_tokens, part.stored_bytes(size))
+                elif kept and not is_stored:
                     missing.add(size)
             if missing.chunks > before and versions and not force:
                 latest = max(own or versions, key=lambda r: r.updated)
@@ -87,6 +93,19 @@ def compare(
     if store is not None:
         _count_removed(found, store, _leaving(diff, plan), planned)
     return found
+
+
+def _finer(store: ChunkStore, diff: CorpusDiff, part: Part, document: PlannedDocument) -> list[bool]:
+    """Return, for each chunk of a document, whether its KV is stored in a finer codec; [] if the document is in none as it is now."""
+    collection, source = part.collection, document.file.source
+    settings, found = record_settings(collection, part.settings), diff.versions(source)
+    for codec in FINER.get(collection.codec, ()):
+        of = replace(collection, codec=codec).id
+        for record in found:
+            same = record.collection == of and record.context == part.settings.context
+            if same and is_current(record, document.file.digest, settings):
+                return [store.has_kv(key) for key in record.chunk_keys]
+    return []
 
 
 def _changes(record: StoredDocument, diff: CorpusDiff, part: Part) -> list[tuple[str, str]]:

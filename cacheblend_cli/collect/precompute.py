@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from cacheblend_store import ChunkStore
+from cacheblend_store import Amount, ChunkStore
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk, chunk_manifest
 from cacheblend_cli.collect.corpus_diff import diff_corpus
@@ -112,7 +112,7 @@ class PrecomputeReport:
     """Result of a run.
 
     gone: documents that no longer exist. removed: chunks removed. tokens: of all chunks. bytes: KV of these documents that the
-    quota has room for. taken: chunks whose KV came from the store's tier. hidden: documents elsewhere that questions do not find because of the new date. skipped: files that are
+    quota has room for. taken: chunks whose KV came from the store's tier. converted: chunks whose KV was stored in a finer codec. hidden: documents elsewhere that questions do not find because of the new date. skipped: files that are
     not documents. difference: the changes that were planned.
     """
 
@@ -126,6 +126,7 @@ class PrecomputeReport:
     computed_tokens: int = 0
     bytes: int = 0
     taken: int = 0
+    converted: Amount = field(default_factory=Amount)
     seconds: float = 0.0
     hidden: list[str] = field(default_factory=list)
     difference: Difference = field(default_factory=Difference)
@@ -317,10 +318,18 @@ class _Run:
             if chunk.key not in missing:
                 tell(chunk, "unchanged" if chunk.key in stored else "new")
         taken = set[bytes]()
-        for key, status in collector.fetch([chunk for key, chunk in wanted.items() if key in missing]):
+        if not self._force:
+            for key, status in collector.convert([chunk for key, chunk in wanted.items() if key in missing]):
+                tell(wanted[key], status)
+                taken.add(key)
+                report.converted.add(
+                    len(wanted[key].chunk.token_ids), part.collection.stored_bytes(len(wanted[key].chunk.token_ids))
+                )
+        there = len(taken)
+        for key, status in collector.fetch([c for key, c in wanted.items() if key in missing and key not in taken]):
             tell(wanted[key], status)
             taken.add(key)
-        report.taken += len(taken)
+        report.taken += len(taken) - there
         for key, status in collector.store([c for key, c in wanted.items() if key in missing and key not in taken]):
             tell(wanted[key], status)
             report.computed_tokens += len(wanted[key].chunk.token_ids)

@@ -21,6 +21,15 @@ ALIGNMENT = 64
 PLAIN = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 FLOAT8 = {"float8_e4m3": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 CODECS = (*PLAIN, "float8_e4m3", "int8", "float8_e5m2", "int6", "int4", "int3")
+_WIDE = ("float32", "float16", "bfloat16")
+FINER: Mapping[str, tuple[str, ...]] = {
+    "bfloat16": ("float32",),
+    "float16": ("float32",),
+    **dict.fromkeys(("int8", *FLOAT8), _WIDE),
+    "int6": (*_WIDE, "int8"),
+    **dict.fromkeys(("int4", "int3"), (*_WIDE, "int8", "int6")),
+}
+"""Codec -> codecs with at most a quarter of its error, best first: KV in these can be converted to it."""
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "U8": 1}
 
 
