@@ -12,7 +12,7 @@ from cacheblend_kernels import Slots, StoredKV
 from cacheblend_store import ChunkManifest, StoreError
 from cacheblend_store.format.blobs import blob_spec
 from cacheblend_store.format.codecs import level_table
-from cacheblend_store.format.levels import BITS
+from cacheblend_store.format.levels import BITS, bits_of
 from torch import Tensor
 
 from cacheblend_cli.kv.pool import PagedSequence
@@ -75,21 +75,24 @@ class StoredPrompt:
         cache, shard = self.sequence.pool.layers[layer], self.decoder.shard
         if shard is not None:
             tensors = {name: shard.own_heads(tensor, layer) for name, tensor in tensors.items()}
-        stored = stored_kv(codec, tensors, self.decoder.device)
+        stored = stored_kv(codec, tensors, cache.k.shape[-1], cache.v.shape[-1])
         self.decoder.kernels.load_kv(stored, cache, slots[self.decoder.rope.of_layer[layer]])
 
     def bad(self, index: int, error: StoreError) -> BadChunk:
         return BadChunk(self.manifests[index].key, error.message)
 
 
-def stored_kv(codec: str, tensors: Mapping[str, Tensor], device: torch.device) -> StoredKV:
-    """Return stored rows as kernels take them. tensors: see `blobs.blob_spec`."""
-    return StoredKV(**tensors, levels=_levels(codec, device) if codec in BITS else None)
+def stored_kv(codec: str, tensors: Mapping[str, Tensor], *dims: int) -> StoredKV:
+    """Return stored rows as kernels take them. tensors: see `blobs.blob_spec`; dims: head_dim of K and V."""
+    if codec not in BITS:
+        return StoredKV(**tensors)
+    k_levels, v_levels = (_levels(bits, tensors["k"].device) for bits in bits_of(codec, *dims))
+    return StoredKV(**tensors, k_levels=k_levels, v_levels=v_levels)
 
 
 @cache
-def _levels(codec: str, device: torch.device) -> Tensor:
-    return level_table(codec).to(device)
+def _levels(bits: int, device: torch.device) -> Tensor:
+    return level_table(bits).to(device)
 
 
 def slots_of(

@@ -42,4 +42,4 @@ def zeros(span: StoredSpan, heads: tuple[int, ...], device: torch.device) -> Sto
     """Stored KV of zeros in the span's codec, of a layer of these (KV heads, head_dim)."""
     tensors = blob_spec(span.codec, span.num_tokens, *heads)
     stored = {name: torch.zeros(t.shape, dtype=DTYPES[t.dtype], device=device) for name, t in tensors.items()}
-    return stored_kv(span.codec, stored, device)
+    return stored_kv(span.codec, stored, *heads[1:])

@@ -27,14 +27,14 @@ from cacheblend_kernels.interface import (
     packed_bytes,
 )
 
-ABI, LANES, CHUNK, MAX_DIM, OUTPUTS, MOST_ROWS, MAX_CODES = 4, 16, 256, 256, 64, 4, 1024  # as in cpu.c
+ABI, LANES, CHUNK, MAX_DIM, OUTPUTS, MOST_ROWS, MAX_CODES = 5, 16, 256, 256, 64, 4, 1024  # as in cpu.c
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ALONE = 1 << 15  # values up to which a second thread costs more than it saves
 
 # The structures of cpu.c, with the padding at their ends. Packing takes less time than ctypes.Structure, most of all with cold caches.
 _NORM, _GATE, _ROUNDING = Struct("4P2qf3i0P").pack, Struct("2P2q2i0P").pack, Struct("3P2q3i0P").pack
 _PRODUCT = Struct("6P5q2i0P").pack
-_ATTENTION, _ROPE, _CODES = Struct("7P9qf2i0P").pack, Struct("9P8q2i0P").pack, Struct("11P6q3i0P").pack
+_ATTENTION, _ROPE, _CODES = Struct("7P9qf2i0P").pack, Struct("9P8q2i0P").pack, Struct("12P6q4i0P").pack
 
 
 @cache
@@ -196,36 +196,38 @@ def rope_and_cache(
 def load_codes(stored: StoredKV, cache: LayerCache, slots: Slots) -> bool:
     """`KernelBackend.load_kv` of codes (see `StoredKV`) into pools in fp32 or bf16, in one pass: unpack, levels, inverse Hadamard, mean,
     RoPE, write. Returns False for what the compiled code does not take."""
-    code, bits = library(), stored.bits
-    k, v, k_scale, v_scale, mean, levels = (
-        stored.k, stored.v, stored.k_scale, stored.v_scale, stored.k_mean, stored.levels,
-    )  # fmt: skip
-    if code is None or not bits or k_scale is None or v_scale is None or mean is None or levels is None:
+    code, (k_bits, v_bits), k, v, mean = library(), stored.bits, stored.k, stored.v, stored.k_mean
+    k_scale, v_scale, k_levels, v_levels = stored.k_scale, stored.v_scale, stored.k_levels, stored.v_levels
+    if code is None or k_scale is None or v_scale is None or mean is None or k_levels is None or v_levels is None:
         return False
     where, of_k, of_v = slots.addresses, cache.k.shape, cache.v.shape
     kind, (num_rows, num_kv_heads), (k_dim, v_dim) = _TYPES.get(cache.k.dtype), k.shape[:2], (of_k[3], of_v[3])
     if kind is None or where is None or cache.v.dtype != cache.k.dtype or k_dim % 2 or max(k_dim, v_dim) > MAX_CODES:
         return False
     wanted = (
-        (k, torch.uint8, (num_rows, num_kv_heads, packed_bytes(k_dim, bits))),
-        (v, torch.uint8, (num_rows, num_kv_heads, packed_bytes(v_dim, bits))),
+        (k, torch.uint8, (num_rows, num_kv_heads, packed_bytes(k_dim, k_bits))),
+        (v, torch.uint8, (num_rows, num_kv_heads, packed_bytes(v_dim, v_bits))),
         (k_scale, torch.bfloat16, (num_rows, num_kv_heads)),
         (v_scale, torch.bfloat16, (num_rows, num_kv_heads)),
         (mean, torch.bfloat16, (1, num_kv_heads, k_dim)),
-        (levels, torch.float32, (1 << bits,)),
+        (k_levels, torch.float32, (1 << k_bits,)),
+        (v_levels, torch.float32, (1 << v_bits,)),
         (cache.k, cache.k.dtype, (*of_v[:2], num_kv_heads, k_dim)),
         (cache.v, cache.k.dtype, (*of_k[:2], num_kv_heads, v_dim)),
         (slots.cos, torch.float32, (num_rows, k_dim)),
     )
     if not all(t.is_cpu and t.dtype == d and t.shape == shape and t.is_contiguous() for t, d, shape in wanted):
         return False
-    addresses = (x.data_ptr() for x in (k, v, k_scale, v_scale, mean, levels))
+    addresses = (x.data_ptr() for x in (k, v, k_scale, v_scale, mean, k_levels, v_levels))
     counts = num_rows, num_kv_heads, k_dim, v_dim, of_k[0] * of_k[1], slots.first_slot
     threads = _threads(num_rows * num_kv_heads * (k_dim + v_dim))
     pools = cache.k.data_ptr(), cache.v.data_ptr()
-    if code.cb_load_codes(_CODES(*addresses, where[1], where[2], where[0], *pools, *counts, bits, kind, threads)):
+    failed = code.cb_load_codes(
+        _CODES(*addresses, where[1], where[2], where[0], *pools, *counts, k_bits, v_bits, kind, threads)
+    )
+    if failed == 1:
         raise KernelError("rows go to slots that the pool does not have", "slots are below num_blocks * block_size")
-    return True
+    return not failed
 
 
 def _threads(num_values: int) -> int:

@@ -55,7 +55,7 @@ typedef float vec8 __attribute__((vector_size(32)));
 typedef float vec4 __attribute__((vector_size(16)));
 typedef int32_t veci4 __attribute__((vector_size(16)));
 
-enum { ABI = 4 }; /* of the functions and structures here, as in compiled.py */
+enum { ABI = 5 }; /* of the functions and structures here, as in compiled.py */
 const int32_t cb_abi = ABI;
 
 INLINE vec splat(float x) { return x - (vec){0}; }
@@ -706,18 +706,20 @@ typedef struct {
     const uint8_t *k, *v;            /* [rows, heads, bytes] */
     const uint16_t *k_scale, *v_scale; /* [rows, heads] bfloat16 */
     const uint16_t *mean;            /* [heads, k_dim] bfloat16 */
-    const float *levels;             /* [2^bits] */
+    const float *k_levels, *v_levels; /* [2^bits] */
     const float *cos, *sin;          /* [rows, k_dim], halves equal */
     const int64_t *slots;            /* [rows]; not read where first >= 0: slots are then first, first + 1, ... */
     void *k_pool, *v_pool;           /* [num_slots, heads, dim] */
     int64_t rows, heads, k_dim, v_dim, num_slots, first;
-    int32_t bits, type, threads;
+    int32_t k_bits, v_bits, type, threads;
 } Codes;
 
 INLINE int64_t plane_bytes(int64_t dim, int plane) { return (dim * plane + 7) / 8; }
 
+/* Planes of 4, 2 and 1 bits, as far as a code has them; a code of 8 bits is a byte. */
 INLINE int64_t code_bytes(int64_t dim, const int bits) {
-    return bits == 6 ? plane_bytes(dim, 4) + plane_bytes(dim, 2) : bits == 3 ? plane_bytes(dim, 2) + plane_bytes(dim, 1) : plane_bytes(dim, bits);
+    if (bits == 8) return dim;
+    return (bits & 4 ? plane_bytes(dim, 4) : 0) + (bits & 2 ? plane_bytes(dim, 2) : 0) + (bits & 1 ? plane_bytes(dim, 1) : 0);
 }
 
 /* Codes of a plane, up to 8 beyond dim. */
@@ -795,28 +797,33 @@ INLINE void mix(float *restrict y, int64_t dim) {
 }
 
 INLINE void restore(const uint8_t *packed, uint8_t *codes, float *y, const float *levels, float scale, int64_t dim, const int bits) {
-    if (bits == 6) {
-        unpack(packed, codes, dim, 4, 0);
-        unpack(packed + plane_bytes(dim, 4), codes, dim, 2, 4);
-    } else if (bits == 3) {
-        unpack(packed, codes, dim, 2, 0);
-        unpack(packed + plane_bytes(dim, 2), codes, dim, 1, 2);
-    } else if (bits == 4)
-        unpack(packed, codes, dim, 4, 0);
+    int shift = 0;
+    const uint8_t *plane = packed;
+    if (bits & 4) {
+        unpack(plane, codes, dim, 4, 0);
+        plane += plane_bytes(dim, 4);
+        shift = 4;
+    }
+    if (bits & 2) {
+        unpack(plane, codes, dim, 2, shift);
+        plane += plane_bytes(dim, 2);
+        shift += 2;
+    }
+    if (bits & 1) unpack(plane, codes, dim, 1, shift);
     to_levels(bits == 8 ? packed : codes, y, levels, scale, dim, bits);
     mix(y, dim);
 }
 
-INLINE void load_code_rows(const Codes *c, int64_t first, int64_t last, int64_t k_dim, int64_t v_dim, const int bits, const int type) {
+INLINE void load_code_rows(const Codes *c, int64_t first, int64_t last, int64_t k_dim, int64_t v_dim, const int k_bits, const int v_bits, const int type) {
     uint8_t codes[MAX_CODES + 64] = {0};
     float y[MAX_CODES + LANES] __attribute__((aligned(64))) = {0};
-    const int64_t half = k_dim / 2, k_bytes = code_bytes(k_dim, bits), v_bytes = code_bytes(v_dim, bits), v_half = v_dim / 2;
+    const int64_t half = k_dim / 2, k_bytes = code_bytes(k_dim, k_bits), v_bytes = code_bytes(v_dim, v_bits), v_half = v_dim / 2;
     const float k_factor = 1.f / sqrtf((float)(2 * (half & -half))), v_factor = v_dim % 2 ? 1.f : 1.f / sqrtf((float)(2 * (v_half & -v_half)));
     for (int64_t row = first; row < last; row++) {
         const int64_t slot = c->first < 0 ? c->slots[row] : c->first + row;
         const float *cos = c->cos + row * k_dim, *sin = c->sin + row * k_dim;
         for (int64_t head = 0, at = row * c->heads, to = slot * c->heads; head < c->heads; head++, at++, to++) {
-            restore(c->k + at * k_bytes, codes, y, c->levels, value_at(c->k_scale, at, BFLOAT16) * k_factor, k_dim, bits);
+            restore(c->k + at * k_bytes, codes, y, c->k_levels, value_at(c->k_scale, at, BFLOAT16) * k_factor, k_dim, k_bits);
             const uint16_t *mean = c->mean + head * k_dim;
             int64_t i = 0;
             for (; i + LANES <= half; i += LANES) {
@@ -830,45 +837,62 @@ INLINE void load_code_rows(const Codes *c, int64_t first, int64_t last, int64_t 
                 put(c->k_pool, to * k_dim + i, a * cos[i] - b * sin[i], type);
                 put(c->k_pool, to * k_dim + half + i, b * cos[i] + a * sin[i], type);
             }
-            restore(c->v + at * v_bytes, codes, y, c->levels, value_at(c->v_scale, at, BFLOAT16) * v_factor, v_dim, bits);
+            restore(c->v + at * v_bytes, codes, y, c->v_levels, value_at(c->v_scale, at, BFLOAT16) * v_factor, v_dim, v_bits);
             for (i = 0; i + LANES <= v_dim; i += LANES) store(c->v_pool, to * v_dim + i, *(vec *)(y + i), type);
             for (; i < v_dim; i++) put(c->v_pool, to * v_dim + i, y[i], type);
         }
     }
 }
 
-INLINE void load_code_part(const Codes *c, int64_t first, int64_t last, const int bits, const int type) {
+INLINE void load_code_part(const Codes *c, int64_t first, int64_t last, const int k_bits, const int v_bits, const int type) {
     if (c->k_dim == 64 && c->v_dim == 64)
-        load_code_rows(c, first, last, 64, 64, bits, type);
+        load_code_rows(c, first, last, 64, 64, k_bits, v_bits, type);
     else if (c->k_dim == 128 && c->v_dim == 128)
-        load_code_rows(c, first, last, 128, 128, bits, type);
+        load_code_rows(c, first, last, 128, 128, k_bits, v_bits, type);
     else
-        load_code_rows(c, first, last, c->k_dim, c->v_dim, bits, type);
+        load_code_rows(c, first, last, c->k_dim, c->v_dim, k_bits, v_bits, type);
 }
 
-#define LOAD_CODES(BITS)                                                                                       \
-    CLONES static void load_codes_##BITS(const Codes *c, int64_t first, int64_t last) {                        \
+#define LOAD_CODES(K_BITS, V_BITS)                                                                             \
+    CLONES static void load_codes_##K_BITS##V_BITS(const Codes *c, int64_t first, int64_t last) {              \
         if (c->type == FLOAT32)                                                                                \
-            load_code_part(c, first, last, BITS, FLOAT32);                                                     \
+            load_code_part(c, first, last, K_BITS, V_BITS, FLOAT32);                                           \
         else                                                                                                   \
-            load_code_part(c, first, last, BITS, BFLOAT16);                                                    \
+            load_code_part(c, first, last, K_BITS, V_BITS, BFLOAT16);                                          \
     }
-LOAD_CODES(8)
-LOAD_CODES(6)
-LOAD_CODES(4)
-LOAD_CODES(3)
+LOAD_CODES(8, 8)
+LOAD_CODES(7, 5)
+LOAD_CODES(5, 3)
+LOAD_CODES(6, 6)
+LOAD_CODES(4, 4)
+LOAD_CODES(3, 3)
 
-/* 1, and nothing is written, where a slot is none of the pool's. */
+typedef void (*Loading)(const Codes *, int64_t, int64_t);
+
+static Loading loading(const Codes *c) {
+    switch (10 * c->k_bits + c->v_bits) {
+    case 88: return load_codes_88;
+    case 75: return load_codes_75;
+    case 66: return load_codes_66;
+    case 53: return load_codes_53;
+    case 44: return load_codes_44;
+    case 33: return load_codes_33;
+    default: return 0;
+    }
+}
+
+/* 1, and nothing is written, where a slot is none of the pool's; 2 for bits that no codec has. */
 int cb_load_codes(const Codes *c) {
+    const Loading load = loading(c);
+    if (!load) return 2;
     if (c->first >= 0 && c->first + c->rows > c->num_slots) return 1;
     for (int64_t row = 0; c->first < 0 && row < c->rows; row++)
         if (c->slots[row] < 0 || c->slots[row] >= c->num_slots) return 1;
-    void (*of[])(const Codes *, int64_t, int64_t) = {0, 0, 0, load_codes_3, load_codes_4, 0, load_codes_6, 0, load_codes_8};
     const int64_t each = (c->rows + c->threads - 1) / c->threads;
 #pragma omp parallel for num_threads(c->threads) if (c->threads > 1)
     for (int part = 0; part < c->threads; part++) {
         const int64_t first = part * each, last = first + each < c->rows ? first + each : c->rows;
-        if (first < last) of[c->bits](c, first, last);
+        if (first < last) load(c, first, last);
     }
     return 0;
 }

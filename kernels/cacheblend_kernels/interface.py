@@ -54,8 +54,8 @@ class StoredKV:
 
     - float16, bfloat16, float32: k, v [num_rows, num_kv_heads, head_dim], no scales;
     - float8_e4m3fn, float8_e5m2: the same shape, multiplied by k_scale, v_scale [num_kv_heads] fp32;
-    - uint8: K = mixed(levels[codes] * k_scale) + k_mean, V = mixed(levels[codes] * v_scale), with k_scale, v_scale [num_rows,
-      num_kv_heads] and k_mean [1, num_kv_heads, head_dim] bfloat16, and levels [2^bits] fp32 of 8, 6, 4 or 3 bits. The codes of a
+    - uint8: K = mixed(k_levels[codes] * k_scale) + k_mean, V = mixed(v_levels[codes] * v_scale), with k_scale, v_scale [num_rows,
+      num_kv_heads] and k_mean [1, num_kv_heads, head_dim] bfloat16, and k_levels, v_levels [2^bits] fp32. The codes of a
       head are packed in planes of PLANES[bits] bits, low bits first: byte j of the n of a plane has the codes of channels j,
       j + n, j + 2 n, ..., from its low bits up. mixed: see `torch_backend.mixed`.
     """
@@ -65,15 +65,17 @@ class StoredKV:
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     k_mean: Tensor | None = None
-    levels: Tensor | None = None
+    k_levels: Tensor | None = None
+    v_levels: Tensor | None = None
 
     @property
-    def bits(self) -> int:
-        """Bits of a code; 0 for values that are no codes."""
-        return 0 if self.levels is None else self.levels.shape[0].bit_length() - 1
+    def bits(self) -> tuple[int, int]:
+        """Bits of a code of K, and of V; 0 for values that are no codes."""
+        k, v = (0 if x is None else x.shape[0].bit_length() - 1 for x in (self.k_levels, self.v_levels))
+        return k, v
 
 
-PLANES = {8: (8,), 6: (4, 2), 4: (4,), 3: (2, 1)}
+PLANES = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1)}
 """Bits of a code in `StoredKV` -> bits of its planes."""
 
 

@@ -162,14 +162,17 @@ def dequantized(stored: StoredKV, head_dim: int, v_head_dim: int) -> tuple[Tenso
         return k, v
     if k.dtype in STORED_FLOAT8:
         return k.float() * k_scale[:, None], v.float() * v_scale[:, None]
-    k_mean, levels = stored.k_mean, stored.levels
-    if k.dtype != torch.uint8 or k_mean is None or levels is None:
+    k_mean, k_levels, v_levels = stored.k_mean, stored.k_levels, stored.v_levels
+    if k.dtype != torch.uint8 or k_mean is None or k_levels is None or v_levels is None:
         raise KernelError(
             f"{k.dtype} with scales is no stored form", "float8_e4m3fn, float8_e5m2, or uint8 with levels and a mean"
         )
     k, v = (
-        mixed(levels[_codes(x, stored.bits, dim).int()] * scale.float()[..., None])
-        for x, scale, dim in ((k, k_scale, head_dim), (v, v_scale, v_head_dim))
+        mixed(levels[_codes(x, bits, dim).int()] * scale.float()[..., None])
+        for x, scale, levels, bits, dim in (
+            (k, k_scale, k_levels, stored.bits[0], head_dim),
+            (v, v_scale, v_levels, stored.bits[1], v_head_dim),
+        )
     )
     return k + k_mean.float(), v
 

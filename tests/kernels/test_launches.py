@@ -18,6 +18,7 @@ import pytest
 import torch
 from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
+from kernel_references import BITS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheblend_cli.blend.policy import BlendPolicy
@@ -79,11 +80,12 @@ class Inputs:
         """NUM_ROWS rows of K and V in a form that `load_kv` takes."""
         num_kv_heads, dim = self.heads[1], self.head_dim
         if codec.startswith("int"):
-            bits = int(codec[3:])
-            codes = torch.zeros(NUM_ROWS, num_kv_heads, packed_bytes(dim, bits), dtype=torch.uint8)
+            codes = [
+                torch.zeros(NUM_ROWS, num_kv_heads, packed_bytes(dim, bits), dtype=torch.uint8) for bits in BITS[codec]
+            ]
             scale = torch.zeros(NUM_ROWS, num_kv_heads, dtype=torch.bfloat16)
             mean = torch.zeros(1, num_kv_heads, dim, dtype=torch.bfloat16)
-            return StoredKV(codes, codes, scale, scale, mean, torch.zeros(2**bits))
+            return StoredKV(*codes, scale, scale, mean, *(torch.zeros(2**bits) for bits in BITS[codec]))
         values = torch.zeros(NUM_ROWS, num_kv_heads, dim).to(getattr(torch, codec))
         scales = [torch.ones(num_kv_heads)] * 2 if "float8" in codec else []
         return StoredKV(values, values, *scales)

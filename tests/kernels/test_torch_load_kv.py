@@ -76,9 +76,13 @@ def test_codes_go_to_slots_of_the_pool_alone() -> None:
 def test_codes_of_latents_beside_position_keys() -> None:
     """MLA: K and V of different widths; and a V of an odd one, which is not mixed."""
     for v_dim in (128, 33):
-        one, other = (stored_kv("int4", 5, 1, dim, torch.device("cpu"), seed=1) for dim in (64, v_dim - v_dim % 2))
-        v = torch.cat((other.v, other.v[..., :1]), -1)[..., : -(-v_dim // 2)].contiguous()
-        stored = replace(one, v=v)
+        one, other = (stored_kv("int8", 5, 1, dim, torch.device("cpu"), seed=1) for dim in (64, v_dim))
+        stored = replace(one, v=other.v)
+        if v_dim == 128:  # 6 bits each, as latents have them
+            assert one.k_levels is not None
+            few = one.k_levels[:64]
+            stored = replace(stored, k=one.k[..., :48].contiguous(), v=other.v[..., :96].contiguous())
+            stored = replace(stored, k_levels=few, v_levels=few)
         pools = [[torch.zeros(1, 8, 1, dim) for dim in (64, v_dim)] for _ in range(2)]
         slots = Slots(torch.arange(5), *rope_tables(5, 64))
         assert compiled.load_codes(stored, LayerCache(*pools[0]), slots) == (compiled.library() is not None)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FLOAT8 = {"fp8": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-BITS = {"int8": 8, "int6": 6, "int4": 4, "int3": 3}
+BITS = {"int8": (8, 8), "int6": (7, 5), "int4": (5, 3), "int3": (3, 3)}
 CODECS = (*PLAIN, *FLOAT8, *BITS)
-PLANES = {8: (8,), 6: (4, 2), 4: (4,), 3: (2, 1)}
+PLANES = {8: (8,), 7: (4, 2, 1), 5: (4, 1), 3: (2, 1)}
 
 
 def stored_kv(
@@ -42,13 +42,12 @@ def stored_kv(
         most = 448 / torch.finfo(FLOAT8[codec]).max  # values are of one size, whatever the codec
         scales = [(0.01 + torch.rand(num_kv_heads, device=device, generator=gen)) * most for _ in range(2)]
         return StoredKV(k.view(FLOAT8[codec]), k.flip(0).view(FLOAT8[codec]), *scales)
-    bits = BITS[codec]
-    num_bytes = sum(-(-head_dim * plane // 8) for plane in PLANES[bits])
-    codes = [torch.randint(0, 256, (*shape[:2], num_bytes), device=device, generator=gen) for _ in range(2)]
+    sizes = [sum(-(-head_dim * plane // 8) for plane in PLANES[bits]) for bits in BITS[codec]]
+    codes = [torch.randint(0, 256, (*shape[:2], size), device=device, generator=gen) for size in sizes]
     scales = [torch.rand(shape[:2], device=device, generator=gen).bfloat16() / 2 for _ in range(2)]
     mean = torch.randn(1, *shape[1:], device=device, generator=gen).bfloat16()
-    levels = torch.randn(2**bits, device=device, generator=gen)
-    return StoredKV(*(c.to(torch.uint8) for c in codes), *scales, mean, levels)
+    levels = [torch.randn(2**bits, device=device, generator=gen) for bits in BITS[codec]]
+    return StoredKV(*(c.to(torch.uint8) for c in codes), *scales, mean, *levels)
 
 
 def decoded(stored: StoredKV, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -60,7 +59,8 @@ def decoded(stored: StoredKV, head_dim: int) -> tuple[Tensor, Tensor]:
         return (k.float().double() * stored.k_scale[:, None], v.float().double() * stored.v_scale[:, None])
     if k.dtype == torch.uint8:
         assert stored.k_mean is not None
-        k, v = (_of_codes(x, s, stored.levels, head_dim) for x, s in ((k, stored.k_scale), (v, stored.v_scale)))
+        k = _of_codes(k, stored.k_scale, stored.k_levels, head_dim)
+        v = _of_codes(v, stored.v_scale, stored.v_levels, head_dim)
         return k + stored.k_mean.double(), v
     return k.double(), v.double()
 

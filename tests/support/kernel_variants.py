@@ -21,6 +21,7 @@ from cacheblend_kernels.triton_backend.configs import TileConfig, copies_tiles, 
 from cacheblend_kernels.triton_backend.decode_attention import decode_attention_kernel
 from cacheblend_kernels.triton_backend.deviation import kv_deviation_kernel
 from cacheblend_kernels.triton_backend.prefill_attention import prefill_attention_kernel
+from kernel_references import BITS
 
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 HEAD_DIMS = (64, 80, 96, 128, 256, 512)
@@ -46,7 +47,8 @@ _POINTERS = {
     "sinks_ptr": "*fp32",
     "alibi_ptr": "*fp32",
     "k_mean_ptr": "*fp32",
-    "levels_ptr": "*fp32",
+    "k_levels_ptr": "*fp32",
+    "v_levels_ptr": "*fp32",
     "pool_k_scale_ptr": "*fp32",
     "pool_v_scale_ptr": "*fp32",
 }
@@ -302,7 +304,8 @@ def _cache_writes() -> Iterator[KernelVariant]:
                         "BLOCK_HALF": padded(head_dim // 2),
                         "BLOCK_HEADS": load_kv.BLOCK_HEADS,
                         "CODEC": codec,
-                        "BITS": int(source[3:]) if codec == "codes" else 0,
+                        "K_BITS": BITS[source][0] if codec == "codes" else 0,
+                        "V_BITS": BITS[source][1] if codec == "codes" else 0,
                         "BLOCK": block,
                         "STAGES": block.bit_length() - 1,
                         "RUN": run,

@@ -63,13 +63,20 @@ def _of_codes(
 ):  # fmt: skip
     """Levels of the heads' channels, a half of them, times the scale, mixed within their blocks."""
     own = heads < NUM_KV_HEADS
-    LOW: tl.constexpr = 4 if BITS == 6 else (2 if BITS == 3 else BITS)
+    LOW: tl.constexpr = BITS if BITS == 8 else BITS & 4
     LOW_BYTES: tl.constexpr = (HEAD_DIM * LOW + 7) // 8
-    HIGH_BYTES: tl.constexpr = (HEAD_DIM * (BITS - LOW) + 7) // 8
-    at = (row * NUM_KV_HEADS + heads) * (LOW_BYTES + HIGH_BYTES)
-    code = _plane(ptr, at, channels, mask, HEAD_DIM, LOW)
-    if BITS > LOW:
-        code += _plane(ptr, at + LOW_BYTES, channels, mask, HEAD_DIM, BITS - LOW) << LOW
+    MID: tl.constexpr = BITS & 2
+    MID_BYTES: tl.constexpr = (HEAD_DIM * MID + 7) // 8
+    HIGH: tl.constexpr = BITS & 1
+    HIGH_BYTES: tl.constexpr = (HEAD_DIM * HIGH + 7) // 8
+    at = (row * NUM_KV_HEADS + heads) * (LOW_BYTES + MID_BYTES + HIGH_BYTES)
+    code = tl.zeros([heads.shape[0], channels.shape[0]], dtype=tl.int32)
+    if LOW > 0:
+        code = _plane(ptr, at, channels, mask, HEAD_DIM, LOW)
+    if MID > 0:
+        code += _plane(ptr, at + LOW_BYTES, channels, mask, HEAD_DIM, MID) << LOW
+    if HIGH > 0:
+        code += _plane(ptr, at + LOW_BYTES + MID_BYTES, channels, mask, HEAD_DIM, HIGH) << (LOW + MID)
     scale = tl.load(scale_ptr + row * NUM_KV_HEADS + heads, mask=own, other=0.0).to(tl.float32)
     value = tl.load(levels_ptr + code, mask=mask, other=0.0) * scale[:, None]
     return _blocks_mixed(value, value.shape[0] * value.shape[1] // BLOCK, BLOCK, STAGES)
@@ -116,7 +123,8 @@ def load_kv_kernel(
     k_scale_ptr,
     v_scale_ptr,
     k_mean_ptr,
-    levels_ptr,
+    k_levels_ptr,
+    v_levels_ptr,
     pool_k_scale_ptr,
     pool_v_scale_ptr,
     first_slot,
@@ -126,13 +134,14 @@ def load_kv_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     CODEC: tl.constexpr,
-    BITS: tl.constexpr,
+    K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     RUN: tl.constexpr,
     FP8_POOL: tl.constexpr,
 ):
-    """BLOCK_HEADS heads of one row. Grid (num_rows, parts). RUN: the slots are first_slot, first_slot + 1, ... CODEC "codes" has BITS a
+    """BLOCK_HEADS heads of one row. Grid (num_rows, parts). RUN: the slots are first_slot, first_slot + 1, ... CODEC "codes" has K_BITS and V_BITS a
     value, mixed in blocks of BLOCK = 2^STAGES channels in each half of a head; factor: what makes mixing its own inverse."""
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -150,10 +159,10 @@ def load_kv_kernel(
         v_factor = 1.0 / tl.load(pool_v_scale_ptr + heads, mask=heads < NUM_KV_HEADS, other=1.0)[:, None]
 
     k1, k2 = _halves(
-        k_ptr, k_scale_ptr, levels_ptr, row, heads, halves, mask, factor, CODEC, BITS, BLOCK, STAGES, NUM_KV_HEADS, HEAD_DIM
+        k_ptr, k_scale_ptr, k_levels_ptr, row, heads, halves, mask, factor, CODEC, K_BITS, BLOCK, STAGES, NUM_KV_HEADS, HEAD_DIM
     )  # fmt: skip
     v1, v2 = _halves(
-        v_ptr, v_scale_ptr, levels_ptr, row, heads, halves, mask, factor, CODEC, BITS, BLOCK, STAGES, NUM_KV_HEADS, HEAD_DIM
+        v_ptr, v_scale_ptr, v_levels_ptr, row, heads, halves, mask, factor, CODEC, V_BITS, BLOCK, STAGES, NUM_KV_HEADS, HEAD_DIM
     )  # fmt: skip
     if CODEC == "codes":
         mean_at = k_mean_ptr + heads[:, None] * HEAD_DIM + halves[None, :]
@@ -189,7 +198,8 @@ def load_kv(stored: StoredKV, cache: LayerCache, slots: Slots) -> None:
             cos if stored.k_scale is None else stored.k_scale,
             cos if stored.v_scale is None else stored.v_scale,
             cos if stored.k_mean is None else stored.k_mean,
-            cos if stored.levels is None else stored.levels,
+            cos if stored.k_levels is None else stored.k_levels,
+            cos if stored.v_levels is None else stored.v_levels,
             cache.k_scale if fp8_pool else cos,
             cache.v_scale if fp8_pool else cos,
             slots.first_slot,
@@ -199,7 +209,8 @@ def load_kv(stored: StoredKV, cache: LayerCache, slots: Slots) -> None:
             BLOCK_HALF=padded(head_dim // 2),
             BLOCK_HEADS=BLOCK_HEADS,
             CODEC=codec,
-            BITS=stored.bits,
+            K_BITS=stored.bits[0],
+            V_BITS=stored.bits[1],
             BLOCK=block,
             STAGES=block.bit_length() - 1,
             RUN=run,
@@ -226,7 +237,8 @@ def _check(stored: StoredKV, cache: LayerCache, cos: Tensor, sin: Tensor, slots:
     """Check the inputs. slots: None if they are consecutive, and not read."""
     check_cache(cache)
     k, v, num_rows, (num_kv_heads, head_dim) = stored.k, stored.v, stored.k.shape[0], cache.k.shape[2:]
-    check(k.shape == v.shape and k.dtype == v.dtype, f"k is {list(k.shape)} {k.dtype}, v is {list(v.shape)} {v.dtype}")
+    alike = k.shape == v.shape or k.dtype == torch.uint8
+    check(alike and k.dtype == v.dtype, f"k is {list(k.shape)} {k.dtype}, v is {list(v.shape)} {v.dtype}")
     check(k.is_contiguous() and v.is_contiguous(), "stored K and V are not contiguous")
     check_rope(cos, sin, num_rows, head_dim)
     if slots is not None:
@@ -234,22 +246,26 @@ def _check(stored: StoredKV, cache: LayerCache, cos: Tensor, sin: Tensor, slots:
     check_device(*tensors_of(stored), *tensors_of(cache), cos, sin, slots)
     full = (num_rows, num_kv_heads, head_dim)
     if k.dtype == torch.uint8:
-        bits = stored.bits
-        check(bits in PLANES, f"codes need levels, of {list(PLANES)} bits")
-        packed = (*full[:2], packed_bytes(head_dim, bits))
-        check(k.shape == packed, f"k is {list(k.shape)}, and {bits} bits of the pool's rows are {list(packed)}")
+        for name, part, bits in (("k", k, stored.bits[0]), ("v", v, stored.bits[1])):
+            check(bits in PLANES, f"codes need {name}_levels, of {list(PLANES)} bits")
+            packed = (*full[:2], packed_bytes(head_dim, bits))
+            check(
+                part.shape == packed,
+                f"{name} is {list(part.shape)}, and {bits} bits of the pool's rows are {list(packed)}",
+            )
         for name, t, wanted, dtype in (
             ("k_scale", stored.k_scale, full[:2], torch.bfloat16),
             ("v_scale", stored.v_scale, full[:2], torch.bfloat16),
             ("k_mean", stored.k_mean, (1, *full[1:]), torch.bfloat16),
-            ("levels", stored.levels, (2**bits,), torch.float32),
+            ("k_levels", stored.k_levels, (2 ** stored.bits[0],), torch.float32),
+            ("v_levels", stored.v_levels, (2 ** stored.bits[1],), torch.float32),
         ):
             good = t is not None and t.shape == wanted and t.dtype == dtype and t.is_contiguous()
             check(good, f"codes need {name} {list(wanted)} {dtype}")
         return
     check_heads("k", k, (*FLOATS, *FLOAT8))
     check(k.shape == full, f"k is {list(k.shape)}, the pool's rows {list(full)}")
-    check(stored.k_mean is None and stored.levels is None, "a mean and levels are for codes")
+    check(stored.k_mean is None and stored.bits == (0, 0), "a mean and levels are for codes")
     if k.dtype in FLOAT8:
         check_head_scales("float8", num_kv_heads, stored.k_scale, stored.v_scale)
     else:

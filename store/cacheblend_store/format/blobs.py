@@ -15,7 +15,7 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from cacheblend_store.errors import BadBlob
-from cacheblend_store.format.levels import BITS, packed_bytes
+from cacheblend_store.format.levels import BITS, bits_of, packed_bytes
 
 ALIGNMENT = 64
 PLAIN = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -54,7 +54,7 @@ def blob_spec(codec: str, num_tokens: int, num_kv_heads: int, head_dim: int, v_h
     """Return the tensors of one layer. Plain codecs: k and v [tokens, num_kv_heads, head_dim]. float8 codecs add a scale per head.
     v_head_dim: of v, where it is not k's.
 
-    int8, int6, int4, int3: codes of that many bits, packed as `levels.PLANES` says, with a scale a token and head, and the mean
+    int8, int6, int4, int3: codes of that many bits (`levels.BITS`), packed as `levels.PLANES` says, with a scale a token and head, and the mean
     of K's channels over the chunk; scales and means are bfloat16.
     """
     dims = {"k": head_dim, "v": v_head_dim or head_dim}
@@ -69,8 +69,8 @@ def blob_spec(codec: str, num_tokens: int, num_kv_heads: int, head_dim: int, v_h
     if codec in BITS:
         scale = TensorSpec("BF16", (num_tokens, num_kv_heads))
         codes = {
-            name: TensorSpec("U8", (num_tokens, num_kv_heads, packed_bytes(dim, BITS[codec])))
-            for name, dim in dims.items()
+            name: TensorSpec("U8", (num_tokens, num_kv_heads, packed_bytes(dim, bits)))
+            for (name, dim), bits in zip(dims.items(), bits_of(codec, *dims.values()), strict=True)
         }
         mean = TensorSpec("BF16", (1, num_kv_heads, head_dim))
         return MappingProxyType({**codes, "k_scale": scale, "v_scale": scale, "k_mean": mean})

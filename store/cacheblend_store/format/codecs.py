@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cacheblend_store.errors import CodecError
 from cacheblend_store.format.blobs import CODECS, FLOAT8, PLAIN, blob_spec, encode_blob
-from cacheblend_store.format.levels import BITS, PLANES, levels_of
+from cacheblend_store.format.levels import PLANES, bits_of, levels_of
 
 __all__ = ["CODECS", "blob_spec", "coded", "decode_kv", "encode_kv", "is_lossless", "level_table", "rotated", "view_kv"]
 
@@ -84,13 +84,13 @@ def decode_kv(tensors: Mapping[str, Tensor], codec: str, v_head_dim: int = 0) ->
         return k.to(torch.float32, copy=True), v.to(torch.float32, copy=True)
     if codec in FLOAT8:
         return k.float() * tensors["k_scale"][None, :, None], v.float() * tensors["v_scale"][None, :, None]
-    mean, levels = tensors["k_mean"].float(), level_table(codec)
+    mean = tensors["k_mean"].float()
     parts = []
-    for x, scale, dim in (
-        (k, tensors["k_scale"], mean.shape[-1]),
-        (v, tensors["v_scale"], v_head_dim or mean.shape[-1]),
+    dims = mean.shape[-1], v_head_dim or mean.shape[-1]
+    for x, scale, dim, bits in zip(
+        (k, v), (tensors["k_scale"], tensors["v_scale"]), dims, bits_of(codec, *dims), strict=True
     ):
-        codes = _unpack(x, BITS[codec], dim)
+        codes, levels = _unpack(x, bits, dim), level_table(bits)
         parts.append(rotated(levels[codes.long()] * scale.float()[..., None]))
     return parts[0] + mean, parts[1]
 
@@ -139,16 +139,16 @@ def rotated(x: Tensor) -> Tensor:
 
 
 @cache
-def level_table(codec: str) -> Tensor:
-    """Return the codec's levels, fp32 [2^bits]."""
-    return torch.tensor(levels_of(BITS[codec]), dtype=torch.float32)
+def level_table(bits: int) -> Tensor:
+    """Return the levels of so many bits, fp32 [2^bits]."""
+    return torch.tensor(levels_of(bits), dtype=torch.float32)
 
 
 @cache
-def _grid(codec: str) -> Tensor:
+def _grid(bits: int) -> Tensor:
     """Return the code of the nearest level, uint8 [_CELLS], for cells of equal width over the levels' range. A code is at most a
     64th of a step off at the bounds between levels."""
-    levels = level_table(codec)
+    levels = level_table(bits)
     cells = torch.linspace(float(levels[0]), float(levels[-1]), _CELLS)
     return torch.bucketize(cells, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
 
@@ -163,23 +163,24 @@ def _coded_in_levels(k: Tensor, v: Tensor, codec: str) -> dict[str, Tensor]:
     mean = k.mean(0, keepdim=True).bfloat16()
     if not bool(mean.isfinite().all()):
         raise _not_finite(codec)
-    k_codes, k_scale = _codes(k - mean.float(), codec)
-    v_codes, v_scale = _codes(v, codec)
+    k_bits, v_bits = bits_of(codec, k.shape[-1], v.shape[-1])
+    k_codes, k_scale = _codes(k - mean.float(), k_bits, codec)
+    v_codes, v_scale = _codes(v, v_bits, codec)
     return {"k": k_codes, "v": v_codes, "k_scale": k_scale, "v_scale": v_scale, "k_mean": mean}
 
 
-def _codes(x: Tensor, codec: str) -> tuple[Tensor, Tensor]:
+def _codes(x: Tensor, bits: int, codec: str) -> tuple[Tensor, Tensor]:
     """Return the packed codes and the scales of x [tokens, heads, dim]."""
-    levels = level_table(codec)
+    levels = level_table(bits)
     rows = x if x.shape[-1] % 2 else x @ _rotation(x.shape[-1])
     scale = (rows.norm(dim=-1) * rows.shape[-1] ** -0.5).bfloat16()
     if not bool(scale.isfinite().all()):
         raise _not_finite(codec)
-    codes, largest = _nearest(rows, scale, codec), rows.abs().amax(-1)
+    codes, largest = _nearest(rows, scale, bits), rows.abs().amax(-1)
     clipped = largest > scale.float() * levels[-1].clamp_min(_USUAL)
     if bool(clipped.any()):
         few, wide = rows[clipped], (largest[clipped] / levels[-1]).bfloat16()
-        again = _nearest(few, wide, codec)
+        again = _nearest(few, wide, bits)
         errors = [
             torch.addcmul(few, levels[c.int()], s.float()[..., None], value=-1).square().sum(-1)
             for c, s in ((codes[clipped], scale[clipped]), (again, wide))
@@ -187,15 +188,15 @@ def _codes(x: Tensor, codec: str) -> tuple[Tensor, Tensor]:
         better = errors[1] < errors[0]
         codes[clipped] = torch.where(better[:, None], again, codes[clipped])
         scale[clipped] = torch.where(better, wide, scale[clipped])
-    return _pack(codes, BITS[codec]), scale
+    return _pack(codes, bits), scale
 
 
-def _nearest(rows: Tensor, scale: Tensor, codec: str) -> Tensor:
+def _nearest(rows: Tensor, scale: Tensor, bits: int) -> Tensor:
     """Return the codes of the levels nearest to rows [..., dim], uint8."""
-    cells = (_CELLS - 1) / 2 / level_table(codec)[-1]
+    cells = (_CELLS - 1) / 2 / level_table(bits)[-1]
     by = cells / torch.where(scale > 0, scale, 1.0).float()
     at = torch.addcmul(torch.tensor(_CELLS / 2), rows, by[..., None]).clamp_(0, _CELLS - 1).long()
-    return torch.index_select(_grid(codec), 0, at.flatten()).view(at.shape)
+    return torch.index_select(_grid(bits), 0, at.flatten()).view(at.shape)
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:

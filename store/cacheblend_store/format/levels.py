@@ -7,11 +7,19 @@ from functools import cache
 from itertools import pairwise
 from statistics import NormalDist
 
-BITS = {"int8": 8, "int6": 6, "int4": 4, "int3": 3}
-PLANES = {8: (8,), 6: (4, 2), 4: (4,), 3: (2, 1)}
+BITS = {"int8": (8, 8), "int6": (7, 5), "int4": (5, 3), "int3": (3, 3)}
+"""Codec -> bits of a value of K, and of V. Attention is more sensitive to K."""
+_LATENT = {"int8": (8, 8), "int6": (6, 6), "int4": (4, 4), "int3": (3, 3)}
+"""The same of latent attention, whose latents, stored as V, are multiplied as keys, too."""
+PLANES = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1)}
 """Bits of a code -> bits of the planes that its row of codes is packed in, low bits first. A plane of p bits is ceil(dim * p / 8)
 bytes; byte j holds the codes of channels j, j + num_bytes, j + 2 * num_bytes, ..., from the low bits up."""
 _STEPS = 1 << 12  # of Lloyd's iteration, divided by the number of levels: many levels are nearly right before the first
+
+
+def bits_of(codec: str, head_dim: int, v_head_dim: int = 0) -> tuple[int, int]:
+    """Return the bits of a value of K, and of V. v_head_dim: of V, where it is not K's: V is then the latents."""
+    return (BITS if v_head_dim in (0, head_dim) else _LATENT)[codec]
 
 
 def packed_bytes(dim: int, bits: int) -> int:

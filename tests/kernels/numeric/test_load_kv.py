@@ -77,10 +77,10 @@ def test_refusals(device: torch.device) -> None:
     cache, slots = LayerCache(*pools), moved(Slots(torch.arange(5), *rope_tables(5, 32)), device)
     with pytest.raises(KernelError, match="k_mean"):
         load_kv(replace(codes, k_mean=None), cache, slots)
-    with pytest.raises(KernelError, match="levels"):
-        load_kv(replace(codes, levels=None), cache, slots)
-    with pytest.raises(KernelError, match="4 bits"):
-        load_kv(replace(codes, levels=codes.levels[:16]), cache, slots)
+    with pytest.raises(KernelError, match="v_levels"):
+        load_kv(replace(codes, v_levels=None), cache, slots)
+    with pytest.raises(KernelError, match="3 bits"):
+        load_kv(replace(codes, k_levels=codes.k_levels[:8]), cache, slots)
     with pytest.raises(KernelError, match="k_scale"):
         load_kv(replace(codes, k_scale=codes.k_scale.float()), cache, slots)
     with pytest.raises(KernelError, match="float32"):
