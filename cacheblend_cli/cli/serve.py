@@ -60,16 +60,6 @@ def serve(
     any_model: Annotated[
         bool, typer.Option("--any-model", help="Answer requests that name another model, too, with this one.")
     ] = False,
-    refine: Annotated[
-        bool, typer.Option("--refine", help="While nobody asks, make exact what was blended, for who asks it again.")
-    ] = False,
-    reuse_repaired: Annotated[
-        bool,
-        typer.Option(
-            "--reuse-repaired",
-            help="Reuse repaired KV for other questions over the same chunks: faster, and answers depend on earlier ones.",
-        ),
-    ] = False,
     decode_url: Annotated[
         str | None, typer.Option(help="Prefill here, and have the vLLM server at this URL decode (docs/vllm.md).")
     ] = None,
@@ -159,7 +149,7 @@ def serve(
             if (llama := llama_engine(engine.runtime)) is not None:
                 output.note(f"llama.cpp ({llama.library.name}) decodes with {llama.file.name}")
         sampling = as_the_model(sampling, model_sampled(resolved), engine.model)
-        limits = Limits(max_waiting=max_waiting, refine=refine, reuse_repaired=reuse_repaired)
+        limits = Limits(max_waiting=max_waiting)
         service = AsyncEngine(engine.runtime, limits)
         try:
             names = LOOPBACK if keyring.is_open and unix_socket is None else None

@@ -159,7 +159,7 @@ class AsyncEngine:
         """Wait for work. Returns False when the engine is closed."""
         with self._changed:
             core = self._core
-            self._changed.wait_for(lambda: core.busy or self._arrived or self._work or self._closing or core.may_refine)
+            self._changed.wait_for(lambda: core.busy or self._arrived or self._work or self._closing)
             return not self._closing or bool(core.busy or self._arrived or self._work)
 
     def _take_in(self) -> None:

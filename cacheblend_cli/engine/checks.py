@@ -1,4 +1,4 @@
-"""Requests that the engine makes itself: full prefills that verify or confirm an answer, or that refine what was blended.
+"""Requests that the engine makes itself: full prefills that verify or confirm an answer.
 
 They are scheduled like any other, in slices and batches, and end with the request they belong to.
 """
@@ -19,7 +19,7 @@ from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import Draw
 from cacheblend_cli.engine.sequence import Outputs, RequestState, Sequence, Snapshot, Status
 from cacheblend_cli.engine.sequence_output import Generation, SequenceOutput
-from cacheblend_cli.types import AskOptions, Confirmation, SamplingParams, Verification
+from cacheblend_cli.types import Confirmation, SamplingParams, Verification
 
 
 def seeded(request: Request) -> Request:
@@ -33,8 +33,8 @@ def seeded(request: Request) -> Request:
 class InternalRequest(RequestState, ABC):
     """A full prefill of a parent's prompt, and what follows it."""
 
-    def __init__(self, runtime: Runtime, parent: RequestState | None, request: Request, max_new_tokens: int) -> None:
-        super().__init__(request, lambda event: None, 0 if parent is None else parent.number, parent, parent is None)
+    def __init__(self, runtime: Runtime, parent: RequestState, request: Request, max_new_tokens: int) -> None:
+        super().__init__(request, lambda event: None, parent.number, parent)
         self.runtime, self.max_new_tokens, self.begun = runtime, max_new_tokens, True
         self.sequences = [Sequence(self, 0)]
         self.since = time.perf_counter()
@@ -45,16 +45,6 @@ class InternalRequest(RequestState, ABC):
 
     def conclude(self) -> None:
         """All sequences are complete: hand the result to the parent."""
-
-
-class Refine(InternalRequest):
-    """The exact KV of a blended prompt, computed while no other request runs, and left in the prefix cache."""
-
-    def __init__(self, runtime: Runtime, request: Request) -> None:
-        super().__init__(runtime, None, replace(request, options=AskOptions()), 0)
-
-    def prefilled(self, sequence: Sequence, done: PrefillReport) -> None:
-        sequence.finish()
 
 
 class Confirm(InternalRequest):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cacheblend_cli.engine.admission import admitting
 from cacheblend_cli.engine.attention import AttentionShares
-from cacheblend_cli.engine.block_manager import BlockManager, Found
-from cacheblend_cli.engine.checks import InternalRequest, Refine
+from cacheblend_cli.engine.block_manager import BlockManager
+from cacheblend_cli.engine.checks import InternalRequest
 from cacheblend_cli.engine.connectors.connector import Connector
 from cacheblend_cli.engine.events import EngineStats, Limits, OnEvent, Started, ignore
 from cacheblend_cli.engine.memory import DeviceMemory
@@ -22,7 +22,6 @@ from cacheblend_cli.engine.output_processor import Emit, OutputProcessor
 from cacheblend_cli.engine.pools import lasting_pool
 from cacheblend_cli.engine.prefill import PrefillOutput, PrefillReport
 from cacheblend_cli.engine.rank_worker import worker_of
-from cacheblend_cli.engine.refine import Refiner
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.scheduler import Scheduler
 from cacheblend_cli.engine.sequence import RequestState, Sequence, Snapshot, Status, SwappedKV, provenance_of
@@ -48,10 +47,9 @@ class EngineCore:
         caches = limits.enable_prefix_caching and decoder.rope.switches_at is None  # else KV is that of a length
         windows = [layer.attention.sliding_window for layer in decoder.layers]
         window = None if None in windows else max(w for w in windows if w is not None)
-        self.blocks = BlockManager(self.worker, watermark, caches, limits.reuse_repaired, window)
+        self.blocks = BlockManager(self.worker, watermark, caches, window)
         size = self.worker.block_size
         self._slice_rows = -(-(limits.max_rows or runtime.slice_rows) // size) * size
-        self._same_slices = not (limits.refine or limits.reuse_repaired)
         self._measuring = deque[tuple[RequestState, Pieces[None]]]()  # not admitted yet
         self.counts = EngineStats()
         ahead = 1 if decoder.device.type == "cpu" else 0  # on a GPU prompts load one after another
@@ -71,19 +69,11 @@ class EngineCore:
             self.counts,
         )
         self._states = self.scheduler.states
-        self.refiner = Refiner(runtime, size) if limits.refine and caches else None
-        if limits.refine and not caches:
-            runtime.say("--refine does nothing here: no KV is kept as a prefix cache")
-        self._outputs = OutputProcessor(runtime, self._states, self._queue, self.counts, self.refiner, emit)
+        self._outputs = OutputProcessor(runtime, self._states, self._queue, self.counts, emit)
 
     @property
     def busy(self) -> bool:
-        return self._outputs.storing or bool(self._measuring) or any(not state.background for state in self._states)
-
-    @property
-    def may_refine(self) -> bool:
-        """Return whether there is a blended prompt to refine while no request runs."""
-        return not self.busy and (bool(self.refiner) or bool(self._states))
+        return self._outputs.storing or bool(self._measuring) or bool(self._states)
 
     def arrive(self, state: RequestState) -> None:
         """Queue a request, or fail it at once where it is impossible."""
@@ -110,7 +100,7 @@ class EngineCore:
         """Queue an admitted request. Raises UsageError where it can never fit the pool."""
         self._set_provenance(state)
         headroom = state.max_new_tokens
-        if self.blocks.can_allocate(state.num_tokens, headroom, Found(Hit(), state.provenance)) is Allocation.NEVER:
+        if self.blocks.can_allocate(state.num_tokens, headroom, Hit()) is Allocation.NEVER:
             raise UsageError(
                 f"the prompt has {state.num_tokens} tokens and the answer up to {headroom}, and the engine holds KV of "
                 f"{self.blocks.most_tokens} at most",
@@ -124,14 +114,11 @@ class EngineCore:
 
     def step(self) -> None:
         """End requests that were cancelled or are overdue, then do one thing: compute a slice of a prompt, or a token of every
-        answer. Missing chunks that are to be stored, and what --ratio auto measures, are computed one launch a step. An idle engine
-        refines."""
+        answer. Missing chunks that are to be stored, and what --ratio auto measures, are computed one launch a step."""
         if self._measuring and self._admit(*self._measuring[0]):
             self._measuring.popleft()
         if self._outputs.storing:
             self._outputs.store_piece()
-        elif self.refiner and not self._states:
-            self._refine(self.refiner.pop())
         started = time.perf_counter()
         for state in [s for s in self._states if s.ended]:
             self._outputs.end(state, state.ended)
@@ -151,12 +138,8 @@ class EngineCore:
             self._outputs.remove(state)
         self.worker.close()
 
-    def _refine(self, state: Refine) -> None:
-        with suppress(UsageError):  # it does not fit the pool
-            self.add(state)
-
     def _set_provenance(self, state: RequestState) -> None:
-        state.provenance = provenance_of(state.to_prefill, self._slice_rows if self._same_slices else 0)
+        state.provenance = provenance_of(state.to_prefill, self._slice_rows)
 
     # prefill
 
@@ -164,15 +147,15 @@ class EngineCore:
         """Allocate blocks, and begin to load stored KV."""
         state = sequence.state
         self._set_provenance(state)
-        found = state.find(self.blocks)
-        state.provenance, sequence.status = found.origin, Status.RUNNING
+        hit = state.find(self.blocks)
+        sequence.status = Status.RUNNING
         if not state.begun:
             state.begun = True
             self._emit(state, Started())
         try:
             headroom = max(0, state.headroom - state.drafted)
-            sequence.paged = self.blocks.allocate(state.num_tokens + state.drafted, headroom, found.hit)
-            sequence.load(self.worker, found.hit.num_tokens, self._slice_rows)
+            sequence.paged = self.blocks.allocate(state.num_tokens + state.drafted, headroom, hit)
+            sequence.load(self.worker, hit.num_tokens, self._slice_rows)
         except BadChunk as bad:
             self._restart(sequence, bad)
         except Exception as error:
@@ -205,8 +188,8 @@ class EngineCore:
             if out.result is None:
                 return
             logprobs = tuple(state.prompt_logprobs.found) if state.prompt_logprobs else ()
-            hit = prefill.hit_tokens, state.provenance.is_exact
-            done = PrefillReport(state.to_prefill, out.result, out.loader, out.prefill_s, *hit, logprobs)
+            hit = prefill.hit_tokens
+            done = PrefillReport(state.to_prefill, out.result, out.loader, out.prefill_s, hit, logprobs)
             sequence.stop_prefill()
             if isinstance(state, InternalRequest):
                 state.prefilled(sequence, done)
@@ -226,10 +209,6 @@ class EngineCore:
         plan = state.request.plan.with_prefix_cache(done.prefix_cache_tokens)
         assert first.paged is not None
         state.done = done
-        if done.prefix_cache_tokens > state.provenance.exact_until:
-            state.request.notes.append(
-                "the chunks' KV is reused as it was repaired for another question (--reuse-repaired)"
-            )
         self.counts.computed += plan.fresh_tokens
         self.counts.reused += plan.exact_tokens + plan.inexact_tokens
         self.counts.repaired += len(done.result.chosen)
@@ -346,7 +325,7 @@ class EngineCore:
     def _too_risky(self, sequence: Sequence, logits: Tensor) -> bool:
         """Return whether a full prefill has to come before the next token (--max-risk)."""
         state = sequence.state
-        exact = state.full is not None or state.provenance.exact_until >= state.num_tokens
+        exact = state.full is not None or not state.to_prefill.plan.inexact_tokens
         return state.gate is not None and not exact and state.gate.too_risky(logits)
 
     def _fall_back(self, sequence: Sequence) -> None:

@@ -76,16 +76,13 @@ def ignore(event: Event) -> None:
 class Limits:
     """max_waiting: queued requests before more are refused. max_sequences: answers decoded at once; one request gets at most half of
     them. max_rows: tokens of a full prefill that one step computes. pool_tokens: positions of the KV pool, None = what memory
-    allows. enable_prefix_caching: keep KV as a prefix cache. reuse_repaired: keep blended KV too, whose repaired tokens were chosen for another
-    question over the same chunks. refine: compute the exact KV of blended prompts while the engine is idle."""
+    allows. enable_prefix_caching: keep exact KV as a prefix cache."""
 
     max_waiting: int = 256
     max_sequences: int = 16
     max_rows: int | None = None
     pool_tokens: int | None = None
     enable_prefix_caching: bool = True
-    reuse_repaired: bool = False
-    refine: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_waiting", "max_sequences", "max_rows", "pool_tokens"):
@@ -102,7 +99,7 @@ class EngineStats:
     prefix_cached: found in the prefix cache. swap_bytes: KV that is swapped out, of swap_space_bytes. pool_bytes: of all
     blocks, used or not. preempted: answers that gave
     their blocks up; recomputed: those of them whose KV was dropped, as the swap space was full. joined: short prompts computed in one
-    launch with others. refined: prompts whose exact KV was computed while nobody asked. stall_s: waited for KV to load.
+    launch with others. stall_s: waited for KV to load.
     step_s, scheduling_s: seconds of all steps, and of deciding what they do."""
 
     waiting: int = 0
@@ -125,7 +122,6 @@ class EngineStats:
     preempted: int = 0
     recomputed: int = 0
     joined: int = 0
-    refined: int = 0
     stall_s: float = 0.0
     step_s: float = 0.0
     scheduling_s: float = 0.0

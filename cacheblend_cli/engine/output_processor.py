@@ -11,13 +11,12 @@ from cacheblend_kernels import KernelError
 from cacheblend_store import StoreError
 
 from cacheblend_cli.engine.build_answer import answer_of
-from cacheblend_cli.engine.checks import Confirm, InternalRequest, Refine, Verify
+from cacheblend_cli.engine.checks import Confirm, InternalRequest, Verify
 from cacheblend_cli.engine.controller import learn_from
 from cacheblend_cli.engine.events import Done, Early, EngineStats, Event, Failed, HandedOver, Reasoning, Text, Token
 from cacheblend_cli.engine.memory import out_of_memory
 from cacheblend_cli.engine.missing_chunks import has_missing, store_missing
 from cacheblend_cli.engine.prefill import PrefillReport
-from cacheblend_cli.engine.refine import Refiner
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import Draw
 from cacheblend_cli.engine.sequence import RequestState, Sequence, Status
@@ -30,8 +29,7 @@ logger = logging.getLogger("cacheblend")
 
 
 class OutputProcessor:
-    """Ends answers and requests. states: those that are not over. queue: takes the full prefills that check answers. refiner: remembers
-    what was blended, None = nothing."""
+    """Ends answers and requests. states: those that are not over. queue: takes the full prefills that check answers."""
 
     def __init__(
         self,
@@ -39,11 +37,10 @@ class OutputProcessor:
         states: list[RequestState],
         queue: Callable[[RequestState], None],
         counts: EngineStats,
-        refiner: Refiner | None,
         emit: Emit,
     ) -> None:
         self._runtime, self._states, self._queue = runtime, states, queue
-        self._counts, self._refiner, self._emit = counts, refiner, emit
+        self._counts, self._emit = counts, emit
         self._storing = deque[tuple[RequestState, list[Answer], Iterator[None]]]()
 
     def sampled(self, draws: list[tuple[Sequence, Draw]]) -> None:
@@ -85,8 +82,6 @@ class OutputProcessor:
             return
         self._states.remove(state)
         state.conclude()
-        if isinstance(state, Refine):
-            self._counts.refined += 1
         if state.parent is not None:
             self._check(state.parent)
 
@@ -116,8 +111,6 @@ class OutputProcessor:
                     self.finish(sequence, early)
             answers = self._answers(state)
             if state.done is not None and early is None:
-                if self._refiner is not None and state.provenance.exact_until < state.num_tokens:
-                    self._refiner.note(state.request, state.provenance)
                 _conclude(self._runtime, state.done, answers[0])
         except Exception as error:
             self.fail(state, error)
@@ -195,9 +188,6 @@ class OutputProcessor:
 
     def failed(self, state: RequestState, error: Exception) -> None:
         """Emit that the request failed."""
-        if isinstance(state, Refine):
-            logger.error("a prompt could not be refined", exc_info=error)
-            return
         self._counts.failed += 1
         self._emit(state, Failed(error))
 

@@ -68,19 +68,18 @@ class PrefillOutput:
 @dataclass(frozen=True)
 class PrefillReport:
     """A prompt whose KV is in the pool. request: as it was run in the end. prefix_cache_tokens: leading tokens whose KV came from the
-    prefix cache; prefix_cache_exact: it was exact. prompt_logprobs: of every token but the first, where requested."""
+    prefix cache. prompt_logprobs: of every token but the first, where requested."""
 
     request: Request
     result: PrefillResult
     loader: KVLoader
     prefill_s: float
     prefix_cache_tokens: int = 0
-    prefix_cache_exact: bool = False
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
     @property
     def plan(self) -> PromptPlan:
-        return self.request.plan.with_exact(self.prefix_cache_tokens) if self.prefix_cache_exact else self.request.plan
+        return self.request.plan
 
     @property
     def logits(self) -> Tensor:

@@ -3,7 +3,7 @@
 Requests are served by priority, then first come, first served. A sequence that was swapped out comes back before a new one
 begins. One prompt is prefilled at a time, a slice a step, and between two slices every running answer gets a token; short
 prompts that follow each other share a step, if their rows are a slice at most. The next prompt may begin to load meanwhile. Where
-blocks are short, the sequence that came last is preempted. Background requests run only while there are no others.
+blocks are short, the sequence that came last is preempted.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from cacheblend_cli.engine.block_manager import BlockManager, Found
+from cacheblend_cli.engine.block_manager import BlockManager
 from cacheblend_cli.engine.events import EngineStats
 from cacheblend_cli.engine.sequence import RequestState, Sequence, Status
 from cacheblend_cli.engine.worker import Worker
 from cacheblend_cli.kv.block_allocator import Allocation
 from cacheblend_cli.kv.block_table import BlockTable
+from cacheblend_cli.kv.prefix_cache import Hit
 
 
 @dataclass
@@ -50,10 +51,9 @@ class Scheduler:
 
     def schedule(self) -> list[Sequence]:
         """Return the sequences whose prompts are prefilled in this step, or those that decode a token; none: nothing to do."""
-        self._yield_background()
         while (swapped := self.those(Status.SWAPPED)) and self._may_return(swapped[0]):
             swapped[0].swap_in()
-        while not swapped and (waiting := self._waiting()) and self._may_begin(waiting[0]):
+        while not swapped and (waiting := self.those(Status.WAITING)) and self._may_begin(waiting[0]):
             self.begin(waiting[0])
         running = self.those(Status.RUNNING)
         prefilling = [s for s in running if s.prefilling]
@@ -81,7 +81,7 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> None:
         """Take its blocks: one that decodes is swapped out; one whose prompt is not done, or that the swap space has no room for, is
         queued again. What checks an answer is always swapped out."""
-        self.counts.preempted += not sequence.state.background
+        self.counts.preempted += 1
         held = 0 if sequence.paged is None else len(sequence.paged.owned)
         full = self.num_swapped + held > self.swap_blocks and sequence.state.parent is None
         if sequence.prefilling or full:
@@ -100,21 +100,10 @@ class Scheduler:
         state, held = sequence.state, 0 if sequence.paged is None else len(sequence.paged.blocks)
         return max(0, self.blocks.space.blocks_for(state.num_tokens + state.headroom) - held)
 
-    def _yield_background(self) -> None:
-        if any(not state.background for state in self.states):
-            for sequence in self.those(Status.RUNNING):
-                if sequence.state.background:
-                    self.preempt(sequence)
-
-    def _waiting(self) -> list[Sequence]:
-        waiting = self.those(Status.WAITING)
-        foreground = any(not state.background for state in self.states)
-        return [s for s in waiting if not (foreground and s.state.background)]
-
-    def _short_rows(self, state: RequestState, found: Found) -> int | None:
+    def _short_rows(self, state: RequestState, hit: Hit) -> int | None:
         if not self.ahead and any(s.cached and s.token_ids for s in state.to_prefill.plan.segments):
             return None  # prompts load one after another here
-        return state.short_rows(found.hit.num_tokens, self.launch_rows)
+        return state.short_rows(hit.num_tokens, self.launch_rows)
 
     def _may_join(self, prefilling: list[Sequence], num_rows: int | None) -> bool:
         """Return whether a prompt of num_rows, None = not a short one, can be computed in one step with all that begun before it."""
@@ -139,14 +128,14 @@ class Scheduler:
         full = len(prefilling) > self.ahead  # only a short prompt may join others that are short
         if running and (self.num_places < 1 or (full and not self._may_join(prefilling, 0))):
             return False
-        found = state.find(self.blocks)
-        if full and not self._may_join(prefilling, self._short_rows(state, found)):
+        hit = state.find(self.blocks)
+        if full and not self._may_join(prefilling, self._short_rows(state, hit)):
             return False
         headroom = max(1, state.headroom)
-        if self.blocks.can_allocate(state.num_tokens, headroom, found, sequence.room_behind) is not Allocation.OK:
+        if self.blocks.can_allocate(state.num_tokens, headroom, hit, sequence.room_behind) is not Allocation.OK:
             return False
         # At their longest, running answers have to fit the pool and the swap space, so that little is computed again.
-        growth = sum(map(self._growth, running)) + self.blocks.taken(state.num_tokens + headroom, found.hit)
+        growth = sum(map(self._growth, running)) + self.blocks.taken(state.num_tokens + headroom, hit)
         return not running or growth <= self.blocks.space.allocator.num_free + self.swap_blocks - self.num_swapped
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cacheblend_cli.blend.cost import AutoReport
 from cacheblend_cli.engine.attention import AttentionShares
-from cacheblend_cli.engine.block_manager import BlockManager, Found
+from cacheblend_cli.engine.block_manager import BlockManager
 from cacheblend_cli.engine.events import Early, OnEvent
 from cacheblend_cli.engine.gate import Gate
 from cacheblend_cli.engine.prefill import PrefillInput, PrefillReport, PromptLogprobs
@@ -219,8 +219,7 @@ class Snapshot:
 @dataclass(eq=False)
 class RequestState:
     """A submitted request and its answers. number: arrival order. submitted: time.monotonic(). begun: it has left the queue, if
-    only for a while. parent: the request on whose behalf the engine made this one. background: it runs only while no other
-    request does.
+    only for a while. parent: the request on whose behalf the engine made this one.
 
     After `admit`: request: as it is run now; report: the loading controller's decision; max_new_tokens: of an answer, with its
     reasoning; gate: watches over its risk. full: the prompt and the tokens so far, where a full prefill replaces blended KV.
@@ -232,7 +231,6 @@ class RequestState:
     on_event: OnEvent
     number: int
     parent: RequestState | None = None
-    background: bool = False
     submitted: float = field(default_factory=time.monotonic)
     cancelled: bool = False
     begun: bool = False
@@ -264,9 +262,9 @@ class RequestState:
         return self.full or self.request
 
     @property
-    def turn(self) -> tuple[bool, int, int, bool]:
+    def turn(self) -> tuple[int, int, bool]:
         """The lowest comes first: by priority, then by arrival."""
-        return self.background, self.request.options.priority, self.number, self.parent is not None
+        return self.request.options.priority, self.number, self.parent is not None
 
     @property
     def num_answers(self) -> int:
@@ -318,29 +316,22 @@ class RequestState:
             return None
         return short_rows(self.to_prefill.plan.with_prefix_cache(hit_tokens), slice_rows)
 
-    def find(self, blocks: BlockManager) -> Found:
+    def find(self, blocks: BlockManager) -> Hit:
         """Look its prompt up in the prefix cache. Nothing is taken from there where the logits of all its tokens are wanted."""
         if self.request.sampling.prompt_logprobs is not None:
-            return Found(Hit(), self.provenance)
-        return blocks.find(self.to_prefill.plan, self.provenance, self.behind)
+            return Hit()
+        return blocks.find(self.to_prefill.plan, self.provenance)
 
 
 def provenance_of(request: Request, slice_rows: int) -> KVProvenance:
-    """Return the provenance of the KV of a request's prompt. slice_rows: rows of its slices, where only KV of the same slices counts; 0 where
-    exact KV of one tenant is the same whatever it was computed for. Where stored KV is in a codec that loses something, the
-    provenance is of that codec."""
-    plan = request.plan
-    codecs: list[str] = []
-    if not request.lossless:
-        codecs = sorted({s.codec or request.collection.codec for s in plan.segments if s.cached})
-    root = hashlib.blake2b(repr((request.collection.salt, codecs)).encode(), digest_size=16).digest()
-    chunks = [(s.key, s.status, s.codec) for s in plan.chunks]
-    blended = repr((replace(request.blend, max_risk=None), plan.segments[0].status, chunks)).encode()
-    slices = []
-    for start in range(0, plan.exact_until, slice_rows) if slice_rows else ():
+    """Return the provenance of the KV of a request's prompt: of each whole slice of slice_rows positions before the first chunk that
+    needs repair, the stored KV in it."""
+    plan, slices = request.plan, []
+    for start in range(0, plan.exact_until - slice_rows + 1, slice_rows):
         end = start + slice_rows
         stored = [
             (s.start, s.end, s.key, s.codec) for s in plan.segments if s.cached and s.start < end and s.end > start
         ]
         slices.append(hashlib.blake2b(repr((slice_rows, stored)).encode(), digest_size=16).digest())
-    return KVProvenance(root, plan.exact_until, blended, tuple(slices), slice_rows)
+    root = hashlib.blake2b(request.collection.salt.encode(), digest_size=16).digest()
+    return KVProvenance(root, tuple(slices), slice_rows)

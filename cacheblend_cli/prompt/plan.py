@@ -95,13 +95,6 @@ class PromptPlan:
         """Position up to which the filled prompt has the KV of a full prefill."""
         return next((s.start for s in self.segments if s.status == "blended"), self.num_tokens)
 
-    def with_exact(self, num_tokens: int) -> PromptPlan:
-        """Return the plan with exact KV in the first tokens."""
-        parts = (
-            replace(s, status="exact") if s.status == "blended" and s.end <= num_tokens else s for s in self.segments
-        )
-        return PromptPlan(tuple(parts))
-
     def filled_until(self, position: int) -> PromptPlan:
         """Return the plan with computed segments before the position in the pool."""
         parts = (

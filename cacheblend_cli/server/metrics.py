@@ -33,7 +33,6 @@ _COUNTERS = {
     "preempted": "Answers that had to give up their blocks",
     "recomputed": "Answers of these whose KV was dropped, as the swap space was full",
     "joined": "Short prompts that were computed in one launch with others",
-    "refined": "Prompts whose exact KV was computed while nobody asked",
 }
 _OF_TIER = {
     "hits": "Chunks without KV in the store that the tier had",

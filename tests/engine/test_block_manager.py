@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cacheblend_cli.engine.block_manager import BlockManager, Found
+from cacheblend_cli.engine.block_manager import BlockManager
 from cacheblend_cli.kv.block_allocator import Allocation
 from cacheblend_cli.kv.block_table import BlockTable
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
@@ -18,6 +18,7 @@ from cacheblend_cli.kv.swap import swap_in, swap_out
 from cacheblend_cli.prompt.plan import ChunkInput, PromptPlan, plan_prompt
 
 SIZE, BLOCKS, WINDOW = 4, 12, 10
+SLICE = 2 * SIZE
 
 
 class OneLayerPool(KVPool):
@@ -34,7 +35,7 @@ class OneLayerPool(KVPool):
 
 @dataclass
 class Held:
-    """A sequence, and what it wrote or was given: the mark of each position. exact: the positions before it are exact."""
+    """A sequence, and what it wrote or was given: the mark of each position."""
 
     plan: PromptPlan
     ids: list[int]
@@ -46,9 +47,17 @@ class Held:
 
 
 def mark(ids: list[int], position: int, origin: KVProvenance) -> float:
-    """What KV at the position is: of the ids up to it and, where it is not exact, of its origin."""
-    how = b"" if position < origin.exact_until else origin.blended
+    """KV at the position: of the ids up to it, the slices so far, and behind those of its prompt alone."""
+    how = origin.slices[: position // SLICE + 1] if position < origin.num_tokens else (b"own", repr(origin).encode())
     return float(hash((origin.root, how, tuple(ids[: position + 1]))) % 1_000_003)
+
+
+def origin_of(plan: PromptPlan) -> KVProvenance:
+    slices = [
+        repr([s.key for s in plan.segments if s.cached and s.start < start + SLICE and s.end > start]).encode()
+        for start in range(0, plan.exact_until - SLICE + 1, SLICE)
+    ]
+    return KVProvenance(b"root", tuple(slices), SLICE)
 
 
 class Machine(RuleBasedStateMachine):
@@ -78,18 +87,18 @@ class Machine(RuleBasedStateMachine):
     def begin(self, chunks: list[int], suffix: list[int], blend: bool, headroom: int) -> None:
         inputs = [ChunkInput(bytes([c]), "", (10 + c,) * (3 + c), cached=blend) for c in chunks]
         plan = plan_prompt([7, 7, 7], inputs, suffix)
-        origin = KVProvenance(b"root", plan.exact_until, repr([s.key for s in plan.chunks]).encode())
-        found = self.blocks.find(plan, origin)
-        assert found.hit.num_tokens < plan.num_tokens
-        if self.blocks.can_allocate(plan.num_tokens, headroom, found) is not Allocation.OK:
+        origin = origin_of(plan)
+        hit = self.blocks.find(plan, origin)
+        assert hit.num_tokens < plan.num_tokens
+        if self.blocks.can_allocate(plan.num_tokens, headroom, hit) is not Allocation.OK:
             return
-        held = Held(plan, plan.token_ids, [0.0] * plan.num_tokens, found.origin, None)
-        held.paged = self.blocks.allocate(plan.num_tokens, headroom, found.hit)
-        slots = self.view(held).slots(torch.arange(found.hit.num_tokens))
-        held.marks[: found.hit.num_tokens] = self.pool.layers[0].k.view(-1)[slots].tolist()
-        expected = [mark(held.ids, p, found.origin) for p in range(found.hit.num_tokens)]
-        assert held.marks[: found.hit.num_tokens] == expected, "KV of another prompt, or blended taken for exact"
-        self.write(held, found.hit.num_tokens)
+        held = Held(plan, plan.token_ids, [0.0] * plan.num_tokens, origin, None)
+        held.paged = self.blocks.allocate(plan.num_tokens, headroom, hit)
+        slots = self.view(held).slots(torch.arange(hit.num_tokens))
+        held.marks[: hit.num_tokens] = self.pool.layers[0].k.view(-1)[slots].tolist()
+        expected = [mark(held.ids, p, origin) for p in range(hit.num_tokens)]
+        assert held.marks[: hit.num_tokens] == expected, "KV of another prompt, or blended taken for exact"
+        self.write(held, hit.num_tokens)
         self.held.append(held)
         self.blocks.keep(held.paged, held.ids, held.origin)
 
@@ -178,7 +187,7 @@ TestBlockManager.settings = settings(max_examples=60, stateful_step_count=40, de
 
 def test_a_prompt_waits_for_room_or_never_fits() -> None:
     blocks = BlockManager(OneLayerPool(), watermark=0.1)
-    none = Found(Hit(), KVProvenance(b"", 99))
+    none = Hit()
     assert blocks.most_tokens == 11 * SIZE
     assert blocks.can_allocate(20, 24, none) is Allocation.OK
     assert blocks.can_allocate(20, 25, none) is Allocation.NEVER
@@ -190,16 +199,19 @@ def test_a_prompt_waits_for_room_or_never_fits() -> None:
     blocks.check_idle()
 
 
-def test_a_block_used_in_part_needs_room_for_its_copy() -> None:
-    """A prompt as large as the pool may begin, though its cached blocks cannot be copied."""
+def test_a_prompt_as_large_as_the_pool_shares_its_cached_blocks() -> None:
     blocks = BlockManager(OneLayerPool(), watermark=0.0)
     first = plan_prompt([], [], [1] * (BLOCKS * SIZE - 4))
     sequence = blocks.allocate(first.num_tokens, 0, Hit())
-    blocks.keep(sequence, first.token_ids, KVProvenance(b"root", first.num_tokens))
+    blocks.keep(sequence, first.token_ids, origin_of(first))
     sequence.release()
-    for plan in (plan_prompt([], [], [1] * (BLOCKS * SIZE - 6) + [2] * 5), plan_prompt([], [], [1, 1, 2])):
-        found = blocks.find(plan, KVProvenance(b"root", plan.num_tokens))
-        assert blocks.can_allocate(plan.num_tokens, 0, found) is Allocation.OK
-        sequence = blocks.allocate(plan.num_tokens, 0, found.hit)
+    for plan, found in (
+        (plan_prompt([], [], [1] * (BLOCKS * SIZE - 6) + [2] * 5), 40),
+        (plan_prompt([], [], [1, 1, 2]), 0),
+    ):
+        hit = blocks.find(plan, origin_of(plan))
+        assert hit.num_tokens == found
+        assert blocks.can_allocate(plan.num_tokens, 0, hit) is Allocation.OK
+        sequence = blocks.allocate(plan.num_tokens, 0, hit)
         sequence.release()
     blocks.check_idle()

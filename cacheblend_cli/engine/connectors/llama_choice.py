@@ -103,7 +103,7 @@ def hand_over(runtime: Runtime, worker: Worker, sequence: Sequence) -> bool:
     if sequence.handed is None and _loads_later(runtime, sequence):
         return False
     llama = llama_engine(runtime)
-    if llama is None or sequence.stays or paged is None or state.parent is not None or state.background:
+    if llama is None or sequence.stays or paged is None or state.parent is not None:
         return False
     if sequence.handed is None:
         headroom = max(1, state.max_new_tokens - (sequence.kv_len - state.request.plan.num_tokens))
