@@ -45,7 +45,6 @@ BLENDS = {
     "reuse": BlendParams(mode="reuse"),
     **{f"hkvd {r:.2f}": BlendParams(selector="hkvd", ratio=r) for r in (0.05, 0.15, 0.30)},
     **{f"query {r:.2f}": BlendParams(selector="query", ratio=r) for r in (0.05, 0.15, 0.30)},
-    "draft 0.05": BlendParams(selector="draft", ratio=0.05),
 }
 
 

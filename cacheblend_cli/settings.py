@@ -81,15 +81,13 @@ class Settings:
         "if that is faster.",
     )
     ratio_floor: float = _setting(0.15, "Lower bound of --ratio auto.")
-    selector: str = _setting("query", "query, hkvd, first, draft, perturb, random, all, none, or first:4+query.")
+    selector: str = _setting("query", "query, hkvd, first, random, all, none, or first:4+query.")
     deviation: str = _setting("k", "What hkvd compares: v, k or kv.")
-    check_layer: int = _setting(1, "Layer at which hkvd and perturb choose tokens.")
+    check_layer: int = _setting(1, "Layer at which hkvd chooses tokens.")
     block: int = _setting(1, "Choose runs of this many tokens.")
-    nucleus: float = _setting(0.0, "Stop choosing when this share of the total score is covered; 0: off.")
     gradual: str = _setting("", "Several check layers with decreasing ratios, such as 1:0.3,4:0.15.")
-    probe_layers: str = _setting("", "Layers that query and draft observe: FIRST-LAST.", shown="the middle half")
-    draft_tokens: int = _setting(8, "Answer tokens that draft decodes first.")
-    correction: str = _setting("regression", "Correct the KV of other tokens by regression, mean-shift or none.")
+    probe_layers: str = _setting("", "Layers that query observes: FIRST-LAST.", shown="the middle half")
+    correction: str = _setting("regression", "Correct the KV of other tokens by regression, or none.")
     max_risk: float | None = _setting(
         None,
         "Switch to a full prefill when the estimated risk of another answer exceeds this (see eval --fit-risk); best where answers are not streamed.",
@@ -170,8 +168,7 @@ class Settings:
 GROUPS: dict[str, tuple[str, ...]] = {
     "search": ("top_k", "search", "embeddings", "min_score", "on_weak_match", "expand", "context", "collection", "order"),
     "blend": (
-        "mode", "ratio", "ratio_floor", "selector", "gradual", "max_risk", "deviation", "check_layer", "block", "nucleus", "probe_layers",
-        "draft_tokens", "correction",
+        "mode", "ratio", "ratio_floor", "selector", "gradual", "max_risk", "deviation", "check_layer", "block", "probe_layers", "correction",
     ),
     "sampling": (
         "max_tokens", "reasoning_tokens", "temperature", "top_p", "sample_top_k", "min_p", "repetition_penalty", "presence_penalty",

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import research  # noqa: F401  registers draft and mean-shift
 import torch
 from cacheblend_store import ChunkStore
 from results import hardware

@@ -213,7 +213,7 @@ and APE's scaling of the attention on reused rows (arXiv 2502.05431). Here the t
 decoding finds it too; a factor on their log-mass has no such place and stays 1. scaled_keys takes the mean shift's place.
 
 AgentKVShift (arXiv 2607.21604) moves the other tokens by the mean change of probes, which are the tokens that change
-most at layer 1: one set of probes here, by K, and a James-Stein weight (`corrections.MeanShift`), where it has two sets and
+most at layer 1: one set of probes here, by K, and a James-Stein weight (`research.MeanShift`), where it has two sets and
 a weight of its own.
 """
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from published import published_settings
+from research import nucleus
 from variants import bottom_right, scaled_keys
 
 from cacheblend_cli.corpus.contexts import CONTEXTS
@@ -93,7 +94,7 @@ def handbook_groups() -> dict[str, list[Setting]]:
             one("perturb at layer 3 0.15", selector="perturb", check_layer=3, ratio=0.15),
             *over((0.15,), "hkvd, runs of 4", "hkvd", block=4),
             *over((0.15,), "draft, runs of 4", "draft", block=4),
-            *over((0.15,), "query, nucleus .5", "query", nucleus=0.5),
+            one("query, nucleus .5 0.15", prefill=nucleus(0.5), selector="query", ratio=0.15),
             *over((0.15,), "first:4+query", "first:4+query"),
             *over((0.15,), "first:4+hkvd", "first:4+hkvd"),
         ],

@@ -9,9 +9,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from research import MeanShift
 from torch import Tensor
 
-from cacheblend_cli.blend.corrections import CORRECTIONS, MeanShift, old_kv
+from cacheblend_cli.blend.corrections import CORRECTIONS, old_kv
 from cacheblend_cli.engine.prefill import Prefilled, prefill
 from cacheblend_cli.evaluation.settings import Prefill
 from cacheblend_cli.kv import forward

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Candidates
-from cacheblend_cli.kv.forward import write_kv
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import Rows
 from cacheblend_cli.model.decoder import DecoderLayer
@@ -32,52 +31,6 @@ def old_kv(layer: DecoderLayer, rows: Rows) -> tuple[Tensor, Tensor]:
     cos, sin = rows.cos_sin(layer)
     stretch = cos.square() + sin.square()  # the square of RoPE's attention factor (yarn, longrope), else 1
     return layer.kernels.rope(k, cos / stretch, -sin / stretch), v
-
-
-class MeanShift:
-    """Shift the old K and V of a chunk by the mean change of its recomputed tokens (AgentKVShift, arXiv 2607.21604).
-
-    The context missing from a chunk that was collected alone affects all of its tokens similarly. The mean is taken per
-    chunk and layer, of K before RoPE and of V, and shrunk towards zero where the changes vary more than the mean explains
-    (James-Stein, with one variance for the chunks up to it).
-
-    A token is shifted by later tokens of its own chunk too, never by a later chunk: causal per chunk, not per token.
-    """
-
-    def __init__(self, prompt: Prompt, every: Candidates, repaired: Candidates) -> None:
-        where = torch.searchsorted(every.positions, repaired.positions)
-        stale = torch.ones(len(every), dtype=torch.bool, device=every.positions.device)
-        stale[where] = False
-        self._chunk, self._stale_chunk = repaired.chunk, every.chunk[stale]
-        self._num_chunks = int(every.chunk.max()) + 1
-        self._repaired = prompt.rows(repaired.positions)
-        self._stale = prompt.rows(every.positions[stale])
-
-    def apply(self, layer: DecoderLayer, k: Tensor, v: Tensor) -> None:
-        """Move the layer's stale rows. k before RoPE, v: fresh, of the repaired tokens, which the pool still has old;
-        [num_repaired, num_kv_heads, head_dim]."""
-        old_k, old_v = old_kv(layer, self._repaired)
-        stale_k, stale_v = old_kv(layer, self._stale)
-        moved_k, moved_v = (
-            stale_k + self._mean(layer, k.float() - old_k),
-            stale_v + self._mean(layer, v.float() - old_v),
-        )
-        write_kv(layer, moved_k, moved_v, self._stale)
-
-    def _mean(self, layer: DecoderLayer, change: Tensor) -> Tensor:
-        """change: fp32 [num_repaired, num_kv_heads, head_dim]. The shift of every stale row, fp32."""
-        device, chunks = change.device, self._num_chunks
-        ones = torch.ones(len(change), device=device)
-        count = torch.zeros(chunks, device=device).index_add_(0, self._chunk, ones)
-        total = torch.zeros(chunks, *change.shape[1:], device=device).index_add_(0, self._chunk, change)
-        mean = total / count.clamp_min(1)[:, None, None]
-        apart = _over_heads(layer, (change - mean[self._chunk]).square().sum((1, 2)))
-        spread = torch.zeros(chunks, device=device).index_add_(0, self._chunk, apart)
-        variance = spread.cumsum(0) / (count - 1).clamp_min(0).cumsum(0).clamp_min(1)  # this chunk and those before it
-        noise = variance / count.clamp_min(1)
-        size = _over_heads(layer, mean.square().sum((1, 2)))
-        keep = (1 - noise / size.clamp_min(1e-30)).clamp_min(0)
-        return (mean * keep[:, None, None])[self._stale_chunk]
 
 
 class Regression:
@@ -254,4 +207,4 @@ COMMON = 0.8
 """Share of the chunks' common change by which K moves. 1 leaves larger outliers on long chunks, .65 is farther on short ones (study/fidelity.md)."""
 
 CorrectionKind = Callable[[Prompt, Candidates, Candidates], Correction]
-CORRECTIONS: dict[str, CorrectionKind] = {"regression": Regression, "mean-shift": MeanShift}
+CORRECTIONS: dict[str, CorrectionKind] = {"regression": Regression}

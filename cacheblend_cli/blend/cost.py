@@ -57,8 +57,7 @@ class Workload:
 
     kv_bytes: to load, all layers. kv_share: the share of K and V in a row's work per layer. check_layer: 0 for a selector
     that needs none. layer0_exact: stored K and V of layer 0 are exact. probe_layers: the first layers, which the fresh
-    rows pass through before tokens are chosen; draft_tokens: rows that then pass through all of them, one by one.
-    corrected: KV that is not recomputed is corrected. tier_bytes: part of kv_bytes that a shared tier has, at the speed
+    rows pass through before tokens are chosen. corrected: KV that is not recomputed is corrected. tier_bytes: part of kv_bytes that a shared tier has, at the speed
     tier_bytes_per_s, tier_latency_s after it is asked for.
     """
 
@@ -73,7 +72,6 @@ class Workload:
     check_layer: int = 1
     layer0_exact: bool = True
     probe_layers: int = 0
-    draft_tokens: int = 0
     corrected: bool = False
     tier_bytes: int = 0
     tier_bytes_per_s: float = math.inf
@@ -213,8 +211,7 @@ def _probe_s(speeds: Speeds, work: Workload) -> tuple[float, float]:
     now = 0.0
     for layer in range(work.probe_layers):
         now = max(now, _latency_s(work) + (layer + 1) * load) + seconds
-    draft = work.draft_tokens * (work.num_layers * _layer_s(speeds, 1, work.total) + speeds.head_s)
-    return now + draft, work.probe_layers * seconds + draft
+    return now, work.probe_layers * seconds
 
 
 def _layer_s(speeds: Speeds, rows: float, pairs: float) -> float:

@@ -20,8 +20,7 @@ from cacheblend_cli.kv.forward import (
     queries,
     rotate,
 )
-from cacheblend_cli.kv.pool import upload
-from cacheblend_cli.kv.rows import Rows, positions_of, rows_of
+from cacheblend_cli.kv.rows import Rows, positions_of
 from cacheblend_cli.model.decoder import Decoder, DecoderLayer
 
 LOGITS_AT_ONCE = 1 << 25
@@ -35,24 +34,19 @@ class BeforeLayers:
     """Evidence available before layer 0: attention of the question, run alone over the stored KV.
 
     The fresh rows (suffix and missing chunks) pass through the layers over the loaded pool. Their KV is overwritten by
-    the blended prefill. prompt: for selectors that compute their own evidence. probe_layers: layers whose attention
-    counts. draft_tokens: length of the draft.
+    the blended prefill. prompt, probe_layers (layers whose attention counts): also for selectors that compute their own evidence.
     """
 
-    def __init__(self, prompt: Prompt, probe_layers: Sequence[int], draft_tokens: int) -> None:
-        self.prompt, self._probe_layers, self._draft_tokens = prompt, frozenset(probe_layers), draft_tokens
-        self._gathered: dict[str, Tensor] = {}
+    def __init__(self, prompt: Prompt, probe_layers: Sequence[int]) -> None:
+        self.prompt, self.probe_layers = prompt, frozenset(probe_layers)
+        self._found: Tensor | None = None
 
-    def gather(self, candidates: Candidates, kinds: Sequence[str]) -> Pass[None]:
-        """Compute evidence of these kinds ("attention", "draft"), which selectors will ask for, with pauses between layers."""
-        for kind in kinds:
-            run = self._attention if kind == "attention" else self._draft
-            self._gathered[kind] = yield from run(candidates)
+    def probe(self, candidates: Candidates) -> Pass[None]:
+        """Compute `attention`, which the selector will ask for, with pauses between layers."""
+        self._found = yield from self._attention(candidates)
 
     def deviation(self, candidates: Candidates) -> Tensor:
         raise AssertionError("a selector that compares fresh with old KV needs a check layer")
-
-    perturbation = deviation
 
     def attention(self, candidates: Candidates) -> Tensor:
         """The largest attention weight on each candidate [n] fp32, over the suffix's rows, the probe layers and their heads.
@@ -60,43 +54,22 @@ class BeforeLayers:
         (ProphetKV, arXiv 2602.02579, and InfoFlow, arXiv 2603.05353, sum where this takes the largest: one head that
         looks a value up counts for more than many that look at everything a little.)
         """
-        gathered = self._gathered.get("attention")
-        return finish(self._attention(candidates)) if gathered is None else gathered
-
-    def draft(self, candidates: Candidates) -> Tensor:
-        """`attention`, over the rows of the answer's first tokens, drafted greedily over the stored KV.
-
-        Values are looked up when the answer reaches them, not while the question is read (Lookahead Q-Cache, arXiv
-        2505.20334, evicts by the same rows).
-        """
-        gathered = self._gathered.get("draft")
-        return finish(self._draft(candidates)) if gathered is None else gathered
+        return finish(self._attention(candidates)) if self._found is None else self._found
 
     def _attention(self, candidates: Candidates) -> Pass[Tensor]:
-        look = _Look(self.prompt, self._probe_layers, candidates, stop=max(self._probe_layers, default=0))
-        yield from self._run_fresh(look)
+        look = Look(self.prompt, self.probe_layers, candidates, stop=max(self.probe_layers, default=0))
+        yield from run_fresh(self.prompt, look)
         return largest_over_ranks(self.prompt.decoder, look.found)
 
-    def _draft(self, candidates: Candidates) -> Pass[Tensor]:
-        prompt, sequence, decoder = self.prompt, self.prompt.sequence, self.prompt.decoder
-        hidden = yield from self._run_fresh(_Look(prompt, frozenset(), candidates))
-        look = _Look(prompt, self._probe_layers, candidates)
-        at = prompt.plan.num_tokens
-        for _ in range(min(self._draft_tokens, sequence.capacity - at)):
-            assert hidden is not None
-            token = hidden.logits(decoder, slice(-1, None)).argmax(-1)
-            rows = rows_of(decoder, sequence, upload([at], decoder.device), at + 1, at + 1)
-            hidden, at = (yield from layer_by_layer(decoder, rows, token, look, look)), at + 1
-        return largest_over_ranks(decoder, look.found)
 
-    def _run_fresh(self, look: _Look) -> Pass[Hidden | None]:
-        prompt = self.prompt
-        computed = [s for s in prompt.plan.segments if s.status == "computed"]
-        rows = prompt.rows(positions_of(computed, prompt.decoder.device))
-        return layer_by_layer(prompt.decoder, rows, prompt.token_ids[rows.positions], look, look)
+def run_fresh(prompt: Prompt, look: Look) -> Pass[Hidden | None]:
+    """Pass the fresh rows (suffix and missing chunks) through the layers, over the stored KV."""
+    computed = [s for s in prompt.plan.segments if s.status == "computed"]
+    rows = prompt.rows(positions_of(computed, prompt.decoder.device))
+    return layer_by_layer(prompt.decoder, rows, prompt.token_ids[rows.positions], look, look)
 
 
-class _Look(Observer):
+class Look(Observer):
     """Attention of the last rows of a pass (at most as many as the suffix has) in the probe layers.
 
     found: the largest attention weight on each candidate so far, [n] fp32. stop: the last layer whose queries are needed.
@@ -126,67 +99,41 @@ class AtCheckLayer:
     """Evidence at a check layer, before its fresh K and V overwrite the old.
 
     fresh: all rows; candidate_index, suffix_index: rows of the candidates and of the suffix. kind: what `deviation`
-    compares, "k", "v" or "kv".
+    compares, "k", "v" or "kv". prompt, layer, rows, k (after RoPE) and v of the candidates, `suffix_queries`: also for selectors
+    that compute their own evidence.
     """
 
     def __init__(
         self, prompt: Prompt, fresh: FreshKV, candidate_index: Tensor, suffix_index: Tensor, kind: str
     ) -> None:
-        self._prompt, self._layer, self._kind = prompt, fresh.layer, kind
+        self.prompt, self.layer, self._kind = prompt, fresh.layer, kind
         self._h, self._suffix = fresh.h[suffix_index], fresh.rows.take(suffix_index)
-        self._candidates = fresh.rows.take(candidate_index)
-        self._k = rotate(fresh.layer, fresh.k[candidate_index], self._candidates)
-        self._v = fresh.v[candidate_index]
+        self.rows = fresh.rows.take(candidate_index)
+        self.k = rotate(fresh.layer, fresh.k[candidate_index], self.rows)
+        self.v = fresh.v[candidate_index]
 
     def deviation(self, candidates: Candidates) -> Tensor:
         """Squared distance of fresh from old K, V or both, [n] fp32 (CacheBlend, arXiv 2405.16444, section 4.3).
 
         Of latent attention, where K is made of both, "k" compares position key and latent, and "v" the latent.
         """
-        cache, kind = self._prompt.pool.layers[self._layer.index], self._kind
-        if self._layer.latent_heads is not None and kind == "k":
+        cache, kind = self.prompt.pool.layers[self.layer.index], self._kind
+        if self.layer.latent_heads is not None and kind == "k":
             kind = "kv"
-        own = self._layer.kernels.kv_deviation(self._k, self._v, cache, self._candidates.slots, kind)
-        shard = self._prompt.decoder.shard
-        return own if shard is None else shard.sum_of_kv(own, self._layer.index)
+        own = self.layer.kernels.kv_deviation(self.k, self.v, cache, self.rows.slots, kind)
+        shard = self.prompt.decoder.shard
+        return own if shard is None else shard.sum_of_kv(own, self.layer.index)
 
     def attention(self, candidates: Candidates) -> Tensor:
         """The largest attention weight of the suffix at this layer on the old KV of each candidate, [n] fp32."""
-        q, positions = self._suffix_queries()
-        keys = self._prompt.keys(self._layer.index, self._prompt.plan.num_tokens)
-        peaks = attention_peaks(self._layer, q, positions, keys, candidates)
-        return largest_over_ranks(self._prompt.decoder, peaks)
+        q, positions = self.suffix_queries()
+        keys = self.prompt.keys(self.layer.index, self.prompt.plan.num_tokens)
+        peaks = attention_peaks(self.layer, q, positions, keys, candidates)
+        return largest_over_ranks(self.prompt.decoder, peaks)
 
-    def draft(self, candidates: Candidates) -> Tensor:
-        raise AssertionError("a draft is made before layer 0")
-
-    def perturbation(self, candidates: Candidates) -> Tensor:
-        """First-order change of the suffix's attention output when a token's old KV is replaced, [n] fp32.
-
-        Summed over suffix rows and heads: a_t * (scale * |q . dk_t| * |v_t - o| + |dv_t|), where softmax's derivative
-        is a_t * (v_t - o) along the logit of token t. Of latent attention all heads have the same k, position key and latent,
-        and the same v, the latent: the change is that of the output before it is projected up.
-        """
-        q, positions = self._suffix_queries()
-        q = self._layer.to_keys(q)
-        layer, sequence, kv_len = self._layer, self._prompt.sequence, self._prompt.plan.num_tokens
-        old_k, old_v = self._prompt.pool.read(layer.index, self._candidates.slots)
-        dk, dv = self._k.float() - old_k, self._v.float() - old_v
-        keys, values = self._prompt.pool.read(layer.index, sequence.slots_to(kv_len))
-        if layer.latent_heads is not None:
-            dk, keys = torch.cat((dk, dv), -1), torch.cat((keys, values), -1)
-        total, group = torch.zeros(len(candidates), device=q.device), q.shape[1] // keys.shape[1]
-        for head, (p,) in enumerate(attention_weights(layer, q, positions, keys, at_once=1)):
-            rows = q[:, head * group : (head + 1) * group].float().transpose(0, 1)  # [group, num_rows, head_dim]
-            out, v = p @ values[:, head], old_v[:, head]
-            distance = (v.square().sum(-1) - 2 * out @ v.T + out.square().sum(-1, keepdim=True)).clamp_min(0).sqrt()
-            moved = (rows @ dk[:, head].T).abs() * layer.attention.scale * distance
-            total += (p[..., candidates.positions] * (moved + dv[:, head].norm(dim=-1))).sum((0, 1))
-        shard = self._prompt.decoder.shard
-        return total if shard is None else shard.ranks.sum(total)  # query heads are on one rank each
-
-    def _suffix_queries(self) -> tuple[Tensor, Tensor]:
-        return queries(self._layer, self._h, self._suffix), self._suffix.positions
+    def suffix_queries(self) -> tuple[Tensor, Tensor]:
+        """Return q of the suffix's rows, [num_rows, num_heads, head_dim] after RoPE, and their positions."""
+        return queries(self.layer, self._h, self._suffix), self._suffix.positions
 
 
 def largest_over_ranks(decoder: Decoder, found: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from cacheblend_cli.blend.corrections import CORRECTIONS, CorrectionKind
 from cacheblend_cli.blend.selectors import (
     Candidates,
     Combined,
-    DraftAttention,
     Evidence,
     QueryAttention,
     Selector,
@@ -28,19 +27,17 @@ class BlendPolicy:
     """Choice of the tokens to recompute.
 
     checks: (layer, ratio) pairs, layers ascending and ratios descending (gradual filtering); a selector that needs no
-    check layer uses the first ratio before layer 0. deviation: "v", "k" or "kv". block, nucleus: see `selectors.choose`.
-    probe_layers, draft_tokens: for selectors that follow the question's attention, the layers probed and the length of
-    the draft. correction: of KV that is not recomputed, None for none. layer0_exact: the stored K and V of layer 0 are
-    what this run would compute (a lossless codec). row_tile: see `row_tile_of`.
+    check layer uses the first ratio before layer 0. deviation: "v", "k" or "kv". block: see `selectors.choose`.
+    probe_layers: layers probed by selectors that follow the question's attention. correction: of KV that is not
+    recomputed, None for none. layer0_exact: the stored K and V of layer 0 are what this run would compute (a lossless
+    codec). row_tile: see `row_tile_of`.
     """
 
     selector: Selector
     checks: tuple[tuple[int, float], ...]
     deviation: str = "k"
     block: int = 1
-    nucleus: float = 0.0
     probe_layers: tuple[int, ...] = (0,)
-    draft_tokens: int = 0
     correction: CorrectionKind | None = None
     layer0_exact: bool = True
     row_tile: int = 1
@@ -48,25 +45,22 @@ class BlendPolicy:
     @property
     def needs_check_layer(self) -> bool:
         """False at ratios 0 and 1 too: there is nothing to choose, so no layer is spent on checking."""
-        trivial = all(ratio in (0.0, 1.0) for _, ratio in self.checks) and (
-            self.nucleus == 0 or self.checks[-1][1] == 0
-        )
+        trivial = all(ratio in (0.0, 1.0) for _, ratio in self.checks)
         return self.selector.needs_check_layer and not trivial
 
     @property
-    def looks(self) -> tuple[str, ...]:
-        """Evidence that the selector takes before layer 0: "attention", "draft"."""
-        if self.selector.needs_check_layer:  # then the question's attention is looked at there
-            return ()
+    def probes(self) -> bool:
+        """Return whether the question runs alone before layer 0, for its attention."""
+        if self.selector.needs_check_layer:  # then its attention is taken there
+            return False
         selector = self.selector
         every = [selector.last, *(s for s, _ in selector.parts)] if isinstance(selector, Combined) else [selector]
-        kinds = (("attention", QueryAttention), ("draft", DraftAttention))
-        return tuple(kind for kind, cls in kinds if any(isinstance(s, cls) for s in every))
+        return any(isinstance(s, QueryAttention) for s in every)
 
     def is_scored(self, ratio: float, total: int, num_candidates: int, fresh: int = 0) -> bool:
         """Return whether candidates have to be scored to choose among them, see `select`."""
         count = self._count(ratio, total, fresh)
-        return count > 0 and (count < num_candidates or self.nucleus > 0)
+        return 0 < count < num_candidates
 
     def _count(self, ratio: float, total: int, fresh: int) -> int:
         count = budget(ratio, total)
@@ -81,7 +75,7 @@ class BlendPolicy:
         selector = self.selector
         required = selector.required(candidates, evidence) if isinstance(selector, Combined) else None
         scores = selector.scores(candidates, evidence)
-        return choose(scores, count, candidates, block=self.block, nucleus=self.nucleus, required=required)
+        return choose(scores, count, candidates, block=self.block, required=required)
 
 
 def row_tile_of(device: torch.device) -> int:
@@ -102,14 +96,13 @@ def policy_of(params: BlendParams, num_layers: int, layer0_exact: bool, row_tile
 
     Raises UsageError for an unknown name, and for a check layer that the model does not have."""
     checks, selector = params.checks or ((params.check_layer, params.ratio),), check_names(params)
-    nucleus = 0.0 if params.selector == "all" else params.nucleus
     wrong = [layer for layer, _ in checks if not 1 <= layer < num_layers]
-    if params.effective_ratio() == 0.0 or (params.effective_ratio() == 1.0 and nucleus == 0):
+    if params.effective_ratio() in (0.0, 1.0):
         checks = ((1, params.effective_ratio()),)
     elif params.checks and not selector.needs_check_layer:
         raise UsageError(
             f"the selector {params.selector} chooses before layer 0, and --gradual names check layers",
-            "hkvd and perturb choose at check layers",
+            "hkvd chooses at check layers",
         )
     elif selector.needs_check_layer and wrong:
         raise UsageError(
@@ -121,9 +114,7 @@ def policy_of(params: BlendParams, num_layers: int, layer0_exact: bool, row_tile
         checks=checks,
         deviation=params.deviation,
         block=params.block,
-        nucleus=nucleus,
         probe_layers=_probed(params, num_layers),
-        draft_tokens=params.draft_tokens,
         correction=CORRECTIONS.get(params.correction),
         layer0_exact=layer0_exact,
         row_tile=row_tile,

@@ -61,9 +61,9 @@ def blended_layers(prompt: Prompt, policy: BlendPolicy, output_positions: Tensor
         output_positions = torch.full((1,), prompt.plan.num_tokens - 1, device=decoder.device)
     steps = BlendSteps(prompt, policy, output_positions)
     if not policy.needs_check_layer:
-        evidence = BeforeLayers(prompt, policy.probe_layers, policy.draft_tokens)
-        if steps.is_scored:
-            yield from evidence.gather(steps.candidates, policy.looks)
+        evidence = BeforeLayers(prompt, policy.probe_layers)
+        if steps.is_scored and policy.probes:
+            yield from evidence.probe(steps.candidates)
         steps.choose_before(evidence)
     rows = steps.rows
     hidden = yield from layer_by_layer(decoder, rows, prompt.token_ids[rows.positions], steps, steps)

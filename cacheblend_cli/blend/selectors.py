@@ -39,8 +39,6 @@ class Evidence(Protocol):
 
     def deviation(self, candidates: Candidates) -> Tensor: ...
     def attention(self, candidates: Candidates) -> Tensor: ...
-    def draft(self, candidates: Candidates) -> Tensor: ...
-    def perturbation(self, candidates: Candidates) -> Tensor: ...
 
 
 class Selector(Protocol):
@@ -80,29 +78,6 @@ class QueryAttention:
         return evidence.attention(candidates)
 
 
-class DraftAttention:
-    """`draft`: tokens a draft of the answer attends to and, with decreasing weight, the two tokens before each
-    (after Lookahead Q-Cache, arXiv 2505.20334)."""
-
-    needs_check_layer = False
-
-    def scores(self, candidates: Candidates, evidence: Evidence) -> Tensor:
-        weights = evidence.draft(candidates)
-        scores = weights.clone()
-        for back in (1, 2):
-            scores[:-back] = torch.maximum(scores[:-back], 0.5**back * weights[back:])
-        return scores
-
-
-class Perturbation:
-    """`perturb`: the tokens whose repair changes the question's attention output most, to first order."""
-
-    needs_check_layer = True
-
-    def scores(self, candidates: Candidates, evidence: Evidence) -> Tensor:
-        return evidence.perturbation(candidates)
-
-
 class RandomTokens:
     """`random`: a baseline."""
 
@@ -138,8 +113,6 @@ SELECTORS: dict[str, Callable[[int], Selector]] = {
     "hkvd": lambda seed: HighestDeviation(),
     "first": lambda seed: FirstOfChunk(),
     "query": lambda seed: QueryAttention(),
-    "draft": lambda seed: DraftAttention(),
-    "perturb": lambda seed: Perturbation(),
     "random": RandomTokens,
     "all": lambda seed: FirstOfChunk(),  # ratio 1 of any
     "none": lambda seed: FirstOfChunk(),  # ratio 0 of any
@@ -161,15 +134,7 @@ def make_selector(name: str, seed: int = 0) -> Selector:
     if parts and last in ("all", "none"):
         raise UsageError(f"{last!r} combines with nothing", "for example first:4+query")
     selector = _named(last, seed)
-    if not parts:
-        return selector
-    every = [selector, *(part for part, _ in parts)]
-    if any(s.needs_check_layer for s in every) and any(isinstance(s, DraftAttention) for s in every):
-        raise UsageError(
-            f"{name!r}: draft looks before layer 0, and the other compares at a check layer",
-            "query goes with either, for example query:4+hkvd",
-        )
-    return Combined(parts, selector)
+    return Combined(parts, selector) if parts else selector
 
 
 def _named(name: str, seed: int) -> Selector:
@@ -184,16 +149,15 @@ def choose(
     candidates: Candidates,
     *,
     block: int = 1,
-    nucleus: float = 0.0,
     required: Tensor | None = None,
 ) -> Tensor:
     """Indexes [<= count] of the tokens with the highest scores, sorted. Ties go to the earlier token.
 
     block > 1 averages the scores over runs of `block` tokens of a chunk and takes run by run, truncating the last one to
-    `count`: a token recomputed among stale neighbours is repaired worse than a run (arXiv 2609.17983). nucleus > 0 stops
-    when that share of the scores' sum is covered. required [n] bool: tokens taken first.
+    `count`: a token recomputed among stale neighbours is repaired worse than a run (arXiv 2609.17983). required [n] bool:
+    tokens taken first.
     """
-    most = count = min(count, scores.shape[0])
+    count = min(count, scores.shape[0])
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=scores.device)
     if block > 1:
@@ -203,12 +167,8 @@ def choose(
         size = torch.bincount(run).clamp_min(1)
         scores = (total / size)[run]
     order = torch.argsort(scores, descending=True, stable=True)
-    if nucleus > 0:
-        covered = scores[order].cpu().double().cumsum(0)
-        count = min(count, int((covered < nucleus * covered[-1]).sum()) + 1)
     if required is not None:
         order = order[torch.argsort(required[order].int(), descending=True, stable=True)]
-        count = min(most, max(count, int(required.sum())))
     return order[:count].sort().values
 
 

@@ -81,7 +81,7 @@ class BlockManager:
 
     def can_swap_in(self, num_tokens: int, gone: int = 0, held: int = 0) -> bool:
         """Return whether a sequence that holds so many tokens can go on. gone: blocks of it that are not wanted any more; held: those that
-        were swapped out, which may be more than it needs: there was a draft behind its prompt."""
+        were swapped out, which may be more than it needs."""
         return max(self.space.blocks_for(num_tokens + 1) - gone, held) <= self._free
 
     def check_idle(self) -> None:

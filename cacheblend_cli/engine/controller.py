@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cacheblend_cli.blend.cost import AutoReport, Speeds, Workload, decide, estimate, estimate_full, learn
-from cacheblend_cli.blend.policy import BlendPolicy, policy_of
+from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.engine.prefill import Prefilled, PrefillReport, prefill
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
@@ -119,7 +119,6 @@ def workload(request: Request) -> Workload:
     """Return the work of the prompt under request.blend."""
     model = request.collection.model
     plan, policy = request.plan, policy_of(request.blend, model.spec.num_kv_layers, request.lossless)
-    probe_layers, draft_tokens = _probe(policy, model.spec.num_kv_layers)
     inexact = [(s.start, s.end) for s in plan.chunks if s.status == "blended"]
     fresh = [(s.start, s.end) for s in plan.segments if s.status == "computed"]
     return Workload(
@@ -133,8 +132,7 @@ def workload(request: Request) -> Workload:
         kv_share=kv_share(model.spec),
         check_layer=request.blend.check_layer if policy.selector.needs_check_layer else 0,
         layer0_exact=request.lossless,
-        probe_layers=probe_layers,
-        draft_tokens=draft_tokens,
+        probe_layers=max(policy.probe_layers) + 1 if policy.probes else 0,
         corrected=policy.correction is not None,
         **_of_tier(request),
     )
@@ -152,13 +150,6 @@ def _of_tier(request: Request) -> dict[str, Any]:
         "tier_bytes_per_s": tier.bytes_per_s or math.inf,
         "tier_latency_s": tier.latency_s,
     }
-
-
-def _probe(policy: BlendPolicy, num_layers: int) -> tuple[int, int]:
-    """The layers that the selector's probe runs before layer 0, and the tokens it drafts."""
-    if "draft" in policy.looks:
-        return num_layers, policy.draft_tokens
-    return (max(policy.probe_layers) + 1, 0) if "attention" in policy.looks else (0, 0)
 
 
 def kv_bytes(request: Request) -> int:

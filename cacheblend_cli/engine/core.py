@@ -153,8 +153,7 @@ class EngineCore:
             state.begun = True
             self._emit(state, Started())
         try:
-            headroom = max(0, state.headroom - state.drafted)
-            sequence.paged = self.blocks.allocate(state.num_tokens + state.drafted, headroom, hit)
+            sequence.paged = self.blocks.allocate(state.num_tokens, state.headroom, hit)
             sequence.load(self.worker, hit.num_tokens, self._slice_rows)
         except BadChunk as bad:
             self._restart(sequence, bad)

@@ -133,7 +133,7 @@ class Sequence:
     def room_behind(self) -> int:
         """Tokens behind its prompt that there have to be blocks for when it begins."""
         again = 0 if self.output is None else len(self.token_ids) - self.state.num_tokens + 1
-        return max(again, self.state.behind)
+        return max(again, 1)
 
     def prefilled_again(self) -> bool:
         """Its prompt is computed once more. Returns whether the next token is to be drawn; else tokens that it has are computed
@@ -285,17 +285,6 @@ class RequestState:
     def headroom(self) -> int:
         """Tokens of an answer that may still follow what is prefilled."""
         return self.max_new_tokens - (self.num_tokens - self.request.plan.num_tokens)
-
-    @property
-    def drafted(self) -> int:
-        """Tokens of the answer that the selector drafts."""
-        blend = self.to_prefill.blend
-        return min(blend.draft_tokens, self.headroom) if blend.drafts else 0
-
-    @property
-    def behind(self) -> int:
-        """Tokens behind the prompt that there have to be blocks for when it begins: of the draft, or the answer's first."""
-        return max(1, self.drafted)
 
     @property
     def unfinished(self) -> Iterator[Sequence]:

@@ -66,10 +66,8 @@ class BlendIn(Struct, forbid_unknown_fields=True, omit_defaults=True):
     deviation: str | None = None
     check_layer: Int | None = None
     block: Int | None = None
-    nucleus: float | None = None
     gradual: str | None = None
     probe_layers: str | None = None
-    draft_tokens: Int | None = None
     correction: str | None = None
     max_risk: float | None = None
 

@@ -14,10 +14,8 @@ DEVIATIONS = ("v", "k", "kv")
 @dataclass(frozen=True)
 class BlendParams:
     """Use of stored KV. mode: blend, full or reuse. ratio: share of the reusable, inexact tokens to recompute; (layer, ratio)
-    pairs in `checks` replace ratio and check_layer (gradual filtering). nucleus > 0: fewer tokens, when that share of the total
-    score is covered. probe_layers: first and last layer whose attention `query` and `draft` observe, None for the middle half.
-    draft_tokens: length of the answer that `draft` drafts. correction: of KV that is not recomputed, see blend/corrections.py, or
-    "none". max_risk: limit of the estimated risk of another answer than a full prefill's, see engine/gate.py; None for no limit.
+    pairs in `checks` replace ratio and check_layer (gradual filtering). probe_layers: first and last layer whose attention `query`
+    observes, None for the middle half. correction: of KV that is not recomputed, see blend/corrections.py, or "none". max_risk: limit of the estimated risk of another answer than a full prefill's, see engine/gate.py; None for no limit.
 
     Names of selectors and corrections, and layers, are checked against the model, see blend/policy.py: policy_of.
     """
@@ -30,9 +28,7 @@ class BlendParams:
     block: int = 1
     seed: int = 0
     checks: tuple[tuple[int, float], ...] = ()
-    nucleus: float = 0.0
     probe_layers: tuple[int, int] | None = None
-    draft_tokens: int = 8
     correction: str = "regression"
     max_risk: float | None = None
 
@@ -44,15 +40,12 @@ class BlendParams:
         for _, ratio in self.checks or ((self.check_layer, self.ratio),):
             if not 0 <= ratio <= 1:
                 raise UsageError(f"--ratio {ratio} is not between 0 and 1", "0.15 recomputes 15 % of the tokens")
-        if not 0 <= self.nucleus <= 1:
-            raise UsageError(f"--nucleus {self.nucleus} is not between 0 and 1", "0 is off")
         if self.max_risk is not None and not 0 <= self.max_risk <= 1:
             raise UsageError(
                 f"--max-risk {self.max_risk:g} is not between 0 and 1", "0.1: one answer in ten may differ"
             )
-        for name, count in (("block", self.block), ("draft-tokens", self.draft_tokens)):
-            if not 1 <= count < 2**63:
-                raise UsageError(f"--{name} {count} is not 1 or more, or too large", "see: cacheblend ask --help")
+        if not 1 <= self.block < 2**63:
+            raise UsageError(f"--block {self.block} is not 1 or more, or too large", "see: cacheblend ask --help")
         layers, ratios = [c[0] for c in self.checks], [c[1] for c in self.checks]
         if layers != sorted(set(layers)) or ratios != sorted(ratios, reverse=True):
             raise UsageError("check layers must rise and their ratios fall", "for example 1:0.3,4:0.15")
@@ -70,11 +63,6 @@ class BlendParams:
             checks=parse_checks(settings.gradual),
             probe_layers=parse_layers(settings.probe_layers),
         )
-
-    @property
-    def drafts(self) -> bool:
-        """Return whether the selector drafts some of the answer behind the prompt."""
-        return any(part.partition(":")[0] == "draft" for part in self.selector.split("+"))
 
     def effective_ratio(self) -> float:
         """Ratio of the last check, which holds in most layers."""

@@ -125,7 +125,6 @@ def test_more_repair_is_closer(llama: Setup) -> None:
         (0.5, "hkvd"),
         (0.2, "first"),
         (0.5, "query"),
-        (0.2, "first, mean-shift"),
         (0.2, "first, regression"),
     ],
 )

@@ -9,26 +9,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cacheblend_kernels import AttentionParams
-from cacheblend_store import ChunkStore
-from checkpoints import WORDS, write_checkpoint
+from prefill_bench import Bench
 from torch import Tensor
 
 from cacheblend_cli.blend import corrections, evidence
-from cacheblend_cli.blend.corrections import COMMON, CORRECTIONS, MeanShift, Regression
+from cacheblend_cli.blend.corrections import COMMON, CORRECTIONS, Regression
 from cacheblend_cli.blend.evidence import attention_peaks
 from cacheblend_cli.blend.policy import BlendPolicy, policy_of
-from cacheblend_cli.blend.prompt import Prompt
-from cacheblend_cli.blend.selectors import SELECTORS, Candidates, choose, make_selector
-from cacheblend_cli.collect.precompute import PrecomputeOptions
-from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.prefill import Prefilled, prefill
-from cacheblend_cli.engine.request import resolve
+from cacheblend_cli.blend.selectors import SELECTORS, Candidates, make_selector
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.forward import write_kv
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_of
-from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams, parse_checks, parse_layers
+from cacheblend_cli.types import BlendParams, parse_checks, parse_layers
 
 QUESTION = "where does Mara work?"
 CANDIDATES = Candidates(
@@ -48,12 +41,6 @@ class Told:
     def attention(self, candidates: Candidates) -> Tensor:
         return torch.tensor(self._values["attention"])
 
-    def draft(self, candidates: Candidates) -> Tensor:
-        return torch.tensor(self._values["draft"])
-
-    def perturbation(self, candidates: Candidates) -> Tensor:
-        return torch.tensor(self._values["perturbation"])
-
 
 def taken(name: str, count: int, evidence: Told | None = None) -> list[int]:
     policy = BlendPolicy(make_selector(name), ((1, count / 12),))
@@ -66,12 +53,10 @@ def peaks(*at: int) -> list[float]:
 
 
 def test_each_selector_follows_its_evidence() -> None:
-    evidence = Told(deviation=peaks(4, 9), attention=peaks(1, 8), perturbation=peaks(5, 6), draft=peaks(11))
+    evidence = Told(deviation=peaks(4, 9), attention=peaks(1, 8))
     assert taken("hkvd", 2, evidence) == [4, 9]
     assert taken("query", 2, evidence) == [1, 8]
-    assert taken("perturb", 2, evidence) == [5, 6]
     assert taken("first", 4) == [0, 1, 6, 7]
-    assert taken("draft", 3, evidence) == [9, 10, 11], "with the two tokens it is read with"
     assert taken("random", 5) == taken("random", 5)
     assert (
         make_selector("random", 1).scores(CANDIDATES, Told()).tolist()
@@ -88,26 +73,11 @@ def test_a_combination_takes_its_parts_first_and_the_rest_by_its_last() -> None:
     assert not make_selector("first:1+query").needs_check_layer
 
 
-def test_a_nucleus_stops_when_its_share_is_covered() -> None:
-    scores = torch.tensor([8.0, 4.0, 2.0, 1.0] + [0.0] * 8)
-    assert choose(scores, 12, CANDIDATES, nucleus=0.5).tolist() == [0]
-    assert choose(scores, 12, CANDIDATES, nucleus=0.8).tolist() == [0, 1]
-    assert choose(scores, 12, CANDIDATES, nucleus=0.81).tolist() == [0, 1, 2]
-    assert choose(scores, 1, CANDIDATES, nucleus=0.9).tolist() == [0], "never more than the ratio allows"
-
-
 @pytest.mark.parametrize("name", ["best", "first+query", "first:x+query", "all:2+query", "first:2+none", "first:4+"])
 def test_an_unknown_selector_says_what_is_known(name: str) -> None:
     with pytest.raises(UsageError) as error:
         make_selector(name)
     assert "known" in error.value.hint or "for example" in error.value.hint
-
-
-@pytest.mark.parametrize("name", ["draft:2+hkvd", "hkvd:2+draft", "first:1+draft:2+perturb"])
-def test_a_draft_and_a_check_layer_do_not_combine(name: str) -> None:
-    with pytest.raises(UsageError, match="draft") as error:
-        make_selector(name)
-    assert "query" in error.value.hint
 
 
 def test_check_layers_and_probe_layers_are_read() -> None:
@@ -129,44 +99,12 @@ def test_check_layers_and_probe_layers_are_read() -> None:
     assert policy_of(BlendParams(selector="query"), 1, True).probe_layers == (0,)
 
 
-class Bench:
-    """A random model, a store of some chunks, and prefills of a prompt over them."""
-
-    def __init__(self, root: Path, family: str = "llama-gqa") -> None:
-        write_checkpoint(root / "model", family)
-        self.engine = Engine.load(EngineConfig(model=str(root / "model"), block_size=16))
-        docs = root / "docs"
-        docs.mkdir()
-        for d in range(3):
-            text = " ".join(WORDS[(d * 3 + p) % len(WORDS)] for p in range(24))
-            (docs / f"{d}.md").write_text(text + ".\n")
-        self.store = ChunkStore.open(root / "store", mode="write")
-        self.engine.precompute(self.store, [str(docs)], PrecomputeOptions(chunk_tokens=40), lambda event: None)
-        self.keys = [m.key for m in sorted(self.store.chunks(), key=lambda m: (m.source, m.index))]
-
-    def prefill(self, blend: BlendParams, headroom: int = 16) -> Prefilled:
-        request = resolve(
-            self.engine.runtime, self.store, AskRequest(QUESTION, self.keys, blend, SamplingParams(max_tokens=headroom))
-        )
-        return prefill(self.engine.runtime, request, headroom=headroom)
-
-    def kv_error(self, blend: BlendParams) -> float:
-        """Squared distance of the pool's K and V from full prefill's, over layers above 0."""
-        ours, full = self.prefill(blend), self.prefill(BlendParams(mode="full"))
-        slots = torch.arange(ours.plan.num_tokens)
-        return sum(
-            float((a - b).square().sum())
-            for layer in range(1, len(ours.pool.layers))
-            for a, b in zip(*(done.pool.read(layer, slots) for done in (ours, full)), strict=True)
-        )
-
-
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(tmp_path_factory.mktemp("bench"))
 
 
-EVERY = [*(n for n in SELECTORS if n not in ("all", "none")), "first:2+query", "random:1+draft", "first:1+perturb"]
+EVERY = [*(n for n in SELECTORS if n not in ("all", "none")), "first:2+query", "random:1+hkvd"]
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -194,7 +132,7 @@ class Given:
         return torch.isin(candidates.positions, self.positions).float()
 
 
-@pytest.mark.parametrize("name", ["query", "draft", "perturb", "first:2+draft"])
+@pytest.mark.parametrize("name", ["query", "hkvd", "first:2+query"])
 def test_looking_leaves_nothing_behind(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a probe writes to the pool is written again: the logits are those of the same tokens, chosen without a look."""
     looked = bench.prefill(BlendParams(selector=name, ratio=0.2))
@@ -203,11 +141,9 @@ def test_looking_leaves_nothing_behind(bench: Bench, name: str, monkeypatch: pyt
     given = bench.prefill(BlendParams(selector="given", ratio=0.2))
     assert torch.equal(looked.result.chosen, given.result.chosen)
     assert torch.equal(looked.result.logits, given.result.logits)
-    hand = bench.prefill(BlendParams(selector=name, ratio=0.2), headroom=1)
-    assert len(hand.result.chosen) == len(looked.result.chosen), "a draft has the room it finds"
 
 
-@pytest.mark.parametrize("name", ["query", "draft", "perturb"])
+@pytest.mark.parametrize("name", ["query", "hkvd"])
 def test_what_was_in_the_pool_before_is_not_looked_at(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The suffix's own K of a layer is in the pool when its attention is measured."""
     pool = KVPool.of(bench.engine.model.decoder, 64, 16)
@@ -258,13 +194,6 @@ def test_a_gpu_looks_with_all_heads_at_once_unless_the_prompt_is_long() -> None:
     assert evidence.heads_at_once(torch.device("cpu"), per_key) == 1
 
 
-def test_all_is_all_whatever_share_of_the_scores_is_wanted(bench: Bench) -> None:
-    full = bench.prefill(BlendParams(mode="full"))
-    found = bench.prefill(BlendParams(selector="all", nucleus=0.5))
-    assert len(found.result.chosen) == found.plan.inexact_tokens
-    assert (found.result.logits - full.result.logits).abs().max() <= 1e-4
-
-
 def test_gradual_filtering_keeps_a_part_of_what_it_kept(bench: Bench) -> None:
     found = bench.prefill(BlendParams(selector="hkvd", checks=((1, 0.5), (2, 0.25))))
     once = bench.prefill(BlendParams(selector="hkvd", ratio=0.5))
@@ -274,21 +203,6 @@ def test_gradual_filtering_keeps_a_part_of_what_it_kept(bench: Bench) -> None:
     assert fresh[:2] == [inexact, inexact]
     assert fresh[2] == -(-inexact // 2)
     assert fresh[3:] == [-(-inexact // 4)] * (len(fresh) - 3)
-
-
-def _prompt(bench: Bench, done: Prefilled) -> Prompt:
-    return Prompt(bench.engine.model.decoder, done.plan, done.sequence, done.loader)
-
-
-def test_the_mean_shift_is_the_mean_change_and_shrinks_where_changes_disagree(bench: Bench) -> None:
-    every = Candidates(torch.arange(8), torch.zeros(8, dtype=torch.int64), torch.arange(8))
-    shift = MeanShift(
-        _prompt(bench, bench.prefill(BlendParams(mode="full"))), every, every.take(torch.tensor([1, 3, 5]))
-    )
-    layer, same = bench.engine.model.decoder.layers[0], torch.full((3, 2, 4), 2.0)
-    assert torch.allclose(shift._mean(layer, same), torch.full((5, 2, 4), 2.0))
-    opposite = torch.stack((torch.full((2, 4), 3.0), torch.full((2, 4), -3.0), torch.zeros(2, 4)))
-    assert torch.equal(shift._mean(layer, opposite), torch.zeros(5, 2, 4))
 
 
 TWO = Candidates(torch.arange(16), torch.arange(16) // 8, torch.arange(16) % 8)  # two chunks of eight tokens
@@ -301,7 +215,7 @@ class Moved:
     def __init__(self, bench: Bench, every: Candidates = TWO) -> None:
         torch.manual_seed(0)
         decoder, self.done = bench.engine.model.decoder, bench.prefill(BlendParams(mode="full"))
-        self.layer, self.every, self.prompt = decoder.layers[1], every, _prompt(bench, self.done)
+        self.layer, self.every, self.prompt = decoder.layers[1], every, bench.prompt(self.done)
         self.rows = rows_of(decoder, self.done.sequence, torch.arange(16), 16, 16)
         self.k, self.v = torch.randn(2, 16, 2, 16)
 
@@ -400,35 +314,6 @@ def test_chunks_are_solved_together_as_each_alone_on_several_threads() -> None:
     for one, own, *found in zip(a.double(), b.double(), together, on_a_gpu, strict=True):
         for solution in found:
             torch.testing.assert_close(solution.double(), torch.linalg.solve(one, own), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("family", ["llama-gqa", "llama-yarn"])
-def test_the_mean_shift_moves_k_before_rope(tmp_path: Path, family: str) -> None:
-    """By as much as the recomputed tokens moved. llama-yarn's tables of cos and sin carry a factor: they stretch too."""
-    bench = Bench(tmp_path, family)
-    decoder, every = bench.engine.model.decoder, Candidates(torch.arange(8), torch.zeros(8).long(), torch.arange(8))
-    done = bench.prefill(BlendParams(mode="full"))
-    layer, repaired = decoder.layers[1], torch.tensor([1, 3, 5])
-    rows = rows_of(decoder, done.sequence, torch.arange(8), 8, 8)
-    old_k, old_v = torch.randn(2, 8, 2, 16)
-    write_kv(layer, old_k, old_v, rows)
-    shift = MeanShift(_prompt(bench, done), every, every.take(repaired))
-    shift.apply(layer, old_k[repaired] + 0.5, old_v[repaired] + 0.25)
-    found_k, found_v = done.pool.read(1, rows.slots)
-    stale = torch.tensor([0, 2, 4, 6, 7])
-    expected = decoder.kernels.rope(old_k + 0.5, *rows.cos_sin(layer))
-    torch.testing.assert_close(found_k[stale], expected[stale], rtol=0, atol=1e-5)
-    torch.testing.assert_close(found_v[stale], old_v[stale] + 0.25, rtol=0, atol=1e-5)
-
-
-def test_the_mean_shift_holds_at_a_later_check_layer(bench: Bench) -> None:
-    """What an earlier check layer left behind is moved at the later one too."""
-    checks = ((1, 0.5), (2, 0.25))
-    found = [bench.prefill(BlendParams(selector="hkvd", checks=checks, correction=c)) for c in ("none", "mean-shift")]
-    slots = [f.sequence.slots(torch.arange(f.plan.num_tokens)) for f in found]
-    plain, shifted = ([f.pool.read(layer, s)[1] for layer in (1, 2)] for f, s in zip(found, slots, strict=True))
-    assert torch.equal(plain[0], shifted[0]), "nothing is left behind yet"
-    assert not torch.equal(plain[1], shifted[1])
 
 
 @pytest.mark.parametrize("how", CORRECTIONS)

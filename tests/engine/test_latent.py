@@ -106,9 +106,8 @@ def test_the_pool_holds_latents_and_position_keys(engine: Engine) -> None:
     ("selector", "correction"),
     [
         ("query", "regression"),
-        ("hkvd", "mean-shift"),
-        ("perturb", "regression"),
-        ("draft", "mean-shift"),
+        ("hkvd", "regression"),
+        ("first:2+hkvd", "none"),
         ("first:2+query", "regression"),
     ],
 )

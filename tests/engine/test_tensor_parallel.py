@@ -47,7 +47,7 @@ BLENDS = (
     BlendParams(mode="full"),
     BlendParams(ratio=0.15, selector="hkvd"),
     BlendParams(ratio=0.15, selector="query"),
-    BlendParams(ratio=0.3, selector="perturb", correction="mean-shift"),
+    BlendParams(ratio=0.3, selector="query:2+hkvd", correction="none"),
 )
 MODELS = {model.name: model for model in [*hub_models.RUN, *hub_families.RUN]}
 TWO = (

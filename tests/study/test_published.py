@@ -13,6 +13,7 @@ import torch
 from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
 
+from cacheblend_cli.blend.corrections import CORRECTIONS
 from cacheblend_cli.blend.selectors import SELECTORS
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
@@ -38,12 +39,15 @@ SAMPLE = sample(*TEXTS[:4])
 
 @pytest.fixture(scope="module")
 def published() -> Iterator[ModuleType]:
-    known = dict(SELECTORS)
+    known = dict(SELECTORS), dict(CORRECTIONS)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parents[2] / "study"))
-        yield importlib.import_module("published")
-    SELECTORS.clear()
-    SELECTORS.update(known)
+        module = importlib.import_module("published")
+        importlib.import_module("research").register()
+        yield module
+    for registry, before in zip((SELECTORS, CORRECTIONS), known, strict=True):
+        registry.clear()
+        registry.update(before)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from checkpoints import WORDS, write_checkpoint
 
+from cacheblend_cli.blend.corrections import CORRECTIONS
 from cacheblend_cli.blend.selectors import SELECTORS
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
@@ -26,14 +27,16 @@ MODULES = ("run", "results", "report", "sets", "settings", "published", "variant
 @pytest.fixture(scope="module")
 def study() -> Iterator[dict[str, ModuleType]]:
     """Its modules by name."""
-    known = dict(SELECTORS)
+    known = dict(SELECTORS), dict(CORRECTIONS)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(STUDY))
         modules = {name: importlib.import_module(name) for name in MODULES}
         patch.setattr(modules["sets"], "NEEDLE_SETS", 16)
+        importlib.import_module("research").register()
         yield modules
-    SELECTORS.clear()
-    SELECTORS.update(known)
+    for registry, before in zip((SELECTORS, CORRECTIONS), known, strict=True):
+        registry.clear()
+        registry.update(before)  # type: ignore[arg-type]
 
 
 @pytest.fixture
