@@ -13,73 +13,59 @@ QUERY_GROWTH = "llama_4_scaling_beta"  # among RoPE's parameters
 
 
 def rotated_dim(rope: Mapping[str, Any], head_dim: int) -> int:
-    """Channels of a head that this RoPE covers: of proportional RoPE all, though some do not turn."""
+    """Return the channels of a head that this RoPE covers. Proportional RoPE covers all, though some do not rotate."""
     share = None if rope["rope_type"] == "proportional" else rope.get("partial_rotary_factor")
     return int(head_dim * (share or 1))
 
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434): a token's K and V of all heads are made of one latent, and
-    of one position key, which alone is rotated. These two are stored, not K and V.
+    """Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434): one latent per token makes the K and V of all heads.
+    They share one position key, the only part that RoPE rotates. These two are stored instead of K and V."""
 
-    rank: size of the latent. nope_dim: of a head's key, the part made of the latent; the part that all heads share, the position
-    key, is the spec's head_dim. value_dim: size of a head's value. query_rank: size of the latent that queries are made of, 0
-    where they are made of the input.
-    """
-
-    rank: int
-    nope_dim: int
-    value_dim: int
-    query_rank: int = 0
+    rank: int  # size of the latent
+    nope_dim: int  # part of a head's key that the latent makes; the shared position key has the spec's head_dim
+    value_dim: int  # size of a head's value
+    query_rank: int = 0  # size of the latent that makes the queries; 0: they are projected from the input
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Routing as in DeepSeek: first groups of experts, then experts in them (arXiv 2405.04434, section 2.1.1).
+    """DeepSeek's routing: first groups of experts, then experts within them (arXiv 2405.04434, section 2.1.1)."""
 
-    sigmoid: scores by sigmoid and not by softmax, with a correction an expert that counts in the choice alone (arXiv 2408.15664);
-    a group is then as good as its two best experts together, else as its best one. groups, groups_kept: how many there are, and
-    how many of them a token's experts are in. factor: on the weights.
-    """
-
+    # Scores by sigmoid instead of softmax, with a correction per expert that counts for the choice alone (arXiv 2408.15664).
+    # The score of a group is then the sum of its two best experts, else its best one.
     sigmoid: bool
     groups: int = 1
-    groups_kept: int = 1
-    factor: float = 1.0
+    groups_kept: int = 1  # groups that a token's experts come from
+    factor: float = 1.0  # on the weights
 
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """MLPs of which a router chooses a few for each token. layers: those that have them, the others' MLPs are plain.
-
-    width, shared_width: inside an expert, and inside the one that all tokens get (0: there is none). shared: what the checkpoint calls
-    that one; shared_gate: it has a gate of its own. routing: None for the experts of the highest softmax.
-    normed: the weights of a token's experts sum to 1. names: what the checkpoint calls gate, up and down of an expert, router:
-    what chooses; base: where in a layer they are. bias: router and experts have biases.
-    clamped: (alpha, limit) of a SwiGLU as gpt-oss has it, (up + 1) * gate * sigmoid(alpha * gate), where gate is at most
-    limit and up within -limit and limit; None: the activation of the spec.
-    beside: as Gemma 4 has them: the experts' output is added to that of the layer's MLP, each normed; the router norms its
-    input, scales it by channel, and scales what it gives by expert. held: first of the experts that this
-    rank has, and how many; None: all (see `parallel.Shard`).
-    """
+    """MLPs of which a router chooses a few for each token."""
 
     count: int
     per_token: int
-    width: int
-    layers: tuple[int, ...]
-    normed: bool = True
-    shared_width: int = 0
-    base: str = "mlp"
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    router: str = "gate"
-    bias: bool = False
+    width: int  # inside an expert
+    layers: tuple[int, ...]  # with experts; the MLPs of the others are plain
+    normed: bool = True  # the weights of a token's experts sum to 1
+    shared_width: int = 0  # inside the expert that every token gets; 0: there is none
+    base: str = "mlp"  # module with the experts, as the checkpoint names it
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # in the checkpoint
+    router: str = "gate"  # in the checkpoint
+    bias: bool = False  # router and experts have biases
+    # (alpha, limit) of gpt-oss's SwiGLU, (up + 1) * gate * sigmoid(alpha * gate), gate at most limit, up within +-limit.
+    # None: the activation of the spec.
     clamped: tuple[float, float] | None = None
+    # Gemma 4: the experts' output is added to the MLP's, each normed; the router norms its input, scales it per channel,
+    # and scales its weights per expert.
     beside: bool = False
-    shared: str = "shared_expert"
-    shared_gate: bool = True
-    routing: Routing | None = None
-    held: tuple[int, int] | None = field(default=None, repr=False)  # no part of a model's fingerprint
+    shared: str = "shared_expert"  # in the checkpoint
+    shared_gate: bool = True  # the shared expert has a gate
+    routing: Routing | None = None  # None: the experts with the highest softmax
+    # (first, count) of the experts on this rank, None = all (`parallel.Shard`). Not part of the fingerprint.
+    held: tuple[int, int] | None = field(default=None, repr=False)
 
     @property
     def on_rank(self) -> range:
@@ -90,72 +76,33 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class LayerShapes:
-    """Shapes of layers that differ from layer to layer; an entry a layer.
-
-    kv_heads, head_dims: KV heads, and the size of a head. kv_layers: the layer whose K and V a layer attends to, itself where it
-    has its own; those that use another layer's come last. mlp_widths: inside the MLP. values_of_keys: whether V is made of what
-    K's projection gives, before its norm.
-    """
+    """Shapes of layers that differ from layer to layer; an entry per layer."""
 
     kv_heads: tuple[int, ...]
     head_dims: tuple[int, ...]
-    kv_layers: tuple[int, ...]
+    kv_layers: tuple[int, ...]  # the layer whose K and V a layer attends to; layers that use another's come last
     mlp_widths: tuple[int, ...]
-    values_of_keys: tuple[bool, ...]
+    values_of_keys: tuple[bool, ...]  # V is made from the output of K's projection, before its norm
 
     def first(self, num_layers: int) -> LayerShapes:
-        """The shapes of the first layers alone."""
+        """Shapes of the first layers."""
         return LayerShapes(*(values[:num_layers] for values in vars(self).values()))
 
 
 @dataclass(frozen=True)
 class StreamsSpec:
-    """Several residual streams (see `altup`). count: streams; active: the one that layers compute with; scaled: the active one is
-    scaled by channel where a layer's input by token is added; low_rank: of the branch beside attention."""
+    """Several residual streams (see `altup`)."""
 
     count: int
-    active: int
-    scaled: bool
-    low_rank: int
+    active: int  # the stream that layers compute with
+    scaled: bool  # the active stream is scaled per channel where a layer's input by token is added
+    low_rank: int  # of the branch beside attention
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The shape of a decoder-only model. Sizes in elements; `sliding_windows` has an entry a layer (None: no window).
-
-    rope: RoPE's parameters as transformers 5 has them in `rope_parameters`. local_rope: those of layers with a window, where
-    they have others. unrotated: the layers that have no RoPE. tied: config.json says that the output head
-    is the embedding (the weights may say otherwise, see `weights.load_weights`). config: config.json itself.
-
-    What a Llama has not, each field at its default:
-    - interleaved: RoPE turns channels 2i and 2i + 1, and not i and i + half (see `weights.fold`);
-    - norms: which norms a layer has, and what the checkpoint calls them. attention_in and mlp_in: of what goes in,
-      attention_out and mlp_out: of what is added to the residual stream;
-    - parallel: the MLP gets the input of attention, or its own norm of it, and both are added at once;
-    - layer_norm: norms take the mean out first; norm_bias: they add something; norm_offset: what is added to their weights;
-    - qk_norm_over_all: the norm of q and k goes over all heads at once;
-    - gated_mlp: false where an MLP is up, activation, down;
-    - sinks: a logit a head that takes part in the softmax and has no value;
-    - attention_scale: of the scores, null: head_dim ** -0.5; the soft caps: x becomes cap * tanh(x / cap);
-    - embedding_scale, residual_scale, logit_scale: factors on the embedding, on what a layer adds, on the logits;
-    - fused: qkv_proj and gate_up_proj, where the checkpoint holds them in one tensor as we do;
-    - renamed: parts of a layer and their names in the checkpoint, where they are not a Llama's; outer: of `model.embed_tokens`,
-      `model.layers`, `model.norm` and `model.embedding_norm`;
-    - alibi: slopes of the heads, see `AttentionParams`; such a model has no RoPE;
-    - embedding_norm: the embedding is normed, as the input of a layer is;
-    - qkv_clip: q, k and v are cut to at most this, positive or negative;
-    - qkv_by_group: the fused qkv_proj holds the query heads of a KV head, its k and its v, then those of the next;
-    - experts: of a mixture;
-    - other_parts: how the names of tensors begin that belong to other parts of a model, such as its eyes;
-    - latent: of latent attention; num_kv_heads is then 1 and head_dim the size of the position key, which is what K is, and V is the
-      latent;
-    - shapes: of layers that differ; num_kv_heads and head_dim are then those of most layers;
-    - v_norm: V's heads are normed, without a weight; layer_scale: a layer's output is multiplied by a number of its own;
-    - token_width, token_vocab: numbers that every layer gets of a token by itself, of a second embedding with that vocabulary;
-      0: there is none (see `token_input.TokenInputs`);
-    - streams: of a model with several residual streams;
-    - sparsity: for each layer the share of the gate's channels that are cut off, taking them for normally distributed (0: none);
-    - generic: its layers are transformers' (see `generic`), and what says how a layer computes says nothing here."""
+    """The shape of a decoder-only model. Sizes in elements. Fields without a default describe a Llama; the others are features
+    beyond Llama."""
 
     architecture: str
     vocab_size: int
@@ -171,59 +118,81 @@ class ModelSpec:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    tied: bool
+    tied: bool  # the output head is the embedding, by config.json; the weights may differ (`weights.load_weights`)
     max_position_embeddings: int
-    sliding_windows: tuple[int | None, ...]
-    rope: dict[str, Any]
-    config: dict[str, Any]
-    local_rope: dict[str, Any] | None = None
-    unrotated: tuple[int, ...] = ()
-    interleaved: bool = False
+    sliding_windows: tuple[int | None, ...]  # per layer; None: no window
+    rope: dict[str, Any]  # parameters as in transformers 5's `rope_parameters`
+    config: dict[str, Any]  # config.json
+
+    # RoPE and positions
+    local_rope: dict[str, Any] | None = None  # of layers with a window, where it differs
+    unrotated: tuple[int, ...] = ()  # layers without RoPE
+    interleaved: bool = False  # RoPE rotates channels 2i and 2i + 1 instead of i and i + half (`weights.fold`)
+    alibi: tuple[float, ...] | None = None  # slope per head (`AttentionParams`); such a model has no RoPE
+
+    # attention
+    attention_scale: float | None = None  # None: head_dim ** -0.5
+    attention_soft_cap: float | None = None  # x becomes cap * tanh(x / cap)
+    sinks: bool = False  # a logit per head takes part in the softmax without a value
+    qk_norm_over_all: bool = False  # the norm of q and k covers all heads at once
+    v_norm: bool = False  # V's heads are normed, without a weight
+    qkv_clip: float | None = None  # q, k and v are clamped to +- this
+    latent: LatentSpec | None = None  # num_kv_heads is then 1; K is the position key of head_dim, V the latent
+
+    # norms
+    # (norm, name in the checkpoint). attention_in and mlp_in norm the input, attention_out and mlp_out what is added to the
+    # residual stream.
     norms: tuple[tuple[str, str], ...] = (
         ("attention_in", "input_layernorm"),
         ("mlp_in", "post_attention_layernorm"),
     )
-    parallel: bool = False
-    layer_norm: bool = False
+    layer_norm: bool = False  # norms subtract the mean first
     norm_bias: bool = False
-    norm_offset: float = 0.0
-    qk_norm_over_all: bool = False
-    gated_mlp: bool = True
-    sinks: bool = False
-    attention_scale: float | None = None
-    attention_soft_cap: float | None = None
+    norm_offset: float = 0.0  # added to the norms' weights
+
+    # MLP
+    parallel: bool = False  # the MLP gets attention's input, or its own norm of it; both outputs are added at once
+    gated_mlp: bool = True  # False: up, activation, down
+    # Per layer, share of the gate's channels that are cut off, taking them for normally distributed; 0: none.
+    sparsity: tuple[float, ...] = ()
+    experts: ExpertsSpec | None = None
+
+    # embedding and output
     embedding_scale: float = 1.0
-    residual_scale: float = 1.0
+    embedding_norm: bool = False  # the embedding is normed as the input of a layer is
+    residual_scale: float = 1.0  # on what a layer adds
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
-    fused: tuple[str, ...] = ()
-    renamed: tuple[tuple[str, str], ...] = ()
-    outer: tuple[tuple[str, str], ...] = ()
-    alibi: tuple[float, ...] | None = None
-    embedding_norm: bool = False
-    qkv_clip: float | None = None
-    qkv_by_group: bool = False
-    shapes: LayerShapes | None = None
-    v_norm: bool = False
-    layer_scale: bool = False
+    # Size and vocabulary of a second embedding, which gives each layer an input by token (`token_input.TokenInputs`); 0: none.
     token_width: int = 0
     token_vocab: int = 0
+
+    # per layer
+    shapes: LayerShapes | None = None  # where layers differ; num_kv_heads and head_dim are then those of most layers
+    layer_scale: bool = False  # a layer's output is multiplied by a number of its own
     streams: StreamsSpec | None = None
-    sparsity: tuple[float, ...] = ()
-    other_parts: tuple[str, ...] = ()
-    experts: ExpertsSpec | None = None
-    latent: LatentSpec | None = None
+
+    # the checkpoint
+    fused: tuple[str, ...] = ()  # qkv_proj and gate_up_proj, where the checkpoint holds them fused
+    qkv_by_group: bool = False  # fused qkv_proj: the query heads of a KV head, its k and v, then the next KV head's
+    # (part of a layer, name in the checkpoint), where it differs from Llama's; outer: of `model.embed_tokens`,
+    # `model.layers`, `model.norm` and `model.embedding_norm`.
+    renamed: tuple[tuple[str, str], ...] = ()
+    outer: tuple[tuple[str, str], ...] = ()
+    other_parts: tuple[str, ...] = ()  # prefixes of tensors of other parts of a model, such as its vision tower
+
+    # transformers' own layers (`generic`): fields that describe the computation mean nothing then
     generic: bool = False
 
     def rope_of(self, layer: int) -> dict[str, Any] | None:
-        """RoPE parameters of a layer; None if it has no RoPE."""
+        """Return the RoPE parameters of a layer, None if it has no RoPE."""
         if layer in self.unrotated:
             return None
         local = self.local_rope if self.sliding_windows[layer] is not None else None
         return local or self.rope
 
     def heads_of(self, layer: int) -> tuple[int, int]:
-        """(KV heads, head_dim) of a layer."""
+        """Return (KV heads, head_dim) of a layer."""
         if self.shapes is None:
             return self.num_kv_heads, self.head_dim
         return self.shapes.kv_heads[layer], self.shapes.head_dims[layer]
@@ -232,17 +201,17 @@ class ModelSpec:
         return self.intermediate_size if self.shapes is None else self.shapes.mlp_widths[layer]
 
     def kv_layer(self, layer: int) -> int:
-        """The layer whose K and V this one attends to."""
+        """Return the layer whose K and V this one attends to."""
         return layer if self.shapes is None else self.shapes.kv_layers[layer]
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """A row of the residual stream, or of several."""
+        """Shape of a row of the residual stream or streams."""
         return (self.hidden_size,) if self.streams is None else (self.streams.count, self.hidden_size)
 
     @property
     def num_kv_layers(self) -> int:
-        """Layers with K and V of their own: the first ones."""
+        """Number of layers with K and V of their own, which come first."""
         return self.num_layers if self.shapes is None else len(set(self.shapes.kv_layers))
 
     @property
@@ -264,7 +233,7 @@ class ModelSpec:
 
     @property
     def q_size(self) -> int:
-        """Numbers of a row's query, all heads."""
+        """Elements of a row's query over all heads."""
         return self.num_heads * (self.head_dim + (0 if self.latent is None else self.latent.nope_dim))
 
     @property
@@ -273,7 +242,7 @@ class ModelSpec:
 
     @property
     def max_context(self) -> int:
-        """Tokens of a prompt and its answer at most: what RoPE's scaling makes of `max_position_embeddings`.
+        """Most tokens of a prompt and its answer: `max_position_embeddings` after RoPE's scaling.
 
         As vLLM computes it (`_get_and_verify_max_len` in vllm/config/model.py): a linear, dynamic or yarn factor lengthens
         the context, of yarn the one it was trained with; llama3 and longrope state the longer one. transformers means the
