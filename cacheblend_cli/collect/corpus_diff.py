@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as Names
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
@@ -10,7 +11,6 @@ from typing import Any
 
 from cacheblend_store import ChunkStore, DocumentRecord
 from cacheblend_store.format.blobs import CODECS
-from cacheblend_store.format.keys import REPLACED_CODECS
 
 from cacheblend_cli.collect.document_records import StoredDocument, gone_documents
 from cacheblend_cli.collect.paths import Paths
@@ -21,8 +21,7 @@ from cacheblend_cli.corpus.documents import Document, DocumentFile, Skipped, rea
 from cacheblend_cli.corpus.places import is_within, linked_from, place_of
 from cacheblend_cli.corpus.selection import Selection
 from cacheblend_cli.prompt.collection import Collection
-from cacheblend_cli.prompt.dates import kept_dates
-from cacheblend_cli.prompt.kept import ids_of_wordings
+from cacheblend_cli.prompt.records import CollectionRecord, kept_records
 from cacheblend_cli.prompt.wording import Wording
 
 
@@ -35,8 +34,9 @@ class CorpusDiff:
     be read. stored: key -> record, under the document's current name. gone: key -> record of documents that no longer exist, for
     any model or salt. codecs: collection id -> codec. worded: name of each document stored behind another wording of the prompt
     -> latest such wording; these records stay. earlier: collection id -> earlier date behind which documents are stored, None
-    for an encoding of a codec that is no longer read; they are stored again. source_settings: settings the store remembers. selections: name of each given path -> files taken below it.
-    conversions: cache of converted files.    name: name under which --collection finds the paths.
+    if an earlier version stored them; they are stored again. source_settings: settings the store remembers. selections: name of
+    each given path -> files taken below it. conversions: cache of converted files. name: name under which --collection finds the
+    paths.
     """
 
     collection: Collection
@@ -164,16 +164,25 @@ def diff_corpus(
             else:
                 no_documents.add(found.source)
     codecs = {replace(collection, codec=codec).id: codec for codec in CODECS}
-    earlier = _earlier(collection, store)
-    codecs |= {of.id: of.codec for of, _ in earlier}
+    wordings, earlier = dict[str, Wording](), dict[str, date | None]()
+    if store is not None:
+        own, known = CollectionRecord.of(collection), kept_records(store)
+        for record in known.values():
+            if record.id in codecs or not record.is_same(own):
+                continue
+            if record.wording.beginning != own.wording.beginning:
+                wordings[record.id] = record.wording
+            elif record.day != own.day or record.prefix == own.prefix:
+                earlier[record.id] = record.day if record.day != own.day else None
+                codecs[record.id] = record.codec
+        for name, codec in _unrecorded(store, own, records.values(), known.keys() | codecs.keys()):
+            earlier[name], codecs[name] = None, codec
     stored = {k: r for k, r in records.items() if r.collection in codecs}
-    wordings = ids_of_wordings(store, collection) if store else {}
     behind = sorted((r for r in records.values() if r.collection in wordings), key=lambda r: r.updated)
     worded = {r.source: wordings[r.collection] for r in behind}
     unlinked = source_settings.unlinked(names, digests.keys())
     gone = gone_documents(records, digests, no_documents, names)
     gone |= gone_documents(stored, digests, no_documents | unlinked, names)
-    days = {of.id: day for of, day in earlier}
     return CorpusDiff(
         collection,
         names,
@@ -183,7 +192,7 @@ def diff_corpus(
         gone,
         codecs,
         worded,
-        days,
+        earlier,
         source_settings,
         selections,
         paths.conversions,
@@ -191,16 +200,13 @@ def diff_corpus(
     )
 
 
-def _earlier(collection: Collection, store: ChunkStore | None) -> list[tuple[Collection, date | None]]:
-    """Return the collections behind earlier dates of the prompt, in every codec, and their dates; and those in earlier encodings."""
-    dates = kept_dates(store, collection) if store is not None else None
-    days = (*dates.earlier, dates.day) if dates is not None else ()
-    found: list[tuple[Collection, date | None]] = [
-        (replace(of, codec=codec), day)
-        for day in days
-        if day != collection.day
-        for of in [collection.on(day)]
-        for codec in CODECS
-    ]
-    of_days = [collection, *(collection.on(day) for day in days if day != collection.day)]
-    return found + [(replace(of, codec=c, codec_version=1), None) for of in of_days for c in REPLACED_CODECS]
+def _unrecorded(
+    store: ChunkStore, own: CollectionRecord, documents: Iterable[StoredDocument], known: Names[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield id and codec of each collection that an earlier version stored with this model, without a record."""
+    first = {d.collection: d.chunk_keys[0] for d in documents if d.collection not in known and d.keys}
+    with store.read() as reader:
+        for name, key in first.items():
+            chunk = reader.undamaged(key)
+            if chunk is not None and (chunk.model, chunk.tokenizer) == (own.model, own.tokenizer):
+                yield name, chunk.codec

@@ -128,7 +128,7 @@ def _changes(record: StoredDocument, diff: CorpusDiff, part: Part) -> list[tuple
         if (day := diff.earlier[record.collection]) is not None:
             was["date"], now["date"] = day, part.collection.day
         else:
-            was["kv_dtype"] = f"{was['kv_dtype']} in an earlier encoding"
+            was["kv_dtype"] = f"{was['kv_dtype']} of an earlier version"
     flags = {name: f"--{name.replace('_', '-')}" for name in now} | {"head": "--prompt's {source}"}
     differing = [name for name, value in now.items() if name in was and was[name] != value]
     return [(f"{flags[name]} {_as_flag(was[name])}", f"{flags[name]} {_as_flag(now[name])}") for name in differing]

@@ -32,8 +32,7 @@ from cacheblend_cli.corpus.documents import Document, DocumentFile, Skipped
 from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection
-from cacheblend_cli.prompt.dates import keep_date
-from cacheblend_cli.prompt.kept import keep_wording
+from cacheblend_cli.prompt.records import keep_record
 
 if TYPE_CHECKING:
     from cacheblend_cli.collect.cluster import Cluster
@@ -202,9 +201,6 @@ def precompute(
     run = _Run(planner, store, room, on_event, report, options)
     roots = diff.given_roots(options.given) if plan else []
     diff.source_settings.remember(store, roots, options.given, done=False)
-    if plan:
-        keep_date(store, collection)
-        keep_wording(store, collection)
     for part in plan:
         run.store(part)
     run.remove_gone()
@@ -243,6 +239,7 @@ class _Run:
 
     def store(self, part: Part) -> None:
         """Store the part's documents that changed or lack KV, in batches."""
+        keep_record(self._store, part.collection)
         cluster = self._cluster
         collector = (
             Collector(part.collection, self._store, self._keep)

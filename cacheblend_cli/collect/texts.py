@@ -19,8 +19,7 @@ from cacheblend_cli.corpus.documents import Document
 from cacheblend_cli.corpus.places import PUT, SENT
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection
-from cacheblend_cli.prompt.dates import keep_date
-from cacheblend_cli.prompt.kept import keep_wording
+from cacheblend_cli.prompt.records import keep_record
 from cacheblend_cli.types import TextDocument
 
 logger = logging.getLogger("cacheblend")
@@ -102,8 +101,7 @@ class Putting:
 
     def commit(self) -> None:
         """List the document. Any thread; call it once `collect` has returned False."""
-        keep_date(self._store, self._collector.collection)
-        keep_wording(self._store, self._collector.collection)
+        keep_record(self._store, self._collector.collection)
         self._collector.store_texts([p for p in self.chunks if not self._store.has_chunk(p.key)])
         if is_news(self._record, self._old):
             self._store.put_documents([self._record])

@@ -12,8 +12,7 @@ from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.engine.chunk_inputs import chunk_of
 from cacheblend_cli.engine.prefill import PrefillReport
 from cacheblend_cli.errors import DeviceError
-from cacheblend_cli.prompt.dates import keep_date
-from cacheblend_cli.prompt.kept import keep_wording
+from cacheblend_cli.prompt.records import keep_record
 
 
 def has_missing(done: PrefillReport) -> bool:
@@ -34,8 +33,7 @@ def store_missing(done: PrefillReport) -> Iterator[None]:
         return
     what = f"the KV of {count} computed chunk{'s' if count > 1 else ''}"
     try:
-        keep_date(store, request.collection)
-        keep_wording(store, request.collection)
+        keep_record(store, request.collection)
         keep = {s.key for s in done.plan.chunks if s.key} | {request.collection.prefix_key}
         collector = Collector(request.collection, store, keep)
         planned = _planned(done, store, {s.key for s in done.plan.chunks if s.key and s.status == "computed"})
@@ -58,6 +56,7 @@ def _store_taken(done: PrefillReport, store: ChunkStore) -> Iterator[None]:
         planned.append(prefix_chunk(collection))
     keep = {s.key for s in done.plan.chunks if s.key} | {collection.prefix_key}
     try:
+        keep_record(store, collection)
         for chunk in planned:
             if not store.has_kv(chunk.key) and (blobs := tiered.blobs(chunk.key)) is not None:
                 store.put_chunks([(chunk_manifest(collection, chunk), blobs)], keep)

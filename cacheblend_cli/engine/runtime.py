@@ -43,6 +43,7 @@ from cacheblend_cli.model.named import default_model
 from cacheblend_cli.model.read_ahead import remember
 from cacheblend_cli.prompt import dates
 from cacheblend_cli.prompt.collection import Collection
+from cacheblend_cli.prompt.records import kept_day
 from cacheblend_cli.prompt.template import PromptTemplate, split_template
 from cacheblend_cli.prompt.wording import Wording
 from cacheblend_cli.types import SamplingParams
@@ -190,8 +191,8 @@ class Runtime:
         prints no date."""
         if self.template.day is None:
             return None
-        kept = dates.kept_dates(store, self.collection(salt)) if store is not None else None
-        return kept.day if kept is not None else dates.today()
+        kept = kept_day(store, self.collection(salt)) if store is not None else None
+        return kept or dates.today()
 
     def collections(self, salt: str = "", wording: Wording | None = None, day: date | None = None) -> list[Collection]:
         """Collections whose chunks can be used: one per codec, or the one that was asked for; then those that the same

@@ -45,14 +45,15 @@ def retrieve(
         runtime, store, replace(ask, system=None, prompt=None, raw=False)
     )  # stored with the engine's own wording
     lookup = Lookup.with_weights(ask.search or SearchParams(), say)
-    collections = [collection.id for collection in runtime.collections(ask.salt, day=ask.day)]
+    usable = runtime.collections(ask.salt, day=ask.day)
+    collections = [collection.id for collection in usable]
     query = lookup.query or ask.question
     if not lookup.query:
         lookup = replace(lookup, before=" ".join(ask.history[-2:]))  # the last question and its answer
     hits = search(store, query, lookup, collections)
     if not hits:
         own = runtime.collection(ask.salt, day=ask.day)
-        raise found_elsewhere(store, query, lookup, collections) or nothing_found(store, own, collections)
+        raise found_elsewhere(store, query, lookup, collections) or nothing_found(store, own, usable)
     weak = is_weak(hits, lookup.by)
     if weak and lookup.on_weak_match == "refuse" and not ask.keys:
         raise NotFoundError(WEAK, "ask in other words, precompute more documents, or --on-weak-match answer")

@@ -45,7 +45,8 @@ class LoadedModel:
     """A decoder with its tokenizer and metadata.
 
     `fingerprint` covers architecture, weights, RoPE, dtypes and adapter. fingerprints: of the same model, by compute
-    dtype. lora: the adapter merged into the weights, lora_digest: digest of its content. generation_config: contents of
+    dtype. identity: fingerprint of the same model in any dtype, without an adapter. lora: the adapter merged into the weights,
+    lora_digest: digest of its content. generation_config: contents of
     the model's file, unchecked. files: which the weights were read from.
     """
 
@@ -56,6 +57,7 @@ class LoadedModel:
     fingerprint: str
     eos_ids: frozenset[int]
     fingerprints: Mapping[str, str] = field(default_factory=dict)
+    identity: str = ""
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     lora: Path | None = None
     lora_digest: str = ""
@@ -168,6 +170,7 @@ def load_model(
         tokenizer=tokenizer,
         fingerprint=fingerprint_of(decoder.spec, compute_dtype),
         fingerprints={name: fingerprint_of(decoder.spec, dtype) for name, dtype in DTYPES.items()},
+        identity=model_fingerprint(decoder.spec, path, torch.float32),
         eos_ids=_eos_ids(path, generation, spec.config, tokenizer),
         generation_config=generation,
         lora=lora,

@@ -11,7 +11,6 @@ from functools import cached_property
 import torch
 from cacheblend_store import KeyParts, chunk_key, collection_id
 from cacheblend_store.format.blobs import CODECS, BlobSpec, blob_size, blob_spec
-from cacheblend_store.format.keys import CODEC_VERSION
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.loading import LoadedModel
@@ -29,12 +28,16 @@ def check_kv_dtype(name: str) -> None:
         raise UsageError(f"unknown KV dtype {name!r}", f"known: auto, {', '.join(CODECS)}")
 
 
+def salt_digest(salt: str) -> str:
+    """Return a digest that identifies a salt without storing it; "" without one."""
+    return hashlib.blake2b(salt.encode(), digest_size=16, person=b"salt").hexdigest() if salt else ""
+
+
 @dataclass(frozen=True)
 class Collection:
     """Everything a chunk's key depends on except the chunk: chunks of one collection can share a prompt.
 
     template: only its prefix is part of the key. computed_in: dtype the chunks were computed in, "" for the model's own.
-    codec_version: see KeyParts.
     """
 
     model: LoadedModel
@@ -42,7 +45,6 @@ class Collection:
     codec: str
     salt: str
     computed_in: str = ""
-    codec_version: int = CODEC_VERSION
 
     @classmethod
     def of(cls, model: LoadedModel, template: PromptTemplate, kv_dtype: str, salt: str) -> Collection:
@@ -77,8 +79,7 @@ class Collection:
 
     @property
     def salt_digest(self) -> str:
-        """Digest that identifies the salt without storing it; "" without a salt."""
-        return hashlib.blake2b(self.salt.encode(), digest_size=16, person=b"salt").hexdigest() if self.salt else ""
+        return salt_digest(self.salt)
 
     def check_chunk_tokens(self, chunk_tokens: int) -> None:
         """Raise UsageError for chunks that do not fit the model's context after the prefix."""
@@ -137,6 +138,4 @@ class Collection:
     def _parts(self, prefix_ids: Sequence[int], left: Sequence[int]) -> KeyParts:
         model = self.model
         fingerprint = model.fingerprints[self.computed_in] if self.computed_in else model.fingerprint
-        return KeyParts(
-            fingerprint, model.tokenizer.fingerprint, prefix_ids, left, self.codec, self.salt, self.codec_version
-        )
+        return KeyParts(fingerprint, model.tokenizer.fingerprint, prefix_ids, left, self.codec, self.salt)

@@ -55,6 +55,11 @@ class Wording:
         before = self.prompt.split(CHUNKS)[0]
         return before[before.rfind("\n", 0, before.index(SOURCE)) + 1 :] if SOURCE in before else ""
 
+    @property
+    def beginning(self) -> tuple[Any, ...]:
+        """The parts that the text before the chunks is made of."""
+        return self.prompt.split(CHUNKS)[0], self.system, self.variables, self.raw
+
     def message(self, chunks: str, question: str) -> str:
         """Return the user's message with chunks and question filled in."""
         before, rest = self.prompt.split(CHUNKS)

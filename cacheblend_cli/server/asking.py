@@ -16,7 +16,8 @@ from cacheblend_cli.engine.chunk_inputs import chunk_of
 from cacheblend_cli.engine.request import Request, resolve
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import NothingFound
-from cacheblend_cli.prompt.kept import kept_wordings
+from cacheblend_cli.prompt.collection import salt_digest
+from cacheblend_cli.prompt.records import kept_records
 from cacheblend_cli.prompt.wording import CHUNKS, DEFAULT, QUESTION
 from cacheblend_cli.server import documents
 from cacheblend_cli.server.bodies import AskBody, SearchIn
@@ -151,9 +152,8 @@ def _is_seen_by(runtime: Runtime, host: ServerState, manifest: ChunkManifest, te
         return True
     if manifest.source.startswith((SENT, PUT)):
         return manifest.source.split("/", 2)[1] == tenant.name
-    wordings = [None, *kept_wordings(host.store)]
-    day = runtime.day(host.store, tenant.salt)
-    return any(manifest.collection == c.id for w in wordings for c in runtime.collections(tenant.salt, w, day))
+    record = kept_records(host.store).get(manifest.collection)
+    return record is not None and record.salt == salt_digest(tenant.salt)
 
 
 def _origin(host: ServerState, key: bytes) -> Origin:

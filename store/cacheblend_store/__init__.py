@@ -19,7 +19,15 @@ from cacheblend_store.errors import (
     TierUsage,
 )
 from cacheblend_store.format.keys import FORMAT_VERSION, KeyParts, chunk_key, collection_id
-from cacheblend_store.format.records import NOWHERE, ChunkManifest, DocumentChunk, DocumentRecord, Locator, Memo
+from cacheblend_store.format.records import (
+    COLLECTION,
+    NOWHERE,
+    ChunkManifest,
+    DocumentChunk,
+    DocumentRecord,
+    Locator,
+    Memo,
+)
 from cacheblend_store.store import ChunkStore, StoreReader
 from cacheblend_store.upkeep.prune import PruneReport, prune
 from cacheblend_store.upkeep.rewriting import SalvageReport, compact, salvage
@@ -27,6 +35,7 @@ from cacheblend_store.upkeep.stats import Amount, StoreStats, stats
 from cacheblend_store.upkeep.verify import Finding, VerifyReport, verify
 
 __all__ = [
+    "COLLECTION",
     "FORMAT_VERSION",
     "NOWHERE",
     "AmbiguousId",

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +24,7 @@ from cacheblend_store.errors import (
 )
 from cacheblend_store.format.keys import KEY_BYTES
 from cacheblend_store.format.records import (
+    COLLECTION,
     ChunkManifest,
     DocumentRecord,
     Memo,
@@ -133,7 +135,7 @@ class ChunkStore:
         """Put chunks there as they are stored from now on, in the background, until the store is closed. A store that is used as
         a context manager waits for that up to FLUSH_S."""
         self.tier = tier
-        tier.start(self.get_blobs)
+        tier.start(self.get_blobs, partial(self.memo, COLLECTION))
 
     @property
     def generation(self) -> int:

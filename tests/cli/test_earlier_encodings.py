@@ -22,13 +22,13 @@ def test_an_earlier_encoding_is_named_and_replaced(
         old = cli("precompute", "docs", "--kv-dtype", codec, "-q").out.split()
     refused = cli("ask", "alpha", "--kv-dtype", codec)
     assert refused.code == 3
-    assert f"{len(old)} chunks are stored for {model} in the {codec} of an earlier version" in refused.err
+    assert f"{len(old)} chunks are stored for {model} by an earlier version of cacheblend" in refused.err
     assert "precompute the documents" in refused.err
     named = cli("ask", "alpha", "--chunks", old[0], "--max-tokens", "1", "--json").records[0]
     assert [chunk["status"] for chunk in named["chunks"]] == ["computed"]
     assert any(f"no KV of this model in {codec}" in note for note in named["notes"])
     planned = cli("precompute", "docs", "--kv-dtype", codec, "--dry-run")
-    assert f"--kv-dtype '{codec} in an earlier encoding'" in planned.out + planned.err
+    assert f"--kv-dtype '{codec} of an earlier version'" in planned.out + planned.err
     again = cli("precompute", "--yes", "--json")  # with the settings of the folder
     assert again.code == 0, again.err
     ids = [record["id"] for record in again.records if "id" in record]

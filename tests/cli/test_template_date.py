@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 from bare_store import bare_writing
-from cacheblend_store import ChunkStore, verify
+from cacheblend_store import COLLECTION, ChunkStore, verify
 from projects import listed, write
 
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.prompt import dates
+from cacheblend_cli.prompt.records import keep_record
 from cacheblend_cli.types import AskRequest
 
 Cli = Callable[..., Any]
@@ -135,17 +136,30 @@ def test_a_template_without_a_date_is_as_it_was(cli: Cli, docs: Path, monkeypatc
     assert cli("precompute", "docs", "--date", "yesterday").code == 2
 
 
-def test_a_store_without_the_date_is_read_by_the_prefix_it_has(
+def test_a_store_of_an_earlier_version_says_so_and_is_replaced(
     dated: Cli, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of an earlier version, or one that was pulled from a tier."""
+    before = statuses(dated, "docs")
+    go_to(monkeypatch, FIRST + timedelta(days=90))
+    with ChunkStore.open(tmp_path / "store", mode="write") as store, bare_writing(store) as (txn, dbs):
+        txn.delete(store.memos(COLLECTION)[0].key, db=dbs["meta"])
+    refused = dated("ask", "alpha beta?")
+    assert refused.code == 3
+    assert f"{len(before)} chunks are stored for" in refused.err
+    assert "by an earlier version of cacheblend" in refused.err
+    assert "precompute replaces them" in refused.err
+    assert dated("precompute", "docs").code == 2, "it is asked about"
+    assert statuses(dated, "docs", "--yes") == ["replaced"] * len(before)
+    assert len(dated("chunks", "ls", "--json").records) == len(before)
+    assert {c["status"] for c in ask(dated)["chunks"]} <= {"exact", "blended"}
+
+
+def test_the_date_goes_to_a_tier_and_comes_from_it(
+    dated: Cli, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     statuses(dated, "docs")
     first = ask(dated)
     go_to(monkeypatch, FIRST + timedelta(days=90))
-    with ChunkStore.open(tmp_path / "store", mode="write") as store, bare_writing(store) as (txn, dbs):
-        txn.delete(store.memos("date")[0].key, db=dbs["meta"])
-    assert ask(dated)["prompt_ids"] == first["prompt_ids"]
-    assert set(statuses(dated, "docs")) == {"unchanged"}
     (tmp_path / "usb").mkdir()
     usb = f"file://{tmp_path / 'usb'}"
     assert dated("chunks", "push", usb).code == 0
@@ -186,8 +200,8 @@ def test_a_date_belongs_to_its_request(dated: Cli, tmp_path: Path) -> None:
     runtime = Engine.load(EngineConfig(model=str(tmp_path / "dated"), threads=1)).runtime
     own, later = runtime.template, FIRST + timedelta(days=3)
     with ChunkStore.open(tmp_path / "kept", mode="write") as store:
-        dates.keep_date(store, runtime.collection(day=FIRST))
-        dates.keep_date(store, runtime.collection("other", day=later))
+        keep_record(store, runtime.collection(day=FIRST))
+        keep_record(store, runtime.collection("other", day=later))
         assert [runtime.day(store, salt) for salt in ("", "other", "")] == [FIRST, later, FIRST]
         requests = [resolve(runtime, store, AskRequest("who?", (), salt=salt)) for salt in ("", "other")]
     assert [request.collection.day for request in requests] == [FIRST, later]

@@ -12,15 +12,13 @@ from cacheblend_store.format.levels import BITS
 
 FORMAT_VERSION = 2
 CODEC_VERSION = 2  # of the codecs with a number of bits
-REPLACED_CODECS = ("int8", "int4")  # those of version 1 (KIVI, arXiv 2402.02750), which is no longer read
 KEY_BYTES = 20  # blake2b-160
 
 
 @dataclass(frozen=True)
 class KeyParts:
     """model: fingerprint of architecture, weights, RoPE and dtype; tokenizer: its fingerprint; prefix_ids: tokens before
-    every chunk; left_context_ids: tokens between the prefix and this chunk when it was collected; salt separates tenants;
-    codec_version: encoding of a codec with a number of bits, no part of the keys of other codecs."""
+    every chunk; left_context_ids: tokens between the prefix and this chunk when it was collected; salt separates tenants."""
 
     model: str
     tokenizer: str
@@ -28,7 +26,6 @@ class KeyParts:
     left_context_ids: Sequence[int]
     codec: str
     salt: str = ""
-    codec_version: int = CODEC_VERSION
 
 
 def chunk_key(parts: KeyParts, token_ids: Sequence[int]) -> bytes:
@@ -60,8 +57,7 @@ def unpack_ids(data: bytes) -> tuple[int, ...]:
 
 def _digest_of(kind: bytes, parts: KeyParts) -> hashlib.blake2b:
     ids = tuple(parts.prefix_ids)
-    versioned = parts.codec in BITS and parts.codec_version > 1
-    codec = f"{parts.codec}.{parts.codec_version}" if versioned else parts.codec
+    codec = f"{parts.codec}.{CODEC_VERSION}" if parts.codec in BITS else parts.codec
     return _digest(kind, parts.model, parts.tokenizer, ids, codec, parts.salt).copy()
 
 

@@ -23,6 +23,8 @@ MAX_MANIFEST_BYTES = 8 << 20  # some 800,000 tokens
 MAX_DOCUMENT_BYTES = 256 << 20
 MAX_MEMO_BYTES = 64 << 20
 MEMO_KEYS = b"memo\0"
+COLLECTION = "collection"
+"""Kind of the memos that say what collections are, named by their ids. They go to a tier with the collections' chunks."""
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 

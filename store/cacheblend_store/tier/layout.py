@@ -20,14 +20,19 @@ from cacheblend_store.errors import BadBlob
 from cacheblend_store.format.blobs import CODECS, blob_prefix, blob_size
 from cacheblend_store.format.keys import KEY_BYTES, blob_key, pack_ids
 from cacheblend_store.format.records import (
+    COLLECTION,
     MAX_DOCUMENT_BYTES,
     MAX_MANIFEST_BYTES,
     ChunkManifest,
     DocumentRecord,
+    Memo,
     blob_digest,
     decode_manifest,
+    decode_memo,
     encode_manifest,
+    encode_memo,
     layer_spec,
+    memo_key,
     seal,
     unseal,
 )
@@ -39,6 +44,7 @@ HEAD = struct.Struct(f"<8sHHI{SALT_BYTES}s")  # magic, version, 1 if encrypted, 
 GROUP_BYTES = 4 << 20
 WHOLE_BYTES = 8 << 20
 MAX_LAYERS = 1024
+MAX_COLLECTION_BYTES = 1 << 20
 
 
 class DocumentBundle(NamedTuple):
@@ -146,6 +152,20 @@ def decode_bundle(data: memoryview, name: str, cipher: Cipher | None) -> tuple[b
         return msgspec.msgpack.decode(unseal(name.encode(), body), type=tuple[bytes, bytes, list[bytes]])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadBlob(f"the document does not read: {error}") from error
+
+
+def encode_collection(memo: Memo, name: str, cipher: Cipher | None) -> bytes:
+    """Return the object of a collection's memo."""
+    return _encode_head(encode_memo(memo), _salt(cipher), name, cipher)
+
+
+def decode_collection(data: memoryview, collection: str, name: str, cipher: Cipher | None) -> Memo:
+    """Return the memo. Raises BadBlob if it is damaged, or another collection's."""
+    body, _, _ = _decode_head(data, name, cipher, MAX_COLLECTION_BYTES)
+    memo = decode_memo(memo_key(COLLECTION, collection), body)
+    if (memo.kind, memo.name) != (COLLECTION, collection):
+        raise BadBlob("its object is another collection's")
+    return memo
 
 
 def _salt(cipher: Cipher | None) -> bytes:

@@ -28,6 +28,7 @@ from cacheblend_store.format.records import (
     DIGEST_BYTES,
     MAX_DOCUMENT_BYTES,
     ChunkManifest,
+    Memo,
     blob_digest,
     decode_document,
     decode_manifest,
@@ -36,19 +37,22 @@ from cacheblend_store.format.records import (
 )
 from cacheblend_store.tier.cipher import Cipher
 from cacheblend_store.tier.layout import (
+    MAX_COLLECTION_BYTES,
     VERSION,
     DocumentBundle,
     Head,
     Layout,
     decode_bundle,
+    decode_collection,
     decode_head,
     encode_bundle,
     encode_chunk,
+    encode_collection,
 )
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "file", "memory")
 MAX_CHUNK_BYTES = 16 << 30
-_ROOT, _DOCUMENTS, _MARKER = f"v{VERSION}", "documents", "cacheblend-tier.json"
+_ROOT, _DOCUMENTS, _COLLECTION, _MARKER = f"v{VERSION}", "documents", "collection", "cacheblend-tier.json"
 _CONNECT_S, _REQUEST_S = 2, 30
 _PIECE_BYTES = 8 << 20  # a request: a timeout is of one, however large the object
 _LISTED = 1000  # objects a request
@@ -261,6 +265,28 @@ class Tier:
     def documents(self) -> Iterator[TierObject]:
         """Yield the objects of all documents."""
         return (found for found in self._list() if found.name.count("/") == 3)
+
+    # collections
+
+    def put_collection(self, memo: Memo) -> None:
+        """Write a collection's memo in place of what is there."""
+        name = self._collection_name(memo.name)
+        self._put(name, encode_collection(memo, name, self._cipher))
+
+    def get_collection(self, collection: str) -> Memo | None:
+        """Return a collection's memo, checked; None if it is not there. Raises BadBlob."""
+        name = self._collection_name(collection)
+        try:
+            with _errors(self.url):
+                size = int(self._api.head(self._store, name)["size"])
+        except TierNotFound:
+            return None
+        if size > 2 * MAX_COLLECTION_BYTES:
+            raise BadBlob(f"a collection's record of {size:,} bytes")
+        return decode_collection(self._read(name, 0, size), collection, name, self._cipher)
+
+    def _collection_name(self, collection: str) -> str:
+        return f"{self._folder(collection)}/{_COLLECTION}"
 
     # objects
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TypeVar
 
 from cacheblend_store.errors import BadBlob, StoreError, TierNotFound
-from cacheblend_store.format.records import ChunkManifest
+from cacheblend_store.format.records import ChunkManifest, Memo
 from cacheblend_store.tier.layout import Layout
 from cacheblend_store.tier.objects import Tier
 from cacheblend_store.tier.threads import Threads
@@ -26,6 +26,8 @@ _NEW = 0.2  # weight of the newest measurement in a running average
 T = TypeVar("T")
 Load = Callable[[bytes], tuple[ChunkManifest, Sequence[bytes]] | None]
 """Reads a chunk with KV from the store; None if it has none now."""
+LoadCollection = Callable[[str], Memo | None]
+"""Reads a collection's memo from the store."""
 logger = logging.getLogger("cacheblend")
 
 
@@ -62,6 +64,8 @@ class SharedTier:
         self._readers, self._writers = Threads(READERS, "tier-read"), Threads(WRITERS, "tier-write")
         self._changed = threading.Condition()
         self._load: Load | None = None
+        self._load_collection: LoadCollection = lambda collection: None
+        self._collections = set[str]()  # those that were put
         self._waiting = deque[bytes]()
         self._writing = 0
         self._known, self._refused = set[bytes](), set[bytes]()  # keys that are there; those of objects to replace
@@ -164,9 +168,9 @@ class SharedTier:
 
     # writing
 
-    def start(self, load: Load) -> None:
-        """Put chunks from now on. load: reads them from the store."""
-        self._load = load
+    def start(self, load: Load, load_collection: LoadCollection) -> None:
+        """Put chunks from now on, and the memos of their collections. load, load_collection: read them from the store."""
+        self._load, self._load_collection = load, load_collection
 
     def offer(self, keys: Iterable[bytes]) -> None:
         """Put these chunks of the store in the background, unless the tier has them."""
@@ -192,6 +196,7 @@ class SharedTier:
                 )
                 size = self._request(lambda: self.tier.put_chunk(*chunk)) if there is None else 0
                 put = True
+                self._put_collection(chunk[0].collection)
         except StoreError:
             pass  # `_request` said so, or verify says that the store is damaged
         finally:
@@ -205,6 +210,15 @@ class SharedTier:
                 else:
                     self._known.discard(key)
                 self._changed.notify_all()
+
+    def _put_collection(self, collection: str) -> None:
+        """Put a collection's memo once."""
+        with self._changed:
+            new = collection not in self._collections
+            self._collections.add(collection)
+        memo = self._load_collection(collection) if new else None
+        if memo is not None:
+            self._request(lambda: self.tier.put_collection(memo))
 
     @property
     def unput(self) -> int:

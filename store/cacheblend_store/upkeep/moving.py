@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal, TypeVar
 
 from cacheblend_store.errors import BadBlob, StoreFull
-from cacheblend_store.format.records import ChunkManifest, DocumentRecord
+from cacheblend_store.format.records import COLLECTION, ChunkManifest, DocumentRecord
 from cacheblend_store.progress import Progress
 from cacheblend_store.store import ChunkStore
 from cacheblend_store.tier.layout import DocumentBundle
@@ -86,7 +87,10 @@ def push(
 
     for done, chunk in enumerate(_side_by_side(wanted, put), 1):
         on_chunk(report.add(chunk), done, len(wanted))
-    moved = set(wanted)
+    moved, collections = set(wanted), {every[key][0] for key in wanted if key in every}
+    for memo in store.memos(COLLECTION):
+        if memo.name in collections:
+            tier.put_collection(memo)
     for record in store.documents():
         if any(chunk.key in moved for chunk in record.chunks):
             texts = tuple(m for c in record.chunks if (m := _text(store, c.key)) is not None)
@@ -111,6 +115,7 @@ def pull(
     """
     tier.check()
     report, needed, owned = MoveReport(), dict[str, None](), set[str]()
+    known = {memo.name for memo in store.memos(COLLECTION)}
     for found in tier.documents():
         try:
             bundle = tier.get_document(found.name, found.size)
@@ -126,6 +131,7 @@ def pull(
             store, record, bundle, report, rename, replace_documents
         ):
             needed.update(dict.fromkeys(names))
+            _take_collection(store, tier, record.collection, known)
     objects = [o for o in tier.chunks() if o.name in needed or (o.name not in owned and _is_wanted(o, wanted))]
 
     def get(found: TierObject) -> tuple[MovedChunk, ChunkManifest | None, list[bytes]]:
@@ -146,6 +152,7 @@ def pull(
             done += 1
             on_chunk(report.add(chunk), done, len(objects))
             continue
+        _take_collection(store, tier, manifest.collection, known)
         batch.append((replace(manifest, source=rename(manifest.source)), blobs))
         if sum(m.num_bytes for m, _ in batch) >= _BATCH_BYTES:
             for moved in _put(store, batch):
@@ -175,6 +182,16 @@ def prune_tier(
             if progress is not None:
                 progress(min(start + 1000, len(names)), len(names))
     return len(names), num_bytes
+
+
+def _take_collection(store: ChunkStore, tier: Tier, collection: str, known: set[str]) -> None:
+    """Store a collection's memo if it is not known. A damaged one is left out: chunks are found without."""
+    if collection in known:
+        return
+    known.add(collection)
+    with suppress(BadBlob):
+        if (memo := tier.get_collection(collection)) is not None:
+            store.put_memos([memo])
 
 
 def _take_document(

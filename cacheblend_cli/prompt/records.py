@@ -1,0 +1,89 @@
+"""CollectionRecord: what a collection's id is a digest of, kept in the store when its first chunk is, to tell how two collections differ."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import date
+
+from cacheblend_store import COLLECTION, ChunkStore, Memo
+from msgspec import convert, to_builtins
+
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.prompt.collection import Collection
+from cacheblend_cli.prompt.wording import Wording
+
+
+@dataclass(frozen=True)
+class CollectionRecord:
+    """The parts of a collection."""
+
+    id: str
+    model_name: str
+    model: str  # fingerprint
+    identity: str  # fingerprint of the same model in any dtype, without an adapter
+    dtype: str
+    weight_dtype: str
+    adapter: str  # digest, "" for none
+    tokenizer: str  # fingerprint
+    codec: str
+    wording: Wording
+    day: date | None  # in the prefix, None for a template without a date
+    prefix: str  # digest of the ids before the chunks
+    salt: str  # digest, "" for none
+    updated: float = 0.0  # when the date was last chosen, seconds since the epoch
+
+    @classmethod
+    def of(cls, collection: Collection) -> CollectionRecord:
+        model = collection.model
+        return cls(
+            id=collection.id,
+            model_name=model.name,
+            model=model.fingerprint,
+            identity=model.identity,
+            dtype=collection.prefix_codec,
+            weight_dtype=model.weight_dtype,
+            adapter=model.lora_digest,
+            tokenizer=model.tokenizer.fingerprint,
+            codec=collection.codec,
+            wording=collection.template.wording,
+            day=collection.day,
+            prefix=hashlib.blake2b(repr(collection.prefix_ids).encode(), digest_size=16).hexdigest(),
+            salt=collection.salt_digest,
+        )
+
+    def is_same(self, other: CollectionRecord) -> bool:
+        """Return whether both are of one model, in one dtype, and one salt."""
+        return (self.model, self.tokenizer, self.salt) == (other.model, other.tokenizer, other.salt)
+
+
+def kept_records(store: ChunkStore) -> dict[str, CollectionRecord]:
+    """Return the records by collection id. Collections that were stored by an earlier version have none."""
+    found = {}
+    for memo in store.memos(COLLECTION):
+        with suppress(ValueError, UsageError):
+            found[memo.name] = replace(convert(memo.value, CollectionRecord), updated=memo.updated)
+    return found
+
+
+def keep_record(store: ChunkStore, collection: Collection) -> None:
+    """Keep the collection's record, which makes its date that of its model and salt."""
+    own, known = CollectionRecord.of(collection), kept_records(store)
+    if own.id not in known or (own.day is not None and own.day != _latest_day(known.values(), own)):
+        now = time.time()
+        store.put_memos([Memo(COLLECTION, own.id, to_builtins(replace(own, updated=now)), now)])
+
+
+def kept_day(store: ChunkStore, collection: Collection) -> date | None:
+    """Return the date of the latest collection of the model and salt. None if the template prints no date or nothing is stored."""
+    if collection.day is None:
+        return None
+    return _latest_day(kept_records(store).values(), CollectionRecord.of(collection))
+
+
+def _latest_day(known: Iterable[CollectionRecord], own: CollectionRecord) -> date | None:
+    dated = [record for record in known if record.day is not None and record.is_same(own)]
+    return max(dated, key=lambda record: record.updated).day if dated else None
