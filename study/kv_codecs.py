@@ -28,7 +28,7 @@ from cacheblend_store.format.blobs import blob_size, blob_spec
 from cacheblend_store.format.codecs import coded, decode_kv
 from cacheblend_store.format.keys import CODEC_VERSION
 from cacheblend_store.format.levels import bits_of
-from results import correction_version, digits, hardware, median, p90, write_result
+from results import CORRECTION, digits, hardware, median, p90, write_result
 from sets import study_sets
 from wrapped import resolved
 
@@ -94,7 +94,10 @@ def blended(engine: Engine, store: ChunkStore, sample: Sample, tokens: int) -> F
     answer, reference = answered(runtime, done, tokens)
     done.sequence.release()
     found = dict[str, Divergence]()
-    for codec, of in {EXACT: runtime, **{c: Runtime(engine.model, replace(engine.config, kv_dtype=c)) for c in CODECS}}.items():
+    for codec, of in {
+        EXACT: runtime,
+        **{c: Runtime(engine.model, replace(engine.config, kv_dtype=c)) for c in CODECS},
+    }.items():
         keys = convert(of, store, sample)
         asked = resolve(of, store, AskRequest(sample.question, keys))
         for name, blend in {"": BlendParams(), "reuse ": BlendParams(mode="reuse")}.items():
@@ -151,7 +154,14 @@ class Records:
         with self._path.open("a", encoding="utf-8") as stream:
             for codec, d in found.items():
                 kl = [float(f"{x:.6g}") for x in d.kl]
-                row = {**self._setting, "model": model, "question": question, "codec": codec, "kl": kl, "top1": list(d.top1)}
+                row = {
+                    **self._setting,
+                    "model": model,
+                    "question": question,
+                    "codec": codec,
+                    "kl": kl,
+                    "top1": list(d.top1),
+                }
                 self.rows.append(row)
                 stream.write(json.dumps(row) + "\n")
 
@@ -167,7 +177,11 @@ def figures(rows: Sequence[dict[str, Any]], baseline: str) -> list[dict[str, Any
     kls = {codec: [statistics.fmean(of[q]["kl"]) for q in questions] for codec, of in by.items()}
     for codec, of in by.items():
         of_all = [of[q] for q in questions]
-        found: dict[str, Any] = {"codec": codec, "questions": len(questions), "kl": digits(bootstrap.interval(mean, kls[codec]))}
+        found: dict[str, Any] = {
+            "codec": codec,
+            "questions": len(questions),
+            "kl": digits(bootstrap.interval(mean, kls[codec])),
+        }
         found["kl_median"] = digits(bootstrap.interval(median, kls[codec]))
         found["kl_p90"] = digits(bootstrap.interval(p90, kls[codec]))
         if baseline in kls and codec != baseline:
@@ -209,7 +223,7 @@ def main() -> None:
     setting = {"set": arguments.set, "blended": arguments.blended, "dtype": arguments.dtype, "version": CODEC_VERSION}
     setting["bits"] = [list(bits_of(codec, 64)) for codec in CODECS]
     if arguments.blended:
-        setting["correction"] = correction_version()
+        setting["correction"] = CORRECTION
     records = Records(arguments.records, **setting)
     engines = {
         Path(name).stem: Engine.load(EngineConfig(model=name, dtype=arguments.dtype, threads=arguments.threads))

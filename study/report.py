@@ -36,6 +36,7 @@ COLUMNS = {
     "kl_p90": ("90th percentile", "{0:.3f}"),
     "top1": ("top-1", PERCENT),
     "same_answer": ("same answer", "{0:.0%}"),
+    "same_start": ("same first 16", "{0:.0%}"),
     "found": ("contains reference", "{0:.0%}"),
     "likelihood": ("its likelihood", "{0:+.3f}"),
     "k_error": ("K error", "{0:.3f}"),
@@ -80,10 +81,6 @@ def blocks_of(found: dict[str, Any]) -> dict[str, str]:
             blocks[name] = about(result) + "\n\n" + table(shown)
             if len(ratios) > 3:
                 blocks[f"{name} by ratio"] = by_ratio(result["rows"])
-    codecs = {name.removeprefix("codec-"): found[name] for name in found if name.startswith("codec-")}
-    if codecs:
-        rows = [row | {"label": f"{codec}, {row['label']}"} for codec, r in codecs.items() for row in r["rows"][1:]]
-        blocks["codecs"] = about(next(iter(codecs.values()))) + "\n\n" + table(rows)
     return blocks
 
 
@@ -95,7 +92,9 @@ def about(result: Row) -> str:
         f"{result['questions']} questions{half}; model `{result['model']}` in {result['dtype']}, greedy; {h['cpu']}, {h['cores']} cores, "
         f"{h['threads']} thread(s), torch {h['torch']}."
     )
-    if "found" in full:
+    if "asked" in result:
+        text = f"Of {result['asked']} questions those that full prefill answers at least in part: {text}"
+    if "likelihood" in full and "found" in full:
         text += f" Full prefill's answers contain the reference in {full['found'][0]:.0%}"
         text += f"; log-likelihood of the reference {full['likelihood'][0]:.2f} nats a token."
     if timed := result.get("timed"):

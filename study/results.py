@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import statistics
@@ -20,7 +19,6 @@ import torch
 from cacheblend_store import ChunkStore
 from settings import DEFAULT
 
-from cacheblend_cli.blend import corrections
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.prefill import prefill
@@ -37,6 +35,10 @@ from cacheblend_cli.types import AskRequest
 
 MAIN_RATIO = 0.15
 TIMED_ROUNDS = 3
+CORRECTION = "windows"
+"""Names what blend/corrections.py computes; measurements of another one are not of the same default. To be changed with its results
+on any model, not when code moves."""
+SAME_TOKENS = 16
 Row = dict[str, Any]
 Measure = Callable[[Engine, ChunkStore, Sample, float], Row]
 
@@ -45,7 +47,7 @@ def rows_of(results: Results, samples: Sequence[Sample], measures: Sequence[str]
     """Return a row per setting: label, context, ratio, work (fresh token-layers over reusable ones) and the measures.
 
     A measure is [value, low, high], with a 95 % bootstrap interval over the questions, paired between settings, or a number.
-    kl: nats per token, over all tokens; kl_median and kl_p90: of the questions' means; less_default: the questions' mean KL
+    same_start: share of questions whose first 16 greedy tokens are full prefill's. kl: nats per token, over all tokens; kl_median and kl_p90: of the questions' means; less_default: the questions' mean KL
     minus that of the default at the same ratio (at .15 for reuse); nearer: number of questions on which the default is nearer.
     """
     bootstrap = Bootstrap(len(samples))
@@ -55,6 +57,9 @@ def rows_of(results: Results, samples: Sequence[Sample], measures: Sequence[str]
         records = results.by_label[summary.label]
         found = _summary_measures(summary) | _question_measures(bootstrap, kls[summary.label])
         found |= _answer_measures(bootstrap, samples, records)
+        if kls[summary.label]:
+            same = [float(all(record.top1[:SAME_TOKENS])) for record in records]
+            found["same_start"] = bootstrap.interval(mean, same)
         found |= _against_default(bootstrap, kls, summary)
         row: Row = {"label": summary.label, "context": summary.setting["context"]}
         row |= {"ratio": summary.ratio, "work": _short(summary.budget)}
@@ -80,12 +85,17 @@ def _answer_measures(bootstrap: Bootstrap, samples: Sequence[Sample], records: S
     row: Row = {}
     if all(sample.answers for sample in samples):
         pairs = zip(samples, records, strict=True)
-        found = [float(any(a.lower() in r.answer.lower() for a in s.answers)) for s, r in pairs]
+        found = [float(contains_reference(s, r)) for s, r in pairs]
         row["found"] = bootstrap.interval(mean, found)
     likelihood = [r.likelihood for r in records if r.likelihood is not None]
     if len(likelihood) == len(records):
         row["likelihood"] = bootstrap.interval(mean, likelihood)
     return row
+
+
+def contains_reference(sample: Sample, record: Record) -> bool:
+    """Return whether the record's answer contains a reference answer."""
+    return any(answer.lower() in record.answer.lower() for answer in sample.answers)
 
 
 def _against_default(bootstrap: Bootstrap, kls: dict[str, list[float]], summary: Summary) -> Row:
@@ -132,11 +142,6 @@ def _lines(value: Any) -> str:
     return json.dumps(value)
 
 
-def correction_version() -> str:
-    """Return a digest of the blending's corrections: measurements of another version are not of the same default."""
-    return hashlib.blake2b(Path(corrections.__file__).read_bytes(), digest_size=4).hexdigest()
-
-
 def question_parser(doc: str | None, records: str) -> argparse.ArgumentParser:
     """Return a parser of what a script over questions of `musique` takes: data, model, dtype, records (a file of that name by default), out."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -163,7 +168,7 @@ class Measurements:
     """What was measured of each place under one setting and version of the corrections, in a file of JSON lines that a later run goes on from."""
 
     def __init__(self, path: Path, **setting: Any) -> None:
-        self._path, self._setting = path, {**setting, "correction": correction_version()}
+        self._path, self._setting = path, {**setting, "correction": CORRECTION}
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else [])
         self.of = {row["place"]: row for row in rows if {**row, **self._setting} == row}

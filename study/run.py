@@ -7,8 +7,7 @@
 
 FOLDER has musique_dev.json and rag/*.json; without --data only the handbook's sets are measured. Every setting is compared with
 one full prefill of the same token ids. Each measurement is kept in a file of records as soon as it is made, and a later run goes
-on from there, also after a setting or questions were added, but not after a change of `blend/corrections.py`: each version of it
-has a folder of records. After each set, and when --seconds are over or the run is interrupted,
+on from there, also after a setting or questions were added: each version of the correction (results.py) has a folder of records. After each set, and when --seconds are over or the run is interrupted,
 the results of the questions that are complete are written to OUT/SET.json and, for study/results, into the pages.
 """
 
@@ -19,18 +18,17 @@ import json
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gate
 import torch
 from cacheblend_store import ChunkStore
 from report import PAGES, write_pages
-from results import correction_version, first_tokens, hardware, rows_of, write_result
+from results import CORRECTION, contains_reference, first_tokens, hardware, rows_of, write_result
 from sets import StudySet, study_sets
 from settings import main_settings
 
-from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.evaluation.evaluate import FULL, EvaluateOptions, Results, evaluate
@@ -81,9 +79,7 @@ class Run:
         ):
             known = start = len(records)
             begin = time.monotonic()
-            options = EvaluateOptions(
-                self.study_set.tokens, records, False, self._collecting(), self.study_set.own_tokens
-            )
+            options = EvaluateOptions(self.study_set.tokens, records, False, None, self.study_set.own_tokens)
             try:
                 results, done = evaluate(self.engine, store, self.samples, wanted, options, progress), len(self.samples)
             except (TimeIsUp, KeyboardInterrupt):
@@ -92,11 +88,6 @@ class Run:
                 seconds = (time.monotonic() - begin) / measured
                 print(f"  {measured} measurements, {seconds:.2f} s each", file=sys.stderr)
             return results, done
-
-    def _collecting(self) -> CollectSettings | None:
-        if not self.study_set.whole_window:
-            return None
-        return CollectSettings(window=self.engine.runtime.collection().window(sys.maxsize))
 
 
 def main() -> None:
@@ -123,7 +114,7 @@ def main() -> None:
     changed = arguments.quick or arguments.main or arguments.only or arguments.questions or arguments.model
     if arguments.out == RESULTS and (changed or arguments.half == "fit" or arguments.dtype != "float32"):
         parser.error("study/results is for the study as it is: give --out FOLDER")
-    arguments.records /= correction_version()
+    arguments.records /= CORRECTION
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     if arguments.time:
@@ -156,8 +147,20 @@ def run(arguments: argparse.Namespace, sets: dict[str, StudySet]) -> None:
                 "set": name, "model": one.engine.model.name, "dtype": arguments.dtype, "half": half_of(one.study_set, arguments),
                 "hardware": hardware(), "questions": len(left), "tokens": one.study_set.tokens, "kv_dtype": one.study_set.kv_dtype,
             }  # fmt: skip
+            if one.study_set.answerable:
+                about["asked"] = len(left)
+                results, left = answerable(results, left)
+                about["questions"] = len(left)
             rows = rows_of(results, left, one.study_set.measures)
             write_result(arguments.out / f"{name}.json", about | {"rows": rows})
+
+
+def answerable(results: Results, samples: list[Sample]) -> tuple[Results, list[Sample]]:
+    """Keep the questions that full prefill answers at least in part: with a reference in its answer, or words of one."""
+    pairs = enumerate(zip(samples, results.full, strict=True))
+    kept = [i for i, (sample, full) in pairs if full.f1 or contains_reference(sample, full)]
+    by_label = {label: [records[i] for i in kept] for label, records in results.by_label.items()}
+    return replace(results, by_label=by_label), [samples[i] for i in kept]
 
 
 def half_of(study_set: StudySet, arguments: argparse.Namespace) -> str:
@@ -170,7 +173,9 @@ def prepare(name: str, study_set: StudySet, arguments: argparse.Namespace) -> Ru
     if study_set.halves:
         samples = samples[1 if arguments.half == "test" else 0 :: 2]
     count = arguments.questions or (3 if arguments.quick else study_set.questions)
-    settings = main_settings() if arguments.main else study_set.settings()
+    settings = study_set.settings()
+    if arguments.main and not study_set.answerable:
+        settings, study_set = main_settings(context=study_set.context), study_set.for_main()
     if arguments.only:
         settings = [s for s in settings if s.label == "reuse" or any(word in s.label for word in arguments.only)]
     return Run(study_set, Engine.load(config), samples[:count], settings, arguments.records / f"{name}.jsonl")

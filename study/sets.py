@@ -14,23 +14,27 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from settings import (
-    codec_settings,
+    answer_settings,
     context_settings,
     handbook_settings,
     leading_settings,
     wide_settings,
 )
 
-from cacheblend_cli.demo import heldout_path
+from cacheblend_cli.demo import heldout_path, office_dir, office_questions
 from cacheblend_cli.evaluation.samples import Context, Sample, pages, read_samples
 from cacheblend_cli.evaluation.settings import Setting
 
 REAL = ("kl", "kl_median", "kl_p90", "top1", "same_answer", "found", "likelihood", "less_default")
 HANDBOOK = ("exact_match", "f1", "norm_f1", "top1", "kl", "k_error")
 LAYOUT = ("exact_match", "f1", "f1_difference", "kl", "same_answer")
-CODEC = ("kl", "top1", "same_answer")
+MAIN = ("kl", "kl_median", "kl_p90", "top1", "same_start", "less_default")
+"""Of --main: no setting answers on its own, which would take half of the time."""
+ANSWERS = ("f1", "found", "exact_match", "f1_difference", "same_answer", "kl", "kl_median")
+ANSWERED: dict[str, Any] = {"measures": ANSWERS, "tokens": 32, "own_tokens": 32, "answerable": True}
 COLOURS = "amber azure coral crimson ivory jade lilac maroon ochre olive pearl ruby saffron silver teal umber".split()
 ANIMALS = (
     "badger beaver bison camel crane dolphin falcon ferret gibbon heron ibex jackal koala lynx otter raven".split()
@@ -50,7 +54,8 @@ def spellable_samples() -> list[Sample]:
 class StudySet:
     """One set. samples: of a data folder, in order. questions: how many are measured by default. halves: whether odd and even
     places are told apart. tokens: of full prefill's answer, over which distributions are compared; own_tokens: of a setting's own
-    answer. measures: fields of a result row. whole_window: collect each page as one left context, whatever its length."""
+    answer. measures: fields of a result row. context: of chunks under --main. answerable: results are over the questions that full
+    prefill answers at least in part."""
 
     samples: Callable[[Path | None], list[Sample]]
     settings: Callable[[], list[Setting]]
@@ -62,7 +67,12 @@ class StudySet:
     halves: bool = True
     needs_data: bool = True
     kv_dtype: str = "auto"
-    whole_window: bool = False
+    context: str = "sink"
+    answerable: bool = False
+
+    def for_main(self) -> StudySet:
+        """Return the set as --main measures it: full prefill's answers only. Sets of answers stay as they are."""
+        return self if self.answerable else replace(self, own_tokens=1, measures=MAIN)
 
 
 def study_sets() -> dict[str, StudySet]:
@@ -70,12 +80,22 @@ def study_sets() -> dict[str, StudySet]:
     real = {
         "musique": StudySet(lambda data: musique(data, 4), wide_settings, 12),
         "needles-2k": StudySet(lambda data: needles(_filler(data), 4), leading_settings, 8),
-        "pages": StudySet(_all_pages, lambda: leading_settings("document"), 8),
+        "pages": StudySet(_all_pages, lambda: leading_settings("document"), 8, context="document"),
         "tracking-2k": StudySet(lambda data: tracking(_filler(data), 4), leading_settings, 6),
         "needles-7k": StudySet(lambda data: needles(_filler(data), 13), leading_settings, 3),
         "musique-10": StudySet(lambda data: list(_musique(data)), leading_settings, 7),
         "rag": StudySet(_rag, leading_settings, 2),
         "tracking-7k": StudySet(lambda data: tracking(_filler(data), 13), leading_settings, 1),
+    }
+    answers = {
+        "office": StudySet(lambda _: office(), answer_settings, 36, halves=False, needs_data=False, **ANSWERED),
+        "musique-found": StudySet(
+            lambda data: [s for s in musique(data, 4)[1::2] if _has_answer(s)],
+            answer_settings,
+            54,
+            halves=False,
+            **ANSWERED,
+        ),
     }
     handbook = {
         "handbook": StudySet(lambda _: spellable_samples(), handbook_settings, 520, HANDBOOK),
@@ -85,13 +105,7 @@ def study_sets() -> dict[str, StudySet]:
         },
     }
     own = {"model": "handbook", "tokens": 24, "own_tokens": 24, "halves": False, "needs_data": False}
-    codecs = {
-        f"codec-{codec}": StudySet(
-            _one_page, codec_settings, 8, CODEC, tokens=16, halves=False, kv_dtype=codec, whole_window=True
-        )
-        for codec in ("auto", "float8_e4m3", "float8_e5m2", "int8", "int6", "int4", "int3")
-    }
-    return real | {name: replace(found, **own) for name, found in handbook.items()} | codecs
+    return real | answers | {name: replace(found, **own) for name, found in handbook.items()}
 
 
 @cache
@@ -119,10 +133,18 @@ def _rag(data: Path) -> list[Sample]:
     return [s for path in sorted((data / "rag").glob("*.json")) for s in read_samples(path)]
 
 
-def _one_page(data: Path) -> list[Sample]:
-    """Even MuSiQue questions whose first four passages are one page: in the context `document`, in this order, they are exact."""
-    samples = musique(data, 4)[: len(_musique(data)) : 2]
-    return [replace(s, contexts=pages(["page"] * 4, [c.text for c in s.contexts])) for s in samples]
+def _has_answer(sample: Sample) -> bool:
+    return any(answer.lower() in context.text.lower() for answer in sample.answers for context in sample.contexts)
+
+
+def office(orders: int = 2, seed: int = 0) -> list[Sample]:
+    """Return the questions of the demo's office, each over all of its pages in some order, every page a chunk collected alone."""
+    texts = [path.read_text(encoding="utf-8") + "\n" for path in sorted(office_dir().glob("*.md"))]
+    rng, samples = random.Random(seed), []
+    for asked in office_questions() * orders:
+        contexts = tuple(map(Context, rng.sample(texts, len(texts))))
+        samples.append(Sample(asked.question, (asked.answer,), contexts))
+    return samples
 
 
 def layouts(seed: int = 0) -> dict[str, list[Sample]]:

@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from cacheblend_store import ChunkStore
-from results import correction_version
+from results import CORRECTION
 from sets import musique
 from torch import Tensor
 from wrapped_prompts import Wrappers
@@ -268,7 +268,7 @@ def main() -> None:
     digests = {file.stem: hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest() for file in files}
     setting = {name: getattr(arguments, name) for name in ("model", "dtype", "cut")}
     try:
-        kept = Figures.of(arguments.out, setting | {"correction": correction_version()}, digests)
+        kept = Figures.of(arguments.out, setting | {"correction": CORRECTION}, digests)
     except ValueError as error:
         parser.error(str(error))
     engine = Engine.load(EngineConfig(model=arguments.model, dtype=arguments.dtype))

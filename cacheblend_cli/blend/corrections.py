@@ -44,6 +44,9 @@ class Regression:
     makes every stale token harder to find, also the few that an answer copies (study/fidelity.md). With latent attention, whose
     keys are in V too, K moves in full.
 
+    In layers with a sliding window V moves less the smaller it is. There, tokens in mid-text whose V is near zero take the attention
+    that would go to the beginning of the prompt; the common change would make them add a value of another size (study/fidelity.md).
+
     A token is shifted by later tokens of its own chunk too, never by a later chunk: causal per chunk, not per token.
     """
 
@@ -159,10 +162,18 @@ class _Part:
         change = change.index_select(0, self.own.flatten()).view(num_chunks, num_known, -1)
         noise = torch.diag_embed(_noise(sizes[self.own], self.share[:, 0, known]))
         lower, cross = torch.linalg.cholesky_ex(alike[:, :, known] + noise).L, alike[:, :, stale]
-        moved = torch.baddbmm(old[:, stale], cross.mT, _solved(lower, change)).split(widths, -1)
-        k, v = (part.reshape(-1, *like.shape[1:]) for part, like in zip(moved, (old_k, old_v), strict=True))
+        k, v = torch.baddbmm(old[:, stale], cross.mT, _solved(lower, change)).split(widths, -1)
+        if layer.attention.sliding_window is not None:
+            before = old.split(widths, -1)[1]
+            v = before[:, stale].lerp(v, self._relative_size(layer, before)[:, stale])
+        k, v = k.reshape(-1, *old_k.shape[1:]), v.reshape(-1, *old_v.shape[1:])
         slots = Slots(self.slots[:, stale].flatten(), *self.forth[layer.rope])
         layer.kernels.rope_and_cache(None, k, v, pool.layers[layer.index], slots)
+
+    def _relative_size(self, layer: DecoderLayer, v: Tensor) -> Tensor:
+        """Size of each V over its chunk's mean, at most 1, fp32 [C, R, 1]. v: old, fp32 [C, R, numbers of V]."""
+        size = _over_heads(layer, torch.linalg.vector_norm(v, dim=-1).square_()).sqrt_()[..., None]
+        return (size / (self.share @ size).clamp_min(1e-30)).clamp_max_(1)
 
 
 def _solved(lower: Tensor, b: Tensor) -> Tensor:

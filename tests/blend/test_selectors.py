@@ -262,6 +262,20 @@ def test_regression_is_not_led_by_a_token_that_changes_far_more_than_the_others(
     assert led[far].abs().mean() < 10
 
 
+@pytest.mark.parametrize(("window", "most"), [(8, 0.02), (None, 1.0)])
+def test_a_small_v_behind_a_window_moves_little(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, window: int | None, most: float
+) -> None:
+    """Tokens that take attention in mid-text in the place of those before the window."""
+    moved, change = Moved(bench), torch.full((5, 2, 16), 0.5)
+    monkeypatch.setattr(moved.layer, "attention", replace(moved.layer.attention, sliding_window=window))
+    moved.v[6] *= 0.01
+    _, v = moved.by(change, change)
+    assert v[6].abs().max() < most
+    assert min(v[0].min(), v[7].min()) > 0.25, "the others follow"
+    assert v[6].min() > (0 if window else 0.25)
+
+
 def test_regression_moves_no_token_by_a_later_chunk_and_no_v_by_another(bench: Bench) -> None:
     moved, change = Moved(bench), torch.randn(5, 2, 16)
     other = change.clone()

@@ -49,5 +49,5 @@ def test_a_run_goes_on_from_records_of_the_same_corrections(
     assert [both[name]["by_question"][0] for name in common_move.SHARES] == [
         first[n]["by_question"][0] for n in common_move.SHARES
     ]
-    monkeypatch.setattr(importlib.import_module("results"), "correction_version", lambda: "another")
+    monkeypatch.setattr(importlib.import_module("results"), "CORRECTION", "another")
     assert run("1")[1] == 3

@@ -10,12 +10,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from checkpoints import WORDS, write_checkpoint
+from checkpoints import write_checkpoint
 
 from cacheblend_cli.blend.corrections import CORRECTIONS
 from cacheblend_cli.blend.selectors import SELECTORS
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.evaluation.evaluate import FULL, Results
+from cacheblend_cli.evaluation.records import Record
 from cacheblend_cli.evaluation.samples import Sample, pages
 from cacheblend_cli.evaluation.settings import Setting
 from cacheblend_cli.types import BlendParams
@@ -146,13 +148,13 @@ def test_a_run_goes_on_from_its_records_and_fills_its_page(
         run(study, monkeypatch, *flags, "--seconds", 0)
         result = json.loads((out / "musique.json").read_text())
         assert result["questions"] == number
-    first = (records / study["results"].correction_version() / "musique.jsonl").read_text()
+    first = (records / study["results"].CORRECTION / "musique.jsonl").read_text()
     run(study, monkeypatch, *flags, "--questions", 2)  # measures nothing
-    assert (records / study["results"].correction_version() / "musique.jsonl").read_text() == first
+    assert (records / study["results"].CORRECTION / "musique.jsonl").read_text() == first
     assert json.loads((out / "musique.json").read_text()) == result
     rows = {row["label"]: row for row in result["rows"]}
     assert result["questions"] == 2
-    assert len(rows) == 17
+    assert len(rows) == 20
     default, reuse = rows["query, regression 0.15"], rows["reuse"]
     assert "less_default" not in default
     assert reuse["less_default"][1] <= reuse["less_default"][0] <= reuse["less_default"][2]
@@ -160,7 +162,7 @@ def test_a_run_goes_on_from_its_records_and_fills_its_page(
         assert reuse[name][1] <= reuse[name][0] <= reuse[name][2]
     page = (out / "report.md").read_text()
     assert page.count("| query, regression |") == 3
-    assert f"| hkvd | 0.15 | {rows['hkvd 0.15']['work']:.1%} |" in page
+    assert f"| CacheBlend | 0.15 | {rows['CacheBlend 0.15']['work']:.1%} |" in page
 
 
 def test_partial_runs_stay_out_of_the_committed_results(
@@ -183,24 +185,31 @@ def test_the_committed_pages_are_of_the_committed_results(study: dict[str, Modul
         assert f"<!-- {name} -->\n\n{block}\n\n<!-- end -->" in pages
 
 
-def test_a_codecs_error_is_told_apart_from_blending(
-    study: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, data: Path, model: Path, tmp_path: Path
+@pytest.mark.parametrize("blended", [False, True])
+def test_fewer_bits_cost_more_and_a_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+    study: dict[str, ModuleType],
+    data: Path,
+    model: Path,
+    tmp_path: Path,
+    blended: bool,
 ) -> None:
-    monkeypatch.setattr(study["sets"], "_one_page", lambda data: [one_page()])
-    out, kl = tmp_path / "out", {}
-    codecs = ("auto", "int8", "int4")
-    names = [word for codec in codecs for word in ("--set", f"codec-{codec}")]
-    run(study, monkeypatch, "--data", data, *names, "--model", model, "--records", tmp_path / "records", "--out", out)
-    for codec in codecs:
-        rows = json.loads((out / f"codec-{codec}.json").read_text())["rows"]
-        kl[codec] = {row["label"]: row["kl"][0] for row in rows[1:]}
-    assert kl["auto"]["codec alone"] < 1e-8 < kl["int8"]["codec alone"] < kl["int4"]["codec alone"]
-    assert all(errors["reuse"] > 1e-4 for errors in kl.values())
-
-
-def one_page() -> Sample:
-    texts = [" ".join(WORDS[p : p + 9]) + f" {p}. " for p in range(3)]
-    return Sample("where does Mara work?", (), pages(["page"] * 3, texts))
+    codecs, out, records = importlib.import_module("kv_codecs"), tmp_path / "codecs.json", tmp_path / "records.jsonl"
+    flags = ["--data", str(data), "--model", str(model), "--records", str(records), "--out", str(out)]
+    for questions, lines in ((1, None), (2, None), (2, 0)):
+        before = records.read_text() if records.exists() else ""
+        monkeypatch.setattr(
+            "sys.argv", ["kv_codecs.py", *flags, "--questions", str(questions), *["--blended"] * blended]
+        )
+        codecs.main()
+        added = len(records.read_text().removeprefix(before).splitlines())
+        assert added == (len(codecs.CODECS) + 2 * blended if lines is None else 0)
+    rows = {row["codec"]: row for row in json.loads(out.read_text())["model"]}
+    assert {row["questions"] for row in rows.values()} == {2}
+    assert rows["int8"]["kl"][0] < rows["int3"]["kl"][0] or blended
+    if blended:
+        assert rows["exact"]["kl"][0] < rows["reuse exact"]["kl"][0]
+        assert abs(rows["int8"]["minus_exact"][0]) < rows["exact"]["kl"][0]
 
 
 def test_the_first_token_of_every_setting_is_timed(study: dict[str, ModuleType], tmp_path: Path) -> None:
@@ -216,3 +225,25 @@ def test_the_first_token_of_every_setting_is_timed(study: dict[str, ModuleType],
     assert min(found["full_s"], *found["shares"].values()) > 0
     assert found["rounds"] == 2
     assert study["results"].first_tokens(engine, sample, settings, 0.0, rounds=9)["rounds"] == 1
+
+
+def test_answers_are_compared_over_questions_that_full_prefill_answers(study: dict[str, ModuleType]) -> None:
+    def record(label: str, answer: str, f1: float) -> Record:
+        return Record("", label, "", answer, 1, 1, 1, 1, 1.0, 1.0, 1.0, f1=f1)
+
+    samples = [Sample("who?", ("Mara",), ()) for _ in range(3)]
+    full = [record("full prefill", *of) for of in (("Maras", 0.0), ("the one", 0.0), ("she is called Mar", 0.2))]
+    reuse = [record("reuse", str(number), 0.0) for number in range(3)]
+    results = Results([FULL, study["settings"].reuse()], {"full prefill": full, "reuse": reuse})
+    found, left = study["run"].answerable(results, samples)
+    assert [r.answer for r in found.by_label["reuse"]] == ["0", "2"]
+    assert left == [samples[0], samples[2]]
+
+
+def test_the_office_is_asked_over_all_of_its_pages_in_several_orders(study: dict[str, ModuleType]) -> None:
+    samples = study["sets"].office(2)
+    half = len(samples) // 2
+    assert all(any(s.answers[0] in c.text for c in s.contexts) for s in samples)
+    assert [s.question for s in samples[:half]] == [s.question for s in samples[half:]]
+    assert len({s.contexts for s in samples}) == len(samples)
+    assert len({frozenset(s.contexts) for s in samples}) == 1
