@@ -39,7 +39,8 @@ def _setting(
 class Settings:
     """Every setting, with its default and the help of its flag.
 
-    model "": SmolLM2 if it is installed. seed, threads None: not fixed. ratio: a number or "auto" (at least ratio_floor).
+    model "": SmolLM2 if it is installed. seed, threads None: not fixed. ratio: a number, "model" (see engine/profile.py) or "auto" (at
+    least ratio_floor).
     max_size "": the quota that the store has. force_store: accept a store on a network filesystem, or of another owner.
     """
 
@@ -77,8 +78,8 @@ class Settings:
     mode: str = _setting("blend", "blend, full (reuse nothing) or reuse (recompute nothing).")
     ratio: float | str = _setting(
         0.15,
-        "Share of the reused, inexact tokens to recompute; auto: as many as fit into the loading time, or a full prefill "
-        "if that is faster.",
+        "Share of the reused, inexact tokens to recompute; model: what models check found this model to need, 0.15 if it was not run; "
+        "auto: as many as fit into the loading time, or a full prefill if that is faster.",
     )
     ratio_floor: float = _setting(0.15, "Lower bound of --ratio auto.")
     selector: str = _setting("query", "query, hkvd, first, random, all, none, or first:4+query.")
@@ -88,6 +89,10 @@ class Settings:
     gradual: str = _setting("", "Several check layers with decreasing ratios, such as 1:0.3,4:0.15.")
     probe_layers: str = _setting("", "Layers that query observes: FIRST-LAST.", shown="the middle half")
     correction: str = _setting("regression", "Correct the KV of other tokens by regression, or none.")
+    kl_mean: float = _setting(
+        0.03, "Largest mean KL to a full prefill at which models check calls a ratio close enough, nats a token."
+    )
+    kl_p90: float = _setting(0.08, "The same for the 90th percentile over prompts.")
     max_risk: float | None = _setting(
         None,
         "Switch to a full prefill when the estimated risk of another answer exceeds this (see eval --fit-risk); best where answers are not streamed.",
@@ -170,6 +175,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "blend": (
         "mode", "ratio", "ratio_floor", "selector", "gradual", "max_risk", "deviation", "check_layer", "block", "probe_layers", "correction",
     ),
+    "check": ("kl_mean", "kl_p90"),
     "sampling": (
         "max_tokens", "reasoning_tokens", "temperature", "top_p", "sample_top_k", "min_p", "repetition_penalty", "presence_penalty",
         "frequency_penalty", "stop_repetition", "model_sampling", "seed",
@@ -214,7 +220,7 @@ def _kind(hint: Any) -> type:
 _FIELDS = {name: _kind(hint) for name, hint in get_type_hints(Settings).items()}
 DEFAULTS = Resolved(Settings(), dict.fromkeys(_FIELDS, "default"))
 _METADATA = {field.name: field.metadata for field in fields(Settings)}
-_WORDS = {"ratio": "auto"}  # words allowed in place of a number
+_WORDS = {"ratio": ("auto", "model")}  # words allowed in place of a number
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 PATHS = ("store", "model", "lora", "prompt", "embeddings", "tier_key_file", "decode_model")
 """Relative to the file that sets them."""
@@ -304,7 +310,7 @@ def _convert(name: str, value: Any, place: str) -> Any:
     kind = _FIELDS[name]
     shown = f"--{name.replace('_', '-')}" if place == "flag" else f"{name} in {place}" if place else name
     if name in _WORDS:
-        if value == _WORDS[name]:
+        if value in _WORDS[name]:
             return str(value)
         if place == "flag" and isinstance(value, str):  # a flag that also takes words arrives as text
             value = _Text(value)
@@ -319,7 +325,7 @@ def _convert(name: str, value: Any, place: str) -> Any:
             raise ValueError
     except (ValueError, KeyError):
         hint = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}[kind]
-        hint += f" or {_WORDS[name]}" if name in _WORDS else ""
+        hint += f", {' or '.join(_WORDS[name])}" if name in _WORDS else ""
         raise UsageError(f"{shown} is {value!r}, not {hint}", "see: cacheblend config show") from None
     if kind is str and name not in PATHS:
         check_text(value, shown)

@@ -300,6 +300,8 @@ def _explain(answer: Answer, output: Output) -> None:
     width = max(map(len, described), default=0)
     for chunk, words in zip(answer.chunks, described, strict=True):
         output.note(f"chunk {chunk.id[:12]}  {words:<{width}}  {chunk.source}")
+    if answer.mode == "blend" or answer.ratio_from != "given":
+        output.note(f"ratio {answer.ratio:g}, {answer.ratio_from}")
     for line in layer_lines(answer):
         output.note(line)
     if answer.auto:

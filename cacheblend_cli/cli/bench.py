@@ -53,6 +53,9 @@ def bench(
     check_names(blend)
     for name in selector or ():
         make_selector(name)
+    engine = options.load_engine(settings, output)
+    if settings.ratio == "model":
+        blend = replace(engine.own_blend(blend)[0], mode="blend")
     asked = grid(
         blend,
         modes=("full", "reuse", "blend"),
@@ -60,7 +63,6 @@ def bench(
         ratios=ratio or (blend.ratio,),
         contexts=("sink",),
     )
-    engine = options.load_engine(settings, output)
     layout = layout_of(engine, tokens, chunks, question_tokens, decode_tokens)
     with output.progress("bench") as bar:
         report = measure(engine, asked, layout, rounds=rounds, decode_tokens=decode_tokens, on_run=bar)

@@ -19,7 +19,9 @@ from cacheblend_cli.settings import Settings
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "lmdb", "xxhash", "xformers", "triton")
 
 
-@options.with_settings("model", "lora", "store", "device", "decode_with", "decode_model", "tier", "tier_key_file")
+@options.with_settings(
+    "model", "lora", "store", "ratio", "device", "decode_with", "decode_model", "tier", "tier_key_file"
+)
 def doctor(
     settings: Settings,
     json: options.Json = False,
@@ -139,9 +141,14 @@ def _store(settings: Any) -> dict[str, Any]:
 
 def _model(settings: Any) -> dict[str, Any]:
     from cacheblend_cli.model.text_check import text_check
+    from cacheblend_cli.types import BlendParams
 
     engine = options.load_engine(settings, Output(quiet=True))
     facts = engine.runtime.describe() | {"documents": text_check(engine.model.tokenizer)}
+    blend, source = BlendParams.of(settings), "auto" if settings.ratio == "auto" else "given"
+    if settings.ratio == "model":
+        blend, source = engine.own_blend(blend)
+    facts["ratio"] = f"{blend.effective_ratio():g}, {source}"
     if engine.runtime.decode_with.file is not None:
         from cacheblend_cli.engine.connectors.llama_choice import describe
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cacheblend_cli.engine.engine import Engine
     from cacheblend_cli.evaluation.evaluate import Results
     from cacheblend_cli.evaluation.samples import Sample
+    from cacheblend_cli.evaluation.settings import Setting
 
 _MAX_TOKENS = 32
 
@@ -51,7 +52,7 @@ def evaluate(
     selector: Annotated[list[str] | None, typer.Option(help="Selector (repeatable).", show_default="as ask")] = None,
     ratio: Annotated[
         list[str] | None,
-        typer.Option(help="Ratio, or auto as in ask (repeatable).", metavar="FLOAT|auto", show_default="0.15"),
+        typer.Option(help="Ratio, or model or auto as in ask (repeatable).", metavar="X|WORD", show_default="0.15"),
     ] = None,
     context: Annotated[
         list[str] | None,
@@ -110,7 +111,8 @@ def evaluate(
     check_rouge()
     if plot is not None:
         check_plot(plot)
-    check_names(BlendParams.of(settings))
+    blend = BlendParams.of(settings)
+    check_names(blend)
     for name in selector or ():
         make_selector(name)
     collecting = CollectSettings(window=settings.window, neighbours=settings.neighbours)
@@ -118,19 +120,24 @@ def evaluate(
         replace(collecting, context=name)
     ratios = [resolve({"ratio": r}).settings.ratio for r in ratio or ()] or [settings.ratio]
     auto = AutoPrefill()
-    asked = grid(
-        replace(BlendParams.of(settings), ratio=settings.ratio_floor, checks=(), max_risk=None),
-        modes=mode or ("blend", "full", "reuse"),
-        selectors=selector or (settings.selector,),
-        ratios=ratios,
-        contexts=context or (settings.context,),
-        auto=auto,
-    )
-    if noise_floor:
-        asked.append(NOISE_FLOOR)
+
+    def grid_with(own: BlendParams) -> list[Setting]:
+        """own: what --ratio model stands for."""
+        return grid(
+            replace(own, mode="blend", ratio=settings.ratio_floor, checks=(), max_risk=None),
+            modes=mode or ("blend", "full", "reuse"),
+            selectors=selector or (settings.selector,),
+            ratios=[own.ratio if ratio == "model" else ratio for ratio in ratios],
+            contexts=context or (settings.context,),
+            auto=auto,
+        ) + ([NOISE_FLOOR] if noise_floor else [])
+
+    asked = grid_with(blend)  # raises before the model is loaded
     samples = _read(data, limit)
     with RecordFile(path) as records:
         engine = options.load_engine(settings, output)
+        if "model" in ratios:
+            asked = grid_with(engine.own_blend(blend)[0])
         if any(not sample.contexts for sample in samples):
             samples = _found(samples, engine, settings, store, max_tokens, output)
         interruptible = (

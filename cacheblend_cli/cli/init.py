@@ -58,3 +58,4 @@ def init(
     if get:
         output.note(f"get it:   {get}")
     output.note("then:     cacheblend precompute FOLDER && cacheblend ask QUESTION")
+    output.note(f"fit it:   cacheblend models check {name}   (after precompute: measures the --ratio it needs)")

@@ -1,4 +1,4 @@
-"""cacheblend models: what is on disk, what a model is, and whether it computes here what it should."""
+"""cacheblend models: what is on disk, what a model is, whether it computes here what it should, and the ratio it needs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import typer
 
 from cacheblend_cli import user_cache
 from cacheblend_cli.cli import completion, options
+from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size
+from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError
-from cacheblend_cli.settings import Settings
+from cacheblend_cli.settings import Resolved, Settings, grouped
 
 if TYPE_CHECKING:
+    from cacheblend_cli.engine.engine import Engine
+    from cacheblend_cli.engine.profile import Profile
     from cacheblend_cli.model.spec import ModelSpec
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, describe and check models.")
@@ -71,6 +75,7 @@ def pull(
     else:
         output.line(str(path))
         output.note(f"{format_size(size)}; --model {name.text} uses it")
+        output.note(f"after precompute, cacheblend models check {name.text} measures the --ratio it needs")
 
 
 @app.command("show")
@@ -78,7 +83,7 @@ def pull(
 def show(settings: Settings, model: Model, json: options.Json = False) -> None:
     """Say what a model is: family, layers, KV of a token, context, dtype. What is missing or not implemented is named."""
     output = Output()
-    facts = _facts(model, output, settings.lora)
+    facts = _facts(model, output, settings)
     if json:
         output.json(facts)
         return
@@ -88,43 +93,106 @@ def show(settings: Settings, model: Model, json: options.Json = False) -> None:
 
 
 @app.command("check")
-@options.with_settings("device", "dtype", "threads", "lora")
-def check(settings: Settings, model: Model, json: options.Json = False) -> None:
-    """Check that a model computes what it should: full prefill, blending that recomputes everything, and transformers agree.
-    And find the --ratio that blending needs.
+@options.with_settings(
+    "store",
+    *grouped("model", but=["model"]),
+    "device",
+    "dtype",
+    "threads",
+    *grouped("prompt"),
+    "kv_dtype",
+    "salt",
+    *grouped("check"),
+)
+def check(
+    resolved: Resolved,
+    model: Model,
+    ratio_only: Annotated[bool, typer.Option("--ratio-only", help="Only measure the ratio.")] = False,
+    json: options.Json = False,
+    quiet: options.NoMessages = False,
+) -> None:
+    """Check that a model computes what it should, and measure the --ratio it needs.
 
-    Blending is safe at a ratio whose mean KL to full prefill is at most 0.06 nats a token over 12 prompts of four handbook pages,
-    each collected alone. The result is remembered: ask says so when it blends at a smaller ratio.
-    Computes in float32 unless --dtype is given. Exits with 1 on a mismatch. transformers is compared for checkpoints only: it
-    turns a GGUF file into the same tensors, in several times the memory. It gets quantised weights as they were read here.
+    First full prefill, blending that recomputes everything, and transformers have to agree. This computes in float32 unless --dtype is
+    given, and exits with 1 on a mismatch. transformers is compared for checkpoints only: it turns a GGUF file into the same
+    tensors, in several times the memory. It gets quantised weights as they were read here.
+
+    Then blending is compared with full prefill on stored chunks, with questions cut from them, at rising ratios, with and without a
+    correction. The smallest ratio within --kl-mean and --kl-p90 is remembered for the model, its dtype, the KV's codec and the
+    prompt, and --ratio model uses it.
     """
+    from cacheblend_cli.engine.profile import keep_profile
+
+    output, settings = Output(quiet=quiet), replace(resolved.settings, model=model)
+    resolved = replace(resolved, settings=settings)
+    record: dict[str, Any] = {"model": model}
+    if not ratio_only:
+        record |= _check_numbers(settings, output, json=json)
+        if not record["passed"]:
+            if json:
+                output.json(record)
+            raise typer.Exit(ExitCode.INTERNAL)
+    engine = options.load_engine(settings, output)
+    try:
+        profile = _measured_profile(engine, resolved, output)
+    except NotFoundError as error:
+        if ratio_only:
+            raise
+        output.warn(f"no ratio was measured: {error.message}; {error.hint}")
+        record["profile"] = None
+    else:
+        keep_profile(engine.model, profile)
+        record["profile"] = {**asdict(profile), "ratio": profile.choice and profile.choice.ratio}
+        if not json:
+            for d in profile.measured:
+                output.text(
+                    f"  ratio {d.ratio:<4g} {d.correction:<10}  KL mean {d.mean:.3g}, 90th percentile {d.p90:.3g}"
+                )
+            output.text(f"ratio: {profile}")
+    if json:
+        output.json(record)
+
+
+def _check_numbers(settings: Settings, output: Output, *, json: bool) -> dict[str, Any]:
+    """Compare logits, and show that. Return what was found."""
     from cacheblend_cli.evaluation.check_model import check_model
     from cacheblend_cli.model.model_files import is_converted
     from cacheblend_cli.model.text_check import text_check
 
-    output = Output()
     dtype = "float32" if settings.dtype == "auto" else settings.dtype
-    engine = options.load_engine(replace(settings, model=model, dtype=dtype), output)
+    engine = options.load_engine(replace(settings, dtype=dtype), output)
     documents = text_check(engine.model.tokenizer)
     found = check_model(engine, with_transformers=not is_converted(engine.model.path))
-    if json:
-        facts = {"passed": found.passed, "documents": documents, "verdict": str(found.verdict)}
-        output.json({"model": model, **asdict(found), **facts})
-    else:
-        output.text(f"{model}: a prompt of {found.prompt_tokens} tokens, {dtype}; largest differences of logits")
+    if not json:
+        output.text(
+            f"{settings.model}: a prompt of {found.prompt_tokens} tokens, {dtype}; largest differences of logits"
+        )
         output.text(f"  full prefill, blended with ratio 1   {found.blended:.2g}")
         if found.transformers is not None:
             output.text(f"  full prefill, transformers           {found.transformers:.2g}")
         output.text(f"{'right' if found.passed else 'WRONG'}: rounding explains up to {found.limit:.2g}")
-        for b in found.blends:
-            output.text(
-                f"  blended at ratio {b.ratio:g}: KL {b.kl:.2g} nats a token, {b.top1:.0%} of tokens agree, "
-                f"{b.same_answers} of {b.answers} answers are the same"
-            )
         output.text(f"documents: {documents}")
-        output.text(str(found.verdict))
-    if not found.passed:
-        raise typer.Exit(ExitCode.INTERNAL)
+    return {**asdict(found), "passed": found.passed, "documents": documents}
+
+
+def _measured_profile(engine: Engine, resolved: Resolved, output: Output) -> Profile:
+    """Measure the ratio on the store's chunks. Raises NotFoundError without a store or with too few chunks."""
+    from cacheblend_store import StoreNotFound
+
+    from cacheblend_cli.evaluation.profile import measure_profile
+    from cacheblend_cli.types import AskRequest, SearchParams
+
+    settings = resolved.settings
+    ask = AskRequest.of(resolved, "", search=SearchParams.of(replace(settings, on_weak_match="answer")))
+    ask = replace(ask, blend=replace(ask.blend, mode="blend", checks=(), max_risk=None))
+    try:
+        store = open_store(settings, write=False)
+    except StoreNotFound as error:
+        raise NotFoundError(error.message, "store documents first: cacheblend precompute FOLDER") from error
+    with store, on_interrupt("no ratio is kept"), output.progress("ratio") as bar:
+        return measure_profile(
+            engine, store, ask, (settings.kl_mean, settings.kl_p90), say=output.note, on_progress=bar
+        )
 
 
 @app.command("clear")
@@ -142,7 +210,7 @@ def clear(json: options.Json = False) -> None:
         output.text(f"{format_size(size)} of packed weights removed from {folder}")
 
 
-def _facts(model: str, output: Output, lora: str) -> dict[str, Any]:
+def _facts(model: str, output: Output, settings: Settings) -> dict[str, Any]:
     """Raises what loading the model would raise, but for what the weights themselves say."""
     from cacheblend_cli.model.checkpoint import quantisation_of
     from cacheblend_cli.model.families import read_spec
@@ -175,10 +243,28 @@ def _facts(model: str, output: Output, lora: str) -> dict[str, Any]:
         "dtype": stated,
         **({"quantised": quantisation.method} if (quantisation := quantisation_of(path)) else {}),
         "kv_bytes_per_token": int(spec.kv_bytes_per_token(4 if stated == "float32" else 2)),
-        **(_adapter(spec, Path(lora).expanduser()) if lora else {}),
+        **(_adapter(spec, Path(settings.lora).expanduser()) if settings.lora else {}),
+        "ratio": _ratios(path, spec, settings),
         "documents": documents,
         "missing": missing,
     }
+
+
+def _ratios(path: Path, spec: ModelSpec, settings: Settings) -> str:
+    """Describe the profiles of `models check`."""
+    import torch
+
+    from cacheblend_cli.engine.profile import profile_file, read_profiles
+    from cacheblend_cli.model.adapter import LoraAdapter
+    from cacheblend_cli.model.loading import model_fingerprint
+
+    lora = LoraAdapter.read(Path(settings.lora).expanduser()).digest if settings.lora else ""
+    fingerprint = model_fingerprint(spec, path, torch.float32, lora, settings.weight_dtype)
+    found = [
+        f"{p.choice.ratio if p.choice else 1:g} in {p.conditions['dtype']} with KV in {p.conditions['KV dtype']} ({p})"
+        for p in read_profiles(profile_file(fingerprint))
+    ]
+    return "; ".join(found) or "not measured: cacheblend models check, after precompute"
 
 
 def _heads(spec: ModelSpec) -> str:

@@ -60,7 +60,7 @@ PANEL_OF = {
         PANELS,
         (
             ("search",), ("cutting",), ("sampling",), ("prompt",), ("model", "machine", "memory", "tenant", "store", "tier", "start"),
-            ("blend",),
+            ("blend", "check"),
         ),
         strict=True,
     )
@@ -160,7 +160,7 @@ def _flag(name: str, help_text: str | None) -> Any:
             *(metadata["flag"].split() or (f"--{name.replace('_', '-')}",)),
             help=help_text or metadata["help"],
             show_default=shown,
-            metavar="X|auto" if number_or_word else None,
+            metavar="X|WORD" if number_or_word else None,
             rich_help_panel=PANEL_OF.get(name),
             autocompletion=completion.models if name == "model" else None,
         ),

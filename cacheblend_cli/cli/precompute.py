@@ -155,6 +155,8 @@ def precompute(
             if kv_store is not None:
                 finish(kv_store, output)
         _summary(report, output, settings.tier if ray else str(settings.store_path), dry_run, json)
+        if report.new and not (report.unchanged or dry_run):
+            _tell_ratio(engine, output)
         if report.hidden:
             _tell_hidden(report.hidden, output)
         view.passed_over.tell_all(report.skipped)
@@ -317,6 +319,16 @@ def _say_room(room: Room) -> str:
         f"{room.without_kv} of the {room.chunks} chunks get no KV; they are found and cited, and computed when a question needs "
         f"them; --max-size {size_for(room.needed)} has room for all"
     )
+
+
+def _tell_ratio(engine: Engine, output: Output) -> None:
+    """Say how the ratio of a model that was never checked is measured."""
+    from cacheblend_cli.engine.profile import profile_file, read_profiles
+
+    if not read_profiles(profile_file(engine.model.fingerprints["float32"])):
+        output.note(
+            f"the ratio {engine.model.name} needs is not measured yet: cacheblend models check {engine.model.name} --ratio-only"
+        )
 
 
 def _tell_hidden(names: list[str], output: Output) -> None:

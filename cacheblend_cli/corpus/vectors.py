@@ -43,9 +43,14 @@ def cosines(
     return np.array([i for i, _ in rows], dtype=np.int64), scores.round(4)
 
 
+def sentences_of(text: str) -> list[str]:
+    """Return the text's sentences, headings and list items, each on one line."""
+    return [one for part in _SENTENCE.split(text) if (one := " ".join(part.lstrip("#").split()))]
+
+
 def telling_sentence(text: str, embedder: Embedder | None, vector: NDArray[np.float32] | None) -> str:
     """Return the sentence of the text that is nearest to a vector [dim], or the first one; on one line."""
-    sentences = [one for part in _SENTENCE.split(text) if (one := " ".join(part.lstrip("#").split()))] or [""]
+    sentences = sentences_of(text) or [""]
     best = 0
     if embedder is not None and vector is not None and len(sentences) > 1:
         best = int((embedder.embed(sentences) @ vector).argmax())

@@ -31,6 +31,7 @@ def answer_of(runtime: Runtime, done: PrefillReport, generation: Generation, rep
         mode=request.blend.mode,
         selector=request.blend.selector,
         ratio=request.blend.effective_ratio(),
+        ratio_from=request.ratio_from,
         prompt_tokens=plan.num_tokens,
         cached_tokens=plan.cached_tokens,
         exact_tokens=plan.exact_tokens,

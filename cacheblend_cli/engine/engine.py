@@ -24,6 +24,7 @@ from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.events import Done, Event, Failed, Limits, OnEvent, Text, ignore
 from cacheblend_cli.engine.outer_ranks import outer_ranks
 from cacheblend_cli.engine.plan import plan
+from cacheblend_cli.engine.profile import own_blend
 from cacheblend_cli.engine.rank_worker import serve_rank
 from cacheblend_cli.engine.request import Request, resolve
 from cacheblend_cli.engine.runtime import Runtime, Say
@@ -35,7 +36,17 @@ from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.text_stream import token_texts
 from cacheblend_cli.settings import DEFAULTS, GROUPS, Resolved, Settings, of_settings
-from cacheblend_cli.types import Answer, AskOptions, AskPlan, AskRequest, ChunkUse, TokenUse, ask_request, overridden
+from cacheblend_cli.types import (
+    Answer,
+    AskOptions,
+    AskPlan,
+    AskRequest,
+    BlendParams,
+    ChunkUse,
+    TokenUse,
+    ask_request,
+    overridden,
+)
 
 if TYPE_CHECKING:
     from cacheblend_cli.collect.paths import Paths
@@ -139,6 +150,11 @@ class Engine:
         Raises NotFoundError, which says why, if there are none.
         """
         return retrieve(self.runtime, store, ask)
+
+    def own_blend(self, blend: BlendParams) -> tuple[BlendParams, str]:
+        """Return the blending by the model's profile, as `--ratio model` has it, and where its ratio comes from."""
+        collection = self.runtime.collection()
+        return own_blend(collection, blend, collection.codec)
 
     def explain(self, request: Request, answer: Answer) -> tuple[list[str], list[list[TokenUse]]]:
         """Return what the request's options ask to report beside the answer: notes on the model and on where the prompt's token ids

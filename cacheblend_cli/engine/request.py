@@ -17,6 +17,7 @@ from cacheblend_cli.collect.texts import plan_texts, sent_document
 from cacheblend_cli.engine.chunk_inputs import collection_of, dated, inputs_of, suffix_of, to_compute, wording_of
 from cacheblend_cli.engine.connectors.connector import Connector
 from cacheblend_cli.engine.model_notes import model_notes
+from cacheblend_cli.engine.profile import with_own_ratio
 from cacheblend_cli.engine.runtime import Runtime, Say
 from cacheblend_cli.engine.sampling import as_the_model
 from cacheblend_cli.engine.search import Retrieved, retrieve
@@ -38,7 +39,7 @@ class Request:
     the best of these matches the question weakly. prefix_cached: the store has the
     prefix's KV. lossless: stored KV is what this run would compute. notes: messages for users, shared by all that is made of this
     request. started: perf_counter when the question was known. connector: takes the prompt's KV, and the answer ends before its first
-    token. tiered: the store and its tier, if that was asked for chunks.
+    token. tiered: the store and its tier, if that was asked for chunks. ratio_from: see `Answer`.
     """
 
     question: str
@@ -59,6 +60,7 @@ class Request:
     started: float = field(default_factory=time.perf_counter)
     connector: Connector | None = None
     tiered: TieredSource | None = None
+    ratio_from: str = "given"
 
     @property
     def source(self) -> KVSource | None:
@@ -134,8 +136,9 @@ def resolve(
     collection = collection_of(runtime, store, ask)
     if collection.day is not None:
         notes += age_note(collection.day)
-    blend = ask.blend if sampling.prompt_logprobs is None else BlendParams(mode="full")
     chunks = inputs_of(collection, store, ask.keys, given, notes)
+    ask, ratio_from = with_own_ratio(collection, chunks, ask, notes)
+    blend = ask.blend if sampling.prompt_logprobs is None else BlendParams(mode="full")
     suffix_ids = suffix_of(runtime, ask) if suffix_ids is None else suffix_ids
     tiered, in_tier = None, set[bytes]()
     if store is not None and blend.mode != "full":
@@ -150,7 +153,7 @@ def resolve(
             f"the KV of {len(converted)} chunks was computed in {converted[0].computed_in} and is converted: precompute "
             f"again for that of {collection.codec}, or ask with --dtype {converted[0].computed_in}"
         )
-    notes += model_notes(runtime.model, ask.blend, sampling, len(chunks))
+    notes += model_notes(runtime.model, sampling)
     lossless = not converted and all(is_lossless(codec, runtime.decoder.dtype) for codec in codecs)
     policy_of(ask.blend, runtime.model.spec.num_kv_layers, lossless)  # raises for what the model does not have
     return Request(
@@ -171,6 +174,7 @@ def resolve(
         notes=notes,
         started=started,
         tiered=tiered,
+        ratio_from=ratio_from,
     )
 
 

@@ -1,11 +1,9 @@
-"""Check a model: a full prefill against blending that recomputes everything and against transformers; and the ratio that
-blending needs with it: a few prompts over the handbook's pages, each collected alone."""
+"""Check a model: a full prefill against blending that recomputes everything, and against transformers."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,10 @@ from cacheblend_store import ChunkStore
 from torch import Tensor
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
-from cacheblend_cli.demo import handbook_dir, questions
+from cacheblend_cli.demo import handbook_dir
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.model_notes import BlendVerdict, keep_verdict
 from cacheblend_cli.engine.prefill import prefill
 from cacheblend_cli.engine.request import resolve
-from cacheblend_cli.evaluation.measures import AnswerLengths, run_full, run_setting
 from cacheblend_cli.model.adapter import LoraAdapter
 from cacheblend_cli.model.checkpoint import quantisation_of, tensor_source
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
@@ -28,44 +24,16 @@ PAGES, CHUNKS, CHUNK_TOKENS = 3, 4, 128  # of the prompt: documents, and what is
 ROWS = 8  # at the prompt's end, whose logits are compared
 SHARE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Of the largest logit: how far rounding may take two ways of computing the same."""
-PROMPTS, PROMPT_PAGES, ANSWER_TOKENS = 12, 4, 16  # of blending
-RATIOS = (BlendParams().ratio, 0.3)
-KL = 0.06
-"""Blending is safe at a ratio where the mean KL to full prefill is at most this, in nats a token. With the default model plain
-reuse leaves .130 on these prompts and .091 in docs/fidelity.md, the default ratio .041 and .024. Shares of equal tokens and answers
-decide nothing: over so few tokens chance moves them more than the ratio does."""
-
-
-@dataclass(frozen=True)
-class Blended:
-    """A ratio against full prefill, over full prefill's own answers. kl: mean, nats a token; top1: share of their tokens that
-    stay the most likely; same_answers: of `answers`, those whose every token does."""
-
-    ratio: float
-    kl: float
-    top1: float
-    same_answers: int
-    answers: int
-
-    @property
-    def safe(self) -> bool:
-        return self.kl <= KL
 
 
 @dataclass(frozen=True)
 class Check:
-    """Largest differences of logits. transformers: None where it was not asked. limit: what rounding explains. blends: how far
-    blending at ratios is from a full prefill."""
+    """Largest differences of logits. transformers: None where it was not asked. limit: what rounding explains."""
 
     prompt_tokens: int
     blended: float
     transformers: float | None
     limit: float
-    blends: list[Blended]
-
-    @property
-    def verdict(self) -> BlendVerdict:
-        return verdict_of(self.blends)
 
     @property
     def passed(self) -> bool:
@@ -73,8 +41,7 @@ class Check:
 
 
 def check_model(engine: Engine, *, with_transformers: bool) -> Check:
-    """Compare the last logits of a prompt over pages of the demo's handbook, and remember what is found of blending where they
-    are right."""
+    """Compare the last logits of a prompt over pages of the demo's handbook."""
     with (
         tempfile.TemporaryDirectory(prefix="cacheblend-check-") as folder,
         ChunkStore.open(Path(folder) / "store", mode="write") as store,
@@ -85,63 +52,14 @@ def check_model(engine: Engine, *, with_transformers: bool) -> Check:
         keys = [m.key for m in sorted(store.chunks(), key=lambda m: (m.source, m.index), reverse=True)][:CHUNKS]
         ids, full = _logits(engine, store, keys, BlendParams(mode="full"))
         _, blended = _logits(engine, store, keys, BlendParams(ratio=1.0, selector="hkvd"))
-        with ChunkStore.open(Path(folder) / "pages", mode="write") as whole_pages:
-            blends = _check_blend(engine, whole_pages)
     theirs = _transformers(engine, ids) if with_transformers else None
     share = SHARE[engine.runtime.decoder.dtype]
-    check = Check(
+    return Check(
         len(ids),
         float((full - blended).abs().max()),
         None if theirs is None else float((full - theirs).abs().max()),
         share * max(1.0, float(full.abs().max())),
-        blends,
     )
-    if check.passed:
-        keep_verdict(engine.model, check.verdict)
-    return check
-
-
-def _check_blend(engine: Engine, store: ChunkStore) -> list[Blended]:
-    """Measure the ratios in turn, up to the first that is close to a full prefill. Each prompt has the page that answers it
-    between others, each collected alone."""
-    runtime = engine.runtime
-    size = runtime.context // (2 * PROMPT_PAGES)
-    options = PrecomputeOptions(chunk_tokens=size, context="sink")
-    engine.precompute(store, [str(handbook_dir())], options, lambda event: None)
-    first = {Path(m.source).name: m.key for m in sorted(store.chunks(), key=lambda m: m.source) if m.index == 0}
-    max_tokens = min(ANSWER_TOKENS, runtime.context // 16)
-    sampling = SamplingParams(max_tokens=max_tokens)
-    found: list[Blended] = []
-    requests = [
-        resolve(runtime, store, AskRequest(q.question, _pages_around(first, q.source), sampling=sampling))
-        for q in questions()[:PROMPTS]
-    ]
-    references = [run_full(runtime, request, AnswerLengths(max_tokens, max_tokens), 0.0) for request in requests]
-    for ratio in RATIOS:
-        blends = [replace(request, blend=BlendParams(ratio=ratio)) for request in requests]
-        measured = [
-            run_setting(runtime, request, reference, 0.0).divergence
-            for request, reference in zip(blends, references, strict=True)
-        ]
-        kl = [k for m in measured for k in m.kl]
-        top1 = [same for m in measured for same in m.top1]
-        same = sum(m.first_difference is None for m in measured)
-        found.append(Blended(ratio, sum(kl) / len(kl), sum(top1) / len(top1), same, len(measured)))
-        if found[-1].safe:
-            break
-    return found
-
-
-def _pages_around(pages: Mapping[str, bytes], source: str) -> list[bytes]:
-    """Keys of PROMPT_PAGES neighbouring pages, the one of a question's source among them but not the first, which is exact."""
-    names = list(pages)
-    first = names.index(Path(source).name) - PROMPT_PAGES // 2
-    return [pages[names[(first + i) % len(names)]] for i in range(PROMPT_PAGES)]
-
-
-def verdict_of(found: Sequence[Blended]) -> BlendVerdict:
-    """The ratio that blending needs. found: as `_check_blend` measures it."""
-    return BlendVerdict(found[-1].ratio if found[-1].safe else None)
 
 
 def _logits(engine: Engine, store: ChunkStore, keys: list[bytes], blend: BlendParams) -> tuple[list[int], Tensor]:

@@ -121,8 +121,8 @@ def _prompt(runtime: Runtime, parsed: ParsedRequest) -> str | None:
 
 def _blending(settings: Settings, body: AskBody) -> Settings:
     given = body.blend.given if body.blend else {}
-    if isinstance(given.get("ratio"), str) and given["ratio"] != "auto":
-        raise bad("blend.ratio is a number or auto", "blend.ratio")
+    if isinstance(given.get("ratio"), str) and given["ratio"] not in ("auto", "model"):
+        raise bad("blend.ratio is a number, auto or model", "blend.ratio")
     return replace(settings, **given)
 
 

@@ -108,7 +108,7 @@ class Reply:
             name: value for name, value in reported["timing"].items() if name not in ("process_s", "model_load_s")
         }
         names = (
-            "mode", "selector", "ratio", "prompt_tokens", "cached_tokens", "exact_tokens", "recomputed_tokens",
+            "mode", "selector", "ratio", "ratio_from", "prompt_tokens", "cached_tokens", "exact_tokens", "recomputed_tokens",
             "recompute_fraction", "kv_bytes_loaded", "weak_match",
         )  # fmt: skip
         rest: dict[str, Any] = {

@@ -122,7 +122,7 @@ class Answer:
     layers: the per-layer report. auto: what the loading controller decided, with --ratio auto. prefix_cache_tokens: those at the beginning
     of the prompt whose KV the engine still held from another one. prompt_logprobs: of the prompt's tokens from the second on,
     where they were asked for. tier: what a shared tier did for the prompt, if it was asked. chosen: positions of the prompt whose
-    stored KV was computed again."""
+    stored KV was computed again. ratio_from: "given", "auto", or "model" or "default" with the reason, see engine/profile.py."""
 
     text: str
     finish_reason: str
@@ -154,6 +154,7 @@ class Answer:
     chosen: list[int] = field(default_factory=list)
     tier: Any = None
     weak_match: bool = False
+    ratio_from: str = "given"
 
     def kinds(self, chunk: ChunkUse) -> list[str]:
         """Return the kind of each token of a chunk, see TokenUse."""
@@ -172,6 +173,7 @@ class Answer:
             "mode": self.mode,
             "selector": self.selector,
             "ratio": self.ratio,
+            "ratio_from": self.ratio_from,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "exact_tokens": self.exact_tokens,

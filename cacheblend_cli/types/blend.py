@@ -52,13 +52,15 @@ class BlendParams:
 
     @classmethod
     def of(cls, settings: Settings) -> BlendParams:
-        """Return the settings' blending; with --ratio auto, at the lower bound of the ratio. Raises UsageError."""
-        if settings.max_risk is not None and isinstance(settings.ratio, str):
+        """Return the settings' blending; with --ratio auto, at the lower bound of the ratio; with --ratio model, at the ratio for a model
+        without a profile. Raises UsageError."""
+        if settings.max_risk is not None and settings.ratio == "auto":
             raise UsageError("--max-risk is fitted for one ratio, and --ratio is auto", "give a number to --ratio")
+        ratios = {"auto": settings.ratio_floor, "model": cls.ratio}
         return of_settings(
             cls,
             settings,
-            ratio=settings.ratio_floor if isinstance(settings.ratio, str) else settings.ratio,
+            ratio=ratios[settings.ratio] if isinstance(settings.ratio, str) else settings.ratio,
             seed=settings.seed or 0,
             checks=parse_checks(settings.gradual),
             probe_layers=parse_layers(settings.probe_layers),

@@ -61,7 +61,8 @@ class AskOptions:
     """Options of running a request and of its report.
 
     verify: compare with a full prefill. confirm: the answer is a full prefill's, after the blended one was streamed. auto: the
-    loading controller chooses the ratio, at least `BlendParams.ratio`, or a full prefill. save: store the KV of chunks that had to
+    loading controller chooses the ratio, at least `BlendParams.ratio`, or a full prefill. own_ratio: the model's profile chooses ratio and
+    correction, see engine/profile.py. save: store the KV of chunks that had to
     be computed, if the store is open for writing. priority: lower runs first; among equals, in order of arrival. deadline_s:
     seconds from submission after which the request ends with finish_reason "deadline". stream: the answer is read while it is
     generated; False: max_risk judges it as a whole. ids, explain, tokens: report token ids, layers and the prompt's text, and each
@@ -71,6 +72,7 @@ class AskOptions:
     verify: bool = False
     confirm: bool = False
     auto: bool = False
+    own_ratio: bool = False
     save: bool = True
     priority: int = 0
     deadline_s: float | None = None
@@ -119,7 +121,9 @@ class AskRequest:
     def of(cls, resolved: Resolved, question: str, sampling: SamplingParams | None = None, **others: Any) -> AskRequest:
         """Return a request by the settings. sampling: None for the settings'. others: further fields. Raises UsageError."""
         settings = resolved.settings
-        options = replace(others.pop("options", AskOptions()), auto=settings.ratio == "auto")
+        options = replace(
+            others.pop("options", AskOptions()), auto=settings.ratio == "auto", own_ratio=settings.ratio == "model"
+        )
         return cls(
             question,
             blend=BlendParams.of(settings),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +13,6 @@ import pytest
 from checkpoints import WORDS, write_checkpoint
 
 from cacheblend_cli.cli.main import run
-from cacheblend_cli.demo import handbook_dir, questions
-from cacheblend_cli.evaluation import check_model
 
 
 @dataclass(frozen=True)
@@ -53,19 +50,6 @@ def cli(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         return Result(code, captured.out, captured.err)
 
     return call
-
-
-@pytest.fixture
-def short_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`models check` has two prompts of blending, over seven pages of the handbook."""
-    asked = {Path(question.source).name for question in questions()[:2]}
-    pages = sorted(handbook_dir().glob("*.md"), key=lambda page: (page.name not in asked, page.name))[:7]
-    folder = tmp_path / "handbook"
-    folder.mkdir()
-    for page in pages:
-        shutil.copy(page, folder)
-    monkeypatch.setattr(check_model, "handbook_dir", lambda: folder)
-    monkeypatch.setattr(check_model, "PROMPTS", 2)
 
 
 @pytest.fixture

@@ -87,7 +87,9 @@ def test_an_unknown_setting_is_answered_in_short(cli: Cli, file: Path) -> None:
 
 
 def test_a_bad_value_is_said_of_the_setting(cli: Cli) -> None:
-    assert cli("config", "set", "ratio", "banana").err.startswith("error: ratio is 'banana', not a number or auto")
+    assert cli("config", "set", "ratio", "banana").err.startswith(
+        "error: ratio is 'banana', not a number, auto or model"
+    )
     assert cli("config", "set", "top-k", "0").err.startswith("error: top_k is '0'; the minimum is 1")
     assert cli("ask", "--ratio", "banana", "x").err.startswith("error: --ratio is 'banana'")
 

@@ -40,7 +40,6 @@ def test_what_a_model_is_and_what_a_machine_has_say_it_too(cli: Callable[..., An
     assert PATH in json.loads(cli("doctor", "--model", model, "--json").out)["model"]["computed_by"]
 
 
-@pytest.mark.usefixtures("short_check")
 def test_the_models_check_passes(cli: Callable[..., Any], model: str) -> None:
     record = json.loads(cli("models", "check", model, "--json").out)
     assert record["passed"]

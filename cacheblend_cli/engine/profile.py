@@ -1,0 +1,158 @@
+"""`--ratio model`: the smallest ratio at which blending was measured to be close to a full prefill (evaluation/profile.py).
+
+A small file in the user's cache directory for each model, with a profile for each dtype, codec, prompt and way to blend.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from cacheblend_cli import user_cache
+from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.prompt.collection import Collection, dtype_name
+from cacheblend_cli.prompt.plan import ChunkInput
+from cacheblend_cli.types import AskRequest, BlendParams
+
+FORMAT = 1  # one more where it measures, or blending computes, otherwise
+OTHER = "default: models check measured"
+_CHOSEN = ("mode", "ratio", "checks", "seed", "max_risk")  # fields of BlendParams that do not belong to a way to blend
+
+
+@dataclass(frozen=True)
+class Distance:
+    """KL(full prefill || blended) at a ratio with a correction, nats a token: mean and 90th percentile over prompts."""
+
+    ratio: float
+    correction: str
+    mean: float
+    p90: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """conditions: what it was measured under, by name. prompts: their number. kl_mean, kl_p90: limits of the mean and of the 90th
+    percentile. measured: by rising ratio; larger ratios than the chosen one are not measured."""
+
+    conditions: dict[str, str]
+    prompts: int
+    kl_mean: float
+    kl_p90: float
+    measured: tuple[Distance, ...]
+
+    @property
+    def choice(self) -> Distance | None:
+        """The smallest ratio within both limits, with its nearer correction; None if there is none: not to be blended."""
+        within = [d for d in self.measured if d.mean <= self.kl_mean and d.p90 <= self.kl_p90]
+        return min(within, key=lambda d: (d.ratio, d.mean), default=None)
+
+    def applied(self, blend: BlendParams) -> BlendParams:
+        """Return the blending with the chosen ratio and correction; a full prefill if no ratio was chosen."""
+        found = self.choice
+        return (
+            replace(blend, mode="full")
+            if found is None
+            else replace(blend, ratio=found.ratio, correction=found.correction)
+        )
+
+    def __str__(self) -> str:
+        """Return how close the chosen ratio is, in words."""
+        found = self.choice
+        if found is None:
+            found = min(self.measured, key=lambda d: d.mean)
+            return f"no ratio is close enough: at {found.ratio:g} the mean KL is {found.mean:.2g} over {self.prompts} prompts"
+        how = "no correction" if found.correction == "none" else found.correction
+        return f"{how}, mean KL {found.mean:.2g}, 90th percentile {found.p90:.2g} over {self.prompts} prompts"
+
+
+def conditions(collection: Collection, codec: str, blend: BlendParams) -> dict[str, str]:
+    """Return what a profile holds for. codec: of the chunks."""
+    decoder, wording = collection.model.decoder, collection.template.wording.to_dict()
+    prompt = hashlib.blake2b(json.dumps(wording, sort_keys=True).encode(), digest_size=8).hexdigest()
+    way = {name: str(value) for name, value in asdict(blend).items() if name not in _CHOSEN}
+    pool = "as computed" if decoder.kv_scales is None else "float8_e4m3"
+    return {"dtype": dtype_name(decoder.dtype), "KV dtype": codec, "KV pool": pool, "prompt": prompt, **way}
+
+
+def stored_codec(chunks: Sequence[ChunkInput], collection: Collection) -> str:
+    """Return the codec of the chunks' stored KV, all of them if they differ; the collection's if none is stored."""
+    found = {f"{c.codec} {c.computed_in}".strip() for c in chunks if c.cached and c.codec}
+    return " and ".join(sorted(found)) or collection.codec
+
+
+def keep_profile(model: LoadedModel, profile: Profile) -> None:
+    """Remember it, in place of an earlier one of the same conditions."""
+    path = profile_file(model.fingerprints["float32"])
+    others = [p for p in read_profiles(path) if p.conditions != profile.conditions]
+    user_cache.keep(path, json.dumps([asdict(p) for p in (*others, profile)]))
+
+
+def profile_file(fingerprint: str) -> Path:
+    """File of a model. fingerprint: the model's in float32, whatever it computes in."""
+    return user_cache.place("profiles", FORMAT, fingerprint)
+
+
+def read_profiles(path: Path) -> list[Profile]:
+    """Return a model's profiles, the latest last; [] if the file is missing or makes no sense."""
+    try:
+        return msgspec.json.decode(user_cache.recall(path), type=list[Profile])
+    except msgspec.MsgspecError:
+        return []
+
+
+def profile_for(model: LoadedModel, wanted: dict[str, str]) -> tuple[Profile | None, str]:
+    """Return the model's profile for these conditions, or None and why there is none."""
+    known = read_profiles(profile_file(model.fingerprints["float32"]))
+    for profile in known:
+        if profile.conditions == wanted:
+            return profile, ""
+    if not known:
+        return None, "models check was not run for this model"
+    nearest = min((_differing(p.conditions, wanted) for p in known), key=len)
+    return None, f"models check measured this model with {' and '.join(nearest)}"
+
+
+def _differing(measured: dict[str, str], wanted: dict[str, str]) -> list[str]:
+    """Describe each condition that differs."""
+    return [
+        "another prompt" if name == "prompt" else f"{name} {measured.get(name)}, not {value}"
+        for name, value in wanted.items()
+        if measured.get(name) != value
+    ]
+
+
+def own_blend(collection: Collection, blend: BlendParams, codec: str) -> tuple[BlendParams, str]:
+    """Return the blending by the model's profile, as it was if there is none for it, and where its ratio comes from."""
+    profile, reason = profile_for(collection.model, conditions(collection, codec, blend))
+    return (blend, f"default: {reason}") if profile is None else (profile.applied(blend), f"model: {profile}")
+
+
+def with_own_ratio(
+    collection: Collection, chunks: Sequence[ChunkInput], ask: AskRequest, notes: list[str]
+) -> tuple[AskRequest, str]:
+    """Return the request, with the blending of the model's profile where it asks for that, and where its ratio comes from. Notes tell
+    users of a profile that does not fit and of a ratio below the profile's."""
+    blend, model = ask.blend, collection.model
+    if ask.options.auto or blend.mode != "blend" or blend.checks:
+        return ask, "auto" if ask.options.auto else "given"
+    codec = stored_codec(chunks, collection)
+    told = notes if len(chunks) > 1 else []  # one chunk is exact
+    if ask.options.own_ratio:
+        own, source = own_blend(collection, blend, codec)
+        if own.mode == "full":
+            told.append(
+                f"models check found no ratio close enough to a full prefill with {model.name}, so this is one; --ratio X blends"
+            )
+        elif source.startswith(OTHER):
+            told.append(f"the ratio is the default, {blend.ratio:g}: {source.removeprefix('default: ')}")
+        return replace(ask, blend=own), source
+    profile, _ = profile_for(model, conditions(collection, codec, blend))
+    if profile is not None and ((found := profile.choice) is None or blend.effective_ratio() < found.ratio):
+        needed = "use mode full" if found is None else f"it needs a ratio of {found.ratio:g}"
+        told.append(f"models check found blending with {model.name} to be far from a full prefill: {needed}")
+    return ask, "given"

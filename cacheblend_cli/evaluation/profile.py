@@ -1,0 +1,146 @@
+"""Measure the ratio that a model needs: blending against full prefill, on the user's stored chunks with questions cut from them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from statistics import fmean, quantiles
+
+import torch
+from cacheblend_store import ChunkStore
+from torch import Tensor
+
+from cacheblend_cli.corpus.vectors import sentences_of
+from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.fidelity import divergence, log_distribution, teacher_forced
+from cacheblend_cli.engine.prefill import prefill
+from cacheblend_cli.engine.profile import Distance, Profile, conditions, stored_codec
+from cacheblend_cli.engine.request import Request
+from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.errors import NotFoundError
+from cacheblend_cli.evaluation.continuation import Continuation, generate
+from cacheblend_cli.types import AskOptions, AskRequest, BlendParams, SamplingParams
+
+RATIOS = (0.02, 0.05, 0.10, 0.15, 0.30)
+CORRECTIONS = ("regression", "none")
+PROMPTS, LEAST_PROMPTS = 12, 8
+TOKENS = 32  # of full prefill's answer
+TRIES = 16  # chunks for each prompt, at most
+SENTENCE = (40, 400)  # characters of one that a question is cut from
+
+Progress = Callable[[int, int, str], None]
+"""Called with (steps done, number of steps at most, what is measured)."""
+
+
+@dataclass(frozen=True)
+class FullAnswer:
+    """Full prefill's greedy answer: its token ids, and the distributions that predict them, log-probabilities fp32
+    [num_tokens, vocab_size] on the CPU. seconds: of all that took."""
+
+    token_ids: list[int]
+    log_p: Tensor
+    seconds: float
+
+
+def measure_profile(
+    engine: Engine,
+    store: ChunkStore,
+    ask: AskRequest,
+    limits: tuple[float, float],
+    *,
+    say: Callable[[str], None] = lambda text: None,
+    on_progress: Progress = lambda done, total, text: None,
+) -> Profile:
+    """Measure rising ratios, each with and without a correction, until one is within the limits: of the mean KL and of its 90th
+    percentile over the prompts. ask: how to search, and its blending but for the ratio. say: called with how long it takes at most.
+
+    Nothing is kept. Raises NotFoundError for too few stored chunks.
+    """
+    runtime, (kl_mean, kl_p90) = engine.runtime, limits
+    requests = list(cut_requests(engine, store, ask))
+    if len(requests) < LEAST_PROMPTS:
+        raise NotFoundError(
+            f"the store has too few chunks of {engine.model.name} to measure a ratio: {len(requests)} prompts whose KV is stored and needs "
+            f"repair, and {LEAST_PROMPTS} are needed",
+            "precompute more documents with this model, and check again",
+        )
+    under = conditions(requests[0].collection, stored_codec(requests[0].chunks, requests[0].collection), ask.blend)
+    corrections = CORRECTIONS if ask.blend.correction == BlendParams.correction else (ask.blend.correction,)
+    steps, answers = len(requests) * (1 + len(RATIOS) * len(corrections)), list[FullAnswer]()
+    for number, request in enumerate(requests):
+        answers.append(full_answer(runtime, request))
+        if number == 0:
+            seconds = answers[0].seconds * len(requests) * (1 + sum(r + 0.15 for r in RATIOS) * len(corrections))
+            say(
+                f"measuring {engine.model.name} on {len(requests)} questions cut from stored chunks: up to {max(1, round(seconds / 60))} "
+                "min; Ctrl-C keeps nothing"
+            )
+        on_progress(number + 1, steps, "full prefill")
+    found = list[Distance]()
+    for ratio in RATIOS:
+        for correction in corrections:
+            blend, kl = replace(ask.blend, ratio=ratio, correction=correction), list[float]()
+            for request, answer in zip(requests, answers, strict=True):
+                kl.append(distance(runtime, replace(request, blend=blend), answer))
+                on_progress(len(requests) * (1 + len(found)) + len(kl), steps, f"ratio {ratio:g}, {correction}")
+            found.append(Distance(ratio, correction, fmean(kl), quantiles(kl, n=10, method="inclusive")[-1]))
+        profile = Profile(under, len(requests), kl_mean, kl_p90, tuple(found))
+        if profile.choice is not None:
+            break
+    return profile
+
+
+def cut_question(text: str) -> str | None:
+    """Return the first half of the middle one of the text's long sentences; None without one."""
+    found = [s for s in sentences_of(text) if SENTENCE[0] <= len(s) <= SENTENCE[1]]
+    if not found:
+        return None
+    sentence = found[len(found) // 2]
+    half = sentence[: len(sentence) // 2]
+    return f"{half.rpartition(' ')[0] or half} ..."
+
+
+def cut_requests(
+    engine: Engine, store: ChunkStore, ask: AskRequest, cut: Callable[[str], str | None] = cut_question
+) -> Iterator[Request]:
+    """Yield up to PROMPTS requests over stored chunks, as `ask` resolves them: a question is cut from a chunk, and the search finds
+    that chunk and others. Keys are digests, so their order is a random one. Prompts whose KV is not all stored, or is all exact,
+    are left out."""
+    runtime = engine.runtime
+    collections = {c.id for c in runtime.collections(ask.salt, day=runtime.day(store, ask.salt))}
+    chunks = (m for m in store.chunks() if m.has_kv and m.collection in collections)
+    questions = filter(None, (cut(m.text) for m in islice(chunks, PROMPTS * TRIES)))
+    codec, count = None, 0
+    for question in questions:
+        request = engine.resolve(store, replace(ask, question=question, options=AskOptions()))
+        own = stored_codec(request.chunks, request.collection)
+        codec = codec or own
+        stored = own == codec and all(s.cached for s in request.plan.chunks)
+        if stored and request.plan.inexact_tokens and runtime.fits(request.plan.num_tokens, TOKENS):
+            yield request
+            count += 1
+        if count == PROMPTS:
+            return
+
+
+@torch.inference_mode()
+def full_answer(runtime: Runtime, request: Request) -> FullAnswer:
+    """Prefill the prompt in full and answer greedily."""
+    start = time.perf_counter()
+    done = prefill(runtime, request.in_full(), headroom=TOKENS)
+    sampling = SamplingParams(max_tokens=TOKENS, stop_repetition=False)
+    token_ids = generate(runtime, Continuation.of(done), sampling).token_ids
+    logits = teacher_forced(runtime.decoder, done.sequence, done.plan.token_ids, token_ids)
+    done.sequence.release()
+    return FullAnswer(token_ids, log_distribution(logits).float().cpu(), time.perf_counter() - start)
+
+
+@torch.no_grad()  # not inference_mode: the loader's threads write into the pool made here
+def distance(runtime: Runtime, request: Request, full: FullAnswer) -> float:
+    """Return KL(full || blended) over full prefill's answer, mean nats a token."""
+    done = prefill(runtime, request, headroom=TOKENS)
+    logits = teacher_forced(runtime.decoder, done.sequence, done.plan.token_ids, full.token_ids)
+    done.sequence.release()
+    return divergence(full.log_p.double(), log_distribution(logits).cpu()).mean_kl

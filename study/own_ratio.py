@@ -1,0 +1,232 @@
+"""Does a profile hold on questions that it was not made on? Results and the page: study/results/own_ratio.json, study/own_ratio.md.
+
+    python study/own_ratio.py --data FOLDER --work FOLDER --model smollm2 --made     # as models check measures it, one half of the passages
+    python study/own_ratio.py --data FOLDER --work FOLDER --model smollm2 --held     # MuSiQue's questions over the other half
+    python study/own_ratio.py --work FOLDER --report                                  # write the results and the page
+
+FOLDER of --data has musique_dev.json. Each passage is a document, cut and collected alone (--context sink), as `precompute` does it;
+prompts are what `ask` finds for the question. A measurement is kept as soon as it is made, and a later run goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, median, quantiles
+from typing import Any
+
+import torch
+from cacheblend_store import ChunkStore
+from results import hardware, write_result
+
+from cacheblend_cli.collect.precompute import PrecomputeOptions
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.profile import Distance, Profile
+from cacheblend_cli.engine.request import Request
+from cacheblend_cli.evaluation.bootstrap import Bootstrap, mean
+from cacheblend_cli.evaluation.profile import CORRECTIONS, RATIOS, TOKENS, cut_requests, distance, full_answer
+from cacheblend_cli.evaluation.samples import Sample, read_samples
+from cacheblend_cli.settings import Settings
+from cacheblend_cli.types import AskRequest, BlendParams, SearchParams
+
+STUDY = Path(__file__).parent
+QUESTIONS, PASSAGES = 12, 1  # of a half: questions whose first passage is stored
+SIDES = ("made", "held")
+PAGE = """# A ratio that each model earns
+
+Does the ratio that `models check` chooses hold on questions it was not chosen on? The profile is made on questions cut from one half of MuSiQue's passages (*made*), and
+checked on MuSiQue's own questions over the other half (*held out*); both are what `ask` finds, five chunks of about 270 tokens, each collected alone. KL(full prefill || blended)
+in nats per token over {tokens} tokens of full prefill's answer, bfloat16; 95 % bootstrap intervals over the questions. Limits: mean .03, 90th percentile .08.
+`python study/own_ratio.py` measures it; {hardware[cores]} cores of an Intel Xeon with AMX, torch {hardware[torch]}. It is written by that script.
+
+{chosen}
+
+All that was measured:
+
+{every}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--work", type=Path, required=True, help="folder of stores and measurements")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--questions", type=int, default=QUESTIONS)
+    parser.add_argument("--ratio", type=float, action="append", help="measure this one (repeatable)")
+    parser.add_argument("--correction", action="append", choices=CORRECTIONS)
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="stop after the measurement that is made then"
+    )
+    parser.add_argument("--made", action="store_true")
+    parser.add_argument("--held", action="store_true")
+    parser.add_argument("--report", action="store_true")
+    arguments = parser.parse_args()
+    for side in SIDES:
+        if getattr(arguments, side):
+            measure(arguments, side)
+    if arguments.report:
+        report(arguments.work)
+
+
+def measure(arguments: argparse.Namespace, side: str) -> None:
+    """Measure missing settings, question by question."""
+    until = time.monotonic() + arguments.seconds
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    engine = Engine.load(EngineConfig(model=arguments.model, dtype=arguments.dtype, threads=arguments.threads))
+    name, samples = Path(arguments.model).stem, read_samples(arguments.data / "musique_dev.json")
+    halves = {"made": samples[0::2], "held": samples[1::2]}
+    folder = arguments.work / side
+    write_passages(halves[side][:QUESTIONS], folder)
+    records = arguments.work / f"{name}-{side}.jsonl"
+    known = {(r["question"], r["ratio"], r["correction"]) for r in read(records)}
+    settings = [(r, c) for r in arguments.ratio or RATIOS for c in arguments.correction or CORRECTIONS]
+    with ChunkStore.open(arguments.work / f"{name}-{side}", mode="write") as store, records.open("a") as file:
+        engine.precompute(store, [str(folder)], PrecomputeOptions(chunk_tokens=512, context="sink"), lambda event: None)
+        for number, request in enumerate(requests(engine, store, halves[side], side)):
+            missing = [s for s in settings if (request.question, *s) not in known]
+            if number == arguments.questions or time.monotonic() > until:
+                return
+            full = full_answer(engine.runtime, request) if missing else None
+            for ratio, correction in missing:
+                blend = BlendParams(ratio=ratio, correction=correction)
+                assert full is not None
+                record = {
+                    "model": engine.model.name, "dtype": arguments.dtype, "side": side, "question": request.question, "ratio": ratio,
+                    "correction": correction, "kl": distance(engine.runtime, replace(request, blend=blend), full),
+                    "prompt_tokens": request.plan.num_tokens, "inexact_tokens": request.plan.inexact_tokens,
+                }  # fmt: skip
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+                if time.monotonic() > until:
+                    return
+
+
+def write_passages(samples: list[Sample], folder: Path) -> None:
+    """Write each passage of the samples as a document."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = dict.fromkeys(context.text for sample in samples for context in sample.contexts[:PASSAGES])
+    for number, text in enumerate(texts):
+        (folder / f"{number:03}.txt").write_text(text, encoding="utf-8")
+
+
+def requests(engine: Engine, store: ChunkStore, samples: list[Sample], side: str) -> Iterator[Request]:
+    """Yield the prompts of a side: those that a profile is made on, or MuSiQue's questions."""
+    ask = AskRequest("", search=SearchParams(by="words"))
+    if side == "made":
+        yield from cut_requests(engine, store, ask)
+    else:
+        for sample in samples:
+            yield engine.resolve(store, replace(ask, question=sample.question))
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def report(work: Path) -> None:
+    """Write the results of complete questions and the page."""
+    models = list[dict[str, Any]]()
+    for made in sorted(work.glob("*-made.jsonl")):
+        sides = {side: by_setting(read(work / made.name.replace("-made", f"-{side}"))) for side in SIDES}
+        first = read(made)[0]
+        models.append({"model": Path(first["model"]).stem, "dtype": first["dtype"], **sides})
+    result = {"hardware": hardware(), "tokens": TOKENS, "models": models}
+    write_result(STUDY / "results" / "own_ratio.json", result)
+    (STUDY / "own_ratio.md").write_text(page(result), encoding="utf-8")
+
+
+def by_setting(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row per setting with the KL of each question, in the order of the questions."""
+    rows: dict[tuple[float, str], dict[str, float]] = {}
+    for r in records:
+        rows.setdefault((r["ratio"], r["correction"]), {})[r["question"]] = r["kl"]
+    return [
+        {"ratio": ratio, "correction": correction, "kl": [round(kl, 5) for kl in rows[ratio, correction].values()]}
+        for ratio, correction in sorted(rows, key=lambda s: (s[0], s[1] == "none"))
+    ]
+
+
+def profile_of(rows: list[dict[str, Any]]) -> Profile:
+    """Return the profile that `models check` makes of these measurements."""
+    limits = Settings()
+    found = tuple(Distance(row["ratio"], row["correction"], fmean(row["kl"]), p90(row["kl"])) for row in rows)
+    return Profile({}, len(rows[0]["kl"]), limits.kl_mean, limits.kl_p90, found)
+
+
+def p90(kl: list[float]) -> float:
+    return quantiles(kl, n=10, method="inclusive")[-1]
+
+
+def page(result: dict[str, Any]) -> str:
+    """Return the page: each model's choice, how far it is on held-out questions, and all that was measured."""
+    chosen, tables = [], []
+    for model in result["models"]:
+        profile, held = profile_of(model["made"]), {(r["ratio"], r["correction"]): r["kl"] for r in model["held"]}
+        choice = profile.choice
+        if choice is not None and (kl := held.get((choice.ratio, choice.correction))):
+            chosen.append([
+                model["model"], f"{choice.ratio:g}, {choice.correction}", f"{choice.mean:.3f}", f"{choice.p90:.3f}", str(profile.prompts),
+                *described(kl), str(len(kl)),
+            ])  # fmt: skip
+        for d, row in zip(profile.measured, model["made"], strict=True):
+            kl = held.get((d.ratio, d.correction), [])
+            found = described(kl) if len(kl) > 1 else ["", "", ""]
+            tables.append(
+                [
+                    model["model"],
+                    f"{d.ratio:g}",
+                    d.correction,
+                    f"{d.mean:.3f}",
+                    f"{median(row['kl']):.3f}",
+                    f"{d.p90:.3f}",
+                    *found,
+                ]
+            )
+    head = (
+        "model",
+        "chosen",
+        "made: mean",
+        "90th percentile",
+        "prompts",
+        "held out: mean (95 %)",
+        "median",
+        "90th percentile",
+        "questions",
+    )
+    every = (
+        "model",
+        "ratio",
+        "correction",
+        "made: mean",
+        "median",
+        "90th percentile",
+        "held out: mean (95 %)",
+        "median",
+        "90th percentile",
+    )
+    return PAGE.format(
+        chosen=table(head, chosen), every=table(every, tables), hardware=result["hardware"], tokens=result["tokens"]
+    )
+
+
+def described(kl: list[float]) -> list[str]:
+    found = Bootstrap(len(kl)).interval(mean, kl)
+    assert found is not None
+    return [f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f})", f"{median(kl):.3f}", f"{p90(kl):.3f}"]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+if __name__ == "__main__":
+    main()

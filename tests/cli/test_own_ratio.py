@@ -1,0 +1,142 @@
+"""`models check` measures the ratio a model needs, and `--ratio model` uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import WORDS
+
+from cacheblend_cli import user_cache
+from cacheblend_cli.evaluation import profile
+
+Cli = Callable[..., Any]
+CHECK = ("models", "check", "--ratio-only", "--json")
+
+
+@pytest.fixture
+def chunks(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Ids of two of the stored chunks, in the form of --chunks."""
+    monkeypatch.setattr(profile, "PROMPTS", 8)
+    monkeypatch.setenv("CACHEBLEND_CONTEXT", "sink")
+    (tmp_path / "docs").mkdir()
+    for d in range(10):
+        words = " ".join(WORDS[(d + w) % len(WORDS)] for w in range(12))
+        (tmp_path / "docs" / f"{d}.txt").write_text(f"Number {d} of all: {words}.\n")
+    stored = cli("precompute", "docs", "--chunk-tokens", "60", "--json")
+    assert stored.code == 0, stored.err
+    assert stored.err.count("--ratio-only") == 1, "the first run of a model says how its ratio is measured"
+    return ",".join(record["id"] for record in stored.records[:2])
+
+
+def asked(cli: Cli, chunks: str, *flags: str) -> dict[str, Any]:
+    told = cli("ask", "who?", "--chunks", chunks, "--ratio", "model", "--max-tokens", "2", "--json", *flags)
+    assert told.code == 0, told.err
+    record: dict[str, Any] = told.records[0]
+    return record
+
+
+def profiles() -> list[Path]:
+    folder = user_cache.folder("profiles")
+    return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def test_the_smallest_ratio_that_is_close_enough_is_used(cli: Cli, model: Path, chunks: str) -> None:
+    before = asked(cli, chunks)
+    assert (before["ratio"], before["ratio_from"]) == (0.15, "default: models check was not run for this model")
+    assert not any("ratio" in note for note in before["notes"]), "that is how it is for most users"
+    told = cli(*CHECK, str(model), "--kl-mean", "1000", "--kl-p90", "1000")
+    assert told.code == 0, told.err
+    assert "measuring" in told.err
+    assert "Ctrl-C keeps nothing" in told.err
+    [measured] = [record["profile"] for record in told.records]
+    assert (measured["ratio"], measured["prompts"], len(measured["measured"])) == (0.02, 8, 2)
+    assert len(profiles()) == 1
+    found = asked(cli, chunks)
+    assert found["ratio"] == 0.02
+    assert found["ratio_from"].startswith("model: ")
+    assert "over 8 prompts" in found["ratio_from"]
+    given = asked(cli, chunks, "--ratio", "0.3")
+    assert (given["ratio"], given["ratio_from"]) == (0.3, "given")
+    told = cli("ask", "who?", "--chunks", chunks, "--ratio", "model", "--max-tokens", "2", "--explain")
+    assert "ratio 0.02, model: " in told.err
+    assert "0.02 in float32 with KV in float32" in cli("models", "show", str(model)).out
+    assert "0.02, model: " in cli("doctor", "--json", "--ratio", "model").records[0]["model"]["ratio"]
+    again = cli("precompute", "docs", "--chunk-tokens", "50", "--yes")
+    assert "--ratio-only" not in again.err, "it is measured"
+
+
+def test_where_nothing_is_close_enough_the_answer_is_a_full_prefills(cli: Cli, model: Path, chunks: str) -> None:
+    told = cli("models", "check", str(model), "--ratio-only", "--kl-mean", "0")
+    assert told.code == 0, told.err
+    assert told.out.count("KL mean") == 10
+    assert "no ratio is close enough" in told.out
+    found = asked(cli, chunks)
+    assert (found["mode"], found["ratio"]) == ("full", 1.0)
+    assert any("no ratio close enough" in note for note in found["notes"])
+    low = asked(cli, chunks, "--ratio", "0.3")
+    assert low["mode"] == "blend"
+    assert any("far from a full prefill: use mode full" in note for note in low["notes"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--prompt", "prompt.txt"), "another prompt"),
+        (("--kv-dtype", "int8"), "KV dtype float32, not int8"),
+        (("--dtype", "bfloat16"), "dtype float32, not bfloat16"),
+        (("--selector", "hkvd"), "selector query, not hkvd"),
+    ],
+)
+def test_a_profile_of_something_else_is_not_used(
+    cli: Cli, model: Path, chunks: str, tmp_path: Path, flags: tuple[str, ...], words: str
+) -> None:
+    assert cli(*CHECK, str(model), "--kl-mean", "1000", "--kl-p90", "1000").code == 0
+    (tmp_path / "prompt.txt").write_text("{chunks} Tell me: {question}")
+    if "--prompt" not in flags and "--selector" not in flags:
+        stored = cli("precompute", "docs", "--chunk-tokens", "60", *flags, "--yes", "--json")
+        chunks = ",".join(record["id"] for record in stored.records[:2])
+    found = asked(cli, chunks, *flags)
+    assert found["ratio"] == 0.15
+    assert words in found["ratio_from"]
+    assert [words in note for note in found["notes"] if "ratio" in note] == [True]
+
+
+def test_one_below_the_profiles_is_noted(cli: Cli, model: Path, chunks: str) -> None:
+    assert cli(*CHECK, str(model), "--kl-mean", "1000", "--kl-p90", "1000").code == 0
+    assert any("needs a ratio of 0.02" in note for note in asked(cli, chunks, "--ratio", "0.01")["notes"])
+    assert asked(cli, chunks, "--ratio", "0.02")["notes"] == []
+    assert asked(cli, chunks.split(",")[0], "--ratio", "0.01")["notes"] == [], "one chunk is exact"
+
+
+@pytest.mark.usefixtures("chunks")
+def test_an_interruption_keeps_nothing(cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*given: object) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(profile, "distance", interrupted)
+    told = cli(*CHECK, str(model))
+    assert (told.code, "no ratio is kept" in told.err) == (130, True)
+    assert profiles() == []
+
+
+def test_nothing_stored_or_too_little_keeps_nothing(cli: Cli, model: Path, docs: Path) -> None:
+    refused = cli(*CHECK, str(model))
+    assert refused.code == 3
+    assert "cacheblend precompute" in refused.err
+    assert cli("precompute", str(docs)).code == 0
+    refused = cli(*CHECK, str(model))
+    assert (refused.code, "too few chunks" in refused.err) == (3, True)
+    assert profiles() == []
+
+
+def test_eval_and_bench_take_it(cli: Cli, model: Path, chunks: str, tmp_path: Path) -> None:
+    assert cli(*CHECK, str(model), "--kl-mean", "1000", "--kl-p90", "1000").code == 0
+    (tmp_path / "q.jsonl").write_text('{"question": "who?", "ctxs": [{"text": "a b c d e"}, {"text": "b c d e f"}]}\n')
+    told = cli(
+        "eval", "q.jsonl", "--ratio", "model", "--mode", "blend", "--no-noise-floor", "--max-tokens", "2", "--json"
+    )
+    assert told.code == 0, told.err
+    assert "query 0.02" in told.out
