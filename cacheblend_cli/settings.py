@@ -95,7 +95,7 @@ class Settings:
     kl_p90: float = _setting(0.08, "The same for the 90th percentile over prompts.")
     max_risk: float | None = _setting(
         None,
-        "Switch to a full prefill when the estimated risk of another answer exceeds this (see eval --fit-risk); best where answers are not streamed.",
+        "Replace the answer by a full prefill's when the estimated risk that it differs exceeds this (see eval --fit-risk); not with streaming.",
     )
     max_tokens: int = _setting(128, "Maximum tokens of the answer.")
     reasoning_tokens: int = _setting(1024, "Maximum tokens of reasoning before the answer.")

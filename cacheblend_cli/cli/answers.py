@@ -172,11 +172,8 @@ def _end_text(answer: Answer, output: Output) -> None:
 def _risk_line(found: Risk) -> str:
     if found.full_prefill_at is None:
         return f"estimated risk that a full prefill answers differently: {found.estimate:.1%} (limit {found.limit:.1%})"
-    if found.full_prefill_at == 0:
-        return f"the answer is a full prefill's: its estimated risk would have exceeded {found.limit:.1%}; {found.seconds * 1000:.0f} ms"
     return (
-        f"a full prefill took over at token {found.full_prefill_at}, where the estimated risk ({found.estimate:.1%} before it) "
-        f"would have exceeded {found.limit:.1%}; {found.seconds * 1000:.0f} ms"
+        f"the answer is a full prefill's: its estimated risk exceeded {found.limit:.1%}; {found.seconds * 1000:.0f} ms"
     )
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from cacheblend_cli.engine.checks import seeded
+from cacheblend_cli.engine.checks import Checks, seeded
 from cacheblend_cli.engine.controller import deciding
-from cacheblend_cli.engine.gate import Gate
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sequence import RequestState, Sequence
 from cacheblend_cli.engine.speeds import Pieces
-from cacheblend_cli.errors import UsageError
 
 
 def admitting(runtime: Runtime, state: RequestState) -> Pieces[None]:
@@ -16,11 +14,9 @@ def admitting(runtime: Runtime, state: RequestState) -> Pieces[None]:
     request = state.request
     state.max_new_tokens = runtime.max_new_tokens(request.sampling)
     runtime.check_length(request.plan.num_tokens, state.max_new_tokens)
-    if request.options.confirm:
+    if request.options.confirm or request.blend.max_risk is not None:
         request = seeded(request)
     if request.options.auto:
         request, state.report = yield from deciding(runtime, request)
-    state.request, state.gate = request, Gate.of(request)
+    state.request, state.checks = request, Checks.of(request)
     state.sequences = [Sequence(state, 0)]
-    if state.gate is not None and state.num_answers > 1:
-        raise UsageError("the risk is of one answer", "ask for one answer, or without max_risk")

@@ -52,11 +52,12 @@ class BlockManager:
         new = sum(kv_len == s.capacity or allocator.is_shared(s.blocks[kv_len // size]) for s, kv_len in sequences)
         return allocator.can_append(new)
 
-    def find(self, plan: PromptPlan, origin: KVProvenance) -> Hit:
-        """Look the prompt up in the prefix cache: whole slices before the first chunk that needs repair."""
+    def find(self, plan: PromptPlan, origin: KVProvenance, limit: int | None = None) -> Hit:
+        """Look the prompt up in the prefix cache: whole slices before the first chunk that needs repair. limit: maximum tokens, None for
+        all but the last, whose logits are wanted."""
         size, rows = self.space.block_size, origin.slice_rows
         blocks = self._prefix_cache.find(plan.token_ids, origin)
-        num_tokens = min(len(blocks) * size, plan.num_tokens - 1) // rows * rows
+        num_tokens = min(len(blocks) * size, plan.num_tokens - 1 if limit is None else limit) // rows * rows
         while num_tokens and plan.cut_for(num_tokens) != num_tokens:  # it ends within a chunk that is loaded as a whole
             num_tokens -= rows
         return Hit(tuple(blocks[: num_tokens // size]), num_tokens)

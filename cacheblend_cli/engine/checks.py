@@ -1,185 +1,201 @@
-"""Requests that the engine makes itself: full prefills that verify or confirm an answer.
+"""Checks of an answer against a full prefill: `--verify` compares, `--confirm` replaces, and `--max-risk` replaces what is too risky.
 
-They are scheduled like any other, in slices and batches, and end with the request they belong to.
+All three are one pass. When the answer is complete, a full prefill of the prompt and the answer's tokens gives the distribution at
+each of them. It is a request of the engine's own (`Check`), scheduled in slices like any other, and it ends with the request it
+checks.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from abc import ABC, abstractmethod
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
+import torch
 from torch import Tensor
 
+from cacheblend_cli.engine.chunk_inputs import chunk_of
 from cacheblend_cli.engine.fidelity import Divergence, divergence, log_distribution
-from cacheblend_cli.engine.prefill import PrefillReport
 from cacheblend_cli.engine.request import Request
+from cacheblend_cli.engine.risk import RiskFile, RiskFit, signals_of
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sampling import Draw
-from cacheblend_cli.engine.sequence import Outputs, RequestState, Sequence, Snapshot, Status
+from cacheblend_cli.engine.sequence import Outputs, RequestState, Sequence
 from cacheblend_cli.engine.sequence_output import Generation, SequenceOutput
-from cacheblend_cli.types import Confirmation, SamplingParams, Verification
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.types import Confirmation, Risk, Verification
+
+COMPARED_BYTES = 256 * 2**20
+"""Logits of an answer that --verify keeps in the host's memory: 450 tokens of a vocabulary of 150,000."""
+
+
+@dataclass(eq=False)
+class Checks:
+    """The checks that a request asks for, what they need to see of its answer, and what they found."""
+
+    verify: bool
+    confirm: bool
+    fit: RiskFit | None = None
+    limit: float = 0.0  # of the risk
+    top1: list[Tensor] = field(default_factory=list)  # most likely token at each of the answer's, [] int64
+    logits: list[Tensor] = field(default_factory=list)  # at the first tokens, fp32 [vocab_size] on the host
+    signals: list[Tensor] = field(default_factory=list)  # of each token, see risk.py
+    verification: Verification | None = None
+    confirmation: Confirmation | None = None
+    risk: Risk | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> Checks | None:
+        """Return the request's checks, None if it has none. Raises UsageError where the risk was never fitted."""
+        fit, options = _fit_of(request), request.options
+        if fit is None and not (options.verify or options.confirm):
+            return None
+        return cls(options.verify, options.confirm, fit, request.blend.max_risk or 0.0)
+
+    def see(self, logits: Tensor) -> None:
+        """Keep what the checks need of the logits that the answer's next token is drawn from, fp32 [vocab_size]."""
+        if self.fit is not None:
+            self.signals.append(signals_of(logits[None]))
+        if self.verify:
+            self.top1.append(logits.argmax(-1))
+            if (len(self.logits) + 1) * logits.nbytes <= COMPARED_BYTES:
+                self.logits.append(logits.to("cpu", copy=True))
+
+    def begin(self, runtime: Runtime, state: RequestState) -> Check | None:
+        """Return the full prefill that the complete answer needs, None if it needs none."""
+        assert state.done is not None
+        answer = state.sequences[0].generation
+        assert answer is not None
+        if self.fit is not None:
+            self.risk = self._risk_of(state)
+        is_risky = self.risk is not None and self.risk.estimate > self.risk.limit
+        reuses = bool(state.done.plan.cached_tokens or state.done.prefix_cache_tokens)
+        if self.confirm and not reuses:  # it is a full prefill's
+            self.confirmation = Confirmation(True, None, answer.text, 0.0, 0.0)
+        replaces = is_risky or (self.confirm and reuses)
+        return Check(runtime, state, self, answer, replaces=replaces) if self.verify or replaces else None
+
+    def _risk_of(self, state: RequestState) -> Risk:
+        assert self.fit is not None
+        assert state.done is not None
+        if not state.done.plan.inexact_tokens:
+            return Risk(0.0, self.limit)
+        of_tokens = self.fit.of_tokens(torch.cat(self.signals))
+        return Risk(float(1 - (1 - of_tokens).prod()), self.limit, len(of_tokens))
+
+
+def _fit_of(request: Request) -> RiskFit | None:
+    """Return the fit of the request's risk, None without a limit or with exact KV alone. Raises UsageError."""
+    if request.blend.max_risk is None or not request.plan.inexact_tokens:
+        return None
+    if max(request.sampling.n, request.sampling.best_of) > 1:
+        raise UsageError("the risk is of one answer", "ask for one answer, or without max_risk")
+    assert request.store is not None
+    keys = [s.key for s in request.plan.chunks if s.status == "blended" and s.key]
+    contexts = {chunk.context for key in keys if (chunk := chunk_of(request.store, key)) is not None}
+    fit = RiskFile.of(request.collection, list(contexts), request.blend).read()
+    if fit is None:
+        raise UsageError(
+            "--max-risk is given, and the risk was never fitted for this model, these chunks' context and this way to blend",
+            "fit it on questions with their texts: cacheblend eval QUESTIONS.jsonl --fit-risk, with the same settings",
+        )
+    return fit
 
 
 def seeded(request: Request) -> Request:
-    """The request with a seed where tokens are drawn at random, so that they can be drawn again."""
+    """Return the request with a seed where tokens are drawn at random, so that they can be drawn again."""
     sampling = request.sampling
     if sampling.temperature == 0 or sampling.seed is not None:
         return request
     return replace(request, sampling=replace(sampling, seed=secrets.randbits(32)))
 
 
-class InternalRequest(RequestState, ABC):
-    """A full prefill of a parent's prompt, and what follows it."""
+class Check(RequestState):
+    """A full prefill of a prompt and of the answer that its blended KV gave (the draft).
 
-    def __init__(self, runtime: Runtime, parent: RequestState, request: Request, max_new_tokens: int) -> None:
-        super().__init__(request, lambda event: None, parent.number, parent)
-        self.runtime, self.max_new_tokens, self.begun = runtime, max_new_tokens, True
-        self.sequences = [Sequence(self, 0)]
-        self.since = time.perf_counter()
-
-    @abstractmethod
-    def prefilled(self, sequence: Sequence, done: PrefillReport) -> None:
-        """The prompt is prefilled: begin what follows. Completed sequences have the status FINISHED afterwards."""
-
-    def conclude(self) -> None:
-        """All sequences are complete: hand the result to the parent."""
-
-
-class Confirm(InternalRequest):
-    """`--confirm`: the answer that a full prefill gives, at the price of little more than that prefill where it is the same.
-
-    What was streamed from blended KV is a draft. The full prefill computes the logits of all of its tokens with the prompt, as in
-    speculative decoding (arXiv 2211.17192), and the sampler draws from them with the draft's own seed. From the first token that
-    is another, the answer is decoded behind the full prefill's KV.
+    The draft's tokens are fed to it (teacher forcing), and its distribution at each is compared with the one that the token was
+    drawn from. Where the answer is to be replaced, the sampler draws again from the full prefill's logits with the draft's own
+    seed, as in speculative decoding (arXiv 2211.17192); from the first token that differs, the answer is decoded behind the full
+    prefill's KV.
     """
 
-    def __init__(self, runtime: Runtime, parent: RequestState, draft: Generation) -> None:
-        request, self._draft = parent.request.in_full(), draft
-        self._num_prompt = request.plan.num_tokens
-        request = request.extended(draft.token_ids[:-1])
-        super().__init__(runtime, parent, request, parent.max_new_tokens - len(draft.token_ids) + 1)
-        self._full_ttft_s = 0.0
+    def __init__(
+        self, runtime: Runtime, parent: RequestState, checks: Checks, draft: Generation, *, replaces: bool
+    ) -> None:
+        request = parent.request.in_full()
+        self._num_prompt, ids = request.plan.num_tokens, draft.token_ids
+        switch = runtime.decoder.rope.switches_at
+        if switch is not None and self._num_prompt <= switch:  # beyond it, a full prefill has other frequencies
+            ids = ids[: switch - self._num_prompt + 1]
+        super().__init__(request.extended(ids[:-1]), lambda event: None, parent.number, parent)
+        self._runtime, self._checks, self._draft, self._draft_ids, self._replaces = (
+            runtime, checks, draft, ids, replaces,
+        )  # fmt: skip
+        self.max_new_tokens = parent.max_new_tokens - len(ids) + 1 if replaces else 0
+        self.begun, self.since, self.full_ttft_s = True, time.perf_counter(), 0.0
+        self.sequences = [Sequence(self, 0)]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._num_prompt
 
     def outputs(self) -> Outputs:
         prompt_ids = self.request.plan.token_ids[: self._num_prompt]
-        self._output, self._goes_on, self._same = (
-            SequenceOutput(self.runtime, self.request.sampling, prompt_ids), True, True,
-        )  # fmt: skip
+        self._output = SequenceOutput(self._runtime, self.request.sampling, prompt_ids)
+        self._top1, self._pairs, self._draws = list[int](), list[Divergence](), self._replaces
         return self._num_prompt - 1, self._take
 
     def _take(self, logits: Tensor) -> None:
-        """logits: fp32 [n, vocab_size], of the draft's next tokens."""
-        generated = self._output.out.token_ids
-        for row in logits:
-            if not (self._goes_on and self._same):
+        """Compare and draw. logits: fp32 [n, vocab_size], of a full prefill at the draft's next tokens."""
+        at = len(self._top1)
+        self._top1 += logits.argmax(-1).tolist()
+        if kept := self._checks.logits[at : at + len(logits)]:
+            ours = torch.stack(kept)
+            self._pairs.append(divergence(log_distribution(logits[: len(kept)].cpu()), log_distribution(ours)))
+        for token_id, row in zip(self._draft_ids[at:], logits, strict=False):
+            if not self._draws:
                 return
-            at = len(generated)
             self._goes_on = self._output.append(self._output.draw(row))
-            self._same = generated[at] == self._draft.token_ids[at]
-
-    def prefilled(self, sequence: Sequence, done: PrefillReport) -> None:
-        self._full_ttft_s = done.prefill_s
-        sequence.output, sequence.kv_len = self._output, self._num_prompt + len(self._output.out.token_ids) - 1
-        if not self._goes_on:
-            sequence.finish()
-
-    def conclude(self) -> None:
-        answer, draft = self._output.end(), self._draft
-        pairs = zip(answer.token_ids, draft.token_ids, strict=False)
-        common = min(len(answer.token_ids), len(draft.token_ids))
-        first_difference = next((n for n, (a, b) in enumerate(pairs) if a != b), common)
-        same = answer.token_ids == draft.token_ids
-        answer.first_token_at, answer.decode_s = draft.first_token_at, draft.decode_s  # what the user waited for
-        answer.attention = draft.attention
-        assert self.parent is not None
-        self.parent.sequences[0].generation = answer
-        self.parent.confirmation = Confirmation(
-            same, None if same else first_difference, draft.text, self._full_ttft_s, time.perf_counter() - self.since
-        )
-
-
-class Verify(InternalRequest):
-    """`--verify`: how far the prompt's KV, as it was before the answer, is from a full prefill of the same ids.
-
-    The full prefill answers greedily; beside it the prompt's own KV is fed the same tokens (teacher forcing), a token a step in
-    the same batch, and the two distributions are compared.
-    """
-
-    def __init__(self, runtime: Runtime, parent: RequestState, blended: Snapshot) -> None:
-        sampling = parent.request.sampling
-        greedy = SamplingParams(
-            max_tokens=sampling.max_tokens, stop=sampling.stop, stop_repetition=sampling.stop_repetition
-        )
-        request = replace(parent.request.in_full(), sampling=greedy)
-        super().__init__(runtime, parent, request, runtime.max_new_tokens(greedy))
-        self._blended, self._full_ttft_s = blended, 0.0
-
-    def prefilled(self, sequence: Sequence, done: PrefillReport) -> None:
-        start = time.perf_counter()
-        done.logits.argmax().item()  # the first token is there, on a GPU too
-        self._full_ttft_s = done.prefill_s + time.perf_counter() - start
-        lead = _Leading(self.runtime, self.request.sampling)
-        sequence.output, sequence.kv_len = lead, self.num_tokens
-        other = Sequence(self, 1, Status.SWAPPED, kv_len=self.num_tokens, swapped=self._blended.kv, leader=sequence)
-        self._compared = other.output = Following(lead, self.runtime)
-        self.sequences.append(other)
-        outputs: tuple[tuple[Sequence, SequenceOutput, Tensor], ...] = (
-            (sequence, lead, done.logits),
-            (other, self._compared, self._blended.logits),
-        )
-        for one, output, logits in outputs:
-            if not output.append(output.draw(logits)):
-                one.finish()
-
-    def conclude(self) -> None:
-        found = self._compared.found
-        assert self.parent is not None
-        self.parent.verification = Verification(
-            kl=found.kl[0],
-            top1_agree=found.top1[0],
-            full_ttft_s=self._full_ttft_s,
-            answer_kl=found.mean_kl,
-            answer_top1=found.top1_rate,
-            answer_tokens=len(found.kl),
-            same_answer=found.first_difference is None,
-            first_difference=found.first_difference,
-        )
-
-
-class _Leading(SequenceOutput):
-    """Keeps the logits of its tokens until they are compared. ended: it has its last token."""
-
-    def __init__(self, runtime: Runtime, params: SamplingParams) -> None:
-        super().__init__(runtime, params)
-        self.logits: dict[int, Tensor] = {}
-        self.ended = False
-
-    def see(self, logits: Tensor) -> None:
-        self.logits[len(self.out.token_ids)] = logits.clone()
-
-    def append(self, draw: Draw) -> bool:
-        self.ended = not super().append(draw)
-        return not self.ended
-
-
-class Following(SequenceOutput):
-    """Sequence that is fed another one's tokens and compares the logits."""
-
-    def __init__(self, lead: _Leading, runtime: Runtime) -> None:
-        super().__init__(runtime, SamplingParams())
-        self._lead, self._pairs = lead, list[Divergence]()
+            self._draws = self._goes_on and self._output.out.token_ids[-1] == token_id
 
     @property
-    def found(self) -> Divergence:
-        return Divergence(tuple(d.kl[0] for d in self._pairs), tuple(d.top1[0] for d in self._pairs))
+    def continues(self) -> SequenceOutput | None:
+        """The answer so far where it goes on behind the full prefill, None where nothing is left to decode."""
+        return self._output if self._replaces and self._goes_on else None
 
-    def see(self, logits: Tensor) -> None:
-        reference = self._lead.logits.pop(len(self.out.token_ids))
-        self._pairs.append(divergence(log_distribution(reference[None]), log_distribution(logits[None])))
+    def conclude(self) -> None:
+        """Hand the results to the request that is checked."""
+        assert self.parent is not None
+        checks, draft = self._checks, self._draft
+        if checks.verify:
+            checks.verification = self._verification()
+        if not self._replaces:
+            return
+        answer = self._output.end()
+        same = answer.token_ids == draft.token_ids
+        pairs = zip(answer.token_ids, draft.token_ids, strict=False)
+        first_difference = None if same else sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        answer.first_token_at, answer.decode_s = draft.first_token_at, draft.decode_s  # what the user waited for
+        answer.attention = draft.attention
+        self.parent.sequences[0].generation = answer
+        seconds = time.perf_counter() - self.since
+        if checks.confirm:
+            checks.confirmation = Confirmation(same, first_difference, draft.text, self.full_ttft_s, seconds)
+        if checks.risk is not None:
+            checks.risk = Risk(0.0, checks.limit, full_prefill_at=0, seconds=seconds)
 
-    def append(self, draw: Draw) -> bool:
-        theirs, own = self._lead.out.token_ids, self.out.token_ids
-        own.append(theirs[len(own)])
-        return not (self._lead.ended and len(own) == len(theirs))
+    def _verification(self) -> Verification:
+        ours = [int(token) for token in self._checks.top1[: len(self._top1)]]
+        differs = [a != b for a, b in zip(self._top1, ours, strict=True)]
+        first = differs.index(True) if True in differs else None
+        kl = [value for pair in self._pairs for value in pair.kl][: None if first is None else first + 1]
+        return Verification(
+            kl=kl[0],
+            top1_agree=first != 0,
+            full_ttft_s=self.full_ttft_s,
+            answer_kl=sum(kl) / len(kl),
+            answer_top1=1.0 if first is None else first / (first + 1),
+            answer_tokens=len(self._draft.token_ids),
+            same_answer=first is None,
+            first_difference=first,
+        )

@@ -14,7 +14,7 @@ from torch import Tensor
 from cacheblend_cli.engine.admission import admitting
 from cacheblend_cli.engine.attention import AttentionShares
 from cacheblend_cli.engine.block_manager import BlockManager
-from cacheblend_cli.engine.checks import InternalRequest
+from cacheblend_cli.engine.checks import Check
 from cacheblend_cli.engine.connectors.connector import Connector
 from cacheblend_cli.engine.events import EngineStats, Limits, OnEvent, Started, ignore
 from cacheblend_cli.engine.memory import DeviceMemory
@@ -24,7 +24,7 @@ from cacheblend_cli.engine.prefill import PrefillOutput, PrefillReport
 from cacheblend_cli.engine.rank_worker import worker_of
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.scheduler import Scheduler
-from cacheblend_cli.engine.sequence import RequestState, Sequence, Snapshot, Status, SwappedKV, provenance_of
+from cacheblend_cli.engine.sequence import RequestState, Sequence, Status, provenance_of
 from cacheblend_cli.engine.sequence_output import Generation, SequenceOutput, draw_next
 from cacheblend_cli.engine.speeds import Pieces
 from cacheblend_cli.engine.worker import DecodeInput, TableInput
@@ -139,7 +139,7 @@ class EngineCore:
         self.worker.close()
 
     def _set_provenance(self, state: RequestState) -> None:
-        state.provenance = provenance_of(state.to_prefill, self._slice_rows)
+        state.provenance = provenance_of(state, self._slice_rows)
 
     # prefill
 
@@ -153,7 +153,7 @@ class EngineCore:
             state.begun = True
             self._emit(state, Started())
         try:
-            sequence.paged = self.blocks.allocate(state.num_tokens, state.headroom, hit)
+            sequence.paged = self.blocks.allocate(state.num_tokens, state.max_new_tokens, hit)
             sequence.load(self.worker, hit.num_tokens, self._slice_rows)
         except BadChunk as bad:
             self._restart(sequence, bad)
@@ -183,18 +183,19 @@ class EngineCore:
         assert paged is not None
         try:
             out = out or self.worker.prefill(prefill.number)
-            self.blocks.keep(paged, state.to_prefill.plan.token_ids[: out.num_filled], state.provenance)
+            self.blocks.keep(paged, state.request.plan.token_ids[: out.num_filled], state.provenance)
+            if isinstance(state, Check) and out.num_filled >= state.num_prompt_tokens and not state.full_ttft_s:
+                state.full_ttft_s = out.prefill_s
             if out.result is None:
                 return
             logprobs = tuple(state.prompt_logprobs.found) if state.prompt_logprobs else ()
             hit = prefill.hit_tokens
-            done = PrefillReport(state.to_prefill, out.result, out.loader, out.prefill_s, hit, logprobs)
+            done = PrefillReport(state.request, out.result, out.loader, out.prefill_s, hit, logprobs)
             sequence.stop_prefill()
-            if isinstance(state, InternalRequest):
-                state.prefilled(sequence, done)
-                self._outputs.check_ended(state)
+            if isinstance(state, Check):
+                self._checked(sequence, state)
             elif sequence.output is not None:
-                self._resume(sequence, done)
+                sequence.prefilled_again()
             else:
                 self._answers_begin(sequence, done)
         except BadChunk as bad:
@@ -216,8 +217,6 @@ class EngineCore:
         if state.request.connector is not None:
             self._hand_over(first, state.request.connector)
             return
-        if state.request.options.verify and state.blended is None:
-            state.blended = Snapshot(SwappedKV.of(self.worker, first.paged), done.logits.clone())
         begun = state.num_started
         state.num_started += self.scheduler.wave(state.num_answers - begun)
         wave = [
@@ -228,22 +227,30 @@ class EngineCore:
         for sequence in wave:
             self._begin_output(sequence)
             sequence.kv_len = state.num_tokens
-        if self._too_risky(first, done.logits):
-            self._fall_back(first)
-            return
         outputs = [s.output for s in wave if s.output is not None]
         draws = draw_next(outputs, done.logits.expand(len(outputs), -1))
         self._outputs.sampled(list(zip(wave, draws, strict=True)))
 
     def _begin_output(self, sequence: Sequence) -> None:
-        """Begin its answer, or begin it anew."""
+        """Begin its answer."""
         state, sampling = sequence.state, sequence.state.request.sampling
         params = replace(sampling, seed=None if sampling.seed is None else sampling.seed + sequence.index)
         on_event: OnEvent = partial(self._emit, state) if state.streams else ignore
         if state.num_answers > sampling.n:
             params = replace(params, logprobs=sampling.logprobs or 0)
-        sequence.output = SequenceOutput(self._runtime, params, state.request.plan.token_ids, on_event, sequence.index)
+        see = state.checks.see if state.checks is not None and sequence.index == 0 else None
+        sequence.output = SequenceOutput(
+            self._runtime, params, state.request.plan.token_ids, on_event, sequence.index, see
+        )
         sequence.watch = AttentionShares(state.request.plan)
+
+    def _checked(self, sequence: Sequence, check: Check) -> None:
+        """A check's full prefill is done: decode what is left of the answer, or end the check."""
+        if (output := check.continues) is None:
+            sequence.finish()
+            self._outputs.check_ended(check)
+        else:
+            sequence.output, sequence.kv_len = output, check.num_prompt_tokens + len(output.out.token_ids) - 1
 
     def _hand_over(self, sequence: Sequence, connector: Connector) -> None:
         """Give the prompt's KV to the connector, and end the request with an answer of no tokens."""
@@ -305,49 +312,16 @@ class EngineCore:
             self._draw([(s, output) for s, _, output in parts], logits.to(self._runtime.decoder.device))
 
     def _draw(self, parts: list[tuple[Sequence, SequenceOutput]], logits: Tensor) -> None:
-        """Draw the next tokens from logits, fp32 [num_seqs, vocab_size], unless they are too risky."""
-        going = []
-        for index, ((sequence, _), row) in enumerate(zip(parts, logits, strict=True)):
+        """Draw the next tokens from logits, fp32 [num_seqs, vocab_size], except where tokens are computed again."""
+        going = [index for index, (sequence, _) in enumerate(parts) if not sequence.replay]
+        for sequence, _ in parts:
             sequence.kv_len += 1
-            if sequence.replay:
-                sequence.replay -= 1
-            elif self._too_risky(sequence, row):
-                self._fall_back(sequence)
-            else:
-                going.append(index)
+            sequence.replay = max(0, sequence.replay - 1)
         if len(going) < len(parts):
             parts, logits = [parts[i] for i in going], logits[upload(going, logits.device)]
         if going:
             draws = draw_next([output for _, output in parts], logits)
             self._outputs.sampled([(s, draw) for (s, _), draw in zip(parts, draws, strict=True)])
-
-    def _too_risky(self, sequence: Sequence, logits: Tensor) -> bool:
-        """Return whether a full prefill has to come before the next token (--max-risk)."""
-        state = sequence.state
-        exact = state.full is not None or not state.to_prefill.plan.inexact_tokens
-        return state.gate is not None and not exact and state.gate.too_risky(logits)
-
-    def _fall_back(self, sequence: Sequence) -> None:
-        """Queue a full prefill of the prompt and the tokens so far, behind which the answer goes on; of the prompt alone where all of the
-        answer is replaced."""
-        state = sequence.state
-        assert state.gate is not None
-        assert sequence.output is not None
-        if state.gate.judges_whole:
-            state.full = state.request.in_full()
-            self._begin_output(sequence)
-        else:
-            state.full = state.request.in_full().extended(sequence.output.out.token_ids)
-        self._restart(sequence)
-
-    def _resume(self, sequence: Sequence, done: PrefillReport) -> None:
-        """The prompt of an answer that has begun is computed again: in full (--max-risk), or as its KV was dropped."""
-        gate = sequence.state.gate
-        assert sequence.output is not None
-        if sequence.prefilled_again():
-            assert gate is not None
-            gate.found = replace(gate.found, seconds=done.prefill_s)
-            self._outputs.sampled([(sequence, sequence.output.draw(done.logits))])
 
     def _give_back(self, sequence: Sequence) -> None:
         """Free blocks that have left the window of every layer."""

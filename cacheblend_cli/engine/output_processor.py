@@ -11,7 +11,7 @@ from cacheblend_kernels import KernelError
 from cacheblend_store import StoreError
 
 from cacheblend_cli.engine.build_answer import answer_of
-from cacheblend_cli.engine.checks import Confirm, InternalRequest, Verify
+from cacheblend_cli.engine.checks import Check
 from cacheblend_cli.engine.controller import learn_from
 from cacheblend_cli.engine.events import Done, Early, EngineStats, Event, Failed, HandedOver, Reasoning, Text, Token
 from cacheblend_cli.engine.memory import out_of_memory
@@ -22,7 +22,7 @@ from cacheblend_cli.engine.sampling import Draw
 from cacheblend_cli.engine.sequence import RequestState, Sequence, Status
 from cacheblend_cli.engine.tiered import remember_speed
 from cacheblend_cli.errors import CacheBlendError
-from cacheblend_cli.types import Answer, Confirmation
+from cacheblend_cli.types import Answer
 
 Emit = Callable[[RequestState, Event], None]
 logger = logging.getLogger("cacheblend")
@@ -59,7 +59,7 @@ class OutputProcessor:
         """An answer is complete. With the last one the request is checked or done."""
         state, output = sequence.state, sequence.output
         assert output is not None
-        if isinstance(state, InternalRequest):
+        if isinstance(state, Check):
             sequence.finish()
             self.check_ended(state)
             return
@@ -76,33 +76,26 @@ class OutputProcessor:
         else:
             self._check(state)
 
-    def check_ended(self, state: InternalRequest) -> None:
-        """An internal request may be complete: its parent goes on."""
+    def check_ended(self, state: Check) -> None:
+        """A check may be complete: its parent ends."""
         if any(state.unfinished):
             return
         self._states.remove(state)
         state.conclude()
-        if state.parent is not None:
-            self._check(state.parent)
+        assert state.parent is not None
+        self.end(state.parent)
 
     def _check(self, state: RequestState) -> None:
-        """Queue the next full prefill that the answers are checked by, or end the request."""
-        draft = state.sequences[0].generation
-        assert draft is not None
-        assert state.done is not None
-        if state.request.options.confirm and state.confirmation is None:
-            if state.done.plan.cached_tokens or state.done.prefix_cache_tokens:
-                self._queue(Confirm(self._runtime, state, draft))
-                return
-            state.confirmation = Confirmation(True, None, draft.text, 0.0, 0.0)  # a full prefill
-        if state.blended is not None and state.verification is None:
-            self._queue(Verify(self._runtime, state, state.blended))
-            return
-        self.end(state)
+        """Queue the full prefill that the answers are checked by, or end the request."""
+        check = None if state.checks is None else state.checks.begin(self._runtime, state)
+        if check is None:
+            self.end(state)
+        else:
+            self._queue(check)
 
     def end(self, state: RequestState, early: Early | None = None) -> None:
         """Emit the answers. early: why the request ends though it is not finished, with what was generated until now."""
-        if isinstance(state, InternalRequest):
+        if isinstance(state, Check):
             self.remove(state)
             return
         try:
@@ -168,9 +161,10 @@ class OutputProcessor:
                     if event.text:
                         self._emit(state, event)
         answers = [answer_of(self._runtime, state.done, generation, state.report) for generation in made]
-        for answer in answers:
-            answer.verify, answer.confirmation = state.verification, state.confirmation
-            answer.risk = None if state.gate is None else state.gate.found
+        if state.checks is not None:
+            for answer in answers:
+                answer.verify, answer.confirmation = state.checks.verification, state.checks.confirmation
+                answer.risk = state.checks.risk
         return answers
 
     def fail(self, state: RequestState, error: Exception) -> None:
@@ -195,8 +189,6 @@ class OutputProcessor:
         """Give back what the request holds."""
         if state in self._states:
             self._states.remove(state)
-        if state.blended is not None:
-            state.blended.kv.forget()
         for sequence in list(state.unfinished):
             sequence.finish()
 

@@ -181,7 +181,7 @@ class PrefillState:
         tile = row_tile_of(decoder.device)
         self._policy = policy_of(given.blend, decoder.spec.num_kv_layers, given.lossless, tile)
         self._loader = make_loader(decoder, source, sequence, self._plan)
-        self._slices = slices_of(self._plan, given.slice_rows)
+        self._slices = slices_of(self._plan, given.slice_rows, given.outputs_from)
         self._step_rows = given.slice_rows * len(decoder.layers)  # rows x layers that a step computes
         self._blending: Pass[PrefillResult] | None = None  # paused between two layers
         self._done, self._prefill_s = 0, 0.0

@@ -127,6 +127,11 @@ def resolve(
     Raises NotFoundError for a chunk whose record is missing or damaged and for a search that finds nothing; UsageError for an empty
     question, for settings that the model does not have, and for named chunks without a store; PromptTooLong, StoreErrors.
     """
+    if ask.blend.max_risk is not None and ask.options.stream:
+        raise UsageError(
+            "max_risk judges whole answers, and this one is streamed: its tokens would be shown before they are judged",
+            "ask with --json or --batch, by Engine.ask or without stream; or use --confirm, which streams a draft",
+        )
     sampling = as_the_model(ask.sampling, ask.model_sampling, runtime.model)
     ask = dated(runtime, store, replace(ask, sampling=sampling))
     _check_size(runtime, ask)

@@ -57,16 +57,14 @@ class Scheduler:
             self.begin(waiting[0])
         running = self.those(Status.RUNNING)
         prefilling = [s for s in running if s.prefilling]
-        decoding = _ready(running)
+        decoding = [s for s in running if not s.prefilling]
         if prefilling and not (decoding and self._prefilled):
             self._prefilled = True
             return self._together(prefilling)
         self._prefilled = False
         while decoding and not self.blocks.can_append(_growing(decoding)):
             self.preempt(running.pop())
-            decoding = _ready(running)
-        if running and not (decoding or prefilling):  # they follow one that is swapped out
-            self.preempt(running[-1])
+            decoding = [s for s in running if not s.prefilling]
         return decoding
 
     @property
@@ -98,10 +96,10 @@ class Scheduler:
     def _growth(self, sequence: Sequence) -> int:
         """Blocks that a running answer may still take."""
         state, held = sequence.state, 0 if sequence.paged is None else len(sequence.paged.blocks)
-        return max(0, self.blocks.space.blocks_for(state.num_tokens + state.headroom) - held)
+        return max(0, self.blocks.space.blocks_for(state.num_tokens + state.max_new_tokens) - held)
 
     def _short_rows(self, state: RequestState, hit: Hit) -> int | None:
-        if not self.ahead and any(s.cached and s.token_ids for s in state.to_prefill.plan.segments):
+        if not self.ahead and any(s.cached and s.token_ids for s in state.request.plan.segments):
             return None  # prompts load one after another here
         return state.short_rows(hit.num_tokens, self.launch_rows)
 
@@ -131,7 +129,7 @@ class Scheduler:
         hit = state.find(self.blocks)
         if full and not self._may_join(prefilling, self._short_rows(state, hit)):
             return False
-        headroom = max(1, state.headroom)
+        headroom = max(1, state.max_new_tokens)
         if self.blocks.can_allocate(state.num_tokens, headroom, hit, sequence.room_behind) is not Allocation.OK:
             return False
         # At their longest, running answers have to fit the pool and the swap space, so that little is computed again.
@@ -142,9 +140,3 @@ class Scheduler:
 def _growing(decoding: list[Sequence]) -> list[tuple[BlockTable, int]]:
     """Return the sequences whose next token's KV goes into blocks here, with their numbers of tokens."""
     return [(s.paged, s.kv_len) for s in decoding if s.paged is not None and s.handed is None]
-
-
-def _ready(running: list[Sequence]) -> list[Sequence]:
-    """Sequences that can decode a token: one that follows another needs that one's token."""
-    decoding = [s for s in running if not s.prefilling]
-    return [s for s in decoding if s.leader is None or s.behind or s.leader in decoding]

@@ -15,7 +15,6 @@ from cacheblend_cli.blend.cost import AutoReport
 from cacheblend_cli.engine.attention import AttentionShares
 from cacheblend_cli.engine.block_manager import BlockManager
 from cacheblend_cli.engine.events import Early, OnEvent
-from cacheblend_cli.engine.gate import Gate
 from cacheblend_cli.engine.prefill import PrefillInput, PrefillReport, PromptLogprobs
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.sequence_output import Generation, SequenceOutput
@@ -24,9 +23,9 @@ from cacheblend_cli.engine.worker import Worker
 from cacheblend_cli.kv.block_table import BlockTable
 from cacheblend_cli.kv.prefix_cache import Hit, KVProvenance
 from cacheblend_cli.kv.source import BadChunk
-from cacheblend_cli.types import Confirmation, Verification
 
 if TYPE_CHECKING:
+    from cacheblend_cli.engine.checks import Checks
     from cacheblend_cli.engine.connectors.llama_cpp import LlamaSequence
 
 
@@ -85,7 +84,7 @@ class Sequence:
 
     paged: its blocks while it runs; they hold kv_len tokens, all but the newest one. prefill: its prompt's, while that is
     computed. output: what is generated. swapped: its KV while it is swapped. generation: the result. watch: adds up its
-    attention. leader: the sequence whose tokens it is fed, None = its own. handed: its KV in another engine, which decodes it from
+    attention. handed: its KV in another engine, which decodes it from
     then on: its blocks stay as they were, also while it is swapped. stays: that engine refused it. replay: of its tokens, those that
     follow the next one to compute, since its KV was dropped: they are not drawn again.
     """
@@ -100,7 +99,6 @@ class Sequence:
     swapped: SwappedKV | None = None
     generation: Generation | None = None
     watch: AttentionShares | None = None
-    leader: Sequence | None = None
     handed: LlamaSequence | None = None
     stays: bool = False
     replay: int = 0
@@ -108,14 +106,6 @@ class Sequence:
     @property
     def prefilling(self) -> bool:
         return self.status is Status.RUNNING and self.prefill is not None
-
-    @property
-    def behind(self) -> bool:
-        """Return whether its leader has generated tokens that it was not fed yet."""
-        assert self.leader is not None
-        assert self.leader.output is not None
-        assert self.output is not None
-        return len(self.output.out.token_ids) < len(self.leader.output.out.token_ids)
 
     @property
     def token_ids(self) -> list[int]:
@@ -135,15 +125,12 @@ class Sequence:
         again = 0 if self.output is None else len(self.token_ids) - self.state.num_tokens + 1
         return max(again, 1)
 
-    def prefilled_again(self) -> bool:
-        """Its prompt is computed once more. Returns whether the next token is to be drawn; else tokens that it has are computed
-        again first, one a step as at first, so that the answer is the same to the bit."""
-        state = self.state
+    def prefilled_again(self) -> None:
+        """Its prompt is computed once more, as its KV was dropped: the tokens that it has are computed again, one a step as at
+        first, so that the answer is the same to the bit."""
         assert self.output is not None
-        self.kv_len = state.num_tokens
-        left = state.request.plan.num_tokens + len(self.output.out.token_ids) - state.num_tokens
-        self.replay = max(0, left - 1)
-        return not left
+        self.kv_len = self.state.num_tokens
+        self.replay = len(self.output.out.token_ids) - 1
 
     @property
     def gone(self) -> int:
@@ -171,7 +158,7 @@ class Sequence:
         """Give its prompt to the worker, which begins to load stored KV. hit_tokens: of its blocks, from the prefix cache. Raises
         BadChunk."""
         assert self.paged is not None
-        request, number = self.state.to_prefill, next(worker.numbers)
+        request, number = self.state.request, next(worker.numbers)
         plan = request.plan.with_prefix_cache(hit_tokens) if hit_tokens else request.plan
         outputs_from, on_logits = self.state.outputs() or (None, lambda logits: None)
         blocks, blend = tuple(self.paged.blocks), request.blend
@@ -209,22 +196,13 @@ class Sequence:
 
 
 @dataclass(eq=False)
-class Snapshot:
-    """A prompt's KV and the logits after it, fp32 [vocab_size], as they were before the answer."""
-
-    kv: SwappedKV
-    logits: Tensor
-
-
-@dataclass(eq=False)
 class RequestState:
     """A submitted request and its answers. number: arrival order. submitted: time.monotonic(). begun: it has left the queue, if
     only for a while. parent: the request on whose behalf the engine made this one.
 
     After `admit`: request: as it is run now; report: the loading controller's decision; max_new_tokens: of an answer, with its
-    reasoning; gate: watches over its risk. full: the prompt and the tokens so far, where a full prefill replaces blended KV.
-    provenance: of its KV. prompt_logprobs: of its prompt's tokens, where requested. done: its prompt, prefilled. num_started:
-    answers begun so far. blended: for --verify.
+    reasoning; checks: of its answer against a full prefill. provenance: of its KV. prompt_logprobs: of its prompt's tokens, where
+    requested. done: its prompt, prefilled. num_started: answers begun so far.
     """
 
     request: Request
@@ -236,16 +214,12 @@ class RequestState:
     begun: bool = False
     report: AutoReport | None = None
     max_new_tokens: int = 0
-    gate: Gate | None = None
-    full: Request | None = None
+    checks: Checks | None = None
     provenance: KVProvenance = field(init=False)
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
     done: PrefillReport | None = None
     num_started: int = 0
-    blended: Snapshot | None = None
-    verification: Verification | None = None
-    confirmation: Confirmation | None = None
 
     @property
     def ended(self) -> Early | None:
@@ -256,10 +230,6 @@ class RequestState:
             return "cancelled"
         limit_s = self.request.options.deadline_s
         return "deadline" if limit_s is not None and time.monotonic() - self.submitted >= limit_s else None
-
-    @property
-    def to_prefill(self) -> Request:
-        return self.full or self.request
 
     @property
     def turn(self) -> tuple[int, int, bool]:
@@ -274,17 +244,17 @@ class RequestState:
     @property
     def streams(self) -> bool:
         """Return whether its tokens are emitted one by one: not before the likeliest answers are chosen, nor what may be replaced."""
-        return self.num_answers <= self.request.sampling.n and not (self.gate is not None and self.gate.judges_whole)
+        return self.num_answers <= self.request.sampling.n and (self.checks is None or self.checks.fit is None)
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens to prefill."""
-        return self.to_prefill.plan.num_tokens
+        return self.request.plan.num_tokens
 
     @property
-    def headroom(self) -> int:
-        """Tokens of an answer that may still follow what is prefilled."""
-        return self.max_new_tokens - (self.num_tokens - self.request.plan.num_tokens)
+    def num_prompt_tokens(self) -> int:
+        """Number of these that are the prompt: a check computes an answer's tokens behind it."""
+        return self.num_tokens
 
     @property
     def unfinished(self) -> Iterator[Sequence]:
@@ -293,7 +263,7 @@ class RequestState:
     def outputs(self) -> Outputs | None:
         """Rows of the prompt whose logits are wanted, None = the last one's only. Called when the prefill begins."""
         top = self.request.sampling.prompt_logprobs
-        if top is None or self.full is not None:
+        if top is None:
             return None
         self.prompt_logprobs = PromptLogprobs(self.request.plan.token_ids, top)
         return 0, self.prompt_logprobs
@@ -303,20 +273,19 @@ class RequestState:
         too many, needs repair, or is timed or watched by itself."""
         if self.report is not None or self.request.sampling.prompt_logprobs is not None or self.parent is not None:
             return None
-        return short_rows(self.to_prefill.plan.with_prefix_cache(hit_tokens), slice_rows)
+        return short_rows(self.request.plan.with_prefix_cache(hit_tokens), slice_rows)
 
     def find(self, blocks: BlockManager) -> Hit:
-        """Look its prompt up in the prefix cache. Nothing is taken from there where the logits of all its tokens are wanted."""
-        if self.request.sampling.prompt_logprobs is not None:
-            return Hit()
-        return blocks.find(self.to_prefill.plan, self.provenance)
+        """Look its prompt up in the prefix cache, up to the first token whose logits are wanted."""
+        limit = 0 if self.request.sampling.prompt_logprobs is not None else self.num_prompt_tokens - 1
+        return blocks.find(self.request.plan, self.provenance, limit)
 
 
-def provenance_of(request: Request, slice_rows: int) -> KVProvenance:
+def provenance_of(state: RequestState, slice_rows: int) -> KVProvenance:
     """Return the provenance of the KV of a request's prompt: of each whole slice of slice_rows positions before the first chunk that
     needs repair, the stored KV in it."""
-    plan, slices = request.plan, []
-    for start in range(0, plan.exact_until - slice_rows + 1, slice_rows):
+    request, plan, slices = state.request, state.request.plan, []
+    for start in range(0, min(plan.exact_until, state.num_prompt_tokens) - slice_rows + 1, slice_rows):
         end = start + slice_rows
         stored = [
             (s.start, s.end, s.key, s.codec) for s in plan.segments if s.cached and s.start < end and s.end > start

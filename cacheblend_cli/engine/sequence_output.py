@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -49,7 +49,7 @@ class Generation:
 
 class SequenceOutput:
     """Output state of one sequence: `draw` the next token from logits, then `append` it. on_event: called with its Token, Reasoning
-    and Text events. index: of the answer, for these.
+    and Text events. index: of the answer, for these. see: called with the logits that each token is drawn from.
 
     Where the model may reason and params give its reasoning a budget, the closing tag is inserted once the budget is used up.
     """
@@ -61,8 +61,9 @@ class SequenceOutput:
         prompt_ids: Sequence[int] = (),
         on_event: OnEvent = ignore,
         index: int = 0,
+        see: Callable[[Tensor], None] | None = None,
     ) -> None:
-        self._params, self._on_event, self._index = params, on_event, index
+        self._params, self._on_event, self._index, self.see = params, on_event, index, see
         self._grammar = _grammar_of(runtime, params) if params.has_form else None
         self._sampler = Sampler(params, runtime.decoder.device, prompt_ids, self._grammar)
         self._ending = {*params.stop_ids, *(() if params.ignore_eos else runtime.model.eos_ids)}
@@ -79,9 +80,6 @@ class SequenceOutput:
     def draw(self, logits: Tensor) -> Draw:
         """Draw the next token from logits, fp32 [vocab_size]. Does not wait for the device."""
         return draw_next([self], logits[None])[0]
-
-    def see(self, logits: Tensor) -> None:
-        """logits: fp32 [vocab_size], that the next token is drawn from; they may be overwritten afterwards."""
 
     def append(self, draw: Draw) -> bool:
         """Append the token and stream the text that it completes. Returns whether the answer goes on."""
@@ -144,7 +142,8 @@ class SequenceOutput:
 def draw_next(outputs: Sequence[SequenceOutput], logits: Tensor) -> list[Draw]:
     """Draw the next token of each from its row of logits, fp32 [n, vocab_size]. Does not wait for the device."""
     for output, row in zip(outputs, logits, strict=True):
-        output.see(row)
+        if output.see is not None:
+            output.see(row)
     forced = [output._closing.popleft() if output._closing else None for output in outputs]
     return draw_together([output._sampler for output in outputs], logits, forced)
 

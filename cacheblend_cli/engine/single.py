@@ -23,10 +23,8 @@ def answer_one(runtime: Runtime, request: Request, on_event: OnEvent) -> list[An
     state, raised = RequestState(request, on_event, 0), list[BaseException]()
     finish(admitting(runtime, state))
     size, headroom = runtime.config.block_size, state.max_new_tokens
-    verify = request.options.verify
-    copies = 1 if verify else state.num_answers - 1  # of the whole prompt, or of the blocks that answers write to
-    each = -(-(headroom + (state.num_tokens if verify else size)) // size) + 1
-    memory = pool_for(runtime, -(-(state.num_tokens + headroom) // size) + 1 + copies * each)
+    each = -(-(headroom + size) // size) + 1  # blocks that each further answer writes to
+    memory = pool_for(runtime, -(-(state.num_tokens + headroom) // size) + 1 + (state.num_answers - 1) * each)
     memory.pool.check_fits(state.num_tokens + headroom)
     answers: list[Answer] = []
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -48,13 +49,15 @@ class SlicePart:
     first: int
 
 
-def slices_of(plan: PromptPlan, slice_rows: int) -> list[Slice]:
-    """Cut the computed positions before the first blended chunk at multiples of slice_rows; the rest is one slice."""
+def slices_of(plan: PromptPlan, slice_rows: int, outputs_from: int | None = None) -> list[Slice]:
+    """Cut the computed positions before the first blended chunk at multiples of slice_rows; the rest is one slice. outputs_from: a
+    slice ends with this position, unless it is the first, so that it is known when its logits are there."""
     until = plan.exact_until
     fresh = [p for s in plan.segments if s.status == "computed" for p in range(s.start, min(s.end, until))]
-    slices = []
-    for start in range(0, until, slice_rows):
-        end = min(start + slice_rows, until)
+    cuts, slices = [*range(0, until, slice_rows), until], list[Slice]()
+    if outputs_from:
+        cuts = sorted({*cuts, min(outputs_from + 1, until)})
+    for start, end in pairwise(cuts):
         if rows := fresh[bisect_left(fresh, start) : bisect_left(fresh, end)]:
             slices.append(Slice(start, end, tuple(rows)))
     return slices if until == plan.num_tokens else [*slices, Slice(until, plan.num_tokens, blended=True)]

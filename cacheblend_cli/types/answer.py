@@ -71,22 +71,17 @@ class Timing:
 
 @dataclass(frozen=True)
 class Verification:
-    """Blended KV compared with a full prefill of the same token ids.
+    """Blended KV compared with a full prefill, which is fed the answer's tokens (teacher-forced), up to the first difference: so far
+    both have the same context."""
 
-    kl: KL(full || blended) at the first answer token, nats. top1_agree: whether both have the same most likely first token.
-    answer_kl, answer_top1: mean KL and share of equal most likely tokens over full prefill's greedy answer (answer_tokens
-    tokens), each token fed to both (teacher-forced). first_difference: index of the first token at which the two greedy
-    answers differ, None if they are the same (same_answer).
-    """
-
-    kl: float
-    top1_agree: bool
+    kl: float  # KL(full || blended) at the first token, nats
+    top1_agree: bool  # both have the same most likely first token
     full_ttft_s: float
-    answer_kl: float
-    answer_top1: float
-    answer_tokens: int
+    answer_kl: float  # mean KL over the tokens up to the first difference
+    answer_top1: float  # share of these tokens at which both have the same most likely one
+    answer_tokens: int  # tokens of the answer
     same_answer: bool
-    first_difference: int | None
+    first_difference: int | None  # index of the first token at which the most likely ones differ
 
 
 @dataclass(frozen=True)
@@ -104,15 +99,14 @@ class Confirmation:
 
 @dataclass(frozen=True)
 class Risk:
-    """The probability, as estimated, that one of the tokens drawn over blended KV is another than a full prefill's; there are
-    `tokens` of them. Where the next would have taken it above the limit, that number is full_prefill_at: a full prefill, which
-    took `seconds`, goes on from there. Where the answer was not streamed, all of it is the full prefill's, and full_prefill_at is 0."""
+    """Estimated probability that one of the answer's tokens differs from a full prefill's. Where it exceeded the limit, the answer is a
+    full prefill's."""
 
-    estimate: float
+    estimate: float  # 0 for a full prefill's answer
     limit: float
-    tokens: int = 0
-    full_prefill_at: int | None = None
-    seconds: float = 0.0
+    tokens: int = 0  # tokens that were judged
+    full_prefill_at: int | None = None  # 0 where the answer is a full prefill's
+    seconds: float = 0.0  # time that it took
 
 
 @dataclass

@@ -15,7 +15,7 @@ DEVIATIONS = ("v", "k", "kv")
 class BlendParams:
     """Use of stored KV. mode: blend, full or reuse. ratio: share of the reusable, inexact tokens to recompute; (layer, ratio)
     pairs in `checks` replace ratio and check_layer (gradual filtering). probe_layers: first and last layer whose attention `query`
-    observes, None for the middle half. correction: of KV that is not recomputed, see blend/corrections.py, or "none". max_risk: limit of the estimated risk of another answer than a full prefill's, see engine/gate.py; None for no limit.
+    observes, None for the middle half. correction: of KV that is not recomputed, see blend/corrections.py, or "none". max_risk: limit of the estimated risk of another answer than a full prefill's, see docs/gate.md; None for no limit.
 
     Names of selectors and corrections, and layers, are checked against the model, see blend/policy.py: policy_of.
     """

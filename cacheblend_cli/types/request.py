@@ -65,7 +65,7 @@ class AskOptions:
     correction, see engine/profile.py. save: store the KV of chunks that had to
     be computed, if the store is open for writing. priority: lower runs first; among equals, in order of arrival. deadline_s:
     seconds from submission after which the request ends with finish_reason "deadline". stream: the answer is read while it is
-    generated; False: max_risk judges it as a whole. ids, explain, tokens: report token ids, layers and the prompt's text, and each
+    generated. ids, explain, tokens: report token ids, layers and the prompt's text, and each
     token of the chunks.
     """
 

@@ -30,7 +30,7 @@ def questions(tmp_path: Path) -> str:
 def test_fitted_by_eval_and_kept_to_by_ask(cli: Cli, stored: list[str], questions: str) -> None:
     blend = ("--mode", "reuse", "--max-tokens", "8")
     asked = ("ask", "who?", "--chunks", ",".join(reversed(stored)), *blend)
-    refused = cli(*asked, "--max-risk", "0.2")
+    refused = cli(*asked, "--max-risk", "0.2", "--json")
     assert refused.code == 2
     assert "cacheblend eval QUESTIONS.jsonl --fit-risk" in refused.err
     fitted = cli("eval", questions, "--fit-risk", "--no-noise-floor", *blend)
@@ -38,22 +38,22 @@ def test_fitted_by_eval_and_kept_to_by_ask(cli: Cli, stored: list[str], question
     assert "risk" in fitted.err
     assert "--max-risk" in fitted.err
     [full, reuse] = [cli(*asked[:4], "--max-tokens", "8", "--mode", mode).out for mode in ("full", "reuse")]
-    never = cli(*asked, "--max-risk", "0")
-    assert never.out == full
-    assert "the answer is a full prefill's" in never.err
-    always = cli(*asked, "--max-risk", "1")
-    assert always.out == reuse
-    assert "risk" in always.err
-    record = cli(*asked, "--max-risk", "1", "--json").records[0]
-    assert 0 < record["risk"]["estimate"] <= 1
-    assert record["risk"]["full_prefill_at"] is None
-    late = ("--max-risk", str(record["risk"]["estimate"] * 0.999))
-    assert "a full prefill took over at token" in cli(*asked, *late).err, "what is streamed stands"
+    streamed = cli(*asked, "--max-risk", "0")
+    assert streamed.code == 2
+    assert "--batch" in streamed.err
+    never = cli(*asked, "--max-risk", "0", "--json").records[0]
+    assert never["answer"] == full.rstrip("\n")
+    assert never["risk"]["full_prefill_at"] == 0
+    always = cli(*asked, "--max-risk", "1", "--json").records[0]
+    assert always["answer"] == reuse.rstrip("\n")
+    assert 0 < always["risk"]["estimate"] <= 1
+    assert always["risk"]["full_prefill_at"] is None
+    low = ("--max-risk", str(always["risk"]["estimate"] * 0.999))
     questions_file = Path(questions).with_name("asked.jsonl")
     questions_file.write_text(json.dumps({"question": "who?", "chunks": asked[3].split(",")}) + "\n")
-    in_batch = cli("ask", "--batch", str(questions_file), *blend, *late)
+    in_batch = cli("ask", "--batch", str(questions_file), *blend, *low)
     assert "the answer is a full prefill's" in in_batch.err
-    for whole in (cli(*asked, *late, "--json"), cli("ask", "--batch", str(questions_file), *blend, *late, "--json")):
+    for whole in (cli(*asked, *low, "--json"), cli("ask", "--batch", str(questions_file), *blend, *low, "--json")):
         assert whole.records[0]["answer"] == full.rstrip("\n")
         assert whole.records[0]["risk"]["full_prefill_at"] == 0
 

@@ -1,4 +1,4 @@
-"""--max-risk: a full prefill goes on as soon as an answer is likely enough to differ from it."""
+"""--max-risk: an answer that is likely enough to differ from a full prefill's is replaced by it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from houses import House, Listener, open_house
 
 from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.events import Failed, Limits
-from cacheblend_cli.engine.prefill import prefill
-from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.engine.risk import SIGNALS, RiskFile, RiskFit, fit_risk, signals_of
 from cacheblend_cli.errors import CacheBlendError, UsageError
 from cacheblend_cli.types import Answer, AskRequest, BlendParams
@@ -39,36 +37,21 @@ def fit(house: House) -> RiskFit:
 
 
 def asked(house: House, text: str, limit: float | None) -> AskRequest:
-    return replace(house.question(text, max_tokens=TOKENS), blend=replace(BLEND, max_risk=limit))
+    return replace(house.question(text, max_tokens=TOKENS), blend=replace(BLEND, max_risk=limit)).unstreamed()
 
 
 def ask(house: House, question: AskRequest) -> Answer:
     return house.engine.run_alone(house.store, question)
 
 
-def full_behind(house: House, question: AskRequest, said: Sequence[int]) -> list[int]:
-    """The answer that begins with what was said, and goes on greedily over a full prefill's KV."""
-    runtime = house.engine.runtime
-    full = prefill(runtime, resolve(runtime, house.store, question).in_full(), headroom=TOKENS)
-    runner = runtime.decode_runner(full.pool)
-    runner.begin([full.sequence], [full.plan.num_tokens], TOKENS)
-    ids, logits = list[int](), full.logits
-    while True:
-        ids.append(said[len(ids)] if len(ids) < len(said) else int(logits.argmax()))
-        if len(ids) == TOKENS:
-            full.sequence.release()
-            return ids
-        logits = runner.step(torch.tensor(ids[-1:]))[0]
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_an_answer_that_is_not_streamed_is_judged_whole(house: House, fit: RiskFit, temperature: float) -> None:
+def test_an_answer_is_judged_whole(house: House, fit: RiskFit, temperature: float) -> None:
     """All eight tokens together have a risk of .57: above .5 the answer is a full prefill's from its first token."""
     changed = 0
     for text in QUESTIONS:
         free, low, high = (asked(house, text, limit) for limit in (None, 0.5, 0.6))
         sampling = replace(free.sampling, temperature=temperature, seed=3, logprobs=0)
-        free, low, high = (replace(ask, sampling=sampling).unstreamed() for ask in (free, low, high))
+        free, low, high = (replace(ask, sampling=sampling) for ask in (free, low, high))
         blended, stands, pieces = ask(house, free), ask(house, high), list[str]()
         full = ask(house, replace(free, blend=BlendParams(mode="full")))
         replaced = house.engine.run(house.engine.resolve(house.store, low), pieces_to(pieces.append))
@@ -86,34 +69,33 @@ def test_an_answer_that_is_not_streamed_is_judged_whole(house: House, fit: RiskF
     assert changed, "else this shows nothing"
 
 
-# the limit of 0.25 lets two tokens pass: .1, .19, .271
-@pytest.mark.parametrize(("limit", "passed"), [(0.0, 0), (0.25, 2), (1.0, TOKENS)])
-def test_what_was_said_stands_and_a_full_prefill_goes_on(house: House, fit: RiskFit, limit: float, passed: int) -> None:
+@pytest.mark.parametrize(("limit", "is_full"), [(0.0, True), (0.5, True), (1.0, False)])
+def test_the_limit_decides(house: House, fit: RiskFit, limit: float, is_full: bool) -> None:
     changed = 0
     for text in QUESTIONS:
-        blended, pieces = ask(house, asked(house, text, None)), list[str]()
-        question = asked(house, text, limit)
-        answer = house.engine.run(house.engine.resolve(house.store, question), pieces_to(pieces.append))
+        blended, answer = ask(house, asked(house, text, None)), ask(house, asked(house, text, limit))
+        full = ask(house, replace(asked(house, text, None), blend=BlendParams(mode="full")))
         assert blended.risk is None
-        assert answer.risk is not None
-        assert answer.generated_ids == (
-            full_behind(house, question, blended.generated_ids[:passed]) if passed < TOKENS else blended.generated_ids
-        )
-        assert "".join(pieces) == answer.text
-        assert answer.risk.estimate == pytest.approx(1 - (1 - EACH) ** passed)
-        assert (answer.risk.tokens, answer.risk.full_prefill_at) == (passed, passed if passed < TOKENS else None)
+        assert answer.generated_ids == (full if is_full else blended).generated_ids
         assert answer.to_dict()["risk"]["limit"] == limit
+        assert answer.confirmation is None
         changed += answer.generated_ids != blended.generated_ids
-    assert changed or passed == TOKENS  # else this shows nothing
+    assert changed or not is_full  # else this shows nothing
+
+
+def test_a_stream_is_refused(house: House, fit: RiskFit) -> None:
+    question = asked(house, "who?", 0.5)
+    with pytest.raises(UsageError, match="whole answers") as caught:
+        ask(house, replace(question, options=replace(question.options, stream=True)))
+    assert "--json" in caught.value.hint
 
 
 @pytest.mark.parametrize(
     ("pool_tokens", "times"), [(512, 2), (4096, 1)]
 )  # a small one: they take turns and are swapped out
 def test_side_by_side_as_alone(house: House, fit: RiskFit, pool_tokens: int, times: int) -> None:
-    limits = [None, 0.0, 0.25, 1.0]
+    limits = [None, 0.0, 0.5, 1.0]
     questions = [asked(house, text, limits[n % 4]) for n, text in enumerate(QUESTIONS * times)]
-    questions += [ask.unstreamed() for ask in questions if ask.blend.max_risk is not None]
     alone = [ask(house, question) for question in questions]
     service = AsyncEngine(house.engine.runtime, Limits(pool_tokens=pool_tokens, enable_prefix_caching=False))
     try:
@@ -128,7 +110,8 @@ def test_side_by_side_as_alone(house: House, fit: RiskFit, pool_tokens: int, tim
             if answer.risk is not None and one.risk is not None:
                 assert answer.risk.full_prefill_at == one.risk.full_prefill_at
         several = Listener()
-        service.submit(house.request(replace(questions[1], sampling=replace(questions[1].sampling, n=2))), several)
+        two = replace(questions[1], sampling=replace(questions[1].sampling, n=2))
+        service.submit(house.request(two), several)
         failed = several.last.result(60)
         assert isinstance(failed, Failed)
         assert isinstance(failed.error, CacheBlendError)
@@ -140,8 +123,8 @@ def test_side_by_side_as_alone(house: House, fit: RiskFit, pool_tokens: int, tim
 def test_a_full_prefill_changes_no_later_answer(house: House, fit: RiskFit) -> None:
     service = AsyncEngine(house.engine.runtime, Limits(pool_tokens=4096))
     try:
-        alone = [ask(house, asked(house, QUESTIONS[0], limit)).generated_ids for limit in (None, 0.25)]
-        for limit, expected in ((None, alone[0]), (0.25, alone[1])) * 2:
+        alone = [ask(house, asked(house, QUESTIONS[0], limit)).generated_ids for limit in (None, 0.5)]
+        for limit, expected in ((None, alone[0]), (0.5, alone[1])) * 2:
             listener = Listener()
             service.submit(house.request(asked(house, QUESTIONS[0], limit)), listener)
             [answer] = listener.done().answers

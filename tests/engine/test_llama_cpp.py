@@ -28,7 +28,6 @@ from cacheblend_cli.engine.decode_with import DecodeWith, decode_with
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.engine.fidelity import divergence, log_distribution
-from cacheblend_cli.engine.gate import Gate
 from cacheblend_cli.engine.prefill import prefill
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.engine.sequence import Status
@@ -36,7 +35,7 @@ from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.kv.export import export
 from cacheblend_cli.model import read_ahead
 from cacheblend_cli.model.named import smollm2_file
-from cacheblend_cli.types import AskRequest, BlendParams, Risk, SamplingParams
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 MODULES = ("xllamacpp", "llama_cpp")
 TINY = Limits(max_sequences=6, max_rows=40, pool_tokens=16 * 20, enable_prefix_caching=False)
@@ -207,34 +206,6 @@ def test_a_preempted_sequence_goes_on_where_it_was(house: House) -> None:
     [answer] = listener.done().answers
     assert answer.generated_ids == alone.generated_ids
     assert [p.logprob for p in answer.logprobs] == [p.logprob for p in alone.logprobs]
-
-
-class _Third(Gate):
-    """Wants a full prefill before the third token."""
-
-    def __init__(self, *, judges_whole: bool) -> None:
-        self.found, self.judges_whole, self._tokens = Risk(0.0, 1.0), judges_whole, 0
-
-    def too_risky(self, logits: torch.Tensor) -> bool:
-        self._tokens += 1
-        return self._tokens == 3
-
-
-@pytest.mark.parametrize("judges_whole", [False, True])
-def test_behind_a_full_prefill_its_kv_is_handed_over_again(house: House, judges_whole: bool) -> None:
-    """--max-risk: what llama.cpp held of the blended prompt is dropped."""
-    question = house.question(max_tokens=8)
-    found = []
-    for one in (torch_only(house), house):
-        bench = Bench(one, replace(TINY, max_rows=512, pool_tokens=4096))
-        listener, state = bench.arrive(question)
-        state.gate = _Third(judges_whole=judges_whole)
-        bench.run()
-        [answer] = listener.done().answers
-        found.append(answer.generated_ids)
-        assert answer.risk is not None
-        assert answer.risk.seconds > 0
-    assert found[0] == found[1]
 
 
 def test_checks_are_of_this_engine(house: House) -> None:

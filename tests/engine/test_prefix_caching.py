@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from houses import SAMPLING, Bench, House, ids_of, open_house
 
-from cacheblend_cli.engine.checks import InternalRequest, Verify
+from cacheblend_cli.engine.checks import Check
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.engine.risk import SIGNALS, RiskFile, RiskFit
@@ -161,9 +161,10 @@ def test_a_verified_answer_beside_a_gate_is_of_its_blended_kv(house: House) -> N
         RiskFit((0.0,) * SIGNALS, 0.0, 9, 9, 9)
     )
     gated = replace(question, blend=replace(question.blend, max_risk=0.0))
+    whole = AskOptions(verify=True, stream=False)
     plain = house.engine.run_alone(house.store, question, AskOptions(verify=True)).verify
     for answer in (
-        house.engine.run_alone(house.store, gated, AskOptions(verify=True)),
+        house.engine.run_alone(house.store, gated, whole),
         verified(Bench(house, ROOMY), gated),
     ):
         assert answer.risk is not None
@@ -174,7 +175,7 @@ def test_a_verified_answer_beside_a_gate_is_of_its_blended_kv(house: House) -> N
 
 
 def verified(bench: Bench, question: AskRequest) -> Answer:
-    listener, _ = bench.arrive(question, verify=True)
+    listener, _ = bench.arrive(question, verify=True, stream=False)
     bench.run()
     return listener.done().answers[0]
 
@@ -186,7 +187,7 @@ def test_a_verified_answer_holds_nobody_up(house: House) -> None:
     while not other.events or not state.num_started:
         bench.step()
     checked, _ = bench.arrive(house.question(), verify=True)
-    while not any(isinstance(s, Verify) for s in bench.stepper.scheduler.states):
+    while not any(isinstance(s, Check) for s in bench.stepper.scheduler.states):
         bench.step()
     output = state.sequences[0].output
     assert output is not None
@@ -203,7 +204,7 @@ def test_a_check_ends_with_its_request(house: House) -> None:
     for option in ("verify", "confirm"):
         bench = Bench(house, ROOMY)
         listener, state = bench.arrive(house.question(), **{option: True})
-        while not any(isinstance(s, InternalRequest) for s in bench.stepper.scheduler.states):
+        while not any(isinstance(s, Check) for s in bench.stepper.scheduler.states):
             bench.step()
         state.cancelled = True
         bench.run()

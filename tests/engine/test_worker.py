@@ -116,7 +116,7 @@ def test_a_second_worker_that_is_sent_the_same_computes_the_same(house: House, m
         blend = BlendParams(
             mode=rng.choice(("blend", "full")), ratio=0.4, selector=rng.choice(("query", "hkvd", "first"))
         )
-        sampling = {"max_tokens": 6, "n": rng.choice((1, 3)), "seed": number, "temperature": rng.choice((0.0, 1.5))}
+        sampling = {"max_tokens": 24, "n": rng.choice((1, 3)), "seed": number, "temperature": rng.choice((0.0, 1.5))}
         question = house.question("where does Mara work " * rng.randint(1, 3), **sampling)
         bench.arrive(replace(question, keys=named, blend=blend), verify=number % 5 == 0)
         bench.step()

@@ -98,12 +98,14 @@ def _loaded(runtime: Runtime, file: Path, *, measured: bool) -> LlamaCpp | None:
 def hand_over(runtime: Runtime, worker: Worker, sequence: Sequence) -> bool:
     """Return whether llama.cpp decodes this sequence, its KV being handed over before the first token there.
 
-    Full prefills that check answers are decoded here: they are compared with what is stored, not with another engine."""
+    What is compared with a full prefill (--verify), and the full prefill, are decoded here: both are this engine's."""
     state, paged = sequence.state, sequence.paged
+    if state.parent is not None or state.request.options.verify:
+        return False
     if sequence.handed is None and _loads_later(runtime, sequence):
         return False
     llama = llama_engine(runtime)
-    if llama is None or sequence.stays or paged is None or state.parent is not None:
+    if llama is None or sequence.stays or paged is None:
         return False
     if sequence.handed is None:
         headroom = max(1, state.max_new_tokens - (sequence.kv_len - state.request.plan.num_tokens))
