@@ -279,7 +279,7 @@ def test_prompts_of_a_launch_that_failed_late_are_computed_alone(house: House) -
     assert bench.stepper.counts.joined == 0
 
 
-@pytest.mark.parametrize("blocks", [0, 4])
+@pytest.mark.parametrize("blocks", [0, 12])
 def test_kv_that_the_swap_space_has_no_room_for_is_computed_again(house: House, blocks: int) -> None:
     """To the bit: log-probabilities are compared, too."""
     rng = random.Random(11)
