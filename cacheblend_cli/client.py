@@ -42,10 +42,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer. keys: its chunks as they were asked for. explained, tokens: see engine/engine.py: Engine.explain. pid: of the engine."""
+    """An answer. names: of its chunks' documents, see corpus/places.py. explained, tokens: see engine/engine.py: Engine.explain. pid: of the engine."""
 
     answer: Answer
-    keys: list[bytes]
+    names: list[str]
     explained: list[str]
     tokens: list[list[TokenUse]]
     pid: int
@@ -187,11 +187,11 @@ class Client:
 
         return events()
 
-    def plan(self, ask: AskRequest) -> tuple[AskPlan, list[bytes]]:
-        """Return what running the request would do, and the keys of its chunks as they were asked for."""
+    def plan(self, ask: AskRequest) -> tuple[AskPlan, list[str]]:
+        """Return what running the request would do, and the names of its chunks' documents."""
         with self._connected() as connection:
             [event] = connection.request("plan", ask.wire)
-        return convert(event["plan"], AskPlan), convert(event["keys"], list[bytes])
+        return convert(event["plan"], AskPlan), convert(event["names"], list[str])
 
     def search(self, query: str, params: SearchParams) -> tuple[Found, list[str], int]:
         """Return what is found, messages for the user, and the engine's process id."""

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 from cacheblend_cli.cli.answers import End, Result, Streams
 from cacheblend_cli.client import Client, EngineLost, Notes, Piece, Reply, lost
+from cacheblend_cli.corpus import places
+from cacheblend_cli.corpus.scopes import project_scope
 from cacheblend_cli.engine.clock import since_process_start
 from cacheblend_cli.server.place import sockets_of
 from cacheblend_cli.settings import Settings
-from cacheblend_cli.types import AskOptions, AskPlan, AskRequest, ChunkUse, SearchParams
+from cacheblend_cli.types import AskOptions, AskPlan, AskRequest, SearchParams
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
@@ -29,14 +31,17 @@ class WarmEngine:
 
     def begin(self, ask: AskRequest) -> End:
         """Send the request. Its pieces are streamed while its end is waited for. Raises the engine's errors, EngineLost."""
-        events = self._client.events(ask)
+        events = self._client.events(self._from_here(ask))
         return lambda streams: self._read(events, streams, ask.options)
 
     def plan(self, ask: AskRequest) -> AskPlan:
-        plan, keys = self._client.plan(ask)
-        names = self._names(keys)
-        chunks = [{**chunk, "source": name or chunk["source"]} for chunk, name in zip(plan.chunks, names, strict=True)]
+        plan, names = self._client.plan(self._from_here(ask))
+        chunks = [{**chunk, "source": places.shown(name)} for chunk, name in zip(plan.chunks, names, strict=True)]
         return replace(plan, chunks=chunks)
+
+    def _from_here(self, ask: AskRequest) -> AskRequest:
+        """Return the request of this process, whose project may be another than the engine's."""
+        return replace(ask, cite_first=project_scope(self._store))
 
     def _read(self, events: Iterator[Notes | Piece | Reply], streams: Streams | None, options: AskOptions) -> Result:
         first_at: float | None = None
@@ -58,30 +63,13 @@ class WarmEngine:
         """Documents are named as seen from here; times count from the start of this process."""
         answer = reply.answer
         process_s = since_process_start(first_at or time.perf_counter())
-        names = self._names(reply.keys)
-        chunks = [_named(chunk, name) for chunk, name in zip(answer.chunks, names, strict=True)]
+        chunks = [
+            replace(chunk, source=places.shown(name)) for chunk, name in zip(answer.chunks, reply.names, strict=True)
+        ]
         timing = replace(answer.timing, process_s=process_s, model_load_s=0.0)
         answer = replace(answer, timing=timing, chunks=chunks)
         by = f", by the engine of process {reply.pid}"
         return Result(answer, options, reply.explained, reply.tokens, by, shown)
-
-    def _names(self, keys: Sequence[bytes]) -> list[str]:
-        """Return what each chunk's document is called from here, "" if its record is missing or damaged."""
-        from cacheblend_store import BadBlob
-
-        from cacheblend_cli.corpus.citations import Citations
-
-        citations, names = Citations(self._store), list[str]()
-        for key in keys:
-            manifest = None
-            with suppress(BadBlob):
-                manifest = self._store.get_chunk(key)
-            names.append("" if manifest is None else citations.of(manifest).source)
-        return names
-
-
-def _named(chunk: ChunkUse, name: str) -> ChunkUse:
-    return replace(chunk, source=name or chunk.source)
 
 
 def search_warm(

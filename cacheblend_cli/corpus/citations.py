@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from cacheblend_store import NOWHERE, ChunkManifest, ChunkStore, DocumentChunk, DocumentRecord, Locator, StoreError
+from cacheblend_store import (
+    NOWHERE,
+    ChunkManifest,
+    ChunkStore,
+    DocumentChunk,
+    DocumentRecord,
+    Locator,
+    StoreError,
+    StoreReader,
+)
 
 from cacheblend_cli.corpus.places import is_on_disk, shown
 from cacheblend_cli.corpus.scopes import Scope, project_scope
@@ -38,8 +48,10 @@ class Citations:
     cited first, and one on disk before one that is gone. damaged: the record of a document that was looked up could not be read, so that
     its chunks are cited by the name they were stored with alone."""
 
-    def __init__(self, store: ChunkStore, scope: Scope | None = None) -> None:
+    def __init__(self, store: ChunkStore, scope: Scope | None = None, reader: StoreReader | None = None) -> None:
+        """reader: of a transaction of the store to read in, None for a transaction a look-up."""
         self._store, self._scope = store, scope or project_scope(store)
+        self._reader = reader
         self._documents: dict[bytes, DocumentRecord | None] = {}
         self._places: dict[bytes, list[_Place]] | None = None  # of all chunks, read after _MANY look-ups
         self._asked, self.damaged = 0, False
@@ -56,15 +68,19 @@ class Citations:
     def of(self, manifest: ChunkManifest) -> Citation:
         return self.all_of(manifest)[0]
 
+    def _reading(self) -> AbstractContextManager[StoreReader]:
+        return self._store.read() if self._reader is None else nullcontext(self._reader)
+
     def _of(self, key: bytes) -> list[_Place]:
         """Return the chunk's first place in each document."""
         self._asked += 1
         try:
             if self._places is None and self._asked > _MANY:
-                self._places = _places(self._store.documents())
+                with self._reading() as reader:
+                    self._places = _places(reader.documents())
             if self._places is not None:
                 return self._places.get(key, [])
-            with self._store.read() as reader:
+            with self._reading() as reader:
                 names = list(reader.documents_of(key))
                 self._documents |= {name: reader.document(name) for name in names if name not in self._documents}
             records = [self._documents[name] for name in names]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cacheblend_cli.blend.cost import AutoReport
-from cacheblend_cli.corpus.citations import Citations
-from cacheblend_cli.engine.chunk_inputs import chunk_of
 from cacheblend_cli.engine.clock import since_process_start
 from cacheblend_cli.engine.prefill import PrefillReport
 from cacheblend_cli.engine.runtime import Runtime
@@ -64,23 +62,21 @@ def answer_of(runtime: Runtime, done: PrefillReport, generation: Generation, rep
 
 def _chunk_uses(done: PrefillReport, attention: list[float] | None) -> list[ChunkUse]:
     """attention: of each chunk its share, where that is known."""
-    positions, store, uses = done.result.chosen.tolist(), done.request.store, list[ChunkUse]()
-    citations = None if store is None else Citations(store)
-    for i, segment in enumerate(done.plan.chunks):
+    positions, uses = done.result.chosen.tolist(), list[ChunkUse]()
+    for i, (segment, chunk) in enumerate(zip(done.plan.chunks, done.request.chunks, strict=True)):
         recomputed = sum(segment.start <= p < segment.end for p in positions)
-        use = ChunkUse(
-            id=segment.key.hex() if segment.key else "",
-            source=segment.source,
-            tokens=len(segment.token_ids),
-            status=segment.status,
-            recomputed=len(segment.token_ids) if segment.status == "computed" else recomputed,
-            start=segment.start,
-            rank=done.request.ranks.get(done.request.named[i]) if done.request.named else None,
-            attention=None if attention is None else round(attention[i], 4),
+        uses.append(
+            ChunkUse(
+                id=segment.key.hex() if segment.key else "",
+                source=segment.source,
+                tokens=len(segment.token_ids),
+                status=segment.status,
+                recomputed=len(segment.token_ids) if segment.status == "computed" else recomputed,
+                start=segment.start,
+                place=chunk.citation.locator.text,
+                headings=chunk.citation.locator.headings,
+                rank=chunk.rank,
+                attention=None if attention is None else round(attention[i], 4),
+            )
         )
-        manifest = None if store is None or not segment.key else chunk_of(store, segment.key)
-        if citations is not None and manifest is not None:
-            cited = citations.of(manifest)
-            use = replace(use, place=cited.locator.text, headings=cited.locator.headings)
-        uses.append(use)
     return uses

@@ -15,7 +15,6 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from cacheblend_cli.engine.chunk_inputs import chunk_of
 from cacheblend_cli.engine.fidelity import Divergence, divergence, log_distribution
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.risk import RiskFile, RiskFit, signals_of
@@ -90,9 +89,8 @@ def _fit_of(request: Request) -> RiskFit | None:
         return None
     if max(request.sampling.n, request.sampling.best_of) > 1:
         raise UsageError("the risk is of one answer", "ask for one answer, or without max_risk")
-    assert request.store is not None
-    keys = [s.key for s in request.plan.chunks if s.status == "blended" and s.key]
-    contexts = {chunk.context for key in keys if (chunk := chunk_of(request.store, key)) is not None}
+    pairs = zip(request.plan.chunks, request.chunks, strict=True)
+    contexts = {c.manifest.context for segment, c in pairs if segment.status == "blended" and c.manifest is not None}
     fit = RiskFile.of(request.collection, list(contexts), request.blend).read()
     if fit is None:
         raise UsageError(

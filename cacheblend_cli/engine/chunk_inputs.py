@@ -1,21 +1,39 @@
-"""The chunks of a request as its model sees them, and the template around them."""
+"""The chunks of a request as its model sees them, and the wording of the template around them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
+from cacheblend_store import ChunkManifest, ChunkStore
 
 from cacheblend_cli.collect.collector import PlannedChunk
-from cacheblend_cli.corpus.citations import Citations
-from cacheblend_cli.corpus.places import shown
+from cacheblend_cli.corpus.citations import Citation
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.engine.stored_chunks import StoredChunks
+from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import ChunkInput
 from cacheblend_cli.prompt.wording import Wording
 from cacheblend_cli.types import PLAIN, AskRequest
+
+
+@dataclass(frozen=True)
+class RequestChunk:
+    """A chunk of a request, as it was when the request was resolved."""
+
+    named: bytes  # key that it was asked for by, which can be another model's
+    input: ChunkInput  # as this model sees it
+    citation: Citation  # the document it stands in
+    manifest: ChunkManifest | None = None  # the record that `input` was made of; None if the store has none
+    planned: PlannedChunk | None = None  # if it is of one of the request's documents
+    rank: int | None = None  # among the chunks that were searched, from 1; None for one that was named
+
+    @property
+    def text(self) -> str:
+        if self.manifest is not None:
+            return self.manifest.text
+        return self.planned.chunk.text if self.planned is not None else ""
 
 
 def dated(runtime: Runtime, store: ChunkStore | None, ask: AskRequest) -> AskRequest:
@@ -32,86 +50,64 @@ def wording_of(runtime: Runtime, ask: AskRequest) -> Wording:
     return replace(own, prompt=ask.prompt or own.prompt, system=system)
 
 
-def suffix_of(runtime: Runtime, ask: AskRequest) -> tuple[int, ...]:
-    """Return the token ids after the request's chunks. Raises UsageError."""
-    return runtime.template_of(wording_of(runtime, ask), ask.day).suffix_ids(ask.question, ask.history)
+def in_stored_codec(
+    collection: Collection, runtime: Runtime, stored: StoredChunks, keys: Sequence[bytes]
+) -> Collection:
+    """Return the collection in the codec of the first of the chunks that this model has KV for, if the engine's settings name none."""
+    if runtime.config.kv_dtype != "auto":
+        return collection
+    own = (m for m in map(stored.get, keys) if m is not None and m.model == runtime.model.fingerprint)
+    first = next(own, None)
+    return collection if first is None else collection.in_codec(first.codec)
 
 
-def collection_of(runtime: Runtime, store: ChunkStore | None, ask: AskRequest) -> Collection:
-    """Return the collection of the request's chunks. If the engine's settings name no codec, its codec is that of the first chunk
-    that this model has KV for."""
-    ask, codec = dated(runtime, store, ask), None
-    if runtime.config.kv_dtype == "auto" and store is not None:
-        manifests = (chunk_of(store, key) for key in ask.keys)
-        codec = next((m.codec for m in manifests if m and m.model == runtime.model.fingerprint), None)
-    return runtime.collection(ask.salt, codec, wording_of(runtime, ask), ask.day)
-
-
-def chunk_of(store: ChunkStore, key: bytes) -> ChunkManifest | None:
-    """Return the chunk's record, None if it is missing or damaged."""
-    try:
-        return store.get_chunk(key)
-    except BadBlob:
-        return None
-
-
-def inputs_of(
+def request_chunks(
     collection: Collection,
-    store: ChunkStore | None,
+    stored: StoredChunks,
     keys: Sequence[bytes],
-    given: Sequence[PlannedChunk],
+    planned: Mapping[bytes, PlannedChunk],
+    ranks: Mapping[bytes, int],
     notes: list[str],
-) -> tuple[ChunkInput, ...]:
-    """Return the chunks as this model sees them, with their documents' names as users see them. given: chunks that the store may
-    lack. Raises NotFoundError, UsageError."""
-    planned = {chunk.key: chunk for chunk in given}
-    citations = None if store is None else Citations(store)
-    inputs = list[ChunkInput]()
+) -> tuple[RequestChunk, ...]:
+    """Return the chunks as this model sees them. planned: chunks of the request's documents, which the store may lack. Raises NotFoundError."""
+    found = []
     for key in keys:
-        if key in planned and (store is None or not store.has_chunk(key)):
-            inputs.append(_as_missing(collection, planned[key]))
-        elif store is None or citations is None:
-            raise UsageError("chunks are named, and there is no store", "give --store")
+        new = planned.get(key)
+        if new is not None and stored.get(key) is None:
+            cited, manifest = Citation(new.source, new.chunk.index, new.chunk.locator), None
+            ids = new.chunk.token_ids
+            used = ChunkInput(collection.key(ids, new.left), cited.source, ids, new.left, cached=False)
         else:
-            manifest = _manifest(store, key)
-            found = _as_input(collection, store, manifest, notes)
-            inputs.append(replace(found, source=citations.of(manifest).source))
-    if citations is not None and citations.damaged:
+            named = stored.named(key)
+            used, manifest = _as_input(collection, stored, named, notes)
+            cited = stored.cite(named)
+            used = replace(used, source=cited.source)
+        found.append(RequestChunk(key, used, cited, manifest, new, ranks.get(key)))
+    if stored.damaged_documents:
         notes.append(
             "records of documents are damaged: where their chunks stand in them is not known (cacheblend chunks verify --repair, "
             "then precompute)"
         )
-    return tuple(inputs)
+    return tuple(found)
 
 
-def _as_missing(collection: Collection, planned: PlannedChunk) -> ChunkInput:
-    """Return a missing chunk, which is computed."""
-    ids = planned.chunk.token_ids
-    return ChunkInput(collection.key(ids, planned.left), shown(planned.source), ids, planned.left, cached=False)
+def check_named(store: ChunkStore | None, keys: Sequence[bytes], planned: Mapping[bytes, PlannedChunk]) -> None:
+    """Raise UsageError for named chunks without a store."""
+    if store is None and any(key not in planned for key in keys):
+        raise UsageError("chunks are named, and there is no store", "give --store")
 
 
-def _manifest(store: ChunkStore, key: bytes) -> ChunkManifest:
-    try:
-        manifest = store.get_chunk(key)
-    except BadBlob as error:
-        raise NotFoundError(
-            f"the record of chunk {key.hex()[:12]} is damaged: {error.message}",
-            "run cacheblend precompute on its document again",
-        ) from error
-    if manifest is None:
-        raise NotFoundError(f"no chunk {key.hex()[:12]} in the store", "list the ids: cacheblend chunks ls")
-    return manifest
-
-
-def _as_input(collection: Collection, store: ChunkStore, manifest: ChunkManifest, notes: list[str]) -> ChunkInput:
-    """A stored chunk as this model sees it.
+def _as_input(
+    collection: Collection, stored: StoredChunks, manifest: ChunkManifest, notes: list[str]
+) -> tuple[ChunkInput, ChunkManifest]:
+    """Return a stored chunk as this model sees it, and the record that says so.
 
     One in another codec is loaded in it, and one that the same model computed in another dtype too. One of another model
     or salt gives its text: what this model has of that text in the collection's codec is taken; without any, or with a damaged
     record alone, the chunk is computed. So is a chunk without KV.
     """
-    model, stored = collection.model, replace(collection, codec=manifest.codec)
-    own = next((c for c in (stored, *stored.in_other_dtypes()) if c.id == manifest.collection), None)
+    model, same = collection.model, replace(collection, codec=manifest.codec)
+    own = next((c for c in (same, *same.in_other_dtypes()) if c.id == manifest.collection), None)
     if own is not None:
         chunk = ChunkInput(
             manifest.key,
@@ -123,14 +119,14 @@ def _as_input(collection: Collection, store: ChunkStore, manifest: ChunkManifest
             codec=manifest.codec,
             computed_in=own.computed_in,
         )
-        return chunk if chunk.cached else to_compute(chunk, collection)
+        return (chunk if chunk.cached else to_compute(chunk, collection)), manifest
     token_ids = tuple(model.tokenizer.encode_text(manifest.text))
     lefts = dict.fromkeys((manifest.left_context_ids, ()))  # the same context first
-    found = [m for left in lefts if (m := chunk_of(store, collection.key(token_ids, left)))]
+    found = [m for left in lefts if (m := stored.get(collection.key(token_ids, left)))]
     if found:
-        return _as_input(collection, store, max(found, key=lambda m: m.has_kv), notes)
+        return _as_input(collection, stored, max(found, key=lambda m: m.has_kv), notes)
     notes.append(f"chunk {manifest.id[:12]} has no KV of this model in {collection.codec}: it is computed")
-    return ChunkInput(collection.key(token_ids), manifest.source, token_ids, cached=False)
+    return ChunkInput(collection.key(token_ids), manifest.source, token_ids, cached=False), manifest
 
 
 def to_compute(chunk: ChunkInput, collection: Collection) -> ChunkInput:

@@ -19,7 +19,6 @@ from cacheblend_store import ChunkStore
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.texts import Putting, document_of, put_name
 from cacheblend_cli.engine.async_engine import AsyncEngine
-from cacheblend_cli.engine.chunk_inputs import chunk_of
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.events import Done, Event, Failed, Limits, OnEvent, Text, ignore
 from cacheblend_cli.engine.outer_ranks import outer_ranks
@@ -31,6 +30,7 @@ from cacheblend_cli.engine.runtime import Runtime, Say
 from cacheblend_cli.engine.search import Retrieved, retrieve
 from cacheblend_cli.engine.sequence import RequestState
 from cacheblend_cli.engine.single import answer_one
+from cacheblend_cli.engine.stored_chunks import StoredChunks
 from cacheblend_cli.errors import QueueFull, UsageError
 from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.loading import LoadedModel
@@ -149,7 +149,8 @@ class Engine:
 
         Raises NotFoundError, which says why, if there are none.
         """
-        return retrieve(self.runtime, store, ask)
+        with StoredChunks(store) as stored:
+            return retrieve(self.runtime, store, stored, ask, {})
 
     def own_blend(self, blend: BlendParams) -> tuple[BlendParams, str]:
         """Return the blending by the model's profile, as `--ratio model` has it, and where its ratio comes from."""
@@ -161,7 +162,7 @@ class Engine:
         decode to other text than the template renders; and the tokens of each chunk."""
         notes = [GENERIC_PATH] if request.options.explain and self.model.spec.generic else []
         if request.options.explain and request.store is not None:
-            texts = [m.text for key in request.named if (m := chunk_of(request.store, key))]
+            texts = [chunk.text for chunk in request.chunks]
             notes += request.collection.template.differences(texts, request.question, answer.prompt_ids)
         return notes, [self._token_uses(answer, chunk) for chunk in answer.chunks] if request.options.tokens else []
 

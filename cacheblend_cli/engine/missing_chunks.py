@@ -9,7 +9,6 @@ from cacheblend_store import ChunkStore, StoreError
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk, chunk_manifest, prefix_chunk
 from cacheblend_cli.corpus.chunker import Chunk
-from cacheblend_cli.engine.chunk_inputs import chunk_of
 from cacheblend_cli.engine.prefill import PrefillReport
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.prompt.records import keep_record
@@ -66,21 +65,19 @@ def _store_taken(done: PrefillReport, store: ChunkStore) -> Iterator[None]:
 
 
 def _planned(done: PrefillReport, store: ChunkStore, keys: Set[bytes]) -> list[PlannedChunk]:
-    """Return those of the prompt's chunks, each once. Text and place in the document come from the question, or from the record under the
-    key that the question named, which can be another model's."""
+    """Return those of the prompt's chunks, each once. Text and place in the document come from the question, or from the record that the
+    chunk was resolved to, which can be another model's."""
     planned: dict[bytes, PlannedChunk] = {}
-    given = {chunk.key: chunk for chunk in done.request.given}
-    for segment, name in zip(done.plan.chunks, done.request.named, strict=True):
+    for segment, of in zip(done.plan.chunks, done.request.chunks, strict=True):
         if segment.key is None or segment.key not in keys or segment.key in planned:
             continue
-        if name in given:
-            planned[segment.key] = replace(given[name], key=segment.key)
-            continue
-        own = chunk_of(store, segment.key)
-        known = own or chunk_of(store, name)
-        if known is None:  # it went while the answer was made
-            continue
-        left, context = (own.left_context_ids, own.context) if own else ((), "sink")
-        chunk = Chunk(known.index, known.text, segment.token_ids, *known.span)
-        planned[segment.key] = PlannedChunk(segment.key, known.source, chunk, left, context)
+        if of.planned is not None:
+            planned[segment.key] = replace(of.planned, key=segment.key)
+        elif (known := of.manifest) is not None and store.has_chunk(
+            known.key
+        ):  # else it went while the answer was made
+            own = known.key == segment.key
+            left, context = (known.left_context_ids, known.context) if own else ((), "sink")
+            chunk = Chunk(known.index, known.text, segment.token_ids, *known.span)
+            planned[segment.key] = PlannedChunk(segment.key, known.source, chunk, left, context)
     return list(planned.values())

@@ -7,20 +7,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from cacheblend_store import BadBlob, ChunkStore
+from cacheblend_store import ChunkStore
 from cacheblend_store.format.codecs import is_lossless
 
 from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.collect.collector import PlannedChunk
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.texts import plan_texts, sent_document
-from cacheblend_cli.engine.chunk_inputs import collection_of, dated, inputs_of, suffix_of, to_compute, wording_of
+from cacheblend_cli.engine.chunk_inputs import (
+    RequestChunk,
+    check_named,
+    dated,
+    in_stored_codec,
+    request_chunks,
+    to_compute,
+    wording_of,
+)
 from cacheblend_cli.engine.connectors.connector import Connector
 from cacheblend_cli.engine.model_notes import model_notes
 from cacheblend_cli.engine.profile import with_own_ratio
 from cacheblend_cli.engine.runtime import Runtime, Say
 from cacheblend_cli.engine.sampling import as_the_model
 from cacheblend_cli.engine.search import Retrieved, retrieve
+from cacheblend_cli.engine.stored_chunks import StoredChunks
 from cacheblend_cli.engine.tiered import ask_tier, with_found
 from cacheblend_cli.errors import NotFoundError, NothingFound, UsageError
 from cacheblend_cli.kv.source import KVSource, TieredSource
@@ -34,9 +43,8 @@ from cacheblend_cli.types import PLAIN, AskOptions, AskRequest, BlendParams, Sam
 class Request:
     """An AskRequest with its chunks resolved. It can be run under several settings (`replace(request, blend=...)`).
 
-    store: where the chunks' KV is, None to compute everything. named: keys of the chunks as they were asked for. given: chunks of
-    the request's documents, which the store may lack. ranks: rank of each searched chunk, from 1. weak_match: whether even
-    the best of these matches the question weakly. prefix_cached: the store has the
+    store: where the chunks' KV is, None to compute everything. weak_match: whether even the best of the chunks that were searched
+    matches the question weakly. prefix_cached: the store has the
     prefix's KV. lossless: stored KV is what this run would compute. notes: messages for users, shared by all that is made of this
     request. started: perf_counter when the question was known. connector: takes the prompt's KV, and the answer ends before its first
     token. tiered: the store and its tier, if that was asked for chunks. ratio_from: see `Answer`.
@@ -46,10 +54,7 @@ class Request:
     collection: Collection
     store: ChunkStore | None
     suffix_ids: tuple[int, ...]
-    chunks: tuple[ChunkInput, ...]
-    named: tuple[bytes, ...] = ()
-    given: tuple[PlannedChunk, ...] = ()
-    ranks: Mapping[bytes, int] = field(default_factory=dict)
+    chunks: tuple[RequestChunk, ...]
     weak_match: bool = False
     blend: BlendParams = field(default_factory=BlendParams)
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -63,6 +68,16 @@ class Request:
     ratio_from: str = "given"
 
     @property
+    def named(self) -> tuple[bytes, ...]:
+        """Keys of the chunks as they were asked for."""
+        return tuple(chunk.named for chunk in self.chunks)
+
+    @property
+    def inputs(self) -> tuple[ChunkInput, ...]:
+        """The chunks as this model sees them."""
+        return tuple(chunk.input for chunk in self.chunks)
+
+    @property
     def source(self) -> KVSource | None:
         """Source of cached KV."""
         return self.tiered or self.store
@@ -72,11 +87,11 @@ class Request:
         """The prompt, laid out. Where RoPE gives a prompt of this length other frequencies than chunks are collected
         under, nothing stored is exact."""
         prefix_ids = self.collection.prefix_ids
-        total = len(prefix_ids) + sum(len(c.token_ids) for c in self.chunks) + len(self.suffix_ids)
+        total = len(prefix_ids) + sum(len(c.token_ids) for c in self.inputs) + len(self.suffix_ids)
         short = self.collection.model.decoder.rope.regime(total) == 0
         return plan_prompt(
             prefix_ids,
-            [replace(c, same_regime=c.same_regime and short) for c in self.chunks],
+            [replace(c, same_regime=c.same_regime and short) for c in self.inputs],
             self.suffix_ids,
             prefix_key=self.collection.prefix_key if self.prefix_cached and short else None,
             reuse=self.blend.mode != "full",
@@ -89,7 +104,10 @@ class Request:
         return replace(
             self,
             prefix_cached=self.prefix_cached and self.collection.prefix_key not in gone,
-            chunks=tuple(to_compute(c, self.collection) if c.key in gone else c for c in self.chunks),
+            chunks=tuple(
+                replace(c, input=to_compute(c.input, self.collection)) if c.input.key in gone else c
+                for c in self.chunks
+            ),
         )
 
     def extended(self, token_ids: Sequence[int]) -> Request:
@@ -135,24 +153,32 @@ def resolve(
     sampling = as_the_model(ask.sampling, ask.model_sampling, runtime.model)
     ask = dated(runtime, store, replace(ask, sampling=sampling))
     _check_size(runtime, ask)
-    given = _planned(runtime, ask, collect)
-    ask, found = _searched(runtime, store, ask, given, say)
-    started, notes = time.perf_counter(), found.notes
-    collection = collection_of(runtime, store, ask)
-    if collection.day is not None:
-        notes += age_note(collection.day)
-    chunks = inputs_of(collection, store, ask.keys, given, notes)
-    ask, ratio_from = with_own_ratio(collection, chunks, ask, notes)
+    planned = _planned(runtime, ask, collect)
+    with StoredChunks(store, ask.cite_first) as stored:
+        ask, found = _searched(runtime, store, stored, ask, planned, say)
+        started, notes = time.perf_counter(), found.notes
+        check_named(store, ask.keys, planned)
+        collection = runtime.collection(ask.salt, wording=wording_of(runtime, ask), day=ask.day)
+        collection = in_stored_codec(collection, runtime, stored, ask.keys)
+        if collection.day is not None:
+            notes += age_note(collection.day)
+        chunks = request_chunks(collection, stored, ask.keys, planned, found.ranks, notes)
+        has_prefix = stored.has_kv(collection.prefix_key)
+        if (damage := stored.damage(collection.prefix_key)) is not None:
+            notes.append(_not_used(collection.prefix_key, damage.message))
+    inputs = [chunk.input for chunk in chunks]
+    ask, ratio_from = with_own_ratio(collection, inputs, ask, notes)
     blend = ask.blend if sampling.prompt_logprobs is None else BlendParams(mode="full")
-    suffix_ids = suffix_of(runtime, ask) if suffix_ids is None else suffix_ids
+    if suffix_ids is None:
+        suffix_ids = collection.template.suffix_ids(ask.question, ask.history)
     tiered, in_tier = None, set[bytes]()
     if store is not None and blend.mode != "full":
-        num_tokens = len(collection.prefix_ids) + sum(len(c.token_ids) for c in chunks) + len(suffix_ids)
-        tiered = ask_tier(runtime, store, collection, chunks, num_tokens)
+        num_tokens = len(collection.prefix_ids) + sum(len(c.token_ids) for c in inputs) + len(suffix_ids)
+        tiered = ask_tier(runtime, store, collection, inputs, num_tokens, has_prefix=has_prefix)
         in_tier = set(tiered.found) if tiered is not None else in_tier
-    chunks = tuple(with_found(c, collection) if c.key in in_tier and not c.cached else c for c in chunks)
-    codecs = {c.codec for c in chunks if c.cached} | {collection.codec}
-    converted = [c for c in chunks if c.cached and c.computed_in]
+    inputs = [with_found(c, collection) if c.key in in_tier and not c.cached else c for c in inputs]
+    codecs = {c.codec for c in inputs if c.cached} | {collection.codec}
+    converted = [c for c in inputs if c.cached and c.computed_in]
     if converted:
         notes.append(
             f"the KV of {len(converted)} chunks was computed in {converted[0].computed_in} and is converted: precompute "
@@ -166,31 +192,18 @@ def resolve(
         collection=collection,
         store=store,
         suffix_ids=suffix_ids,
-        chunks=chunks,
-        named=tuple(ask.keys),
-        given=given,
-        ranks=found.ranks,
+        chunks=tuple(replace(chunk, input=used) for chunk, used in zip(chunks, inputs, strict=True)),
         weak_match=found.weak,
         blend=blend,
         sampling=sampling,
         options=ask.options,
-        prefix_cached=collection.prefix_key in in_tier or _has_prefix(store, collection.prefix_key, notes),
+        prefix_cached=collection.prefix_key in in_tier or has_prefix,
         lossless=lossless,
         notes=notes,
         started=started,
         tiered=tiered,
         ratio_from=ratio_from,
     )
-
-
-def _has_prefix(store: ChunkStore | None, key: bytes, notes: list[str]) -> bool:
-    """Return whether the store has the prefix's KV. A damaged record is noted."""
-    try:
-        found = None if store is None else store.get_chunk(key)
-    except BadBlob as error:
-        notes.append(_not_used(key, error.message))
-        return False
-    return found is not None and found.has_kv
 
 
 def _not_used(key: bytes, reason: str) -> str:
@@ -203,27 +216,30 @@ def _check_size(runtime: Runtime, ask: AskRequest) -> None:
     runtime.check_characters(sum(map(len, texts)), 0)
 
 
-def _planned(runtime: Runtime, ask: AskRequest, settings: CollectSettings) -> tuple[PlannedChunk, ...]:
-    """Return the chunks of the request's documents."""
+def _planned(runtime: Runtime, ask: AskRequest, settings: CollectSettings) -> dict[bytes, PlannedChunk]:
+    """Return the chunks of the request's documents by key."""
     if not ask.documents:
-        return ()
+        return {}
     collection = runtime.collection(ask.salt, wording=wording_of(runtime, ask), day=ask.day)
     documents = [sent_document(document, ask.tenant) for document in ask.documents]
-    planned = plan_texts(collection, documents, settings)
-    return tuple({chunk.key: chunk for _, chunks in planned for chunk in chunks}.values())
+    return {chunk.key: chunk for _, chunks in plan_texts(collection, documents, settings) for chunk in chunks}
 
 
 def _searched(
-    runtime: Runtime, store: ChunkStore | None, ask: AskRequest, given: Sequence[PlannedChunk], say: Say | None
+    runtime: Runtime,
+    store: ChunkStore | None,
+    stored: StoredChunks,
+    ask: AskRequest,
+    planned: Mapping[bytes, PlannedChunk],
+    say: Say | None,
 ) -> tuple[AskRequest, Retrieved]:
     """Return the request with the keys of all its chunks, and what was found."""
-    own = [chunk.key for chunk in given]
-    keys = [*own, *(key for key in ask.keys if key not in own)]
+    keys = [*planned, *(key for key in ask.keys if key not in planned)]
     found = Retrieved()
     if ask.search is not None:
         assert store is not None
         try:
-            found = retrieve(runtime, store, replace(ask, keys=keys), given, say)
+            found = retrieve(runtime, store, stored, replace(ask, keys=keys), planned, say)
         except NotFoundError as error:
             if not ask.search.optional:
                 raise NothingFound(error.message, error.hint) from error

@@ -198,7 +198,8 @@ class Runtime:
         """Collections whose chunks can be used: one per codec, or the one that was asked for; then those that the same
         model computed in other dtypes."""
         names = CODECS if self.config.kv_dtype == "auto" else (self.config.kv_dtype,)
-        own = [self.collection(salt, codec, wording, day) for codec in names]
+        of = self.collection(salt, wording=wording, day=day)
+        own = [of.in_codec(codec) for codec in names]
         return own + [other for collection in own for other in collection.in_other_dtypes()]
 
     @property

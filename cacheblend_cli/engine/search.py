@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection as Keys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -10,9 +11,11 @@ from cacheblend_store import ChunkStore
 
 from cacheblend_cli.collect.collector import PlannedChunk
 from cacheblend_cli.corpus.search import WEAK, Hit, Lookup, found_elsewhere, is_weak, search
-from cacheblend_cli.engine.chunk_inputs import chunk_of, collection_of, dated, suffix_of, wording_of
+from cacheblend_cli.engine.chunk_inputs import dated, in_stored_codec
 from cacheblend_cli.engine.runtime import Runtime, Say
+from cacheblend_cli.engine.stored_chunks import StoredChunks
 from cacheblend_cli.errors import NotFoundError
+from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.mismatch import nothing_found
 from cacheblend_cli.types import AskRequest, SearchParams
 
@@ -31,21 +34,20 @@ class Retrieved:
 def retrieve(
     runtime: Runtime,
     store: ChunkStore,
+    stored: StoredChunks,
     ask: AskRequest,
-    given: Sequence[PlannedChunk] = (),
+    planned: Mapping[bytes, PlannedChunk],
     say: Say | None = None,
 ) -> Retrieved:
     """Search for the best chunks for a question, with the last turn of its history. The chunks that it names come before these in the
-    prompt. given: chunks of its documents. A weak match is noted.
+    prompt. stored: of the store. planned: chunks of its documents, by key. A weak match is noted.
 
     Raises NotFoundError, which says why, if nothing is found: nothing of this model, nothing in the scope, or, where the search
     refuses that and the request names no chunks, only weak matches.
     """
-    ask = dated(
-        runtime, store, replace(ask, system=None, prompt=None, raw=False)
-    )  # stored with the engine's own wording
+    ask = dated(runtime, store, ask)
     lookup = Lookup.with_weights(ask.search or SearchParams(), say)
-    usable = runtime.collections(ask.salt, day=ask.day)
+    usable = runtime.collections(ask.salt, day=ask.day)  # stored with the engine's own wording
     collections = [collection.id for collection in usable]
     query = lookup.query or ask.question
     if not lookup.query:
@@ -58,28 +60,34 @@ def retrieve(
     if weak and lookup.on_weak_match == "refuse" and not ask.keys:
         raise NotFoundError(WEAK, "ask in other words, precompute more documents, or --on-weak-match answer")
     notes = [WEAK] if weak else []
-    fit, note = _fitting(runtime, store, ask, [hit.key for hit in hits], given)
-    keys = in_order(store, hits, fit, lookup.order)
-    exact = exact_where_stored(runtime, store, replace(ask, keys=keys))
+    own = runtime.collection(ask.salt, day=ask.day)
+    fit, note = _fitting(runtime, own, stored, ask, [hit.key for hit in hits], planned)
+    keys = in_order(stored, hits, fit, lookup.order)
+    exact = exact_where_stored(in_stored_codec(own, runtime, stored, keys), stored, keys)
     rank_of = {hit.key: rank for rank, hit in enumerate(hits, 1)}
     ranks = {e: rank_of[key] for e, key in zip(exact, keys, strict=True)}
     return Retrieved(exact, ranks, [*notes, *note], weak)
 
 
 def _fitting(
-    runtime: Runtime, store: ChunkStore, ask: AskRequest, found: Sequence[bytes], given: Sequence[PlannedChunk]
+    runtime: Runtime,
+    own: Collection,
+    stored: StoredChunks,
+    ask: AskRequest,
+    found: Sequence[bytes],
+    planned: Mapping[bytes, PlannedChunk],
 ) -> tuple[list[bytes], list[str]]:
     """Return those of the found chunks, in their order, that fit the model's context with the answer and the chunks that the request
     names, and a note of how many that leaves out. If nothing fits and it names none, the first one stays, to be refused as a named
     chunk is."""
     headroom = runtime.max_new_tokens(ask.sampling)
-    planned = {chunk.key: len(chunk.chunk.token_ids) for chunk in given}
 
     def size(key: bytes) -> int:
-        manifest = None if key in planned else chunk_of(store, key)
-        return manifest.num_tokens if manifest else planned.get(key, 0)
+        if key in planned:
+            return len(planned[key].chunk.token_ids)
+        return manifest.num_tokens if (manifest := stored.get(key)) else 0
 
-    used = len(runtime.template_of(wording_of(runtime, ask), ask.day).prefix_ids) + len(suffix_of(runtime, ask))
+    used = len(own.prefix_ids) + len(own.template.suffix_ids(ask.question, ask.history))
     used += sum(map(size, ask.keys))
     kept: list[bytes] = []
     for key in found:
@@ -98,7 +106,7 @@ def _fitting(
     return kept, [note]
 
 
-def in_order(store: ChunkStore, hits: Sequence[Hit], keys: Collection[bytes], order: str) -> list[bytes]:
+def in_order(stored: StoredChunks, hits: Sequence[Hit], keys: Keys[bytes], order: str) -> list[bytes]:
     """Return those keys of hits in reading order: documents by their best hit, chunks of one document by their place.
 
     order "exact": only the beginning of a prompt can be exact, up to the first chunk that is not. So the document with the
@@ -106,12 +114,12 @@ def in_order(store: ChunkStore, hits: Sequence[Hit], keys: Collection[bytes], or
     """
     documents = in_reading_order(hits, keys)
     if order == "exact" and len(documents) > 1:
-        first = max(documents, key=partial(exact_tokens, store))
+        first = max(documents, key=partial(exact_tokens, stored))
         documents = [first, *(d for d in documents if d is not first)]
     return [key for document in documents for key in document]
 
 
-def in_reading_order(hits: Sequence[Hit], keys: Collection[bytes]) -> list[list[bytes]]:
+def in_reading_order(hits: Sequence[Hit], keys: Keys[bytes]) -> list[list[bytes]]:
     """Sort keys by document (best hit first), and within a document by place."""
     places: dict[str, dict[bytes, int]] = {}
     for hit in hits:
@@ -120,29 +128,28 @@ def in_reading_order(hits: Sequence[Hit], keys: Collection[bytes]) -> list[list[
     return [sorted(document, key=document.__getitem__) for document in places.values()]
 
 
-def exact_tokens(store: ChunkStore, keys: Sequence[bytes]) -> int:
+def exact_tokens(stored: StoredChunks, keys: Sequence[bytes]) -> int:
     """Tokens of the chunks, from the first on, that were collected behind just what stands before them. Whether their KV
     was evicted since is no matter: the order of a prompt, and so its answer, does not depend on it."""
     left: tuple[int, ...] = ()
     for key in keys:
-        manifest = chunk_of(store, key)
+        manifest = stored.get(key)
         if manifest is None or tuple(manifest.left_context_ids) != left:
             break
         left += tuple(manifest.token_ids)
     return len(left)
 
 
-def exact_where_stored(runtime: Runtime, store: ChunkStore, ask: AskRequest) -> list[bytes]:
-    """Return the request's chunks, each from the context that makes it exact at its place, if that is stored: collected behind the
+def exact_where_stored(collection: Collection, stored: StoredChunks, keys: Sequence[bytes]) -> list[bytes]:
+    """Return the chunks, each from the context that makes it exact at its place, if that is stored: collected behind the
     chunks that precede it here, whichever context was asked for."""
-    collection = collection_of(runtime, store, ask)
     found, left = list[bytes](), tuple[int, ...]()
     right = True  # what comes after a chunk that needs repair is never exact
-    for key in ask.keys:
-        manifest = chunk_of(store, key)
+    for key in keys:
+        manifest = stored.get(key)
         ids = manifest.token_ids if manifest else ()
         exact = collection.key(ids, left) if right else key
-        right = right and (exact == key or store.has_kv(exact))
+        right = right and (exact == key or stored.has_kv(exact))
         found.append(exact if right else key)
         left += ids
     return found

@@ -25,7 +25,13 @@ _FASTEST = {"cpu": 2e12, "cuda": 1e15}
 
 
 def ask_tier(
-    runtime: Runtime, store: ChunkStore, collection: Collection, chunks: Sequence[ChunkInput], num_tokens: int
+    runtime: Runtime,
+    store: ChunkStore,
+    collection: Collection,
+    chunks: Sequence[ChunkInput],
+    num_tokens: int,
+    *,
+    has_prefix: bool,
 ) -> TieredSource | None:
     """Ask the store's tier for the chunks of a prompt of num_tokens tokens that have no KV in the store. None without a tier, or
     if nothing is missing.
@@ -40,7 +46,7 @@ def ask_tier(
         for c in chunks
         if not c.cached and c.key == collection.key(c.token_ids, c.left_context_ids)
     ]
-    if collection.prefix_ids and not store.has_kv(collection.prefix_key):
+    if collection.prefix_ids and not has_prefix:
         wanted.append(chunk_manifest(collection, prefix_chunk(collection)))
     if not wanted:
         return None

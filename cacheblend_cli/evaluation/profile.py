@@ -66,7 +66,7 @@ def measure_profile(
             f"repair, and {LEAST_PROMPTS} are needed",
             "precompute more documents with this model, and check again",
         )
-    under = conditions(requests[0].collection, stored_codec(requests[0].chunks, requests[0].collection), ask.blend)
+    under = conditions(requests[0].collection, stored_codec(requests[0].inputs, requests[0].collection), ask.blend)
     corrections = CORRECTIONS if ask.blend.correction == BlendParams.correction else (ask.blend.correction,)
     steps, answers = len(requests) * (1 + len(RATIOS) * len(corrections)), list[FullAnswer]()
     for number, request in enumerate(requests):
@@ -115,7 +115,7 @@ def cut_requests(
     codec, count = None, 0
     for question in questions:
         request = engine.resolve(store, replace(ask, question=question, options=AskOptions()))
-        own = stored_codec(request.chunks, request.collection)
+        own = stored_codec(request.inputs, request.collection)
         codec = codec or own
         stored = own == codec and all(s.cached for s in request.plan.chunks)
         if stored and request.plan.inexact_tokens and runtime.fits(request.plan.num_tokens, TOKENS):

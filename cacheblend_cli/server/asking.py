@@ -9,12 +9,12 @@ from cacheblend_store import ChunkManifest, ChunkNotFound
 
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.texts import sent_document
-from cacheblend_cli.corpus.citations import Citations
+from cacheblend_cli.corpus.citations import Citation
 from cacheblend_cli.corpus.places import PUT, SENT
 from cacheblend_cli.corpus.search import WEAK
-from cacheblend_cli.engine.chunk_inputs import chunk_of
 from cacheblend_cli.engine.request import Request, resolve
 from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.stored_chunks import chunk_of
 from cacheblend_cli.errors import NothingFound
 from cacheblend_cli.prompt.collection import salt_digest
 from cacheblend_cli.prompt.records import kept_records
@@ -82,8 +82,8 @@ def prepare(host: ServerState, parsed: ParsedRequest) -> Prepared:
     sent: dict[str, Origin] = {}
     for i, document in enumerate(ask.documents):
         sent.setdefault(sent_document(document, ask.tenant).source, Origin(document.id or str(i), document.title or ""))
-    given = {chunk.key: sent[chunk.source] for chunk in request.given}
-    return Prepared(request, tuple(given.get(key) or _origin(host, key) for key in request.named))
+    origins = [sent[c.planned.source] if c.planned is not None else _origin(c.citation) for c in request.chunks]
+    return Prepared(request, tuple(origins))
 
 
 def _ask_request(host: ServerState, parsed: ParsedRequest) -> AskRequest:
@@ -156,11 +156,7 @@ def _is_seen_by(runtime: Runtime, host: ServerState, manifest: ChunkManifest, te
     return record is not None and record.salt == salt_digest(tenant.salt)
 
 
-def _origin(host: ServerState, key: bytes) -> Origin:
-    manifest = chunk_of(host.store, key)
-    if manifest is None:
-        return Origin("", "")
-    cited = Citations(host.store).of(manifest)
+def _origin(cited: Citation) -> Origin:
     return Origin(documents.public_id(cited.name), cited.title or documents.public_title(cited.name))
 
 

@@ -13,8 +13,8 @@ from cacheblend_cli.collect.texts import put_name
 from cacheblend_cli.corpus.citations import TITLE, Citations
 from cacheblend_cli.corpus.places import PUT, SENT
 from cacheblend_cli.corpus.search import Lookup, search
-from cacheblend_cli.engine.chunk_inputs import chunk_of
 from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.stored_chunks import chunk_of
 from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.types import SearchParams
 

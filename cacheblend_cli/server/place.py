@@ -13,7 +13,7 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Settings, grouped
 from cacheblend_cli.version import __version__
 
-PROTOCOL = 6
+PROTOCOL = 7
 _LONGEST = 100  # bytes of a socket's path; the system takes 107
 _NAME = "engine-"
 _ELSEWHERE = "set XDG_RUNTIME_DIR to a directory of your own"

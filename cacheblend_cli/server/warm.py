@@ -109,7 +109,7 @@ class WarmSocket:
             pieces = planning(self._host.runtime, request)
             while (found := await self._host.in_engine(lambda _: _next(pieces))) is None:
                 pass
-            yield {"event": "plan", "end": True, **to_builtins({"plan": found, "keys": request.named})}
+            yield {"event": "plan", "end": True, **to_builtins({"plan": found, "names": _names(request)})}
 
     async def _search(self, body: Record) -> AsyncIterator[Record]:
         notes: list[str] = []
@@ -124,9 +124,14 @@ class WarmSocket:
         """The fields of client.py: Reply. Token ids are sent if they are asked for."""
         explained, tokens = await self._host.in_pool(lambda: self._engine.explain(request, answer))
         sent = replace(answer, chosen=[], prompt_ids=answer.prompt_ids if request.options.ids else [])
-        keys = list(request.named)
-        record = {"answer": sent, "keys": keys, "explained": explained, "tokens": tokens, "pid": os.getpid()}
+        names = _names(request)
+        record = {"answer": sent, "names": names, "explained": explained, "tokens": tokens, "pid": os.getpid()}
         return to_builtins(record)  # type: ignore[no-any-return]
+
+
+def _names(request: Request) -> list[str]:
+    """Return the name of each chunk's document: how it is shown depends on where the client stands."""
+    return [chunk.citation.name for chunk in request.chunks]
 
 
 def _next(pieces: Pieces[T]) -> T | None:

@@ -18,6 +18,7 @@ from cacheblend_cli.types.request import (
     PLAIN,
     AskOptions,
     AskRequest,
+    Scope,
     SearchParams,
     TextDocument,
     ask_request,
@@ -36,7 +37,7 @@ from cacheblend_cli.types.sampling import (
 
 __all__ = [
     "MAX_STOPS", "MAX_STOP_CHARS", "MODEL_SAMPLED", "MOST", "PLAIN", "Answer", "AskOptions", "AskPlan", "AskRequest", "BlendParams",
-    "ChunkUse", "Confirmation", "FinishReason", "LayerReport", "Risk", "SamplingParams", "SearchParams", "Status", "TextDocument",
+    "ChunkUse", "Confirmation", "FinishReason", "LayerReport", "Risk", "SamplingParams", "Scope", "SearchParams", "Status", "TextDocument",
     "Timing", "TokenLogprob", "TokenUse", "Verification", "ask_request", "model_sampled", "overridden", "parse_checks",
     "parse_layers", "sampling_of",
 ]  # fmt: skip

@@ -94,7 +94,8 @@ class AskRequest:
     salt: keeps the chunks of a tenant separate. history: earlier messages, of user and model in turn. documents: cut and collected
     when they are first seen. tenant: owner of these documents. search: None to search for nothing. system: system prompt, None for
     the engine's. prompt: the user's message with {chunks} and {question}, None for the engine's; PLAIN does not mention documents. raw: no chat template. day: date that the template prints, None
-    for the store's (see `Runtime.day`). model_sampling: fields of `sampling` that the model's generation_config.json decides.
+    for the store's (see `Runtime.day`). model_sampling: fields of `sampling` that the model's generation_config.json decides. cite_first: documents to
+    cite where several have a chunk, None for those of the current project.
     """
 
     question: str
@@ -112,6 +113,7 @@ class AskRequest:
     day: date | None = None
     model_sampling: tuple[str, ...] = ()
     options: AskOptions = AskOptions()
+    cite_first: Scope | None = None
 
     def __post_init__(self) -> None:
         if self.options.confirm and max(self.sampling.n, self.sampling.best_of) > 1:

@@ -17,6 +17,7 @@ from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.prefill import Prefilled, prefill
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.engine.search import exact_where_stored
+from cacheblend_cli.engine.stored_chunks import StoredChunks
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 QUESTION = "where does Mara work?"
@@ -168,24 +169,26 @@ def test_the_window_ends_at_the_models_context(tmp_path: Path) -> None:
     assert corpus.far_from_full([m.key for m in corpus.chunks("document")[:8]]) <= 1e-4
 
 
+def exact_of(corpus: Corpus, keys: Sequence[bytes]) -> list[bytes]:
+    with StoredChunks(corpus.store) as stored:
+        return exact_where_stored(corpus.engine.runtime.collection(), stored, keys)
+
+
 def test_the_exact_variant_is_taken_for_chunks_that_were_searched(corpus: Corpus) -> None:
     corpus.precompute("sink")
     corpus.precompute("document")
     sink, document = ([m.key for m in corpus.chunks(c)] for c in ("sink", "document"))
     other = [m.key for m in corpus.chunks("sink", 1)]
-    assert exact_where_stored(corpus.engine.runtime, corpus.store, AskRequest("?", [*sink, *other])) == [
+    assert exact_of(corpus, [*sink, *other]) == [
         *document,
         *other,
     ]
-    assert exact_where_stored(corpus.engine.runtime, corpus.store, AskRequest("?", [sink[1], sink[0]])) == [
+    assert exact_of(corpus, [sink[1], sink[0]]) == [
         sink[1],
         sink[0],
     ]
-    assert (
-        exact_where_stored(corpus.engine.runtime, corpus.store, AskRequest("?", [document[1], document[2]]))[1]
-        == document[2]
-    )
+    assert exact_of(corpus, [document[1], document[2]])[1] == document[2]
     logits = [corpus.prefill(keys, BlendParams(mode="reuse")).result.logits for keys in (document, sink)]
     assert not torch.equal(*logits)
     corpus.store.remove_chunks([document[1]])  # what follows a chunk that needs repair is never exact
-    assert exact_where_stored(corpus.engine.runtime, corpus.store, AskRequest("?", sink)) == [document[0], *sink[1:]]
+    assert exact_of(corpus, sink) == [document[0], *sink[1:]]
