@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from msgspec import convert
 
 from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError, PromptTooLong, UsageError
-from cacheblend_cli.server.place import PROTOCOL, socket_of
 from cacheblend_cli.settings import DEFAULTS, Resolved, Settings
+from cacheblend_cli.sockets import PROTOCOL, socket_of
 from cacheblend_cli.types import Answer, AskPlan, AskRequest, SearchParams, TokenUse, ask_request, overridden
 
 if TYPE_CHECKING:

@@ -192,7 +192,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "tier": ("tier", "tier_key_file", "tier_deadline"),
     "start": ("weights_cache_gb", "keep_alive"),
 }  # fmt: skip
-"""Settings by topic. Commands choose their flags by group; server/place.py uses the groups that define an engine."""
+"""Settings by topic. Commands choose their flags by group; sockets.py uses the groups that define an engine."""
 
 
 def grouped(*groups: str, but: Sequence[str] = ()) -> tuple[str, ...]:

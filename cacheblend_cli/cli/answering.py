@@ -15,11 +15,10 @@ from cacheblend_cli.cli.inputs import QuestionInput
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.warm import WarmEngine
 from cacheblend_cli.client import Client, EngineLost
-from cacheblend_cli.corpus.scopes import EVERYTHING
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.read_ahead import read_ahead
 from cacheblend_cli.settings import Resolved
-from cacheblend_cli.types import AskOptions, AskRequest, BlendParams, SearchParams, sampling_of
+from cacheblend_cli.types import EVERYTHING, AskOptions, AskRequest, BlendParams, SearchParams, sampling_of
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size
-from cacheblend_cli.engine.clock import since_process_start
+from cacheblend_cli.clock import since_process_start
 from cacheblend_cli.errors import ExitCode
 
 _MOST_SOURCES = 3

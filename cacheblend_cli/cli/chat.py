@@ -202,9 +202,10 @@ def _do(line: str, talk: Conversation, answering: Answering, output: Output) -> 
                 output.text(f"{name:<9} {help_text}")
         case "/docs":
             from cacheblend_cli.corpus.places import shown
+            from cacheblend_cli.corpus.scopes import holds
             from cacheblend_cli.corpus.search import searchable
 
-            for name in filter(answering.scope.holds, searchable(answering.store)):
+            for name in (n for n in searchable(answering.store) if holds(answering.scope, n)):
                 output.line(shown(name))
         case "/forget":
             talk.turns, talk.last = [], None

@@ -41,16 +41,17 @@ def ls(
     The KV of a prompt's prefix is stored like a chunk's; it is not listed here.
     """
     from cacheblend_cli.corpus.citations import Citations
-    from cacheblend_cli.corpus.scopes import EVERYTHING, Scope
+    from cacheblend_cli.corpus.scopes import holds, scope_of
+    from cacheblend_cli.types import EVERYTHING
 
     output = Output(quiet=quiet)
     last, rows = None, list[_Row]()
     with open_store(settings, write=False) as kv_store:
         start = None if after is None else kv_store.resolve(after)
-        scope = EVERYTHING if source is None else Scope.matching(source)
+        scope = EVERYTHING if source is None else scope_of(source)
         citations = Citations(kv_store, None if source is None else scope)
         all_of = ((m, citations.of(m)) for m in kv_store.chunks(start_after=start))
-        for manifest, citation in islice((f for f in all_of if scope.holds(f[1].name)), limit):
+        for manifest, citation in islice((f for f in all_of if holds(scope, f[1].name)), limit):
             last = manifest
             if json:
                 output.json(_record(manifest, citation))
@@ -126,16 +127,17 @@ def rm(
     quiet: options.Quiet = False,
 ) -> None:
     """Remove chunks. The documents are computed again by the next precompute."""
-    from cacheblend_cli.corpus.scopes import EVERYTHING, Scope
+    from cacheblend_cli.corpus.scopes import holds, scope_of
+    from cacheblend_cli.types import EVERYTHING
 
     output = Output(quiet=quiet)
     if sum((bool(chunks), source is not None, everything)) != 1:
         raise UsageError("name what to remove, in one way", "chunk ids, --source PATH or --all")
     with open_store(settings, write=False) as reading:
         keys = [reading.resolve(c) for c in chunks or ()]
-        scope = EVERYTHING if source is None else Scope.matching(source)
+        scope = EVERYTHING if source is None else scope_of(source)
         documents = reading.documents() if everything or source is not None else []
-        found = [d for d in documents if scope.holds(d.source)]
+        found = [d for d in documents if holds(scope, d.source)]
         if source is not None and not found:
             raise NotFoundError(f"no stored document matches {source}", "list them: cacheblend chunks ls")
         listed = set(keys)

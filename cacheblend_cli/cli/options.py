@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
     from cacheblend_cli.cli.output import Output
-    from cacheblend_cli.corpus.scopes import Scope
     from cacheblend_cli.engine.engine import Engine
+    from cacheblend_cli.types import Scope
 
 T = TypeVar("T")
 
@@ -175,13 +175,14 @@ def scope_of(
 
     Raises NotFoundError when --source matches no stored document, or the collection is empty.
     """
-    from cacheblend_cli.corpus.scopes import EVERYTHING, Scope, collection_scope, scope_here
+    from cacheblend_cli.corpus.scopes import collection_scope, holds, scope_here, scope_of
     from cacheblend_cli.corpus.search import searchable
+    from cacheblend_cli.types import EVERYTHING
 
     names = searchable(store)
     if source is not None:
-        scope = Scope.matching(source)
-        if not any(map(scope.holds, names)):
+        scope = scope_of(source)
+        if not any(holds(scope, name) for name in names):
             raise NotFoundError(f"no stored document matches {source}", "list them: cacheblend chunks ls")
         return scope
     if everywhere or not (names or collection):

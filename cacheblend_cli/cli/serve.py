@@ -118,10 +118,10 @@ def serve(
     from cacheblend_cli.server.app import make_app
     from cacheblend_cli.server.auth import LOOPBACK
     from cacheblend_cli.server.memory import resident_bytes
-    from cacheblend_cli.server.place import make_folder, socket_of
     from cacheblend_cli.server.run import Server, bind_tcp, bind_unix, remover
     from cacheblend_cli.server.state import ServerState
     from cacheblend_cli.server.warm import WarmSocket
+    from cacheblend_cli.sockets import make_folder, socket_of
     from cacheblend_cli.types import model_sampled, sampling_of
 
     sampling = sampling_of(settings)

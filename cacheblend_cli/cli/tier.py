@@ -233,12 +233,13 @@ def _choose(store: ChunkStore, chunks: list[str] | None, source: str | None, mod
     if source is None and model is None:
         return None
     from cacheblend_cli.corpus.citations import Citations
-    from cacheblend_cli.corpus.scopes import EVERYTHING, Scope
+    from cacheblend_cli.corpus.scopes import holds, scope_of
+    from cacheblend_cli.types import EVERYTHING
 
-    scope = EVERYTHING if source is None else Scope.matching(source)
+    scope = EVERYTHING if source is None else scope_of(source)
     citations = Citations(store, scope)
     found = {
-        m.key for m in store.chunks() if scope.holds(citations.of(m).name) and (model is None or m.is_of_model(model))
+        m.key for m in store.chunks() if holds(scope, citations.of(m).name) and (model is None or m.is_of_model(model))
     }
     if not found:
         raise NotFoundError("no stored chunk is of that source and model", "see: cacheblend chunks stats --sources")
@@ -248,16 +249,16 @@ def _choose(store: ChunkStore, chunks: list[str] | None, source: str | None, mod
 def _wanted(chunks: list[str] | None, source: str | None) -> Callable[[DocumentRecord | str], bool] | None:
     if not chunks and source is None:
         return None
-    from cacheblend_cli.corpus.scopes import Scope
+    from cacheblend_cli.corpus.scopes import holds, scope_of
 
     ids = tuple(name.lower() for text in chunks or () for name in read_ids(text))
-    scope = None if source is None else Scope.matching(source)
+    scope = None if source is None else scope_of(source)
 
     def wanted(found: DocumentRecord | str) -> bool:
         if isinstance(found, str):
             return found.startswith(ids) if ids else False
         if scope is not None:
-            return scope.holds(found.source)
+            return holds(scope, found.source)
         return any(chunk.key.hex().startswith(ids) for chunk in found.chunks)
 
     return wanted

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from cacheblend_cli.cli.answers import End, Result, Streams
 from cacheblend_cli.client import Client, EngineLost, Notes, Piece, Reply, lost
+from cacheblend_cli.clock import since_process_start
 from cacheblend_cli.corpus import places
 from cacheblend_cli.corpus.scopes import project_scope
-from cacheblend_cli.engine.clock import since_process_start
-from cacheblend_cli.server.place import sockets_of
 from cacheblend_cli.settings import Settings
+from cacheblend_cli.sockets import sockets_of
 from cacheblend_cli.types import AskOptions, AskPlan, AskRequest, SearchParams
 
 if TYPE_CHECKING:

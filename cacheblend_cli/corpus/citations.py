@@ -18,7 +18,8 @@ from cacheblend_store import (
 )
 
 from cacheblend_cli.corpus.places import is_on_disk, shown
-from cacheblend_cli.corpus.scopes import Scope, project_scope
+from cacheblend_cli.corpus.scopes import holds, project_scope
+from cacheblend_cli.types import Scope
 
 TITLE = "title"
 """Key in a document record's settings: the title that a document was put with."""
@@ -63,7 +64,7 @@ class Citations:
             return [Citation(manifest.source, manifest.index)]
         if len(found) == 1:
             return found
-        return sorted(found, key=lambda c: (not self._scope.holds(c.name), not is_on_disk(c.name), c.name))
+        return sorted(found, key=lambda c: (not holds(self._scope, c.name), not is_on_disk(c.name), c.name))
 
     def of(self, manifest: ChunkManifest) -> Citation:
         return self.all_of(manifest)[0]

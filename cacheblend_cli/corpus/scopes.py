@@ -6,12 +6,12 @@ import glob
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.places import SENT, is_file, is_within, place_of, project_folder, shown, with_parents
 from cacheblend_cli.errors import NotFoundError
+from cacheblend_cli.types import EVERYTHING, Scope
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
@@ -21,41 +21,26 @@ ROOTS = "root"
 _MAGIC = re.compile(r"[*?\[]")
 
 
-@dataclass(frozen=True)
-class Scope:
-    """Documents at or below a path, or matching a pattern; with neither, all but those sent with a request.
-
-    path: a real path. pattern: a real path with *, ? and [...], which match slashes too. typed: the pattern as the user wrote
-    it. linked: targets of links below the path.
-    """
-
-    path: str = ""
-    pattern: str = ""
-    typed: str = ""
-    linked: frozenset[str] = frozenset()
-
-    @classmethod
-    def matching(cls, text: str) -> Scope:
-        """Parse `--source`: a document, a directory or a pattern, relative to the current directory."""
-        parts = text.split("/")
-        plain = next((i for i, part in enumerate(parts) if _MAGIC.search(part)), len(parts))
-        if plain == len(parts):
-            return cls(place_of(text), "", text)
-        head = place_of("/".join(parts[:plain]) or ("/" if text.startswith("/") else "."))
-        tail = "/".join(parts[plain:]).replace("**/", "*")
-        return cls(place_of(text), f"{glob.escape(head).rstrip('/')}/{tail}", text)
-
-    def holds(self, name: str) -> bool:
-        if not self.path:
-            return not name.startswith(SENT)
-        if self.typed and not is_file(name):
-            return fnmatchcase(shown(name), self.typed)
-        if is_within(name, self.path) or (self.linked and not self.linked.isdisjoint(with_parents(name))):
-            return True
-        return bool(self.pattern) and (fnmatchcase(name, self.pattern) or fnmatchcase(name, f"{self.pattern}/*"))
+def scope_of(text: str) -> Scope:
+    """Parse `--source`: a document, a directory or a pattern, relative to the current directory."""
+    parts = text.split("/")
+    plain = next((i for i, part in enumerate(parts) if _MAGIC.search(part)), len(parts))
+    if plain == len(parts):
+        return Scope(place_of(text), "", text)
+    head = place_of("/".join(parts[:plain]) or ("/" if text.startswith("/") else "."))
+    tail = "/".join(parts[plain:]).replace("**/", "*")
+    return Scope(place_of(text), f"{glob.escape(head).rstrip('/')}/{tail}", text)
 
 
-EVERYTHING = Scope()
+def holds(scope: Scope, name: str) -> bool:
+    """Return whether a document is in the scope."""
+    if not scope.path:
+        return not name.startswith(SENT)
+    if scope.typed and not is_file(name):
+        return fnmatchcase(shown(name), scope.typed)
+    if is_within(name, scope.path) or (scope.linked and not scope.linked.isdisjoint(with_parents(name))):
+        return True
+    return bool(scope.pattern) and (fnmatchcase(name, scope.pattern) or fnmatchcase(name, f"{scope.pattern}/*"))
 
 
 def collection_scope(store: ChunkStore, name: str) -> Scope:
@@ -96,7 +81,7 @@ def scope_here(store: ChunkStore, names: Iterable[str]) -> tuple[Scope, str]:
     everything, scope = list(names), project_scope(store)
     if not scope.path:
         return EVERYTHING, ""
-    count = sum(map(scope.holds, everything))
+    count = sum(holds(scope, name) for name in everything)
     if not count:
         return EVERYTHING, f"searching all stored documents: none of them is below {scope.path}"
     if count == len(everything):

@@ -12,12 +12,12 @@ from cacheblend_store import ChunkStore
 
 from cacheblend_cli.corpus.normalise import unspaced
 from cacheblend_cli.corpus.ranking import PLACES, ByMeaning, ByWords, Query, Row, fuse
-from cacheblend_cli.corpus.scopes import EVERYTHING, Scope
+from cacheblend_cli.corpus.scopes import holds
 from cacheblend_cli.corpus.search_index import open_index
 from cacheblend_cli.corpus.vectors import telling_sentence
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.extras import install_hint
-from cacheblend_cli.types import SearchParams
+from cacheblend_cli.types import EVERYTHING, Scope, SearchParams
 
 if TYPE_CHECKING:
     from cacheblend_cli.corpus.embedding import Embedder
@@ -195,7 +195,7 @@ class _Counted:
     def _contexts(self, source: str) -> dict[str, str]:
         """Return collection -> context of a document in the scope: of the first wanted collection that has it, or of every
         collection. Chunks of an older text do not count."""
-        if not self._scope.holds(source):
+        if not holds(self._scope, source):
             return {}
         rows = self._db.execute(_VERSIONS, (source,)).fetchall()
         rows = [row for row in rows if self._collections is None or row[0] in self._collections]
@@ -214,7 +214,7 @@ def searchable(store: ChunkStore) -> list[str]:
     """Return the names of all documents that `search` can find."""
     with open_index(store) as db:
         names = [name for (name,) in db.execute("SELECT DISTINCT source FROM places WHERE context != 'prefix'")]
-    return sorted(filter(EVERYTHING.holds, names))
+    return sorted(name for name in names if holds(EVERYTHING, name))
 
 
 class Found(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cacheblend_cli.blend.cost import AutoReport
-from cacheblend_cli.engine.clock import since_process_start
+from cacheblend_cli.clock import since_process_start
 from cacheblend_cli.engine.prefill import PrefillReport
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sequence_output import Generation

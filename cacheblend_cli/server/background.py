@@ -14,8 +14,8 @@ from typing import Any
 
 from cacheblend_cli.client import Connection
 from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError
-from cacheblend_cli.server.place import folder_of, make_folder, socket_of, sockets_of
 from cacheblend_cli.settings import Settings
+from cacheblend_cli.sockets import folder_of, make_folder, socket_of, sockets_of
 
 _START_S = 300.0
 _LOOK_S = 0.05

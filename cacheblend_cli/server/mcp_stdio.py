@@ -12,8 +12,8 @@ import httpx2
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.server import background
 from cacheblend_cli.server.mcp_tools import Api, make_server
-from cacheblend_cli.server.place import socket_of
 from cacheblend_cli.settings import Settings
+from cacheblend_cli.sockets import socket_of
 
 _TIMEOUT = httpx2.Timeout(None, connect=10.0)  # an answer may take minutes; clients cancel
 

@@ -31,9 +31,9 @@ from cacheblend_cli.errors import CacheBlendError, ExitCode
 from cacheblend_cli.server.app import make_app
 from cacheblend_cli.server.errors import ApiError
 from cacheblend_cli.server.http import EventStream
-from cacheblend_cli.server.place import PROTOCOL
 from cacheblend_cli.server.request_events import RequestEvents
 from cacheblend_cli.server.state import ServerState
+from cacheblend_cli.sockets import PROTOCOL
 from cacheblend_cli.types import Answer, AskRequest, SearchParams
 from cacheblend_cli.version import __version__
 

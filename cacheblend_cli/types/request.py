@@ -11,7 +11,6 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from cacheblend_cli.corpus.scopes import EVERYTHING, Scope
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Resolved, Settings, of_settings
 from cacheblend_cli.types.blend import BlendParams
@@ -19,6 +18,19 @@ from cacheblend_cli.types.sampling import SamplingParams, model_sampled, samplin
 
 PLAIN = "{chunks}{question}"
 """A prompt that does not mention documents."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Documents at or below a path, or matching a pattern; with neither, all but those sent with a request (see corpus/scopes.py: holds)."""
+
+    path: str = ""  # a real path
+    pattern: str = ""  # a real path with *, ? and [...], which match slashes too
+    typed: str = ""  # the pattern as the user wrote it
+    linked: frozenset[str] = frozenset()  # targets of links below the path
+
+
+EVERYTHING = Scope()
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ from cacheblend_cli.cli.main import run
 from cacheblend_cli.collect.paths import Paths
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.corpus.citations import Citations
-from cacheblend_cli.corpus.scopes import Scope, scope_here
+from cacheblend_cli.corpus.scopes import holds, scope_here
 from cacheblend_cli.corpus.search import searchable
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.types import AskRequest, SearchParams
+from cacheblend_cli.types import AskRequest, Scope, SearchParams
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 PROJECTS = ("one", "two")
@@ -192,7 +192,7 @@ class ProjectsMachine(RuleBasedStateMachine):
             return
         scope, expected = self.scope(), self.in_project()
         names = searchable(self.store)
-        assert {self.real(os.path.relpath(name)) for name in names if scope.holds(name)} == expected
+        assert {self.real(os.path.relpath(name)) for name in names if holds(scope, name)} == expected
         for word in WORDS[:3]:
             wanted = {self.stored[file] for file in expected if word in self.stored[file]}
             code, out, _ = self.command("search", word, "-k", "20", "--json")

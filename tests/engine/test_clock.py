@@ -10,7 +10,7 @@ import time
 def test_a_process_knows_when_it_began() -> None:
     """Between what the parent sees before and after, whatever the child did before it looked."""
     code = (
-        "import time; time.sleep(0.3); from cacheblend_cli.engine.clock import since_process_start as age; "
+        "import time; time.sleep(0.3); from cacheblend_cli.clock import since_process_start as age; "
         "print(age(time.perf_counter()))"
     )
     start = time.perf_counter()

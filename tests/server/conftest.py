@@ -26,13 +26,13 @@ from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.server.app import make_app
 from cacheblend_cli.server.auth import LOOPBACK
 from cacheblend_cli.server.connections import ConnectionLimits
-from cacheblend_cli.server.place import make_folder, socket_of
 from cacheblend_cli.server.run import Server as HttpServer
 from cacheblend_cli.server.run import bind_tcp, bind_unix
 from cacheblend_cli.server.state import ServerState
 from cacheblend_cli.server.tenants import Keyring
 from cacheblend_cli.server.warm import WarmSocket
 from cacheblend_cli.settings import Settings
+from cacheblend_cli.sockets import make_folder, socket_of
 from cacheblend_cli.types import SamplingParams
 
 # uvicorn looks every .1 s whether it is to end and whether connections have closed: three looks for each server that ends

@@ -19,8 +19,8 @@ from asking import Cli
 from cacheblend_cli.cli.main import run
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.server import background
-from cacheblend_cli.server.place import socket_of
 from cacheblend_cli.settings import Settings
+from cacheblend_cli.sockets import socket_of
 
 mcp = pytest.importorskip("mcp", reason="the extra mcp is not installed")
 

@@ -20,8 +20,8 @@ from uvicorn.server import ServerState
 from cacheblend_cli.engine import async_engine
 from cacheblend_cli.server import run
 from cacheblend_cli.server.connections import ConnectionLimits, LimitedProtocol
-from cacheblend_cli.server.place import socket_of
 from cacheblend_cli.server.run import LoopErrors
+from cacheblend_cli.sockets import socket_of
 
 HEAD = b"POST /v1/search HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 LONG = {"messages": [{"role": "user", "content": "who?"}], "max_tokens": 900, "ignore_eos": True, "stream": True}

@@ -15,9 +15,9 @@ import httpx
 import pytest
 from asking import ASK, Cli, process
 
+from cacheblend_cli import sockets
 from cacheblend_cli.client import Connection, EngineLost
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.server import place
 from cacheblend_cli.server.background import ask_status
 from cacheblend_cli.server.run import bind_tcp, bind_unix, remover
 from cacheblend_cli.settings import Settings, resolve
@@ -31,7 +31,7 @@ ENGINE = f"process {os.getpid()}"  # in the summary of what this process's engin
     [["--ids"], ["--explain", "--verify"], ["--chunks", ""], ["--mode", "full"], ["--dry-run"], ["--logprobs", "2"]],
 )
 def test_the_same_answer_and_json(cli: Cli, server: Any, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stat.S_IMODE(place.socket_of(server.state.settings).stat().st_mode) == 0o600
+    assert stat.S_IMODE(sockets.socket_of(server.state.settings).stat().st_mode) == 0o600
     for folder in (Path.cwd(), Path("docs").absolute()):
         monkeypatch.chdir(folder)
         warm, cold = cli(*ASK, "--json", *flags), cli(*ASK, "--json", "--local", *flags)
@@ -51,7 +51,7 @@ def test_only_the_socket_beside_the_store_takes_commands(server: Any) -> None:
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(server.socket)), base_url="http://localhost") as public:
         for client in (server.client, public):
             assert client.post("/engine/stop", json={}).status_code == 404
-    assert ask_status(place.socket_of(server.state.settings)) is not None
+    assert ask_status(sockets.socket_of(server.state.settings)) is not None
 
 
 def test_the_summary_says_who_answered(cli: Cli, server: Any) -> None:
@@ -137,7 +137,7 @@ def test_a_search_by_an_engine_over_the_store(cli: Cli, server: Any, monkeypatch
         warm, cold = cli("search", *words), cli("search", *words, "--local")
         assert warm.code == cold.code != 0
         assert warm.err == cold.err
-    monkeypatch.setattr(place, "PROTOCOL", 0)
+    monkeypatch.setattr(sockets, "PROTOCOL", 0)
     monkeypatch.setattr("cacheblend_cli.client.PROTOCOL", 0)
     assert ENGINE not in cli("search", "parrot").err
 
@@ -165,7 +165,7 @@ def test_the_client_imports_nothing_heavy(cli: Cli, server: Any) -> None:
 
 def test_another_model_prompt_or_version_is_another_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(model="handbook", store=str(tmp_path / "store"))
-    ours = place.socket_of(settings)
+    ours = sockets.socket_of(settings)
     other = {
         "model": str(tmp_path),
         "system": "Be kind.",
@@ -182,15 +182,15 @@ def test_another_model_prompt_or_version_is_another_engine(tmp_path: Path, monke
         "seed": 1,
         "store": str(tmp_path / "." / "store"),
     }
-    assert all(place.socket_of(replace(settings, **{name: value})) != ours for name, value in other.items())
-    assert all(place.socket_of(replace(settings, **{name: value})) == ours for name, value in same.items())
+    assert all(sockets.socket_of(replace(settings, **{name: value})) != ours for name, value in other.items())
+    assert all(sockets.socket_of(replace(settings, **{name: value})) == ours for name, value in same.items())
     adapted = replace(settings, lora="adapter")
-    there = place.socket_of(adapted)
+    there = sockets.socket_of(adapted)
     monkeypatch.chdir(tmp_path)
-    assert place.socket_of(adapted) != there  # another directory of that name
-    assert place.socket_of(replace(settings, lora=str(tmp_path / "adapter"))) == place.socket_of(adapted)
-    monkeypatch.setattr(place, "__version__", "99")
-    assert place.socket_of(settings) != ours
+    assert sockets.socket_of(adapted) != there  # another directory of that name
+    assert sockets.socket_of(replace(settings, lora=str(tmp_path / "adapter"))) == sockets.socket_of(adapted)
+    monkeypatch.setattr(sockets, "__version__", "99")
+    assert sockets.socket_of(settings) != ours
 
 
 def test_an_address_is_taken_while_the_model_loads(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_what_is_not_answered_when_a_server_ends_is_told_so(
 ) -> None:
     server = start(grace_s=0)
     body = {"messages": [{"role": "user", "content": "who?"}], "max_tokens": 900, "ignore_eos": True}
-    resolved, connection = resolve({"max_tokens": 900}), Connection.to(place.socket_of(server.state.settings))
+    resolved, connection = resolve({"max_tokens": 900}), Connection.to(sockets.socket_of(server.state.settings))
     assert connection is not None
     with ThreadPoolExecutor(2) as pool, connection:
         whole = pool.submit(server.client.post, "/v1/chat/completions", json=body)
@@ -240,7 +240,7 @@ def test_what_is_not_answered_when_a_server_ends_is_told_so(
 
 def test_a_server_that_ends_takes_no_more_questions_of_commands(cli: Cli, server: Any) -> None:
     """Also while another client's answer is finished."""
-    path = place.socket_of(server.state.settings)
+    path = sockets.socket_of(server.state.settings)
     body = {"messages": [{"role": "user", "content": "who?"}], "max_tokens": 800, "stream": True, "ignore_eos": True}
     with server.client.stream("POST", "/v1/chat/completions", json=body) as reply:
         lines = reply.iter_lines()
@@ -257,16 +257,16 @@ def test_a_long_path_has_its_socket_elsewhere(tmp_path: Path, monkeypatch: pytes
     settings = Settings(model="handbook", store=str(tmp_path / ("deep" * 30) / "store"))
     for base in ("/run/user/7", str(tmp_path / ("deep" * 30))):
         monkeypatch.setenv("XDG_RUNTIME_DIR", base)
-        path = place.socket_of(settings)
+        path = sockets.socket_of(settings)
         assert len(os.fsencode(path)) < 107
         assert path.parent not in (settings.store_path, Path(base))
-    place.make_folder(tmp_path / "own" / "folder")
+    sockets.make_folder(tmp_path / "own" / "folder")
     assert stat.S_IMODE((tmp_path / "own" / "folder").stat().st_mode) == 0o700
 
 
 def test_a_client_that_leaves_ends_its_answer(cli: Cli, server: Any) -> None:
     resolved = resolve({"max_tokens": 800, "temperature": 3.0, "seed": 1})
-    connection = Connection.to(place.socket_of(server.state.settings))
+    connection = Connection.to(sockets.socket_of(server.state.settings))
     assert connection is not None
     with connection:
         next(connection.request("ask", AskRequest.of(resolved, "who?").wire))
@@ -277,7 +277,7 @@ def test_a_client_that_leaves_ends_its_answer(cli: Cli, server: Any) -> None:
 
 def test_an_engine_ends_when_nobody_asks(start: Any, cli: Cli) -> None:
     server = start(idle_exit_s=0.4)
-    path = place.socket_of(server.state.settings)
+    path = sockets.socket_of(server.state.settings)
     while path.exists():
         pass
     assert server.state.draining
@@ -290,12 +290,12 @@ def test_a_socket_folder_that_others_may_write_to_is_refused(tmp_path: Path, mod
     own.mkdir()
     own.chmod(mode)
     with pytest.raises(UsageError):
-        place.make_folder(own / "folder")
+        sockets.make_folder(own / "folder")
     own.chmod(0o700)
-    place.make_folder(own / "folder")
+    sockets.make_folder(own / "folder")
     (own / "link").symlink_to(tmp_path)
     with pytest.raises(UsageError):
-        place.make_folder(own / "link")
+        sockets.make_folder(own / "link")
 
 
 def test_what_cannot_be_served_is_told(cli: Cli) -> None:
@@ -314,7 +314,7 @@ def test_what_cannot_be_served_is_told(cli: Cli) -> None:
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_an_engine_that_is_killed_in_mid_answer(cli: Cli, model: Path, said: str, flags: list[str]) -> None:
     """Where nothing was printed yet the question is answered here, else the command fails."""
-    path = place.socket_of(resolve({}).settings)
+    path = sockets.socket_of(resolve({}).settings)
 
     def serve(bound: socket.socket) -> None:
         bound.accept()[0].close()  # of one that looks whether anybody listens
@@ -324,7 +324,7 @@ def test_an_engine_that_is_killed_in_mid_answer(cli: Cli, model: Path, said: str
             request.read(length)
             connection.sendall(("HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + said).encode())
 
-    place.make_folder(path.parent)
+    sockets.make_folder(path.parent)
     with bind_unix(path) as bound, ThreadPoolExecutor(1) as pool:
         served = pool.submit(serve, bound)
         asked = cli(*ASK, *flags)
