@@ -81,6 +81,12 @@ def precompute(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Compute everything again.")] = False,
+    verify_files: Annotated[
+        bool,
+        typer.Option(
+            "--verify-files", help="Read every file, also those whose size, times and inode are as in the last run."
+        ),
+    ] = False,
     ray: Annotated[
         str | None,
         typer.Option(
@@ -126,7 +132,16 @@ def precompute(
     }
     day = None if date is None else parse_day(date)
     quota = parse_size(settings.max_size, "--max-size") if settings.max_size else None
-    wanted = PrecomputeOptions(**given, force=force, dry_run=dry_run, salt=settings.salt, max_bytes=quota, day=day)
+    wanted = PrecomputeOptions(
+        **given,
+        force=force,
+        verify_files=verify_files,
+        list_unchanged=json or quiet,
+        dry_run=dry_run,
+        salt=settings.salt,
+        max_bytes=quota,
+        day=day,
+    )
     if has_paths:
         chosen = _paths(paths, files_from, select, settings.collection)
     else:
@@ -297,6 +312,8 @@ class _View:
             self.output.warn(event.message)
         elif event.kind == "removed":
             self.output.note(event.message)
+        elif event.kind == "settled":
+            self.done += event.done
         elif event.chunk is not None:
             self.done += event.chunk.tokens
             self.computed += event.chunk.tokens * (event.chunk.status != "unchanged" and event.chunk.bytes > 0)

@@ -112,7 +112,7 @@ def _updater(
     def update() -> PrecomputeReport:
         with open_store(settings, write=True) as store:
             share(store, settings, output)
-            return engine.precompute(store, kept, PrecomputeOptions(salt=settings.salt), on_event)
+            return engine.precompute(store, kept, PrecomputeOptions(salt=settings.salt, list_unchanged=False), on_event)
 
     return update
 

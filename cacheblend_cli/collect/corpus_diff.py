@@ -18,6 +18,7 @@ from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.source_settings import DocumentRoot, SourceSettings
 from cacheblend_cli.corpus.conversions import Conversions
 from cacheblend_cli.corpus.documents import Document, DocumentFile, Skipped, read_documents
+from cacheblend_cli.corpus.file_state import FileState
 from cacheblend_cli.corpus.places import is_within, linked_from, place_of
 from cacheblend_cli.corpus.selection import Selection
 from cacheblend_cli.prompt.collection import Collection
@@ -146,15 +147,17 @@ def diff_corpus(
     on_skipped: Callable[[Skipped], None],
     records: Mapping[bytes, StoredDocument],
 ) -> CorpusDiff:
-    """Read the documents at and below the paths and compare them with the store. on_skipped: called for files that are not
-    documents. records: all documents of the store."""
+    """Read the documents at and below the paths, unless they did not change since they were read, and compare them with the store.
+    on_skipped: called for files that are not documents. records: all documents of the store."""
     names = {place_of(path): linked_from(path) for path in paths.all}
     source_settings = SourceSettings(collection, store)
     selections = {name: replace(source_settings.selection_of(name), **paths.select) for name in names}
     documents, digests, no_documents = list[DocumentFile](), dict[str, str](), set[str]()
-    for found in read_documents(paths.named, paths.listed, lambda path: selections[place_of(path)], paths.conversions):
-        if isinstance(found, Document):
-            file = DocumentFile.of(found)
+    for found in read_documents(
+        paths.named, paths.listed, lambda path: selections[place_of(path)], paths.conversions, _known_files(records)
+    ):
+        if not isinstance(found, Skipped):
+            file = DocumentFile.of(found) if isinstance(found, Document) else found
             documents.append(file)
             digests[file.source] = file.digest
         else:
@@ -210,3 +213,13 @@ def _unrecorded(
             chunk = reader.undamaged(key)
             if chunk is not None and (chunk.model, chunk.tokenizer) == (own.model, own.tokenizer):
                 yield name, chunk.codec
+
+
+def _known_files(records: Mapping[bytes, StoredDocument]) -> dict[str, tuple[FileState, str]]:
+    """Return the latest known state of each document's file and its digest then, by the document's name."""
+    found: dict[str, tuple[FileState, str]] = {}
+    for record in records.values():
+        known = found.get(record.source)
+        if record.file is not None and (known is None or known[0].read_ns < record.file.read_ns):
+            found[record.source] = record.file, record.content_digest
+    return found

@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from cacheblend_store import Amount, ChunkStore
 from cacheblend_store.format.blobs import FINER
 
 from cacheblend_cli.collect.corpus_diff import CorpusDiff
 from cacheblend_cli.collect.document_records import StoredDocument, is_current, record_settings
 from cacheblend_cli.collect.key_set import KeySet
-from cacheblend_cli.collect.plan import ChunkSize, Part, PlannedDocument
+from cacheblend_cli.collect.plan import Part, PlannedDocument
 from cacheblend_cli.collect.room import Room
+from cacheblend_cli.collect.sizes import ChunkSize
 from cacheblend_cli.prompt.collection import Collection
 
 
@@ -65,6 +67,13 @@ def compare(
 ) -> Difference:
     """Return what storing the plan changes. room: the chunks that are to have KV. force: compute all of these."""
     found, planned = Difference(), KeySet()
+    for part in plan:
+        for keys, tokens in part.settled.blocks():
+            numbers, counts = np.unique(tokens[planned.add_all(keys)], return_counts=True)
+            for num_tokens, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+                found.unchanged.chunks += count
+                found.unchanged.tokens += count * num_tokens
+                found.unchanged.bytes += count * part.collection.stored_bytes(num_tokens)
     for part in plan:
         missing = Missing(part.collection)
         for document in part.documents:

@@ -9,12 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_store import ChunkStore, DocumentChunk, DocumentRecord
-from cacheblend_store.format.keys import KEY_BYTES
+from cacheblend_store import ChunkStore, DocumentChunk, DocumentRecord, DocumentSummary
+from cacheblend_store.format.keys import pack_ids
 from cacheblend_store.format.records import document_key
 
+from cacheblend_cli.collect.summaries import sound_summaries, split_keys
 from cacheblend_cli.corpus.cutting import CUT_VERSION
-from cacheblend_cli.corpus.places import is_below, is_file, is_on_disk, is_stdin, place_of
+from cacheblend_cli.corpus.file_state import FileState
+from cacheblend_cli.corpus.places import is_below, is_file, is_on_disk, is_stdin, place_of, place_within
 
 if TYPE_CHECKING:
     from cacheblend_cli.collect.collector import PlannedChunk
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class StoredDocument:
     """A document record without its chunks' places. key: its key in the store. keys: its chunks' keys, joined. settings: shared by
-    documents that have the same."""
+    documents that have the same. tokens: of a document with a summary, its chunks' numbers of tokens (uint32), joined; else None,
+    and chunks may be missing or lack KV. file: state of the file when it was read."""
 
     key: bytes
     source: str
@@ -36,6 +39,8 @@ class StoredDocument:
     updated: float
     settings: Mapping[str, Any]
     keys: bytes
+    tokens: bytes | None = None
+    file: FileState | None = None
 
     @property
     def place(self) -> tuple[str, str, str]:
@@ -43,7 +48,7 @@ class StoredDocument:
 
     @property
     def chunk_keys(self) -> list[bytes]:
-        return [self.keys[at : at + KEY_BYTES] for at in range(0, len(self.keys), KEY_BYTES)]
+        return split_keys(self.keys)
 
 
 def document_record(
@@ -71,22 +76,50 @@ def is_news(record: DocumentRecord, old: DocumentRecord | None) -> bool:
     return old is None or replace(old, updated=record.updated) != record
 
 
-def stored_documents(store: ChunkStore) -> dict[bytes, StoredDocument]:
+def document_summary(
+    collection: Collection, file: DocumentFile, settings: CollectSettings, sizes: Iterable[tuple[bytes, int]]
+) -> DocumentSummary:
+    """Return the summary of a document that is stored as the file is now. sizes: keys and numbers of tokens of its chunks."""
+    keys, tokens = zip(*sizes, strict=True)
+    kept, state = record_settings(collection, settings), {} if file.state is None else file.state.record()
+    return DocumentSummary(
+        file.source, collection.id, settings.context, file.digest, kept, b"".join(keys), pack_ids(tokens), 0.0, state
+    )
+
+
+def stored_documents(store: ChunkStore, *, trust: bool = True) -> dict[bytes, StoredDocument]:
     """Return all documents by their records' keys in the store, under the documents' current names, sorted by place.
 
-    A name changes when a link takes the place of a folder on its path.
+    A name changes when a link takes the place of a folder on its path. trust: take summaries for what they say; else records are
+    read, and what is damaged in the store shows.
     """
     folders: dict[str, str] = {}
-    same: dict[tuple[str, str, str], tuple[str, str, Mapping[str, Any]]] = {}
+    shared: dict[object, Any] = {}
     found = list[StoredDocument]()
+
+    def share(value: Any, key: object = None) -> Any:
+        return shared.setdefault(value if key is None else key, value)
+
     with store.read() as reader:
-        for r in reader.documents():
-            collection, context, settings = same.setdefault(
-                (r.collection, r.context, repr(r.settings)), (r.collection, r.context, r.settings)
+        summaries = sound_summaries(reader) if trust else {}
+        for key in reader.keys_from(b"", "documents"):
+            r: DocumentRecord | DocumentSummary | None = summaries.pop(key, None) or reader.document(key)
+            if r is None:
+                continue
+            about = (
+                share(r.collection),
+                share(r.context),
+                r.content_digest,
+                r.updated,
+                share(r.settings, repr(r.settings)),
             )
-            keys = b"".join(c.key for c in r.chunks)
-            name = _name_now(r, folders)
-            found.append(StoredDocument(r.key, name, collection, context, r.content_digest, r.updated, settings, keys))
+            if isinstance(r, DocumentSummary):
+                file = FileState.of_summary(r.file)
+                file = None if file is None else replace(file, reader=share(file.reader))
+                one = StoredDocument(key, _name_now(r.source, folders), *about, r.keys, r.tokens, file)
+            else:
+                one = StoredDocument(key, _name_now(r.source, folders), *about, b"".join(c.key for c in r.chunks))
+            found.append(one)
     return {d.key: d for d in sorted(found, key=lambda d: (d.source, d.collection, d.context))}
 
 
@@ -108,17 +141,14 @@ def _under_names(store: ChunkStore, documents: Iterable[StoredDocument]) -> Iter
             yield replace(record, source=document.source)
 
 
-def _name_now(record: DocumentRecord, folders: dict[str, str]) -> str:
-    """Return a document's current name. folders: cache of the real paths of folders."""
-    name = record.source
+def _name_now(name: str, folders: dict[str, str]) -> str:
+    """Return a document's current name. folders: cache of the names of folders."""
     if not is_file(name) or is_stdin(name):
         return name
     folder, _, file = name.rpartition("/")
     if os.path.islink(name) or file in ("", ".", ".."):
         return place_of(name)
-    if folder not in folders:
-        folders[folder] = place_of(folder or "/")
-    return f"{folders[folder].rstrip('/')}/{file}"
+    return place_within(folder or "/", file, folders)
 
 
 def gone_documents(

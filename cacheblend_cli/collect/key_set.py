@@ -6,8 +6,11 @@ from bisect import bisect_left
 from collections.abc import Iterable
 
 import numpy as np
+from cacheblend_store.format.keys import KEY_BYTES
+from numpy.typing import NDArray
 
 _RECENT = 1 << 16
+_KEY = np.dtype([("number", "<u8"), ("rest", f"V{KEY_BYTES - 8}")])
 
 
 class KeySet:
@@ -33,6 +36,25 @@ class KeySet:
             merged.sort(kind="stable")
             self._sorted, self._recent = merged.data, set()
         return True
+
+    def add_all(self, keys: bytes) -> NDArray[np.bool_]:
+        """Add joined keys. Returns which of them are new, each once."""
+        numbers = np.frombuffer(keys, _KEY)["number"]
+        new = np.zeros(len(numbers), np.bool_)
+        new[np.unique(numbers, return_index=True)[1]] = True
+        recent = np.fromiter(self._recent, np.uint64, len(self._recent))
+        new &= ~np.isin(numbers, recent) & ~self._are_sorted(numbers)
+        merged = np.concatenate((np.asarray(self._sorted), recent, numbers[new]))
+        merged.sort(kind="stable")
+        self._sorted, self._recent = merged.data, set()
+        return new
+
+    def _are_sorted(self, numbers: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        known = np.asarray(self._sorted)
+        if not len(known):
+            return np.zeros(len(numbers), np.bool_)
+        at = known.searchsorted(numbers)
+        return known[np.minimum(at, len(known) - 1)] == numbers
 
     def __contains__(self, key: object) -> bool:
         assert isinstance(key, bytes)

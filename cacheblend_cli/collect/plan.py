@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from struct import Struct
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, TypeVar
 
 from cacheblend_store import ChunkStore, DocumentRecord, StoreError
-from cacheblend_store.format.keys import KEY_BYTES
+from cacheblend_store.format.keys import unpack_ids
 from cacheblend_store.format.records import decode_manifest, document_key
 
 from cacheblend_cli.collect.collector import PlannedChunk, record_bytes, record_bytes_with_kv
 from cacheblend_cli.collect.corpus_diff import CorpusDiff
 from cacheblend_cli.collect.document_records import is_current, record_settings
 from cacheblend_cli.collect.settings import CollectSettings
+from cacheblend_cli.collect.sizes import ChunkSize, ChunkSizes, Settled
 from cacheblend_cli.collect.spool import Place, Spool
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.corpus.contexts import CONTEXTS, Ids, Neighbours, Passage, document_contexts
@@ -30,36 +31,6 @@ D = TypeVar("D", bound=Document | DocumentFile)
 OnCut = Callable[[Document, int], None]
 """Called while a document is cut: the document, and the number of characters cut so far."""
 _READ_CHUNKS = 1 << 14  # whose records are read together, in key order
-_FEW_BYTES = 256  # a place in the spool takes no less
-_SIZE = Struct(f"<{KEY_BYTES}sIIIb")
-_HAS_KV = {None: -1, False: 0, True: 1}
-
-
-class ChunkSize(NamedTuple):
-    """A planned chunk without its text. left_len: tokens of its left context. record_bytes: size of its record with KV. has_kv: of
-    the stored chunk, None if it is not stored or its record is damaged."""
-
-    key: bytes
-    num_tokens: int
-    left_len: int
-    record_bytes: int
-    has_kv: bool | None = None
-
-
-class ChunkSizes:
-    """Sizes of a document's chunks, in order, in a spool or, where they are few or the disk is full, in memory."""
-
-    __slots__ = ("_data", "_spool")
-
-    def __init__(self, sizes: Iterable[ChunkSize], spool: Spool) -> None:
-        data, self._spool = b"".join(_SIZE.pack(*size[:4], _HAS_KV[size.has_kv]) for size in sizes), spool
-        place = spool.append_bytes(data) if len(data) > _FEW_BYTES else None
-        self._data: bytes | Place = data if place is None else place
-
-    def __iter__(self) -> Iterator[ChunkSize]:
-        data = self._spool.read_bytes(self._data) if isinstance(self._data, Place) else self._data
-        for key, num_tokens, left_len, num_bytes, has_kv in _SIZE.iter_unpack(data):
-            yield ChunkSize(key, num_tokens, left_len, num_bytes, None if has_kv < 0 else has_kv > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +50,12 @@ class PlannedDocument:
 
 @dataclass(frozen=True)
 class Part:
-    """Documents of a run that are cut and collected with the same settings."""
+    """Documents of a run that are cut and collected with the same settings. settled: the others with these settings."""
 
     collection: Collection
     settings: CollectSettings
     documents: list[PlannedDocument]
+    settled: Settled = field(default_factory=Settled)
 
     @property
     def sizes(self) -> Iterator[ChunkSize]:
@@ -106,11 +78,13 @@ class Planner:
         on_left_out: Callable[[DocumentFile, NoDocument], None],
         *,
         with_records: bool,
+        settle: bool = False,
     ) -> None:
         """on_left_out: called for a document that changed since it was found, or that this model cannot store. with_records:
-        compute the sizes of records, which count in a quota; else they are 0."""
+        compute the sizes of records, which count in a quota; else they are 0. settle: plan nothing for documents that need nothing,
+        only count them; not with records."""
         self.diff, self._store, self._on_cut, self._on_left_out = diff, store, on_cut, on_left_out
-        self._with_records, self._spool = with_records, Spool()
+        self._with_records, self._settle, self._spool = with_records, settle, Spool()
 
     def plan(self, given: Mapping[str, Any]) -> list[Part]:
         """Plan all documents. Returns the parts of the run, in order.
@@ -118,9 +92,11 @@ class Planner:
         given: settings that were asked for; others are as the store remembers them.
         """
         groups: dict[CollectSettings, list[DocumentFile]] = {}
+        settings_of = lru_cache(
+            lambda remembered: replace(remembered, **given)
+        )  # of thousands of documents, few differ
         for file in self.diff.documents:
-            settings = replace(self.diff.settings_of(file.source, file.root), **given)
-            groups.setdefault(settings, []).append(file)
+            groups.setdefault(settings_of(self.diff.settings_of(file.source, file.root)), []).append(file)
         parts = [Part(self.diff.collection.in_codec(settings.kv_dtype), settings, []) for settings in groups]
         for part in parts:
             part.collection.check_chunk_tokens(part.settings.chunk_tokens)
@@ -147,27 +123,44 @@ class Planner:
 
     def _plan_each(self, part: Part, files: Sequence[DocumentFile]) -> Iterator[PlannedDocument]:
         """Plan documents whose chunks do not depend on other documents, some at a time."""
-        collection, settings = part.collection, part.settings
-        now, context, id = record_settings(collection, settings), settings.context, collection.id
+        now, context = record_settings(part.collection, part.settings), part.settings.context
+        id = part.collection.id
         current = dict[str, list[bytes]]()
         waiting, count = list[DocumentFile](), 0
         for file in files:
             record = self.diff.stored.get(document_key(id, file.source, context))
-            if record is not None and is_current(record, file.digest, now):
+            is_stored = record is not None and is_current(record, file.digest, now)
+            if record is not None and is_stored and record.tokens is not None and not self._with_records:
+                if self._settle and record.file == file.state:
+                    part.settled.add(record.keys, record.tokens)
+                else:
+                    pairs = zip(record.chunk_keys, unpack_ids(record.tokens), strict=True)
+                    sizes = ChunkSizes((ChunkSize(key, count, 0, 0, has_kv=True) for key, count in pairs), self._spool)
+                    yield PlannedDocument(file, sizes, is_current=True)
+                continue
+            if record is not None and is_stored:
                 current[file.source] = record.chunk_keys
                 count += len(current[file.source])
             waiting.append(file)
-            if count >= _READ_CHUNKS or file is files[-1]:
-                stored = stored_sizes(self._store, collection, (key for keys in current.values() for key in keys))
-                for one in waiting:
-                    known = [stored.get(key) for key in current.get(one.source, ())]
-                    whole = [size for size in known if size is not None]
-                    if one.source in current and len(whole) == len(known):
-                        yield PlannedDocument(one, ChunkSizes(whole, self._spool), is_current=True)
-                    elif (found := self._cut(one, part, self._on_cut)) is not None:
-                        [(_, chunks)] = plan_documents(collection, [found], settings)
-                        yield PlannedDocument(one, self._sizes(part, chunks), place=self._spool.append(found[1]))
+            if count >= _READ_CHUNKS:
+                yield from self._plan_read(part, waiting, current)
                 current, waiting, count = {}, [], 0
+        yield from self._plan_read(part, waiting, current)
+
+    def _plan_read(
+        self, part: Part, files: Sequence[DocumentFile], current: Mapping[str, Sequence[bytes]]
+    ) -> Iterator[PlannedDocument]:
+        """Plan documents by what the store has of their chunks. current: chunk keys of those that are stored as they are now."""
+        collection = part.collection
+        stored = stored_sizes(self._store, collection, (key for keys in current.values() for key in keys))
+        for file in files:
+            known = [stored.get(key) for key in current.get(file.source, ())]
+            whole = [size for size in known if size is not None]
+            if file.source in current and len(whole) == len(known):
+                yield PlannedDocument(file, ChunkSizes(whole, self._spool), is_current=True)
+            elif (found := self._cut(file, part, self._on_cut)) is not None:
+                [(_, chunks)] = plan_documents(collection, [found], part.settings)
+                yield PlannedDocument(file, self._sizes(part, chunks), place=self._spool.append(found[1]))
 
     def _plan_together(self, parts: Sequence[tuple[Part, Sequence[DocumentFile]]]) -> None:
         """Plan documents of which some have `neighbours` among all of them: every one is cut and held in memory."""

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from cacheblend_store import Amount, ChunkStore
+from cacheblend_store.format.records import document_key
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk, chunk_manifest
 from cacheblend_cli.collect.corpus_diff import diff_corpus
 from cacheblend_cli.collect.difference import Difference, compare
 from cacheblend_cli.collect.document_records import (
     document_record,
+    document_summary,
     is_news,
     rename_documents,
     renamed,
@@ -27,6 +29,7 @@ from cacheblend_cli.collect.paths import Paths
 from cacheblend_cli.collect.plan import Part, Planner
 from cacheblend_cli.collect.room import Room, room_for
 from cacheblend_cli.collect.settings import CollectSettings
+from cacheblend_cli.collect.summaries import SummaryWriter
 from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.documents import Document, DocumentFile, Skipped
 from cacheblend_cli.corpus.places import shown
@@ -50,7 +53,8 @@ _BATCH_TOKENS = 1 << 18
 class PrecomputeOptions:
     """Options of a run. Those of CollectSettings are None where the store's remembered setting, or else the default, holds.
 
-    force: compute stored chunks again. dry_run: change nothing. salt: keeps a tenant's chunks apart. max_bytes: the store's
+    force: compute stored chunks again. verify_files: read every file and every record, also of documents that seem unchanged.
+    list_unchanged: tell of each unchanged chunk. dry_run: change nothing. salt: keeps a tenant's chunks apart. max_bytes: the store's
     new quota in bytes, None = unchanged. cluster: where KV is computed, None for this process. day: date for a chat template that prints one; None = the date the store keeps, or today.
     """
 
@@ -61,6 +65,8 @@ class PrecomputeOptions:
     kv_dtype: str | None = None
     overlap: int | None = None
     force: bool = False
+    verify_files: bool = False
+    list_unchanged: bool = True
     dry_run: bool = False
     salt: str = ""
     max_bytes: int | None = None
@@ -93,11 +99,11 @@ class PrecomputeEvent:
     """Progress of a run.
 
     kind: "reading" (done of total characters of a document are cut), "room" (the quota is too small for all KV), "plan" (total
-    tokens to process), "chunk" (one is stored), "skipped" (a file that is not a document), "note" (about a document), "removed".
+    tokens to process), "chunk" (one is stored), "settled" (done tokens are stored and are not listed), "skipped" (a file that is not a document), "note" (about a document), "removed".
     message: for people.
     """
 
-    kind: Literal["reading", "room", "plan", "chunk", "skipped", "note", "removed"]
+    kind: Literal["reading", "room", "plan", "chunk", "settled", "skipped", "note", "removed"]
     chunk: ChunkResult | None = None
     message: str = ""
     done: int = 0
@@ -165,9 +171,10 @@ def precompute(
     def reading(document: Document, done: int) -> None:
         on_event(PrecomputeEvent("reading", message=show(document.source), done=done, total=len(document.text)))
 
-    stored = stored_documents(store) if store is not None else {}
+    trust = not (options.force or options.verify_files)
+    stored = stored_documents(store, trust=trust) if store is not None else {}
     if store is not None and not options.dry_run and rename_documents(store, stored):
-        stored = stored_documents(store)
+        stored = stored_documents(store, trust=trust)
     diff = diff_corpus(collection, store, paths, skip, stored)
     for file in diff.documents:
         if file.note:
@@ -176,7 +183,8 @@ def precompute(
     cluster = options.cluster
     if cluster is not None:
         quota = 0  # of this store, which gets texts alone
-    planner = Planner(diff, store, reading, leave_out, with_records=quota > 0)
+    settle = quota <= 0 and not options.list_unchanged
+    planner = Planner(diff, store, reading, leave_out, with_records=quota > 0, settle=settle)
     plan = planner.plan(options.given)
     if cluster is not None and any(part.settings.context == "neighbours" for part in plan):
         raise UsageError(
@@ -186,8 +194,8 @@ def precompute(
     room = room_for(plan, store, quota)
     if room.without_kv:
         on_event(PrecomputeEvent("room", room=room))
-    report.documents = sum(len(part.documents) for part in plan)
-    report.tokens = sum(size.num_tokens for part in plan for size in part.sizes)
+    report.documents = sum(len(part.documents) + part.settled.documents for part in plan)
+    report.tokens = sum(part.settled.tokens + sum(size.num_tokens for size in part.sizes) for part in plan)
     report.hidden = sorted(diff.left_behind)
     report.difference = compare(store, diff, plan, room, force=options.force)
     report.bytes = sum(
@@ -236,11 +244,15 @@ class _Run:
         self._keep = room.keep or frozenset()  # what the store is not to evict
         self._on_event, self._report, self._cluster, self._force = on_event, report, options.cluster, options.force
         self._shown = lru_cache(16)(shown)  # called for each chunk
+        self._summaries = SummaryWriter(store)
 
     def store(self, part: Part) -> None:
         """Store the part's documents that changed or lack KV, in batches."""
         keep_record(self._store, part.collection)
         cluster = self._cluster
+        if part.settled.documents:
+            self._report.unchanged += part.settled.chunks
+            self._on_event(PrecomputeEvent("settled", done=part.settled.tokens))
         collector = (
             Collector(part.collection, self._store, self._keep)
             if cluster is None
@@ -255,6 +267,9 @@ class _Run:
             if planned.is_current and complete and not self._force:
                 for index, size in enumerate(planned.sizes):
                     self._tell(part, size.key, planned.file.source, index, size.num_tokens, "unchanged")
+                if not self._is_noted(part, planned.file):
+                    sizes = ((size.key, size.num_tokens) for size in planned.sizes)
+                    self._summaries.add(document_summary(part.collection, planned.file, part.settings, sizes))
             elif (chunks := self._planner.cut_again(part, planned)) is not None:
                 batch.append((planned.file, chunks))
                 tokens += sum(size.num_tokens for size in planned.sizes)
@@ -263,6 +278,12 @@ class _Run:
                 batch, tokens = [], 0
         if batch:
             self._store_batch(part, collector, batch)
+        self._summaries.flush()
+
+    def _is_noted(self, part: Part, file: DocumentFile) -> bool:
+        """Return whether the store has a summary of a document that is stored as it is now, with the state of its file."""
+        record = self._diff.stored.get(document_key(part.collection.id, file.source, part.settings.context))
+        return record is not None and record.tokens is not None and record.file == file.state
 
     def remove_gone(self) -> None:
         """Remove documents that no longer exist, in every context and codec. What moved keeps its records under its new name."""
@@ -333,6 +354,10 @@ class _Run:
         for chunk in places:
             if chunk.key in missing and chunk is not wanted[chunk.key]:  # the same text in a second place
                 tell(chunk, "unchanged")
+        for file, chunks in batch:
+            pairs = ((chunk.key, len(chunk.chunk.token_ids)) for chunk in chunks)
+            self._summaries.add(document_summary(part.collection, file, part.settings, pairs))
+        self._summaries.flush()
 
     def _tell(self, part: Part, key: bytes, source: str, index: int, tokens: int, status: Status) -> None:
         """Count and report a chunk."""

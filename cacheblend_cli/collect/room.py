@@ -10,7 +10,8 @@ from cacheblend_store.format.keys import KEY_BYTES
 
 from cacheblend_cli.collect.collector import prefix_chunk, record_bytes
 from cacheblend_cli.collect.key_set import KeySet
-from cacheblend_cli.collect.plan import ChunkSize, Part
+from cacheblend_cli.collect.plan import Part
+from cacheblend_cli.collect.sizes import ChunkSize
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,20 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from cacheblend_cli.corpus.conversions import Conversions
 from cacheblend_cli.corpus.converters import converter_of
 from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.converters.text import from_markdown, from_plain
+from cacheblend_cli.corpus.file_state import FileState
 from cacheblend_cli.corpus.layout import PLAIN as PLAIN_LAYOUT
 from cacheblend_cli.corpus.layout import Converted, Layout
-from cacheblend_cli.corpus.places import STDIN, place_of, text_of
+from cacheblend_cli.corpus.places import STDIN, place_of, place_within, text_of
 from cacheblend_cli.corpus.selection import ALL, Selection
 from cacheblend_cli.corpus.walk import too_large, unwanted, walk
 from cacheblend_cli.errors import NotFoundError
@@ -29,7 +31,7 @@ _HALF = re.compile("[\ud800-\udfff]")
 @dataclass(frozen=True)
 class Document:
     """source: its name, see corpus/places.py. root: the name of the path that led to it. digest: blake2b-128 of the text,
-    hex. layout: its parts and lines in the file. path: file that it was read from.
+    hex. layout: its parts and lines in the file. path: file that it was read from. state: of that file just before.
 
     Line ends are "\\n", and the text ends with one, so that a chunk never runs into the one after it in a prompt.
     """
@@ -39,6 +41,7 @@ class Document:
     root: str = ""
     layout: Layout = PLAIN_LAYOUT
     path: str = field(default="", compare=False)
+    state: FileState | None = field(default=None, compare=False)
 
     @property
     def digest(self) -> str:
@@ -49,8 +52,8 @@ class Document:
 class DocumentFile:
     """A document that was found, without its text, so that a corpus need not fit in memory.
 
-    source, root, digest: see Document. note: what the conversion left out. path: file to read it from. document: the document
-    itself if it cannot be read again (stdin).
+    source, root, digest, state: see Document. note: what the conversion left out. path: file to read it from. document: the
+    document itself if it cannot be read again (stdin).
     """
 
     source: str
@@ -59,11 +62,13 @@ class DocumentFile:
     note: str = ""
     path: str = ""
     document: Document | None = None
+    state: FileState | None = None
 
     @classmethod
     def of(cls, document: Document) -> DocumentFile:
-        kept = document if document.path in ("", STDIN) else None
-        return cls(document.source, document.root, document.digest, document.layout.note, document.path, kept)
+        kept, note = document if document.path in ("", STDIN) else None, document.layout.note
+        state = None if document.state is None else replace(document.state, note=note)
+        return cls(document.source, document.root, document.digest, note, document.path, kept, state)
 
     def read(self, conversions: Conversions) -> Document:
         """Read the document again. Raises NoDocument if it does not read any more, or has changed since it was found."""
@@ -96,24 +101,29 @@ def read_documents(
     listed: Sequence[str] = (),
     select: Callable[[str], Selection] = lambda path: ALL,
     conversions: Conversions | None = None,
-) -> Iterator[Document | Skipped]:
+    known: Mapping[str, tuple[FileState, str]] = MappingProxyType({}),
+) -> Iterator[Document | DocumentFile | Skipped]:
     """Yield the documents under `paths` in sorted order, then the `listed` files. "-" is stdin. In directories and lists, files
     without a converter, hidden and ignored files and those that select(path) leaves out are skipped; a file in `paths` is
-    always read. conversions: cache of converted files.
+    always read. conversions: cache of converted files. known: source -> state and digest of files that were read before; those
+    that did not change are yielded as a DocumentFile.
 
     A file reached twice is read once. Raises NotFoundError for a missing path, before anything is read, and UsageError for a
     directory that cannot be listed.
     """
     check_paths((*paths, *listed))
     conversions = conversions or Conversions()
-    seen: set[str] = set()
+    seen, folders = set[str](), dict[str, str]()
     for name in (*paths, *listed):
         root, is_listed = place_of(name), name not in paths
         selection = select(name)
         is_folder = name != STDIN and os.path.isdir(name)
         named = not is_folder and not is_listed
         for file, why in walk(Path(name), selection) if is_folder else [(Path(name), None)]:
-            source = root if name == STDIN else place_of(os.path.join(os.curdir, file))
+            if is_folder and not os.path.islink(file):
+                source = place_within(os.path.join(os.curdir, file.parent), text_of(file.name), folders)
+            else:
+                source = root if name == STDIN else place_of(os.path.join(os.curdir, file))
             if source in seen:
                 continue
             seen.add(source)
@@ -122,8 +132,16 @@ def read_documents(
             try:
                 if why is not None:
                     raise why
-                converted = _stdin() if name == STDIN else conversions.of(file, partial(_convert, file))
-                yield Document(source, converted.text, root, converted.layout, STDIN if name == STDIN else str(file))
+                if name == STDIN:
+                    converted = _stdin()
+                    yield Document(source, converted.text, root, converted.layout, STDIN)
+                    continue
+                state, (old, digest) = FileState.of(str(file)), known.get(source, (None, ""))
+                if state is not None and old is not None and old.still_holds(state):
+                    yield DocumentFile(source, root, digest, old.note, str(file), state=old)
+                    continue
+                converted = conversions.of(file, partial(_convert, file))
+                yield Document(source, converted.text, root, converted.layout, str(file), state)
             except NoDocument as no:
                 yield Skipped(source, no.reason, text_of(str(file)), no.unread, no.group, named, no.by_rule)
 

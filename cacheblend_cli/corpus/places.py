@@ -30,6 +30,14 @@ def place_of(path: str) -> str:
         return os.path.normpath(os.path.join(text_of(os.getcwd()), path))
 
 
+def place_within(folder: str, file: str, folders: dict[str, str]) -> str:
+    """Return the name of a file that is not a link. folder: path of the one it is in. file: its last part, as text. folders: cache
+    of the names of folders."""
+    if folder not in folders:
+        folders[folder] = place_of(folder)
+    return f"{folders[folder].rstrip('/')}/{file}"
+
+
 def text_of(path: str) -> str:
     """Return a path as text that can be stored and printed: bytes that are not UTF-8 become \\xNN."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")

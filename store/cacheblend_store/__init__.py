@@ -28,6 +28,7 @@ from cacheblend_store.format.records import (
     Locator,
     Memo,
 )
+from cacheblend_store.format.summaries import DocumentSummary
 from cacheblend_store.store import ChunkStore, StoreReader
 from cacheblend_store.upkeep.prune import PruneReport, prune
 from cacheblend_store.upkeep.rewriting import SalvageReport, compact, salvage
@@ -47,6 +48,7 @@ __all__ = [
     "CodecError",
     "DocumentChunk",
     "DocumentRecord",
+    "DocumentSummary",
     "Finding",
     "KeyParts",
     "Locator",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import takewhile
 
-from cacheblend_store.errors import BadBlob, StoreError
+from cacheblend_store.errors import BadBlob, StoreCorrupt, StoreError
 from cacheblend_store.format.blobs import blob_prefix, blob_size, encode_blob
 from cacheblend_store.format.changes import LOG, Changes, changes_between
 from cacheblend_store.format.keys import KEY_BYTES, blob_key
@@ -20,7 +20,9 @@ from cacheblend_store.format.records import (
     decode_manifest,
     decode_memo,
     layer_spec,
+    unseal,
 )
+from cacheblend_store.format.summaries import SUMMARY_KEYS, DocumentSummary, decode_summary, stamped
 from cacheblend_store.lmdb_file.pages.layout import Node
 from cacheblend_store.lmdb_file.pages.reader import PageReader
 from cacheblend_store.state import State, read_state
@@ -128,6 +130,24 @@ class StoreReader:
         """Yield the keys of the document records that refer to a chunk."""
         for name in self.keys_with(key, "refs"):
             yield name[KEY_BYTES:]
+
+    def summaries(self) -> Iterator[DocumentSummary]:
+        """Yield the summaries of documents that hold (see format/summaries.py), in the order of `documents`. Damaged ones are left out."""
+        if stamped(self.get) != self.pages.meta.txnid:
+            return
+        for node in self.pages.nodes("meta", SUMMARY_KEYS, skip_damaged=True):
+            if not node.key.startswith(SUMMARY_KEYS):
+                return
+            with suppress(BadBlob, StoreCorrupt):
+                self.pages.check_extent(node)
+                yield decode_summary(node.key, self.pages.value(node))
+
+    def is_sound(self, database: str, key: bytes) -> bool:
+        """Return whether a record is there and matches its digest. It is not decoded."""
+        with suppress(StoreError):
+            value = self.get(database, key)
+            return value is not None and bool(unseal(key, value))
+        return False
 
     def memo(self, key: bytes) -> Memo | None:
         """Return a memo, or None if it is missing, damaged or of an unknown version."""

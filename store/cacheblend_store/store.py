@@ -33,6 +33,7 @@ from cacheblend_store.format.records import (
     encode_memo,
     memo_key,
 )
+from cacheblend_store.format.summaries import DocumentSummary
 from cacheblend_store.lmdb_file.directory import check_directory, check_space
 from cacheblend_store.lmdb_file.environment import Environment
 from cacheblend_store.lmdb_file.opened import acquire, release
@@ -314,6 +315,11 @@ class ChunkStore:
             return dropped
 
         return self.transact(put) if records or removed or texts else []
+
+    def put_summaries(self, summaries: Collection[DocumentSummary]) -> int:
+        """Keep summaries of documents in one transaction, except of those that are stored otherwise or lack KV. Returns how many are
+        kept."""
+        return self.transact(lambda writer: sum(map(writer.put_summary, summaries))) if summaries else 0
 
     def evict_chunks(self, keys: Iterable[bytes]) -> int:
         """Remove the KV of chunks and keep their records, in one transaction. Returns how many had KV."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any, Literal
 
 from cacheblend_store.errors import BadBlob, StoreFull
@@ -18,10 +19,12 @@ from cacheblend_store.format.records import (
     decode_manifest,
     encode_document,
     encode_manifest,
+    has_blobs,
     is_text_of,
     use_record,
     used_at,
 )
+from cacheblend_store.format.summaries import STAMP, SUMMARY_KEYS, DocumentSummary, encode_summary, stamp, stamped
 from cacheblend_store.lmdb_file.pages.reader import PageReader
 from cacheblend_store.state import count_bytes, read_state, write_state
 
@@ -43,6 +46,11 @@ class StoreWriter:
         self._num_bytes = {"blobs": self.state.live_bytes, "chunks": text_bytes}
         self._own = set[tuple[str, bytes]]()  # records written in this transaction
         self._changes: Changes | None = Changes(set(), set())  # None: not all of them are known
+        self._wrote = False
+        self._has_summaries = any(self._summary_keys())
+        if self._has_summaries and stamped(self.get) != pages.meta.txnid:  # written by a version that drops none
+            for name in list(self._summary_keys()):
+                self.delete("meta", name)
 
     def finish(self) -> None:
         """Write the counters and the change log if they changed."""
@@ -54,6 +62,9 @@ class StoreWriter:
         if self.state != self._before:
             self._check("meta", b"state")
             write_state(self._txn, self._dbs, self.state)
+            self._wrote = True
+        if self._wrote and self._has_summaries:
+            self.put("meta", STAMP, stamp(self._txn.id()))
 
     @property
     def used_bytes(self) -> int:
@@ -81,7 +92,9 @@ class StoreWriter:
 
     def put(self, database: str, key: bytes, value: Blob) -> None:
         self._check(database, key)
-        own = database, key
+        own, self._wrote = (database, key), True
+        if database == "documents":
+            self._drop_summary(key)
         if own in self._own:  # LMDB would keep all of the old value's pages, even if the new one needs fewer
             self.delete(database, key)
         elif database in self._num_bytes:
@@ -99,6 +112,9 @@ class StoreWriter:
             return False
         if database in self._num_bytes:
             self._num_bytes[database] -= len(old)
+        if database == "documents":
+            self._drop_summary(key)
+        self._wrote = True
         self._pages.check_beside(database, key)
         return bool(self._txn.delete(key, db=self._dbs[database]))
 
@@ -148,6 +164,7 @@ class StoreWriter:
             return False
         if self.get("chunks", manifest.key) is not None:  # damaged
             self._delete_blobs(manifest.key)
+            self._drop_summaries_with(manifest.key)
         self.put("chunks", manifest.key, encode_manifest(manifest.without_kv()))
         if not owned:
             self.put("lru", manifest.key, use_record(manifest.key, time.time()))
@@ -160,6 +177,7 @@ class StoreWriter:
         existed = self.delete("chunks", key) or existed
         self.delete("lru", key)
         if existed:
+            self._drop_summaries_with(key)
             self.changed(chunk=key)
         return existed
 
@@ -172,6 +190,7 @@ class StoreWriter:
         if manifest.has_kv:
             self.put("chunks", key, encode_manifest(manifest.without_kv()))
         self.delete("lru", key)
+        self._drop_summaries_with(key)
         return existed or manifest.has_kv
 
     def _delete_blobs(self, key: bytes) -> bool:
@@ -289,6 +308,53 @@ class StoreWriter:
         self._pages.check_beside("refs", key + b"\xff" * 16)
         cursor = self._txn.cursor(db=self._dbs["refs"])
         return bool(cursor.set_range(key)) and bytes(cursor.key()[:KEY_BYTES]) == key
+
+    def put_summary(self, summary: DocumentSummary) -> bool:
+        """Keep a summary if its document is stored as it says and all its chunks have KV. Returns whether that is so."""
+        value = self.get("documents", summary.document)
+        try:
+            record = None if value is None else decode_document(summary.document, value)
+        except BadBlob:
+            return False
+        if record is None or (record.content_digest, record.settings) != (summary.content_digest, summary.settings):
+            return False
+        if summary.keys != b"".join(chunk.key for chunk in record.chunks):
+            return False
+        for key in sorted({chunk.key for chunk in record.chunks}):  # in the order in which they are stored
+            found = self.get("chunks", key)
+            if found is None or not has_blobs(key, found):
+                return False
+        self._has_summaries = True
+        self.put("meta", SUMMARY_KEYS + summary.document, encode_summary(replace(summary, updated=record.updated)))
+        return True
+
+    def _summary_keys(self) -> Iterator[bytes]:
+        """Keys of the summaries in the commit that the transaction started from."""
+        names = (node.key for node in self._pages.nodes("meta", SUMMARY_KEYS))
+        return takewhile(lambda name: name.startswith(SUMMARY_KEYS), names)
+
+    def _drop_summary(self, document: bytes) -> None:
+        if self._has_summaries:
+            self.delete("meta", SUMMARY_KEYS + document)
+
+    def _drop_summaries_with(self, key: bytes) -> None:
+        """Drop the summaries of the documents that refer to a chunk."""
+        if self._has_summaries:
+            for document in self._documents_of(key):
+                self._drop_summary(document)
+
+    def _documents_of(self, key: bytes) -> list[bytes]:
+        """Return the keys of the documents that refer to a chunk."""
+        for node in self._pages.nodes("refs", key):  # check the pages that the cursor walks
+            if not node.key.startswith(key):
+                break
+        self._pages.check_beside("refs", key)
+        cursor, found = self._txn.cursor(db=self._dbs["refs"]), list[bytes]()
+        more = cursor.set_range(key)
+        while more and (name := bytes(cursor.key())).startswith(key):
+            found.append(name[KEY_BYTES:])
+            more = cursor.next()
+        return found
 
     def rebuild_references(self) -> None:
         """Rebuild the references from the document records of this transaction. Damaged records give none."""

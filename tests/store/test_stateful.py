@@ -24,7 +24,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from small_chunks import LAYERS, Contents, Operation, key_of, make_chunk, read_chunk, read_contents
+from small_chunks import LAYERS, Contents, Operation, key_of, make_chunk, read_chunk, read_contents, summary_of
 from torture import Ledger
 
 SEEDS = st.integers(0, 11)
@@ -122,6 +122,12 @@ class StoreMachine(RuleBasedStateMachine):
         step = Operation("forget", source=source)
         step.perform(self.store)
         self._expect(step)
+
+    @rule(source=SOURCES)
+    def summarise(self, source: str) -> None:
+        seeds = self.expected.documents.get(source)
+        kept = self.store.put_summaries([summary_of(source, seeds or ())])
+        assert kept == (seeds is not None and set(seeds) <= self._with_kv())
 
     # last uses and the quota
 
@@ -224,6 +230,16 @@ class StoreMachine(RuleBasedStateMachine):
         assert {m.key for m in self.store.chunks()} == {key_of(s) for s in self.expected.chunks}
         assert self._with_kv() <= set(self.uses) <= set(self.expected.chunks)
         assert self.store.identity == self.identity
+
+    @invariant()
+    def a_summary_is_of_a_document_with_all_its_kv(self) -> None:
+        if hasattr(self, "store"):
+            with self.store.read() as reader:
+                found = {summary.source: summary for summary in reader.summaries()}
+            for source, summary in found.items():
+                seeds = self.expected.documents[source]
+                assert (summary.keys, summary.updated) == (summary_of(source, seeds).keys, 1.0)
+                assert set(seeds) <= self._with_kv()
 
     @invariant()
     def counts_and_audit_agree(self) -> None:

@@ -16,12 +16,14 @@ from cacheblend_store import (
     ChunkStore,
     DocumentChunk,
     DocumentRecord,
+    DocumentSummary,
     KeyParts,
     StoreReader,
     chunk_key,
     collection_id,
 )
 from cacheblend_store.format.blobs import blob_spec, encode_blob
+from cacheblend_store.format.keys import pack_ids
 from stored_texts import forget
 
 PARTS = KeyParts("model", "tokenizer", (1, 2), (), "float32")
@@ -56,6 +58,12 @@ def make_chunk(seed: int, version: int = 0) -> tuple[ChunkManifest, tuple[bytes,
         num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, source=f"{seed}.md", index=0, span=(0, 4), created=1.0,
     )  # fmt: skip
     return manifest, blobs
+
+
+def summary_of(source: str, seeds: tuple[int, ...]) -> DocumentSummary:
+    """The summary of a document of these chunks."""
+    keys, tokens = b"".join(map(key_of, seeds)), pack_ids([len(token_ids(seed)) for seed in seeds])
+    return DocumentSummary(source, COLLECTION, "sink", "digest", {}, keys, tokens, file={"inode": 1})
 
 
 class WrongData(AssertionError):
@@ -102,7 +110,7 @@ class Contents:
 @dataclass(frozen=True)
 class Operation:
     """kind: put (chunks in one transaction), records (of chunks, without KV), evict, remove, document (replace its record),
-    forget (a document)."""
+    forget (a document), summary (of a document, kept where all its chunks have KV)."""
 
     kind: str
     seeds: tuple[int, ...] = ()
@@ -123,7 +131,7 @@ class Operation:
         elif self.kind == "remove":
             for seed in self.seeds:
                 after.remove(seed)
-        else:
+        elif self.kind != "summary":
             old = after.documents.pop(self.source, ())
             if self.kind == "document":
                 after.documents[self.source] = self.seeds
@@ -142,6 +150,9 @@ class Operation:
         elif self.kind == "document":
             chunks = tuple(DocumentChunk(key_of(seed), i, i, i + 1) for i, seed in enumerate(self.seeds))
             store.put_documents([DocumentRecord(self.source, COLLECTION, "digest", chunks, 1.0)])
+        elif self.kind == "summary":
+            seeds = read_contents(store).documents.get(self.source, ())
+            store.put_summaries([summary_of(self.source, seeds)])
         elif self.kind == "forget":
             forget(store, COLLECTION, self.source)
         else:
@@ -152,7 +163,8 @@ def operation(writer: int, number: int, num_seeds: int = 10) -> Operation:
     """The number-th operation of a writer, on seeds and sources of its own; mostly puts of KV."""
     rng = random.Random(f"{writer} {number}")
     seeds = tuple(writer * 1000 + s for s in rng.sample(range(num_seeds), rng.choice((1, 1, 2, 4))))
-    kind = rng.choices(("put", "records", "evict", "remove", "document", "forget"), (6, 1, 2, 2, 2, 1))[0]
+    kinds = {"put": 6, "records": 1, "evict": 2, "remove": 2, "document": 2, "forget": 1, "summary": 2}
+    kind = rng.choices(tuple(kinds), tuple(kinds.values()))[0]
     return Operation(kind, seeds, number, f"{writer}/{rng.randrange(2)}.md")
 
 

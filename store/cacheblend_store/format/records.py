@@ -227,6 +227,14 @@ def is_text_of(manifest: ChunkManifest, value: bytes) -> bool:
     return not any(found.blob_sizes) and found.token_ids == pack_ids(manifest.token_ids)
 
 
+def has_blobs(key: bytes, value: bytes) -> bool:
+    """Return whether an encoded manifest says that the chunk has KV. False if the record is damaged."""
+    try:
+        return any(_outline.decode(unseal(key, value)).blob_sizes)
+    except (BadBlob, DecodeError, ValueError):
+        return False
+
+
 def encode_document(record: DocumentRecord) -> bytes:
     return seal_json(record.key, vars(record))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ import lmdb.verify
 from cacheblend_store.errors import BadBlob, StoreCorrupt, StoreError
 from cacheblend_store.format.keys import KEY_BYTES, blob_key
 from cacheblend_store.format.records import MEMO_KEYS, decode_document, decode_memo
+from cacheblend_store.format.summaries import SUMMARY_KEYS, decode_summary, stamped
 from cacheblend_store.lmdb_file import locks
 from cacheblend_store.lmdb_file.directory import DATA
 from cacheblend_store.progress import Progress
@@ -19,13 +21,13 @@ from cacheblend_store.store import ChunkStore
 from cacheblend_store.upkeep.rewriting import salvage
 from cacheblend_store.writer import StoreWriter
 
-_DATABASE = {"document": "documents", "memo": "meta", "use": "lru"}
+_DATABASE = {"document": "documents", "memo": "meta", "summary": "meta", "use": "lru"}
 """Finding kind -> database from which the record is deleted."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """kind: "page", "manifest", "blob", "stray-blob", "document", "reference", "counter", "memo", "use". key: the chunk, if any."""
+    """kind: "page", "manifest", "blob", "stray-blob", "document", "reference", "counter", "memo", "summary", "use". key: the chunk, if any."""
 
     kind: str
     message: str
@@ -105,6 +107,7 @@ def _check_records(store: ChunkStore, report: VerifyReport, progress: Progress |
         _check_documents(reader, known, report)
         _check_counters(reader, report)
         _check_memos(reader, report)
+        _check_summaries(reader, report)
 
 
 def _check_chunk(reader: StoreReader, key: bytes, report: VerifyReport) -> None:
@@ -163,6 +166,25 @@ def _check_memos(reader: StoreReader, report: VerifyReport) -> None:
             decode_memo(key, reader.get("meta", key) or b"")
         except BadBlob as error:
             report.findings.append(Finding("memo", error.message, key))
+
+
+def _check_summaries(reader: StoreReader, report: VerifyReport) -> None:
+    if stamped(reader.get) != reader.pages.meta.txnid:
+        return  # nobody reads them
+    for name in reader.keys_with(SUMMARY_KEYS, "meta"):
+        try:
+            summary = decode_summary(name, reader.get("meta", name) or b"")
+        except BadBlob as error:
+            report.findings.append(Finding("summary", error.message, name))
+            continue
+        record, keys = (
+            reader.document(summary.document),
+            [key for (key,) in struct.iter_unpack(f"{KEY_BYTES}s", summary.keys)],
+        )
+        same = record is not None and keys == [chunk.key for chunk in record.chunks]
+        if not same or not all(map(reader.has_kv, keys)):
+            text = f"the summary of {summary.source} does not match its record, or a chunk of it has no KV"
+            report.findings.append(Finding("summary", text, name))
 
 
 def _check_counters(reader: StoreReader, report: VerifyReport) -> None:

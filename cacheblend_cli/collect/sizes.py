@@ -1,0 +1,67 @@
+"""Sizes of a plan's chunks: a corpus has millions of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from struct import Struct
+from typing import NamedTuple
+
+import numpy as np
+from cacheblend_store.format.keys import KEY_BYTES, unpack_ids
+from numpy.typing import NDArray
+
+from cacheblend_cli.collect.spool import Place, Spool
+
+_BLOCK_DOCUMENTS = 1 << 10
+_FEW_BYTES = 256  # a place in the spool takes no less
+_SIZE = Struct(f"<{KEY_BYTES}sIIIb")
+_HAS_KV = {None: -1, False: 0, True: 1}
+
+
+class ChunkSize(NamedTuple):
+    """A planned chunk without its text. left_len: tokens of its left context. record_bytes: size of its record with KV. has_kv: of
+    the stored chunk, None if it is not stored or its record is damaged."""
+
+    key: bytes
+    num_tokens: int
+    left_len: int
+    record_bytes: int
+    has_kv: bool | None = None
+
+
+class ChunkSizes:
+    """Sizes of a document's chunks, in order, in a spool or, where they are few or the disk is full, in memory."""
+
+    __slots__ = ("_data", "_spool")
+
+    def __init__(self, sizes: Iterable[ChunkSize], spool: Spool) -> None:
+        data, self._spool = b"".join(_SIZE.pack(*size[:4], _HAS_KV[size.has_kv]) for size in sizes), spool
+        place = spool.append_bytes(data) if len(data) > _FEW_BYTES else None
+        self._data: bytes | Place = data if place is None else place
+
+    def __iter__(self) -> Iterator[ChunkSize]:
+        data = self._spool.read_bytes(self._data) if isinstance(self._data, Place) else self._data
+        for key, num_tokens, left_len, num_bytes, has_kv in _SIZE.iter_unpack(data):
+            yield ChunkSize(key, num_tokens, left_len, num_bytes, None if has_kv < 0 else has_kv > 0)
+
+
+class Settled:
+    """Documents that are stored as they are now, all chunks with KV, by their summaries: nothing is to be done for them."""
+
+    def __init__(self) -> None:
+        self.documents = self.chunks = self.tokens = 0
+        self._keys, self._tokens = list[bytes](), list[bytes]()
+
+    def add(self, keys: bytes, tokens: bytes) -> None:
+        """Add a document. keys, tokens: see DocumentSummary."""
+        self.documents += 1
+        self.chunks += len(keys) // KEY_BYTES
+        self.tokens += sum(unpack_ids(tokens))
+        self._keys.append(keys)
+        self._tokens.append(tokens)
+
+    def blocks(self) -> Iterator[tuple[bytes, NDArray[np.uint32]]]:
+        """Yield joined keys of some chunks and their numbers of tokens, [chunks]."""
+        for at in range(0, len(self._keys), _BLOCK_DOCUMENTS):
+            of = slice(at, at + _BLOCK_DOCUMENTS)
+            yield b"".join(self._keys[of]), np.frombuffer(b"".join(self._tokens[of]), "<u4")

@@ -1,0 +1,92 @@
+"""State of a file when it was read, so that a file that did not change need not be read again: as in git's index."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from msgspec import ValidationError, convert
+
+from cacheblend_cli.corpus.converters import converter_of
+from cacheblend_cli.corpus.converters.text import from_code, from_markdown, from_plain, from_rst
+from cacheblend_cli.version import __version__
+
+READ_VERSION = 1
+"""Increase this when the same file gives another text or note: files are then read again."""
+_RACY_NS = 2_000_000_000  # the coarsest times of file systems in use (FAT)
+_LIBRARIES = ("selectolax", "pypdf", "mammoth", "python-pptx", "openpyxl", "defusedxml")
+_OWN = frozenset((from_plain, from_markdown, from_rst, from_code))
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """inode, size (bytes), mtime_ns, ctime_ns: of the file that links lead to. reader: the code that read it, see `reader_of`.
+    read_ns: time just before it was read. note: what the conversion left out. Times are in nanoseconds since the epoch."""
+
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    reader: str
+    read_ns: int
+    note: str = ""
+
+    @classmethod
+    def of(cls, path: str, found: os.stat_result | None = None) -> FileState | None:
+        """Return the state of a file now, None if it cannot be had. found: its stat, if it is known."""
+        with suppress(OSError):
+            now = time.time_ns()
+            found = found or os.stat(path)
+            times = found.st_mtime_ns, found.st_ctime_ns
+            return cls(found.st_ino, found.st_size, *times, reader_of(os.path.basename(path)), now)
+        return None
+
+    @classmethod
+    def of_summary(cls, recorded: Mapping[str, Any]) -> FileState | None:
+        """Return the recorded state, None if there is none."""
+        try:
+            return convert(recorded, cls)
+        except ValidationError:
+            return None
+
+    def record(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    def still_holds(self, now: FileState) -> bool:
+        """Return whether the file is as it was when it was read.
+
+        Not if it was changed just before that: a change just after it may have left the same times.
+        """
+        was, is_now = ((f.inode, f.size, f.mtime_ns, f.ctime_ns, f.reader) for f in (self, now))
+        return was == is_now and max(self.mtime_ns, self.ctime_ns) + _RACY_NS <= self.read_ns
+
+
+@lru_cache(1 << 10)
+def _reader_of_suffix(name: str) -> str:
+    return _reader(converter_of(name) or from_plain)
+
+
+def reader_of(name: str) -> str:
+    """Return the code that reads files of a name: converter, this package, Python, and the libraries of converters that use them."""
+    suffix = os.path.splitext(name)[1]
+    return _reader_of_suffix(f"x{suffix}" if suffix else name)
+
+
+@lru_cache
+def _reader(converter: Callable[..., Any]) -> str:
+    parts = [converter.__name__, __version__, str(READ_VERSION), platform.python_version()]
+    return " ".join(parts if converter in _OWN else [*parts, *map(_version_of, _LIBRARIES)])
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "-"
