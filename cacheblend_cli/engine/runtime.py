@@ -57,6 +57,7 @@ SLICE_ROWS, GPU_SLICE_ROWS = 256, 2048
 """Positions of a prefill that one step computes. Fewer let others' tokens come sooner; matrix products with fewer rows are less
 efficient."""
 _TEMPLATES = 64  # of other wordings that are remembered
+_SHARE_FROM_S, _SHARE_EVERY_S = 1.0, 0.2  # from when, and how often, the share of the weights that is read is reported
 
 
 class Runtime:
@@ -101,7 +102,10 @@ class Runtime:
             runtime.driver = driver
         else:
             config = replace(config, tensor_parallel=1)
-            runtime = cls(load_model(path, name, device, precision, config.attention_backend, lora), config)
+            model = load_model(
+                path, name, device, precision, config.attention_backend, lora, progress and _shares(progress, name)
+            )
+            runtime = cls(model, config)
         if isinstance(runtime.decoder, GenericDecoder):
             check_once(runtime.decoder, runtime.model.fingerprint)
         if config.kv_pool_dtype == "float8_e4m3":
@@ -272,3 +276,16 @@ class Runtime:
 def load_worker_model(config: EngineConfig) -> LoadedModel:
     """Load the model on a worker."""
     return Runtime.load(config).model
+
+
+def _shares(progress: Say, name: str) -> Callable[[float], None]:
+    """Report the share of a model that is loaded, of one that takes longer than a moment."""
+    due = time.monotonic() + _SHARE_FROM_S
+
+    def update(share: float) -> None:
+        nonlocal due
+        if time.monotonic() >= due:
+            progress(f"loading {name}: {share:.0%}")
+            due = time.monotonic() + _SHARE_EVERY_S
+
+    return update

@@ -93,8 +93,10 @@ def load_model(
     precision: Precision,
     attention_backend: str,
     lora: Path | None = None,
+    progress: Callable[[float], None] | None = None,
 ) -> LoadedModel:
     """Load the checkpoint in `path` to a device, or this rank's part of it to the rank's. lora: directory of an adapter to merge.
+    progress: called with the share of the weights that were read.
     Raises UsageError, NotFoundError, DeviceError."""
     bound_caches()
     ranks, device = (place, place.device) if isinstance(place, Ranks) else (None, place)
@@ -147,7 +149,9 @@ def load_model(
         packed, held_as = False, "plain"
 
     def build(*, hollow: bool = False) -> Decoder:
-        weights = load_weights(shard or spec, path, compute_dtype, device, adapter, hollow)
+        weights = load_weights(
+            shard or spec, path, compute_dtype, device, adapter, hollow, None if hollow else progress
+        )
         return Decoder(spec, weights, kernels, held_as, shard)
 
     cache = None

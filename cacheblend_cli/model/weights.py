@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -70,6 +70,7 @@ def load_weights(
     device: torch.device,
     adapter: LoraAdapter | None = None,
     hollow: bool = False,
+    progress: Callable[[float], None] | None = None,
 ) -> Weights:
     """Every tensor of the model under our names, in `dtype` on `device`; norms with an offset in float32. Of a shard the rank's
     part of each.
@@ -80,6 +81,7 @@ def load_weights(
     until they are taken out; and the embedding, of which a prompt needs few rows, for good, where the file has plain numbers,
     in the file's dtype, under the name IN_FILE.
     hollow: matrices from OWN_MAPPING bytes on are not read but for embeddings: meta tensors stand for them.
+    progress: called with the share of the weights that were read.
     Of a tied model the file may hold the embedding, the head or both; two that differ are both used, as transformers does.
     Raises UsageError on a missing tensor, a wrong shape, one that is no part of the model, quantised weights, and an
     adapter of another model.
@@ -103,7 +105,12 @@ def load_weights(
     source = tensor_source(model_dir, experts=experts is not None, stacked=experts is not None and experts.beside)
     if shard is not None:
         source = ShardedTensors(source, shard)
-    for stored, kind, found in source.headers():
+    headers = list(source.headers())
+    total, done = sum(math.prod(shape) for *_, shape in headers), 0
+    for stored, kind, found in headers:
+        if progress is not None:
+            progress(done / max(1, total))
+        done += math.prod(found)
         name = name_in(shapes, stored)
         if name is None:
             if (

@@ -27,7 +27,7 @@ from cacheblend_kernels.interface import (
     packed_bytes,
 )
 
-ABI, LANES, CHUNK, MAX_DIM, OUTPUTS, MOST_ROWS, MAX_CODES = 5, 16, 256, 256, 64, 4, 1024  # as in cpu.c
+ABI, LANES, CHUNK, MAX_DIM, OUTPUTS, MOST_ROWS, MAX_CODES = 6, 16, 256, 256, 64, 4, 1024  # as in cpu.c
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ALONE = 1 << 15  # values up to which a second thread costs more than it saves
 
@@ -35,6 +35,18 @@ _ALONE = 1 << 15  # values up to which a second thread costs more than it saves
 _NORM, _GATE, _ROUNDING = Struct("4P2qf3i0P").pack, Struct("2P2q2i0P").pack, Struct("3P2q3i0P").pack
 _PRODUCT = Struct("6P5q2i0P").pack
 _ATTENTION, _ROPE, _CODES = Struct("7P9qf2i0P").pack, Struct("9P8q2i0P").pack, Struct("12P6q4i0P").pack
+_BLOCKS = Struct("2Pq2i0P").pack
+GGUF_BLOCKS = {
+    2: (18, 32),
+    3: (20, 32),
+    6: (22, 32),
+    7: (24, 32),
+    8: (34, 32),
+    12: (144, 256),
+    13: (176, 256),
+    14: (210, 256),
+}
+"""Number of a GGMLQuantizationType (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K) -> bytes and values of a block."""
 
 
 @cache
@@ -62,6 +74,7 @@ def loaded(name: str) -> Any:
             "decode_attention",
             "rope_and_cache",
             "load_codes",
+            "gguf_blocks",
         ):
             getattr(code, f"cb_{function}").argtypes = [ctypes.c_char_p]
     except (OSError, AttributeError, ValueError):  # built for another machine, or of another version
@@ -228,6 +241,21 @@ def load_codes(stored: StoredKV, cache: LayerCache, slots: Slots) -> bool:
     if failed == 1:
         raise KernelError("rows go to slots that the pool does not have", "slots are below num_blocks * block_size")
     return not failed
+
+
+def gguf_blocks(raw: Tensor, kind: int) -> Tensor | None:
+    """Dequantise rows of a GGUF tensor: raw [num_rows, num_bytes] uint8 -> fp32 [num_rows, num_values], equal to the gguf package's
+    to the bit. kind: number of its GGMLQuantizationType."""
+    code, (block_bytes, values) = library(), GGUF_BLOCKS.get(kind, (0, 0))
+    if code is None or not values or raw.dtype != torch.uint8 or not raw.is_cpu or not raw.is_contiguous():
+        return None
+    num_rows, num_bytes = raw.shape
+    if num_bytes % block_bytes:
+        return None
+    count = num_rows * (num_bytes // block_bytes)
+    out = torch.empty(num_rows, num_bytes // block_bytes * values)
+    code.cb_gguf_blocks(_BLOCKS(raw.data_ptr(), out.data_ptr(), count, kind, _threads(count * values)))
+    return out
 
 
 def _threads(num_values: int) -> int:

@@ -55,7 +55,7 @@ typedef float vec8 __attribute__((vector_size(32)));
 typedef float vec4 __attribute__((vector_size(16)));
 typedef int32_t veci4 __attribute__((vector_size(16)));
 
-enum { ABI = 5 }; /* of the functions and structures here, as in compiled.py */
+enum { ABI = 6 }; /* of the functions and structures here, as in compiled.py */
 const int32_t cb_abi = ABI;
 
 INLINE vec splat(float x) { return x - (vec){0}; }
@@ -896,3 +896,5 @@ int cb_load_codes(const Codes *c) {
     }
     return 0;
 }
+
+#include "gguf_blocks.h"

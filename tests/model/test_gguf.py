@@ -27,7 +27,7 @@ from cacheblend_cli.engine.prefill import prefill
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.errors import CacheBlendError, NotFoundError
 from cacheblend_cli.model.checkpoint import tensor_source
-from cacheblend_cli.model.gguf_files import conversion
+from cacheblend_cli.model.gguf_files import conversion, reader
 from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_model
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
@@ -371,6 +371,29 @@ def test_damaged_files_are_told(tmp_path: Path) -> None:
         assert message in told.value.message
     with pytest.raises(NotFoundError, match=r"none\.gguf"):
         resolve_model(str(tmp_path / "none.gguf"))
+
+
+def test_long_arrays_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read of a file does not depend on it, and a file that ends in one is truncated."""
+    write_checkpoint(tmp_path / "m", "llama-gqa")
+    write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F16")
+    whole = reader.CheckedReader(tmp_path / "m.gguf")
+    monkeypatch.setattr(reader, "LONG", 100)
+    found = reader.CheckedReader(tmp_path / "m.gguf")
+    assert [field[:2] + field[4:] for field in found.fields.values()] == [
+        field[:2] + field[4:] for field in whole.fields.values()
+    ]  # places, names and types
+    assert [(t.name, t.data_offset, t.n_bytes) for t in found.tensors] == [
+        (t.name, t.data_offset, t.n_bytes) for t in whole.tensors
+    ]
+    long = [name for name, field in found.fields.items() if len(field.parts) < len(whole.fields[name].parts)]
+    assert {"tokenizer.ggml.tokens", "tokenizer.ggml.token_type"} <= set(long)
+    for name in long:
+        assert len(found.fields[name].data) == len(whole.fields[name].data) >= 100
+        end = found.fields[name].offset + sum(part.nbytes for part in found.fields[name].parts)
+        (tmp_path / "cut.gguf").write_bytes((tmp_path / "m.gguf").read_bytes()[: end - 3])
+        with pytest.raises(EOFError, match="inside its header"):
+            reader.CheckedReader(tmp_path / "cut.gguf")
 
 
 def test_the_families_of_this_test_are_there() -> None:

@@ -113,7 +113,9 @@ def _convert(file: Path, folder: Path) -> None:
 
 def _value(field: Any) -> Any:
     """A value of the metadata. Long lists (the vocabulary) are left out: the tokenizer is read by transformers."""
-    return field.contents() if len(field.data) < 4096 else None
+    from cacheblend_cli.model.gguf_files.reader import LONG
+
+    return field.contents() if len(field.data) < LONG else None
 
 
 def _dtype(reader: GGUFReader) -> str:

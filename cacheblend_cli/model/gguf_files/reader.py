@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+import struct
 from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType
+
+LONG = (
+    4096  # elements from which an array (the vocabulary) is passed over: the package takes seconds for 100,000 strings
+)
 
 
 class CheckedReader(GGUFReader):
@@ -16,6 +21,31 @@ class CheckedReader(GGUFReader):
         if offset + count * np.dtype(dtype).itemsize > len(self.data):
             raise EOFError(f"it ends after {len(self.data):,} bytes, inside its header")
         return super()._get(offset, dtype, count, *args, **kwargs)
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        """A field's bytes, parts, indices of its values among these, and types. A long array is one part, whose values are not cut apart."""
+        if raw_type != GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        kind, count = int(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])
+        if count < LONG or kind == GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        item_type, start = GGUFValueType(kind), orig_offs + 12
+        if item_type == GGUFValueType.STRING:
+            end = self._end_of_strings(start, count)
+        else:
+            end = start + count * np.dtype(self.gguf_scalar_to_np[item_type]).itemsize
+        values = self._get(start, np.uint8, end - start)
+        heads = [self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)]
+        return end - orig_offs, [*heads, values], [2] * count, [GGUFValueType.ARRAY, item_type]
+
+    def _end_of_strings(self, at: int, count: int) -> int:
+        data, length_of = memoryview(self.data), struct.Struct("=Q" if self.byte_order == "I" else ">Q").unpack_from
+        try:
+            for _ in range(count):
+                at += 8 + length_of(data, at)[0]
+        except struct.error:
+            raise EOFError(f"it ends after {len(self.data):,} bytes, inside its header") from None
+        return at
 
     def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
         size, promised = len(self.data), 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from cacheblend_kernels import compiled
 from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
@@ -76,30 +77,26 @@ class GGUFTensors:
         tensor = self.index[name]
         rows = tensor.shape[0]
         if not tensor.permuted_heads:
-            read = torch.from_numpy(self._rows(tensor, start, stop))
+            read = self._rows(tensor, start, stop)
             return read - tensor.offset_of_norm if tensor.offset_of_norm else read
         # whole heads are read, and of them the rows that are wanted, in their own order
         width = rows // tensor.permuted_heads
         first, last = start // width * width, -(-stop // width) * width
-        wanted = np.arange(start, stop)
-        half, at = np.divmod(wanted % width, width // 2)
+        wanted = torch.arange(start, stop)
+        half, at = wanted % width // (width // 2), wanted % (width // 2)
         stored = wanted // width * width + 2 * at + half - first
-        return torch.from_numpy(self._rows(tensor, first, last)[stored])
+        return self._rows(tensor, first, last)[stored]
 
-    def _rows(self, tensor: StoredTensor, start: int, stop: int) -> np.ndarray:
+    def _rows(self, tensor: StoredTensor, start: int, stop: int) -> Tensor:
         """Dequantise rows in stored order, float32."""
-        from gguf.constants import GGMLQuantizationType
-        from gguf.quants import dequantize
-
-        kind = GGMLQuantizationType[tensor.kind]
         if len(tensor.shape) == 1:  # norms and biases: a row of blocks, whatever they are stored as
             raw = np.empty((1, tensor.num_bytes), np.uint8)
             self._fill(raw, tensor.offset)
-            return np.array(dequantize(raw, kind)[0, start:stop])
+            return dequantised(raw, tensor.kind)[0, start:stop].clone()
         row_bytes = tensor.num_bytes // tensor.shape[0]
         raw = np.empty((stop - start, row_bytes), np.uint8)
         self._fill(raw, tensor.offset + start * row_bytes)
-        return dequantize(raw, kind)
+        return dequantised(raw, tensor.kind)
 
     def _fill(self, raw: np.ndarray, offset: int) -> None:
         """Read, not mapped: a file that is cut short is an error, and no page of it stays resident."""
@@ -110,3 +107,13 @@ class GGUFTensors:
                 if count == 0:
                     raise UsageError(f"{self.file} ends before its tensors do", "fetch it again")
                 done += count
+
+
+def dequantised(raw: np.ndarray, name: str) -> Tensor:
+    """Return rows of a tensor in float32: raw [num_rows, num_bytes] uint8. name: of its GGMLQuantizationType."""
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    kind = GGMLQuantizationType[name]
+    found = compiled.gguf_blocks(torch.from_numpy(raw), int(kind))
+    return torch.from_numpy(dequantize(raw, kind)) if found is None else found

@@ -121,4 +121,4 @@ def _token(metadata: Mapping[str, Any], backend: Any, kind: str) -> str | None:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2), encoding="utf-8")
+    path.write_text(json.dumps(content), encoding="utf-8")  # indented, a vocabulary takes a second
