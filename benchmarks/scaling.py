@@ -1,14 +1,13 @@
-"""How time and memory grow with the prompt, with its number of chunks, and with the store.
+"""How time and memory grow with the store.
 
-    python benchmarks/scaling.py [--seconds 360] [--only prompts,chunks,store] [--largest 100000]
+    python benchmarks/scaling.py [--seconds 360] [--largest 100000]
     python benchmarks/scaling.py --chunks 1000000 --work FOLDER
 
-Prompts: SmolLM2-135M's shape with random weights in bfloat16, 1,024 to 32,768 tokens in chunks of 256, and 4,096 tokens in 2 to 64
-chunks; one process each. Stores: a model of one tiny layer, some 1,000 chunks and up to `--largest`, ten times as many each; CPU
+A model of one tiny layer, some 1,000 chunks and up to `--largest`, ten times as many each; CPU
 seconds and peak memory of whole commands, CPU time of other processes meanwhile, and the reads of `ask` for eight chunks. With
 `--chunks`, one store of about that many alone, whose row is added; a million takes a quarter of an hour of CPU and 6 GB below
-`--work`, where finished phases are kept, so that the same command goes on after an interruption. Each part ends when its share of the
-seconds is over. Writes benchmarks/results/scaling.json and docs/scaling.md; parts that are not in --only stay as they were.
+`--work`, where finished phases are kept, so that the same command goes on after an interruption. Writes benchmarks/results/scaling.json
+and docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -30,28 +29,13 @@ from typing import Any
 
 from machine import ROOT, Others
 
-from cacheblend_cli.cli.main import VARIABLES
-
 RESULTS, PAGE = ROOT / "benchmarks/results/scaling.json", ROOT / "docs/scaling.md"
 CLI = [sys.executable, "-c", "from cacheblend_cli.cli.main import main; main()"]
-PROMPTS, CHUNK_TOKENS, COUNTS, SPLIT_TOKENS, SUFFIX_TOKENS = (
-    (1024, 2048, 4096, 8192, 16384, 32768),
-    256,
-    (2, 4, 8, 16, 32, 64),
-    4096,
-    32,
-)
-MOST_FULL = 8192
-"""Tokens of the longest full prefill."""
-SMOLLM2 = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536,
-    "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 16,
+    "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 1280,
     "max_position_embeddings": 65536, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "hidden_act": "silu",
     "rope_theta": 100000.0,
-}  # fmt: skip
-TINY = SMOLLM2 | {
-    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
-    "vocab_size": 1280,
 }  # fmt: skip
 SHAPES = {"SmolLM2-135M": (30, 3, 64), "Qwen2.5-0.5B": (24, 2, 64), "Llama-3.1-8B": (32, 8, 128)}
 """Layers, KV heads, head_dim."""
@@ -61,7 +45,7 @@ COMMANDS = {
     "first search": "first `search`", "search": "`search`", "ls": "`chunks ls`", "ask": "`ask`", "again": "`precompute` again",
     "one changed": "one changed", "precompute": "`precompute`",
 }  # fmt: skip
-CODECS = ("float32", "bfloat16", "float8_e4m3", "int8", "int6", "int4", "int3")
+CODECS = ("float32", "bfloat16", "float8_e4m3", "int8", "int7", "int6", "int4", "int3")
 
 
 def main() -> None:
@@ -70,34 +54,19 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=100_000)
     parser.add_argument("--chunks", type=int, help="measure one store of about this many chunks")
     parser.add_argument("--work", type=Path, help="keep documents, store and finished phases here")
-    parser.add_argument("--only", default="prompts,chunks,store")
-    parser.add_argument("--child", nargs=3, metavar=("MODEL", "TOKENS", "CHUNKS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.child:
-        model, tokens, chunks = arguments.child
-        print(json.dumps(of_prompt(Path(model), int(tokens), int(chunks))))
-        return
     from machine import hardware, write_checkpoint
 
     result: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     result |= {"hardware": hardware(), "bytes": bytes_per_million()}
-    if arguments.chunks:
-        arguments.only = ""
-    share = arguments.seconds / len(arguments.only.split(","))
     with ExitStack() as stack:
         folder = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        for shape, config in (("smollm2", SMOLLM2), ("tiny", TINY)):
-            if not (folder / shape / "config.json").exists():
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / f"{shape}.json").write_text(json.dumps(config))
-                write_checkpoint(folder / shape, folder / f"{shape}.json")
-        if "prompts" in arguments.only:
-            cases = [(tokens, tokens // CHUNK_TOKENS) for tokens in PROMPTS]
-            result["prompts"] = in_children(folder / "smollm2", cases, share)
-        if "chunks" in arguments.only:
-            result["chunks"] = in_children(folder / "smollm2", [(SPLIT_TOKENS, count) for count in COUNTS], share)
-        if "store" in arguments.only:
-            result["store"] = stores(folder, arguments.largest, share)
+        if not (folder / "tiny" / "config.json").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "tiny.json").write_text(json.dumps(TINY))
+            write_checkpoint(folder / "tiny", folder / "tiny.json")
+        if not arguments.chunks:
+            result["store"] = stores(folder, arguments.largest, arguments.seconds)
         if arguments.chunks:
             row = of_store(folder, arguments.chunks)
             others = [known for known in result.get("store", []) if known.get("wanted") != row["wanted"]]
@@ -105,56 +74,6 @@ def main() -> None:
     RESULTS.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     PAGE.write_text(page(result), encoding="utf-8")
     print(page(result))
-
-
-def in_children(model: Path, cases: list[tuple[int, int]], seconds: float) -> list[dict[str, float]]:
-    """Run each case in a process, shortest first, while three times the last duration is left."""
-    found: list[dict[str, float]] = []
-    environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", *VARIABLES)}
-    start, last = time.monotonic(), 0.0
-    for tokens, chunks in cases:
-        begun = time.monotonic()
-        if found and begun - start + 3 * last > seconds:
-            break
-        command = [sys.executable, __file__, "--child", str(model), str(tokens), str(chunks)]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment)
-        found.append({"tokens": tokens, "chunks": chunks, **json.loads(done.stdout)})
-        last = time.monotonic() - begun
-    return found
-
-
-def of_prompt(model: Path, tokens: int, count: int) -> dict[str, float]:
-    """Measure one prompt in this process: seconds to the first token per mode, seconds waited for KV, peak memory."""
-    import torch
-    from cacheblend_store import ChunkStore
-
-    from cacheblend_cli.engine.config import EngineConfig
-    from cacheblend_cli.engine.runtime import Runtime
-    from cacheblend_cli.evaluation.speed import Layout, SpeedPrompt, even_lengths, ordinary_ids, random_ids
-    from cacheblend_cli.model.loading import Precision, load_model
-    from cacheblend_cli.types import BlendParams
-
-    runtime = Runtime(load_model(model, "bench", torch.device("cpu"), Precision("bfloat16"), "auto"), EngineConfig())
-    generator, ordinary = torch.Generator().manual_seed(1), ordinary_ids(runtime.model)
-    chunks = tuple(random_ids(ordinary, length, generator) for length in even_lengths(tokens, count))
-    blends = {"blend": BlendParams(ratio=0.15), "reuse": BlendParams(mode="reuse")}
-    found: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder, ChunkStore.open(Path(folder) / "store", mode="write") as store:
-        prompt = SpeedPrompt.stored(runtime, store, Layout(chunks, random_ids(ordinary, SUFFIX_TOKENS, generator)), 2)
-        for name, blend in blends.items():
-            runs = [prompt.first_token(blend) for _ in range(3)][1:]
-            found[name] = min(run.seconds for run in runs)
-            found[f"{name}_stall"] = min(run.stall_s for run in runs)
-        found["peak_mib"] = peak_mib()
-        if tokens <= MOST_FULL:
-            found["full"] = prompt.first_token(BlendParams(mode="full")).seconds
-    return found
-
-
-def peak_mib() -> float:
-    """Return this program's peak; getrusage would start from the parent's."""
-    status = Path("/proc/self/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) / 1024
 
 
 def stores(folder: Path, largest: int, seconds: float) -> list[dict[str, float]]:
@@ -287,12 +206,10 @@ def page(result: dict[str, Any]) -> str:
     lines = [
         "# Scaling",
         "",
-        f"Time and memory by {'prompt length, number of chunks and ' if 'prompts' in result else ''}store size. {h['cpu']}, {h['cores']} cores, torch {h['torch']}; written by "
+        f"Time and memory by store size. {h['cpu']}, {h['cores']} cores, torch {h['torch']}; written by "
         "`python benchmarks/scaling.py`.",
         "",
     ]
-    if "prompts" in result:
-        lines += _of_prompts(result)
     lines += [
         "## Store size",
         "",
@@ -326,33 +243,6 @@ def page(result: dict[str, Any]) -> str:
         f"| {name} | " + " | ".join(f"{of[c]:.1f}" for c in CODECS) + " |" for name, of in result["bytes"].items()
     ]
     return "\n".join(lines) + "\n"
-
-
-def _of_prompts(result: dict[str, Any]) -> list[str]:
-    return [
-        "## Prompt length",
-        "",
-        f"SmolLM2-135M's shape in bfloat16, chunks of {CHUNK_TOKENS} tokens, a question of {SUFFIX_TOKENS}. Seconds to the first token; "
-        "seconds that computing waited for stored KV; peak memory of the process, mapped weights included.",
-        "",
-        *_table("tokens", result.get("prompts", [])),
-        "",
-        f"{SPLIT_TOKENS:,} tokens, by number of chunks:",
-        "",
-        *_table("chunks", result.get("chunks", [])),
-        "",
-    ]
-
-
-def _table(across: str, rows: list[dict[str, float]]) -> list[str]:
-    lines = [
-        f"| {across} | full, s | r=.15, s | waited, s | reuse, s | waited, s | peak, MiB |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        cells = [f"{row[k]:.3f}" if k in row else "" for k in ("full", "blend", "blend_stall", "reuse", "reuse_stall")]
-        lines.append(f"| {int(row[across]):,} | " + " | ".join(cells) + f" | {row['peak_mib']:,.0f} |")
-    return lines
 
 
 if __name__ == "__main__":

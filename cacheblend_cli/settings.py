@@ -59,7 +59,7 @@ class Settings:
     neighbours: int = _setting(3, "Number of similar chunks for --context neighbours.")
     kv_dtype: str = _setting(
         "auto",
-        "Storage format of KV: auto (as computed), float32, bfloat16, float16, float8_e4m3, float8_e5m2, int8, int6, int4, int3.",
+        "Storage format of KV: auto (int7), exact (as computed), float32, bfloat16, float16, float8_e4m3, float8_e5m2, int8, int7, int6, int4, int3.",
         shown=False,
     )
     device: str = _setting("auto", "auto, cpu, cuda, cuda:N or mps.", shown=False)

@@ -73,6 +73,15 @@ def tmp_path(_folders: Path, request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture(autouse=True)
+def _exact_kv(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a test names no codec, stored KV is exact: most compare with a full prefill. Tests of the default are marked `default_codec`."""
+    if request.node.get_closest_marker("default_codec") is None:
+        from cacheblend_cli.prompt import collection
+
+        monkeypatch.setattr(collection, "DEFAULT_CODEC", collection.EXACT)
+
+
+@pytest.fixture(autouse=True)
 def _own_home(_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's settings, caches or stores."""
     home = _folders / f"home-{next(NUMBERS)}"

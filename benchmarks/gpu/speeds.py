@@ -217,7 +217,7 @@ def _rope_and_cache(device: torch.device, tiny: bool) -> Iterator[Work]:
 def _load_kv(device: torch.device, tiny: bool) -> Iterator[Work]:
     shape, backend = TINY if tiny else LLAMA_8B, select_backend("auto", device)
     width = shape.num_kv_heads * shape.head_dim
-    for codec in ("bf16", "fp16", "fp8", "e5m2", "int8", "int6", "int4", "int3"):
+    for codec in ("bf16", "fp16", "fp8", "e5m2", "int8", "int7", "int6", "int4", "int3"):
         per_row = 2 * 2 * width + 8 * shape.head_dim  # pool written, tables read; the stored form is added below
         sets = _rows(device, tiny, per_row)
         stored = [

@@ -18,8 +18,8 @@ class CollectSettings:
     """Settings of a document or root.
 
     chunk_tokens: most tokens of a chunk. context: left context of a chunk, see corpus/contexts.py. window: most tokens of a chunk
-    and its left context. neighbours: number of similar chunks for context `neighbours`. kv_dtype: a codec, or "auto" for the
-    compute dtype. overlap: most tokens of the preceding text that a chunk repeats.
+    and its left context. neighbours: number of similar chunks for context `neighbours`. kv_dtype: as `collection.codec_of` takes
+    it. overlap: most tokens of the preceding text that a chunk repeats.
     """
 
     chunk_tokens: int = 512

@@ -22,6 +22,7 @@ from cacheblend_cli.kv.pool import KVPool, bytes_per_token
 from cacheblend_cli.kv.zero_loader import ZeroLoader
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.mlp import GPU_MLP_ROWS
+from cacheblend_cli.prompt.collection import codec_of
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 from cacheblend_cli.types import BlendParams
 
@@ -100,9 +101,9 @@ def reserve(decoder: Decoder, config: EngineConfig, *, meter: Meter | None = Non
 @torch.inference_mode()
 def warm_up(decoder: Decoder, pool: KVPool, codec: str = "auto") -> None:
     """Launch what a question may launch, so that nothing is compiled in the first one: attention at all sizes, and small
-    blends, by default and with a check layer. codec: of stored KV, auto for the decoder's dtype."""
+    blends, by default and with a check layer. codec: of stored KV, auto for the default."""
     *chunks, suffix = WARM_UP
-    codec = str(decoder.dtype).removeprefix("torch.") if codec == "auto" else codec
+    codec = codec_of(codec, decoder.dtype)
     inputs = [ChunkInput(b"", "", (0,) * n, same_regime=False) for n in chunks]
     plan = plan_prompt([], inputs, [0] * suffix, prefix_key=None)
     sequence = pool.new_sequence(plan.num_tokens)

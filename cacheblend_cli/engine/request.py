@@ -85,13 +85,14 @@ class Request:
     @cached_property
     def plan(self) -> PromptPlan:
         """The prompt, laid out. Where RoPE gives a prompt of this length other frequencies than chunks are collected
-        under, nothing stored is exact."""
+        under, nothing stored is exact; nor is KV of few bits where all is to be computed again (ratio 1)."""
         prefix_ids = self.collection.prefix_ids
         total = len(prefix_ids) + sum(len(c.token_ids) for c in self.inputs) + len(self.suffix_ids)
         short = self.collection.model.decoder.rope.regime(total) == 0
+        again = not self.lossless and self.blend.mode == "blend" and self.blend.ratio == 1
         return plan_prompt(
             prefix_ids,
-            [replace(c, same_regime=c.same_regime and short) for c in self.inputs],
+            [replace(c, same_regime=c.same_regime and short and not again) for c in self.inputs],
             self.suffix_ids,
             prefix_key=self.collection.prefix_key if self.prefix_cached and short else None,
             reuse=self.blend.mode != "full",

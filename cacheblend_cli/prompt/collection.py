@@ -18,19 +18,31 @@ from cacheblend_cli.prompt.template import PromptTemplate, split_template
 from cacheblend_cli.prompt.wording import Wording
 
 
+EXACT = "exact"
+"""--kv-dtype: KV as it was computed, in the model's dtype."""
+DEFAULT_CODEC = "int7"
+"""--kv-dtype auto: the codec with the fewest bits whose KL is at most .0005 on three models (docs/fidelity.md)."""
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def check_kv_dtype(name: str) -> None:
     """Raise UsageError for an unknown codec."""
-    if name != "auto" and name not in CODECS:
-        raise UsageError(f"unknown KV dtype {name!r}", f"known: auto, {', '.join(CODECS)}")
+    if name not in ("auto", EXACT, *CODECS):
+        raise UsageError(f"unknown KV dtype {name!r}", f"known: auto, {EXACT}, {', '.join(CODECS)}")
 
 
 def salt_digest(salt: str) -> str:
     """Return a digest that identifies a salt without storing it; "" without one."""
     return hashlib.blake2b(salt.encode(), digest_size=16, person=b"salt").hexdigest() if salt else ""
+
+
+def codec_of(kv_dtype: str, dtype: torch.dtype) -> str:
+    """Return the codec of a setting. dtype: the model's."""
+    name = DEFAULT_CODEC if kv_dtype == "auto" else kv_dtype
+    return dtype_name(dtype) if name == EXACT else name
 
 
 @dataclass(frozen=True)
@@ -48,11 +60,10 @@ class Collection:
 
     @classmethod
     def of(cls, model: LoadedModel, template: PromptTemplate, kv_dtype: str, salt: str) -> Collection:
-        codec = dtype_name(model.decoder.dtype) if kv_dtype == "auto" else kv_dtype
-        return cls(model, template, codec, salt)
+        return cls(model, template, codec_of(kv_dtype, model.decoder.dtype), salt)
 
     def in_codec(self, kv_dtype: str) -> Collection:
-        """Return the collection in another codec; auto is the compute dtype."""
+        """Return the collection in another codec."""
         return Collection.of(self.model, self.template, kv_dtype, self.salt)
 
     def in_other_dtypes(self) -> list[Collection]:

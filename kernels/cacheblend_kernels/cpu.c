@@ -23,10 +23,14 @@
 
 #if !defined(__x86_64__) || !defined(__gnu_linux__) || defined(__clang__)
 #define CLONES
+#elif __GNUC__ >= 12 && LANES == 16 /* narrower CPUs load cpu_avx2.c */
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "default")))
 #elif __GNUC__ >= 12
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else /* no levels yet: the oldest CPUs of both */
-#define CLONES __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
+#define CLONES __attribute__((target_clones("arch=x86-64-v3", "default")))
+#elif LANES == 16 /* no levels yet: the oldest CPUs of both */
+#define CLONES __attribute__((target_clones("arch=skylake-avx512", "default")))
+#else
+#define CLONES __attribute__((target_clones("arch=haswell", "default")))
 #endif
 #ifdef __clang__
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -844,34 +848,39 @@ INLINE void load_code_rows(const Codes *c, int64_t first, int64_t last, int64_t 
     }
 }
 
-INLINE void load_code_part(const Codes *c, int64_t first, int64_t last, const int k_bits, const int v_bits, const int type) {
-    if (c->k_dim == 64 && c->v_dim == 64)
+/* of_latents: as many bits for K as for V, which latent attention has, whose widths are none of those. */
+INLINE void load_code_part(const Codes *c, int64_t first, int64_t last, const int k_bits, const int v_bits, const int of_latents, const int type) {
+    if (!of_latents && c->k_dim == 64 && c->v_dim == 64)
         load_code_rows(c, first, last, 64, 64, k_bits, v_bits, type);
-    else if (c->k_dim == 128 && c->v_dim == 128)
+    else if (!of_latents && c->k_dim == 128 && c->v_dim == 128)
         load_code_rows(c, first, last, 128, 128, k_bits, v_bits, type);
     else
         load_code_rows(c, first, last, c->k_dim, c->v_dim, k_bits, v_bits, type);
 }
 
-#define LOAD_CODES(K_BITS, V_BITS)                                                                             \
+#define LOAD_CODES(K_BITS, V_BITS, OF_LATENTS)                                                                 \
     CLONES static void load_codes_##K_BITS##V_BITS(const Codes *c, int64_t first, int64_t last) {              \
         if (c->type == FLOAT32)                                                                                \
-            load_code_part(c, first, last, K_BITS, V_BITS, FLOAT32);                                           \
+            load_code_part(c, first, last, K_BITS, V_BITS, OF_LATENTS, FLOAT32);                                           \
         else                                                                                                   \
-            load_code_part(c, first, last, K_BITS, V_BITS, BFLOAT16);                                          \
+            load_code_part(c, first, last, K_BITS, V_BITS, OF_LATENTS, BFLOAT16);                                          \
     }
-LOAD_CODES(8, 8)
-LOAD_CODES(7, 5)
-LOAD_CODES(5, 3)
-LOAD_CODES(6, 6)
-LOAD_CODES(4, 4)
-LOAD_CODES(3, 3)
+LOAD_CODES(8, 8, 0)
+LOAD_CODES(7, 6, 0)
+LOAD_CODES(7, 5, 0)
+LOAD_CODES(5, 3, 0)
+LOAD_CODES(7, 7, 1)
+LOAD_CODES(6, 6, 1)
+LOAD_CODES(4, 4, 1)
+LOAD_CODES(3, 3, 0)
 
 typedef void (*Loading)(const Codes *, int64_t, int64_t);
 
 static Loading loading(const Codes *c) {
     switch (10 * c->k_bits + c->v_bits) {
     case 88: return load_codes_88;
+    case 77: return load_codes_77;
+    case 76: return load_codes_76;
     case 75: return load_codes_75;
     case 66: return load_codes_66;
     case 53: return load_codes_53;

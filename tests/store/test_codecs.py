@@ -166,10 +166,10 @@ def test_levels_are_those_of_lloyd_and_max() -> None:
 def test_latents_have_the_bits_of_their_keys(codec: str) -> None:
     """Latents (MLA) are multiplied as keys, too; their position keys are few."""
     assert len(set(bits_of(codec, 64, 512))) == 1
-    assert sum(bits_of(codec, 64, 512)) == sum(bits_of(codec, 64))
+    assert 0 <= sum(bits_of(codec, 64, 512)) - sum(bits_of(codec, 64)) <= 1
 
 
-@pytest.mark.parametrize(("codec", "most"), [("int8", 8.3), ("int6", 6.3), ("int4", 4.3), ("int3", 3.4)])
+@pytest.mark.parametrize(("codec", "most"), [("int8", 8.3), ("int7", 6.8), ("int6", 6.3), ("int4", 4.3), ("int3", 3.4)])
 @pytest.mark.parametrize(("heads", "dim"), [(2, 64), (8, 128)])
 def test_bits_a_value(codec: str, most: float, heads: int, dim: int) -> None:
     size = blob_size(blob_spec(codec, 512, heads, dim))

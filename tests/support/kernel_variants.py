@@ -279,6 +279,7 @@ def _cache_writes() -> Iterator[KernelVariant]:
         "fp8": "fp8",
         "e5m2": "e5m2",
         "int8": "codes",
+        "int7": "codes",
         "int6": "codes",
         "int4": "codes",
         "int3": "codes",
@@ -312,7 +313,7 @@ def _cache_writes() -> Iterator[KernelVariant]:
                         "FP8_POOL": fp8,
                     },
                     4,
-                    core=head_dim == 128 and run and not fp8 and source in ("bf16", "fp8", "int6"),
+                    core=head_dim == 128 and run and not fp8 and source in ("bf16", "fp8", "int7", "int6"),
                     types=types,
                 )
 

@@ -20,16 +20,16 @@ from cacheblend_store.format.levels import BITS, bits_of, packed_bytes
 ALIGNMENT = 64
 PLAIN = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 FLOAT8 = {"float8_e4m3": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
-CODECS = (*PLAIN, "float8_e4m3", "int8", "float8_e5m2", "int6", "int4", "int3")
+CODECS = (*PLAIN, "float8_e4m3", "int8", "float8_e5m2", "int7", "int6", "int4", "int3")
 _WIDE = ("float32", "float16", "bfloat16")
 FINER: Mapping[str, tuple[str, ...]] = {
     "bfloat16": ("float32",),
     "float16": ("float32",),
     **dict.fromkeys(("int8", *FLOAT8), _WIDE),
-    "int6": (*_WIDE, "int8"),
-    **dict.fromkeys(("int4", "int3"), (*_WIDE, "int8", "int6")),
+    **dict.fromkeys(("int7", "int6"), (*_WIDE, "int8")),
+    **dict.fromkeys(("int4", "int3"), (*_WIDE, "int8", "int7", "int6")),
 }
-"""Codec -> codecs with at most a quarter of its error, best first: KV in these can be converted to it."""
+"""Codec -> codecs whose error hardly adds to its own, best first: KV in these can be converted to it."""
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "U8": 1}
 
 
@@ -54,7 +54,7 @@ def blob_spec(codec: str, num_tokens: int, num_kv_heads: int, head_dim: int, v_h
     """Return the tensors of one layer. Plain codecs: k and v [tokens, num_kv_heads, head_dim]. float8 codecs add a scale per head.
     v_head_dim: of v, where it is not k's.
 
-    int8, int6, int4, int3: codes of that many bits (`levels.BITS`), packed as `levels.PLANES` says, with a scale a token and head, and the mean
+    int8, int7, int6, int4, int3: codes of that many bits (`levels.BITS`), packed as `levels.PLANES` says, with a scale a token and head, and the mean
     of K's channels over the chunk; scales and means are bfloat16.
     """
     dims = {"k": head_dim, "v": v_head_dim or head_dim}

@@ -7,9 +7,9 @@ from functools import cache
 from itertools import pairwise
 from statistics import NormalDist
 
-BITS = {"int8": (8, 8), "int6": (7, 5), "int4": (5, 3), "int3": (3, 3)}
+BITS = {"int8": (8, 8), "int7": (7, 6), "int6": (7, 5), "int4": (5, 3), "int3": (3, 3)}
 """Codec -> bits of a value of K, and of V. Attention is more sensitive to K."""
-_LATENT = {"int8": (8, 8), "int6": (6, 6), "int4": (4, 4), "int3": (3, 3)}
+_LATENT = {"int8": (8, 8), "int7": (7, 7), "int6": (6, 6), "int4": (4, 4), "int3": (3, 3)}
 """The same of latent attention, whose latents, stored as V, are multiplied as keys, too."""
 PLANES = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1)}
 """Bits of a code -> bits of the planes that its row of codes is packed in, low bits first. A plane of p bits is ceil(dim * p / 8)
