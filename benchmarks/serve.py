@@ -2,6 +2,7 @@
 
     python benchmarks/serve.py [--minutes 15] [--llama-python PYTHON] [--out benchmarks/results/serve.json]
     python benchmarks/serve.py --quick      # two minutes with a tiny model, to see that every part works
+    python benchmarks/serve.py --novel 500  # only this: questions over ever new sets of documents, and the server's memory
 
 Qwen2.5-0.5B's shape with random weights, fp32 on CPU; four chunks of 512 tokens per prompt, drawn by Zipf's law from 64, answers of 32
 tokens. One question after another; closed loop (a number of clients, each asking again when answered) and Poisson arrivals,
@@ -30,6 +31,7 @@ from typing import Any
 import serve_others
 from cacheblend_store import ChunkStore
 from machine import hardware, write_checkpoint
+from serve_novel import measure_novel, write_novel
 from serve_report import table
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
@@ -98,7 +100,12 @@ def main() -> None:
     parser.add_argument("--pool-tokens", type=int, default=None)
     parser.add_argument("--llama-python", default="", help="an interpreter with xllamacpp")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/serve.json")
+    parser.add_argument("--novel", type=int, metavar="QUESTIONS", help="only these, each over a new set of documents")
     arguments = parser.parse_args()
+    if arguments.novel:
+        with tempfile.TemporaryDirectory() as folder:
+            print(write_novel(measure_novel(Path(folder), arguments.config, arguments.novel, 60 * arguments.minutes)))
+        return
     if arguments.quick:
         arguments.minutes, arguments.chunks, arguments.chunk_tokens, arguments.requests = 2.0, 8, 64, 16
     until = time.monotonic() + 60 * arguments.minutes

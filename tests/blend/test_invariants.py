@@ -171,7 +171,7 @@ def test_document_context_in_order_needs_no_repair(tmp_path: Path) -> None:
     assert [c.status for c in moved.chunks] == ["blended", "blended"]
 
 
-@pytest.mark.parametrize(("codec", "tolerance"), [("bfloat16", 0.2), ("float16", 0.03), ("int8", 0.5)])
+@pytest.mark.parametrize(("codec", "tolerance"), [("bfloat16", 0.2), ("float16", 0.03), ("int8", 0.5), ("int7", 0.5)])
 def test_what_is_exact_differs_by_the_codecs_rounding(tmp_path: Path, codec: str, tolerance: float) -> None:
     setup = Setup(tmp_path, "llama-gqa", kv_dtype=codec)
     full = setup.logits(setup.keys[1:2], BlendParams(mode="full"), suffix_positions)
@@ -179,12 +179,14 @@ def test_what_is_exact_differs_by_the_codecs_rounding(tmp_path: Path, codec: str
     assert (full - reused).abs().max() <= tolerance  # one chunk: only the codec's rounding
 
 
-@pytest.mark.parametrize("selector", ["query", "hkvd"])
-def test_ratio_one_is_full_prefill_with_a_lossy_codec(tmp_path: Path, selector: str) -> None:
-    """Nothing of what is stored is left, layer 0 included; the prefix, which would be exact, is not stored."""
-    setup = Setup(tmp_path, "llama-gqa", context="document", kv_dtype="int8")
-    setup.store.remove_chunks([setup.engine.runtime.collection(kv_dtype="int8").prefix_key])
-    keys = [setup.keys[i] for i in (1, 0, 2)]
+@pytest.mark.parametrize("order", [(1, 0, 2), (0, 1, 2), (0,)])
+@pytest.mark.parametrize(("selector", "codec"), [("query", "int8"), ("hkvd", "int7")])
+def test_ratio_one_is_full_prefill_with_a_lossy_codec(
+    tmp_path: Path, selector: str, codec: str, order: tuple[int, ...]
+) -> None:
+    """Nothing of what is stored is left, layer 0 and spans in their own context included; the prefix is exact."""
+    setup = Setup(tmp_path, "llama-gqa", context="document", kv_dtype=codec)
+    keys = [setup.keys[i] for i in order]
     full = setup.logits(keys, BlendParams(mode="full"), suffix_positions)
     blended = setup.logits(keys, BlendParams(ratio=1.0, selector=selector), suffix_positions)
     assert (full - blended).abs().max() <= 1e-4

@@ -67,7 +67,7 @@ def ask(engine: Engine, store: ChunkStore, **blend: object) -> Answer:
     return engine.run_alone(store, AskRequest("who?", keys, BlendParams(**blend), GREEDY))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("codec", ["float32", "float8_e4m3", "int8", "int4"])
+@pytest.mark.parametrize("codec", ["float32", "float8_e4m3", "int8", "int7", "int4"])
 def test_what_is_stored_is_what_a_dry_run_says(folder: Path, tmp_path: Path, codec: str) -> None:
     engine = load(folder, kv_dtype=codec)
     with ChunkStore.open(tmp_path / "store", mode="write") as store:

@@ -43,7 +43,7 @@ def precompute(engine: Engine, store: ChunkStore, folder: Path, codec: str = "fl
     return engine.precompute(store, [str(folder / "a.md"), str(folder / "b.md")], options, lambda event: None).bytes
 
 
-@pytest.mark.parametrize("codec", ["float32", "float8_e4m3", "int4"])
+@pytest.mark.parametrize("codec", ["float32", "float8_e4m3", "int7", "int4"])
 def test_what_is_stored_is_what_a_dry_run_says(engine: Engine, folder: Path, tmp_path: Path, codec: str) -> None:
     engine.runtime.config = replace(engine.runtime.config, kv_dtype=codec)
     with ChunkStore.open(tmp_path / "store", mode="write") as store:

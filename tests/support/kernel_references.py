@@ -15,7 +15,7 @@ PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FLOAT8 = {"fp8": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 BITS = {"int8": (8, 8), "int7": (7, 6), "int6": (7, 5), "int4": (5, 3), "int3": (3, 3)}
 CODECS = (*PLAIN, *FLOAT8, *BITS)
-PLANES = {8: (8,), 7: (4, 2, 1), 5: (4, 1), 3: (2, 1)}
+PLANES = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 3: (2, 1)}
 
 
 def stored_kv(
