@@ -17,7 +17,6 @@ from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.prompt.template import PromptTemplate, split_template
 from cacheblend_cli.prompt.wording import Wording
 
-
 EXACT = "exact"
 """--kv-dtype: KV as it was computed, in the model's dtype."""
 DEFAULT_CODEC = "int7"
