@@ -39,7 +39,7 @@ class CheckedReader(GGUFReader):
         return end - orig_offs, [*heads, values], [2] * count, [GGUFValueType.ARRAY, item_type]
 
     def _end_of_strings(self, at: int, count: int) -> int:
-        data, length_of = memoryview(self.data), struct.Struct("=Q" if self.byte_order == "I" else ">Q").unpack_from
+        data, length_of = self.data.data, struct.Struct("=Q" if self.byte_order == "I" else ">Q").unpack_from
         try:
             for _ in range(count):
                 at += 8 + length_of(data, at)[0]
