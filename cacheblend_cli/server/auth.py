@@ -1,8 +1,8 @@
-"""Checks before every route: API keys, sizes of bodies, host names that a browser may use."""
+"""Checks before every route: API keys, sizes of bodies, sites whose pages may use the server."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
 from cacheblend_cli.server.errors import OLLAMA, ApiError, stopping
@@ -74,10 +74,9 @@ class AuthMiddleware:
             error = ApiError(400, "Content-Length and Transfer-Encoding were both sent", code="ambiguous_length")
             error.headers["Connection"] = "close"
             raise error
-        name = _without_port(headers.get("host", ""))
         names, has_port = self._host.names, scope.get("server", (None, None))[1] is not None
-        if names is not None and has_port and name not in names:
-            raise ApiError(403, f"this server is not asked under the name {name[:80]!r}", code="host_refused")
+        if names is not None and has_port:
+            _check_site(headers, names)
         if _needs_key(scope["path"]):
             keyring = self._host.keyring
             tenant = keyring.own if self._is_owner else keyring.tenant_of(headers.get("authorization"))
@@ -94,6 +93,17 @@ class AuthMiddleware:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._host.max_body} bytes", code="body_too_large")
+
+
+def _check_site(headers: Mapping[str, str], names: Collection[str]) -> None:
+    """Refuse what a browser sends for a page of another site: a Host that is not among `names`, or an Origin on the web that is not
+    the server's own. Origins of other schemes are programs on this machine, such as a browser's extensions. Raises ApiError."""
+    host = headers.get("host", "").lower()
+    if (name := _without_port(host)) not in names:
+        raise ApiError(403, f"host name not allowed: {name[:80]!r}", code="host_refused")
+    origin = headers.get("origin", "").lower()
+    if origin == "null" or (origin.startswith(("http://", "https://")) and origin.partition("://")[2] != host):
+        raise ApiError(403, f"pages of another site may not use this server: {origin[:80]!r}", code="origin_refused")
 
 
 def _needs_key(path: str) -> bool:

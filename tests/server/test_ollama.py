@@ -106,7 +106,9 @@ def test_a_stream_is_json_lines(server: Any) -> None:
     assert {record["model"] for record in records} == {"tiny"}
     assert [c["document"] for c in records[-1]["blend"]["chunks"]] == ["a", "b"]
     other_site = server.client.post("/api/chat", content=body, headers={"origin": "http://other.example"})
-    assert other_site.status_code == 415
+    assert other_site.status_code == 403
+    extension = server.client.post("/api/chat", content=body, headers={"origin": "app://notes"})
+    assert extension.status_code == 415  # JSON, but not said to be
 
 
 @pytest.mark.parametrize(
