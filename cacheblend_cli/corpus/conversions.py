@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from cacheblend_cli.corpus.converters.process import ConverterProcess
 from cacheblend_cli.corpus.layout import Converted
 
 MAX_CHARACTERS = 64 << 20
 
 
 class Conversions:
-    """Converted texts by file state, the latest of up to MAX_CHARACTERS together. Plain text files are not cached."""
+    """Converted texts by file state, the latest of up to MAX_CHARACTERS together. Plain text files are not cached.
+
+    process: converts them.
+    """
 
     def __init__(self) -> None:
+        self.process = ConverterProcess()
         self._known: dict[str, tuple[tuple[int, ...], Converted]] = {}
         self._characters = 0
 

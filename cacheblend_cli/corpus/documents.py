@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,8 @@ from types import MappingProxyType
 from cacheblend_cli.corpus.conversions import Conversions
 from cacheblend_cli.corpus.converters import converter_of
 from cacheblend_cli.corpus.converters.converter import NoDocument
-from cacheblend_cli.corpus.converters.text import from_markdown, from_plain
+from cacheblend_cli.corpus.converters.process import ConverterProcess
+from cacheblend_cli.corpus.converters.text import from_markdown
 from cacheblend_cli.corpus.file_state import FileState
 from cacheblend_cli.corpus.layout import PLAIN as PLAIN_LAYOUT
 from cacheblend_cli.corpus.layout import Converted, Layout
@@ -25,7 +25,6 @@ from cacheblend_cli.corpus.walk import too_large, unwanted, walk
 from cacheblend_cli.errors import NotFoundError
 
 MAX_BYTES = 256 << 20
-_HALF = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class DocumentFile:
         if self.document is not None:
             return self.document
         file = Path(self.path)
-        converted = conversions.of(file, partial(_convert, file))
+        converted = conversions.of(file, partial(_convert, file, conversions.process))
         document = Document(self.source, converted.text, self.root, converted.layout, self.path)
         if document.digest != self.digest:
             raise NoDocument("changed while it was read", unread=True)
@@ -140,7 +139,7 @@ def read_documents(
                 if state is not None and old is not None and old.still_holds(state):
                     yield DocumentFile(source, root, digest, old.note, str(file), state=old)
                     continue
-                converted = conversions.of(file, partial(_convert, file))
+                converted = conversions.of(file, partial(_convert, file, conversions.process))
                 yield Document(source, converted.text, root, converted.layout, str(file), state)
             except NoDocument as no:
                 yield Skipped(source, no.reason, text_of(str(file)), no.unread, no.group, named, no.by_rule)
@@ -158,29 +157,33 @@ def convert_bytes(source: str, file_name: str, data: bytes) -> Document:
 
     Raises NoDocument for a kind without a converter, and for a file that has no text or cannot be read.
     """
-    converter = converter_of(file_name)
-    if converter is None:
+    if converter_of(file_name) is None:
         raise NoDocument("a kind of file without a converter", by_rule=True)
-    converted = _ended(converter(data))
+    process = ConverterProcess()
+    try:
+        converted = _ended(process.convert(file_name, data))
+    finally:
+        process.close()
     return Document(source, converted.text, layout=converted.layout)
 
 
 def _stdin() -> Converted:
-    return _ended(from_markdown(sys.stdin.buffer.read()))
+    data = sys.stdin.buffer.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise NoDocument(f"more than {MAX_BYTES >> 20} MB on stdin")
+    return _ended(from_markdown(data))
 
 
-def _convert(file: Path) -> Converted:
-    return _ended((converter_of(file.name) or from_plain)(_bytes(file)))
+def _convert(file: Path, process: ConverterProcess) -> Converted:
+    return _ended(process.convert(file.name, _bytes(file)))
 
 
 def _ended(converted: Converted) -> Converted:
-    """End the text with a line end and replace lone surrogates, which JSON can hold and no tokenizer accepts. Raises NoDocument
-    for a file without text."""
+    """End the text with a line end. Raises NoDocument for a file without text."""
     if not converted.text.strip():
         raise NoDocument("empty")
     text = converted.text if converted.text.endswith("\n") else converted.text + "\n"
-    title = _HALF.sub("\ufffd", converted.layout.title)
-    return replace(converted, text=_HALF.sub("\ufffd", text), layout=replace(converted.layout, title=title))
+    return replace(converted, text=text)
 
 
 def _bytes(file: Path) -> bytes:

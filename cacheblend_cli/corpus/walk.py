@@ -83,5 +83,5 @@ def too_large(file: Path, most: int) -> NoDocument | None:
         return None  # reported when the file is read
     if size <= most:
         return None
-    shown = f"{most / 2**20:.3g} MB"
-    return NoDocument(f"larger than {shown}: {size / 2**20:,.3g} MB", f"over {shown}", by_rule=True)
+    shown, megabytes = f"{most / 2**20:.3g} MB", f"{size / 2**20:.3g}" if size < 1000 << 20 else f"{size / 2**20:,.0f}"
+    return NoDocument(f"larger than {shown}: {megabytes} MB", f"over {shown}", by_rule=True)

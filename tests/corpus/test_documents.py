@@ -149,6 +149,21 @@ def test_stdin_is_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(read_documents(["-"])) == [Skipped(place_of("-"), "empty", "-", group="empty", named=True)]
 
 
+def test_what_is_too_large_is_not_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (here / "sparse.md").open("wb") as sparse:
+        sparse.truncate(2 << 30)
+    [by_folder], [by_name] = read_documents(["."]), read_documents(["sparse.md"])
+    assert isinstance(by_folder, Skipped)
+    assert by_folder.reason.startswith("larger than ")
+    assert isinstance(by_name, Skipped)
+    assert by_name.reason == "larger than 256 MB: 2,048 MB"
+    monkeypatch.setattr(documents, "MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a" * (2 << 20))))
+    [piped] = read_documents(["-"])
+    assert isinstance(piped, Skipped)
+    assert piped.reason == "more than 1 MB on stdin"
+
+
 def test_a_file_called_as_stdin_is_a_file(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "-").write_text("a file\n")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"stdin\n")))

@@ -35,6 +35,8 @@ CONVERTERS: dict[Converter, str] = {
     from_epub: ".epub",
 }
 """Converter -> lower-case file suffixes."""
+PLAIN = frozenset((from_markdown, from_rst, from_plain, from_code))
+"""Converters that only decode; the others parse, within the limits of `converters/process.py`."""
 _MODULES = {from_pdf: "pypdf", from_docx: "mammoth", from_pptx: "pptx", from_xlsx: "openpyxl", from_epub: "defusedxml"}
 """Converters of the extra `documents`, with the module each of them imports."""
 _BY_SUFFIX = {suffix: converter for converter, suffixes in CONVERTERS.items() for suffix in suffixes.split()}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from cacheblend_cli.corpus.layout import Converted, Kind, Layout, Mark
 from cacheblend_cli.extras import install_hint
@@ -22,6 +24,7 @@ class NoDocument(Exception):
         self.reason, self.group, self.unread, self.by_rule = reason, group or reason, unread or by_rule, by_rule
 
 
+_HALF = re.compile("[\ud800-\udfff]")
 _BYTE_ORDER_MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16",
 }  # fmt: skip
@@ -57,6 +60,15 @@ def joined(
             start += len(texts[-1])
     whole = "".join(texts)
     return Converted(whole, Layout(kind, numbered=False, marks=tuple(marks), apart=apart, title=title, note=note))
+
+
+def encodable(converted: Converted) -> Converted:
+    """Replace lone surrogates, which JSON can hold and UTF-8 cannot."""
+    layout = converted.layout
+    marks = tuple(replace(mark, part=_HALF.sub("\ufffd", mark.part)) for mark in layout.marks)
+    return Converted(
+        _HALF.sub("\ufffd", converted.text), replace(layout, marks=marks, title=_HALF.sub("\ufffd", layout.title))
+    )
 
 
 @contextmanager

@@ -28,8 +28,8 @@ def _chapters(archive: ZipFile, fromstring: Callable[[bytes], Any]) -> Iterator[
     package = fromstring(archive.read(root))
     files = {item.get("id"): item.get("href") for item in package.findall(".//{*}item")}
     folder, number = posixpath.dirname(root), 0
-    for item in package.findall(".//{*}itemref"):
-        name = posixpath.normpath(posixpath.join(folder, unquote(files[item.get("idref")])))
+    for reference in dict.fromkeys(item.get("idref") for item in package.findall(".//{*}itemref")):
+        name = posixpath.normpath(posixpath.join(folder, unquote(files[reference])))
         try:
             text = html_text(archive.read(name).decode("utf-8", "replace")).text
         except NoDocument:

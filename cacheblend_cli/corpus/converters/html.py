@@ -23,6 +23,7 @@ _NOT_TEXT = [
 _AROUND = "body > header, body > footer, [role=navigation], [role=banner], [role=contentinfo], [role=search], [hidden], a.headerlink"
 _MAIN = "main, [role=main], article"
 _ENOUGH = 0.3  # share of the text that a main part has at least
+_MOST_MAINS = 1000  # main parts that are compared
 _BLOCKS = frozenset(
     "address article blockquote body center dd details div dl dt fieldset figcaption figure footer h1 h2 h3 h4 h5 h6 header hgroup hr html "
     "li main ol p pre section summary table tbody td tfoot th thead tr ul".split()
@@ -49,9 +50,10 @@ def html_text(page: str) -> Converted:
     for node in tree.css(_AROUND):
         node.decompose()
     whole = len(body.text(separator=" "))
-    mains = [node for node in tree.css(_MAIN) if len(node.text(separator=" ")) >= _ENOUGH * whole]
+    mains = [node for node in tree.css(_MAIN)[:_MOST_MAINS] if len(node.text(separator=" ")) >= _ENOUGH * whole]
     blocks = "".join(_blocks(max(mains, key=lambda node: len(node.text()), default=body), 0))
-    text = re.sub(r"[ \t]+\n", "\n", re.sub(r"\n{3,}", "\n\n", blocks)).strip("\n")
+    lines = (line.rstrip(" \t") for line in re.sub(r"\n{3,}", "\n\n", blocks).split("\n"))
+    text = "\n".join(lines).strip("\n")
     return Converted(text + "\n", Layout("markdown", numbered=False, title=title))
 
 
@@ -108,10 +110,12 @@ def _block(node: LexborNode, tag: str, depth: int) -> Iterator[str]:
 
 
 def _rows(table: LexborNode) -> Iterator[str]:
-    for row in table.css("tr"):
-        cells = [" ".join(cell.text(separator=" ").split()) for cell in row.css("td, th")]
-        if any(cells):
-            yield " | ".join(cells) + "\n"
+    """The table's own rows, a line each; a table in a cell is part of the cell's text."""
+    for part in table.iter():
+        for row in [part] if part.tag == "tr" else part.iter():
+            cells = [" ".join(cell.text(separator=" ").split()) for cell in row.iter() if cell.tag in ("td", "th")]
+            if any(cells):
+                yield " | ".join(cells) + "\n"
     yield "\n"
 
 

@@ -13,6 +13,7 @@ from cacheblend_cli.corpus.converters.tables import row_text
 from cacheblend_cli.corpus.layout import Converted, Mark
 
 _MOST = 512 << 20  # bytes unpacked
+_MOST_ROWS = 1 << 20  # of a sheet in Excel
 
 
 def opened(data: bytes, what: str) -> zipfile.ZipFile:
@@ -86,7 +87,9 @@ def from_xlsx(data: bytes) -> Converted:
 
 def _rows(sheet: Any) -> Iterator[str]:
     names: list[str] | None = None
-    for values in sheet.iter_rows(values_only=True):
+    for number, values in enumerate(sheet.iter_rows(values_only=True), 1):
+        if number > _MOST_ROWS:  # rows that are not in the file are counted, too
+            raise NoDocument(f"a sheet has more than {_MOST_ROWS:,} rows", "damaged or locked")
         row = ["" if value is None else str(value) for value in values]
         if any(cell.strip() for cell in row):
             if names is None:

@@ -1,0 +1,151 @@
+"""Hostile files: bounded time and memory, a reason for each refusal, and the next file is read as if nothing had happened."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import files
+import hostile
+import pytest
+
+from cacheblend_cli.corpus.converters import converter_of, office
+from cacheblend_cli.corpus.converters.converter import NoDocument
+from cacheblend_cli.corpus.converters.process import ConversionLimits, ConverterProcess
+
+GOOD = b"<p>Within two weeks."
+MIB = 1 << 20
+
+
+@pytest.fixture
+def process() -> Iterator[ConverterProcess]:
+    process = ConverterProcess()
+    yield process
+    process.close()
+
+
+def refused(process: ConverterProcess, name: str, data: bytes) -> str:
+    """The reason for which the file is not read; the next one is."""
+    with pytest.raises(NoDocument) as error:
+        process.convert(name, data)
+    assert process.convert("good.html", GOOD).text == "Within two weeks.\n"
+    return error.value.reason
+
+
+def limited(**limits: float) -> ConverterProcess:
+    return ConverterProcess(ConversionLimits(**{"seconds_per_mib": 0, "memory_per_byte": 0, **limits}))  # type: ignore[arg-type]
+
+
+def test_a_file_that_takes_too_long_is_given_up() -> None:
+    assert refused(limited(seconds=0.5), "a.html", b"<div>" * 50_000).startswith("takes more than 0 s to convert")
+
+
+def test_a_file_that_takes_too_much_memory_is_given_up() -> None:
+    wide = b"n" * 100_000 + b"\n" + b"x\n" * 10_000  # a gigabyte: each row tells the column's name
+    assert refused(limited(memory=300 * MIB), "a.csv", wide) == "needs more than 300 MiB of memory to convert"
+
+
+def test_a_text_beyond_all_bounds_is_refused() -> None:
+    assert refused(limited(characters=MIB), "a.html", b"a" * 2 * MIB) == "has more than 1 MB of text"
+
+
+def test_a_converter_that_crashes_is_a_reason(process: ConverterProcess) -> None:
+    process.convert("a.html", GOOD)
+    assert process._process is not None
+    os.kill(process._process.pid, 9)
+    assert "crashed (signal 9)" in refused(process, "a.html", GOOD)
+
+
+def test_modules_beside_the_documents_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("msgspec", "selectolax", "pypdf", "json"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
+    process = ConverterProcess()
+    process.convert("a.html", GOOD)
+    process.convert("a.pdf", files.pdf(["text"]))
+    process.close()
+    assert not (tmp_path / "imported").exists()
+
+
+@pytest.mark.parametrize("suffix", ["docx", "xlsx", "pptx", "epub"])
+def test_archives_that_unpack_to_too_much_are_not_unpacked(suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(office, "_MOST", MIB)
+    converter = converter_of(f"a.{suffix}")
+    assert converter is not None
+    with pytest.raises(NoDocument, match="unpacks to more than 1 MiB"):
+        converter(hostile.with_files(hostile.office(suffix), {"more": b"\0" * 2 * MIB}))
+
+
+def test_archives_within_a_document_are_not_opened(process: ConverterProcess) -> None:
+    inner = b"\0" * MIB
+    for _ in range(5):
+        inner = files.packed({f"{n}.docx": inner for n in range(10)})  # type: ignore[dict-item]
+    found = process.convert("a.docx", hostile.with_files(files.docx(), {"word/embeddings/more.docx": inner}))
+    assert found.text == process.convert("b.docx", files.docx()).text
+
+
+def test_a_size_that_lies_is_not_believed(process: ConverterProcess) -> None:
+    data = hostile.document(hostile.PARAGRAPH * 100_000)
+    size = zipfile.ZipFile(io.BytesIO(data)).getinfo("word/document.xml").file_size
+    lying = data.replace(size.to_bytes(4, "little"), (1000).to_bytes(4, "little"))
+    assert lying != data
+    assert refused(process, "a.docx", lying).startswith("not a Word document")
+
+
+@pytest.mark.parametrize("suffix", ["docx", "xlsx", "pptx", "epub"])
+def test_entities_neither_grow_nor_read_files(suffix: str, tmp_path: Path, process: ConverterProcess) -> None:
+    secret = files.write(tmp_path / "secret", "the harbor key is 4711")
+    for entities in (hostile.LAUGHS, hostile.external(secret.as_uri())):
+        text = ""
+        with suppress(NoDocument):
+            text = process.convert(f"a.{suffix}", hostile.with_entity(suffix, entities)).text
+        assert "4711" not in text
+        assert len(text) < 1000
+
+
+def test_deep_pages_are_read_or_refused(process: ConverterProcess) -> None:
+    for tag in ("<div>", "<span>", "<table><tr><td>", "<ul><li>", "<article>", "<b><p>"):
+        assert "deep" in process.convert("a.html", b"<p>first" + tag.encode() * 4000 + b"deep").text, tag
+    assert refused(process, "a.pptx", hostile.deep_slides(5000))
+    assert refused(process, "a.docx", hostile.document("<w:tbl><w:tr><w:tc>" * 3000 + "</w:tc></w:tr></w:tbl>" * 3000))
+    assert refused(process, "a.eml", b"Subject: x\n" + b"Content-Type: message/rfc822\n\n" * 2000)
+
+
+def test_nested_tables_and_articles_are_told_once(process: ConverterProcess) -> None:
+    page = b"<article>one <table><tr><td>two <table><tr><td>three<td>four</table><td>five</table></article>" * 2
+    assert (
+        process.convert("a.html", b"<main>" + page).text
+        == "one\n\ntwo three four | five\n\none\n\ntwo three four | five\n"
+    )
+
+
+def test_rows_that_no_sheet_can_have(process: ConverterProcess) -> None:
+    row = '<row r="99999999999"><c r="A99999999999" t="inlineStr"><is><t>a</t></is></c></row>'
+    assert "more than 1,048,576 rows" in refused(process, "a.xlsx", hostile.sheet(row))
+
+
+def test_a_chapter_is_told_once_however_often_it_is_named(process: ConverterProcess) -> None:
+    assert process.convert("a.epub", hostile.repeated_chapter(1000)).text == "once\n\n"
+
+
+@pytest.mark.parametrize("name", hostile.PDFS)
+def test_broken_and_locked_pdfs(name: str, process: ConverterProcess) -> None:
+    assert refused(process, "a.pdf", hostile.PDFS[name]())
+
+
+def test_conversion_fetches_nothing(process: ConverterProcess) -> None:
+    """What a document names, on a server that counts who asks for it."""
+    with hostile.counting_server() as (url, requests):
+        with pytest.raises(HTTPError):
+            urlopen(f"{url}/counted")
+        assert requests == ["/counted"]
+        for name, data in hostile.naming(url).items():
+            with suppress(NoDocument):  # entities are refused
+                process.convert(name, data)
+        assert requests == ["/counted"]

@@ -1,0 +1,221 @@
+"""Hostile files: archives that unpack to gigabytes, entities, nesting, broken PDFs, and documents that name addresses."""
+
+from __future__ import annotations
+
+import http.server
+import io
+import threading
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import files
+
+_WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+_SHEET = "http://schemas.openxmlformats.org/spreadsheetml/2006/main"
+_RELATIONS = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
+PARAGRAPH = "<w:p><w:r><w:t>a</w:t></w:r></w:p>"
+
+
+def _ten(number: int) -> str:
+    return f"&e{number};" * 10
+
+
+LAUGHS = (
+    '<!DOCTYPE x [<!ENTITY e0 "haha">'
+    + "".join(f'<!ENTITY e{n} "{_ten(n - 1)}">' for n in range(1, 12))
+    + '<!ENTITY e "&e11;">]>'
+)
+"""Entities that grow to 400 GB; `&e;` is the largest."""
+
+
+def external(url: str) -> str:
+    return f'<!DOCTYPE x [<!ENTITY e SYSTEM "{url}">]>'
+
+
+def with_files(archive: bytes, changed: Mapping[str, bytes | str]) -> bytes:
+    """The archive with these files replaced or added."""
+    source, out = zipfile.ZipFile(io.BytesIO(archive)), io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as target:
+        for name in dict.fromkeys((*source.namelist(), *changed)):
+            target.writestr(name, changed[name] if name in changed else source.read(name))
+    return out.getvalue()
+
+
+def office(suffix: str) -> bytes:
+    makers: dict[str, Callable[[], bytes]] = {
+        "docx": files.docx, "xlsx": files.xlsx, "pptx": files.pptx, "epub": lambda: files.epub(["<p>a</p>"])
+    }  # fmt: skip
+    return makers[suffix]()
+
+
+def document(body: str, before: str = "") -> bytes:
+    """A Word document with this body."""
+    xml = f'{before}<w:document xmlns:w="{_WORD}"><w:body>{body}</w:body></w:document>'
+    return with_files(files.docx(), {"word/document.xml": xml})
+
+
+def sheet(rows: str, before: str = "") -> bytes:
+    """A workbook whose first sheet has these rows."""
+    xml = f'{before}<worksheet xmlns="{_SHEET}"><sheetData>{rows}</sheetData></worksheet>'
+    return with_files(files.xlsx(), {"xl/worksheets/sheet1.xml": xml})
+
+
+def _slide() -> str:
+    return zipfile.ZipFile(io.BytesIO(files.pptx())).read("ppt/slides/slide1.xml").decode()
+
+
+def deep_slides(depth: int) -> bytes:
+    group = '<p:grpSp><p:nvGrpSpPr><p:cNvPr id="9" name="g"/><p:cNvGrpSpPr/><p:nvPr/></p:nvGrpSpPr><p:grpSpPr/>'  # fmt: skip
+    nested = group * depth + "</p:grpSp>" * depth + "</p:spTree>"
+    return with_files(files.pptx(), {"ppt/slides/slide1.xml": _slide().replace("</p:spTree>", nested)})
+
+
+def with_entity(suffix: str, entities: str) -> bytes:
+    """A document with this document type and `&e;` in its text."""
+    if suffix == "docx":
+        return document("<w:p><w:r><w:t>text &e;</w:t></w:r></w:p>", entities)
+    if suffix == "xlsx":
+        return sheet('<row r="1"><c r="A1" t="inlineStr"><is><t>text &e;</t></is></c></row>', entities)
+    if suffix == "pptx":
+        slide = _slide().replace("?>", f"?>{entities}", 1).replace("Plans", "text &e;")
+        return with_files(files.pptx(), {"ppt/slides/slide1.xml": slide})
+    container = (
+        '<container xmlns="urn:oasis:names:tc:opendocument:xmlns:container"><rootfiles><rootfile full-path="OEBPS/book.opf"/>'
+        "&e;</rootfiles></container>"
+    )
+    return with_files(office("epub"), {"META-INF/container.xml": entities + container})
+
+
+def repeated_chapter(times: int) -> bytes:
+    refs = '<itemref idref="c0"/>' * times
+    opf = (
+        '<package xmlns="http://www.idpf.org/2007/opf"><manifest><item id="c0" href="text/c%200.xhtml"/></manifest>'
+        f"<spine>{refs}</spine></package>"
+    )
+    return with_files(files.epub(["<p>once</p>"]), {"OEBPS/book.opf": opf})
+
+
+def _pdf(*objects: bytes) -> bytes:
+    out, places = b"%PDF-1.4\n", []
+    for number, body in enumerate(objects, 1):
+        places.append(len(out))
+        out += b"%d 0 obj\n%s\nendobj\n" % (number, body)
+    table = "".join(f"{place:010} 00000 n \n" for place in places)
+    end = f"trailer << /Size {len(objects) + 1} /Root 1 0 R >>\nstartxref\n{len(out)}\n%%EOF\n"
+    return out + f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}{end}".encode()
+
+
+_CATALOG = b"<< /Type /Catalog /Pages 2 0 R >>"
+
+
+def pdf_page(content: bytes, filters: bytes = b"") -> bytes:
+    """A PDF of one page with this content stream."""
+    return _pdf(
+        _CATALOG,
+        b"<< /Type /Pages /Kids [4 0 R] /Count 1 >>",
+        b"<< /Length %d %s >>\nstream\n%s\nendstream" % (len(content), filters, content),
+        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 3 0 R >>",
+    )
+
+
+def _zeros(size: int) -> bytes:
+    packer = zlib.compressobj(9)
+    return b"".join(packer.compress(b" " * (1 << 20)) for _ in range(size >> 20)) + packer.flush()
+
+
+def _page_tree(levels: int) -> bytes:
+    """10 ** levels pages in as many lines."""
+    inner = [b"<< /Type /Pages /Kids [%s] /Count 1 >>" % (b"%d 0 R " % (n + 3) * 10) for n in range(levels)]
+    return _pdf(_CATALOG, *inner, b"<< /Type /Page /MediaBox [0 0 612 792] >>")
+
+
+def _locked() -> bytes:
+    from pypdf import PdfReader, PdfWriter
+
+    writer, out = PdfWriter(PdfReader(io.BytesIO(files.pdf(["secret"])))), io.BytesIO()
+    writer.encrypt("password", algorithm="RC4-128")
+    writer.write(out)
+    return out.getvalue()
+
+
+PDFS: dict[str, Callable[[], bytes]] = {
+    "locked": _locked,
+    "cut off": lambda: files.pdf(["a page of text"] * 50)[:3000],
+    "without a table": lambda: files.pdf(["a page"]).replace(b"xref", b"xxxx"),
+    "pages of themselves": lambda: _pdf(_CATALOG, b"<< /Type /Pages /Kids [2 0 R 2 0 R] /Count 99 >>"),
+    "a billion pages": lambda: _page_tree(9),
+    "256 MB of blanks": lambda: pdf_page(_zeros(256 << 20), b"/Filter /FlateDecode"),
+    "256 MB of blanks, packed twice": lambda: pdf_page(
+        zlib.compress(_zeros(256 << 20)), b"/Filter [/FlateDecode /FlateDecode]"
+    ),
+    "deep arrays": lambda: _pdf(
+        _CATALOG[:-2] + b"/X " + b"[" * 100_000 + b"]" * 100_000 + b">>", b"<< /Type /Pages /Kids [] /Count 0 >>"
+    ),
+}
+
+
+def naming(url: str) -> dict[str, bytes]:
+    """Documents of each kind that name this address wherever their format has a place for one."""
+    page = (
+        f'<html><head><base href="{url}"><link rel=stylesheet href="{url}/css"><script src="{url}/js"></script>'
+        f'<meta http-equiv=refresh content="0; url={url}/refresh"></head><body background="{url}/b"><img src="{url}/img">'
+        f'<iframe src="{url}/frame"></iframe><object data="{url}/o"></object><svg><image href="{url}/svg"/></svg>'
+        f'<p style="background: url({url}/style)">text</p></body></html>'
+    ).encode()
+    relations = (
+        '<Relationships xmlns="http://schemas.openxmlformats.org/package/2006/relationships">'
+        f'<Relationship Id="r1" Type="{_RELATIONS}/image" Target="{url}/image" TargetMode="External"/>'
+        f'<Relationship Id="r2" Type="{_RELATIONS}/attachedTemplate" Target="{url}/template" TargetMode="External"/></Relationships>'
+    )
+    picture = (
+        '<w:p><w:r><w:t>text</w:t></w:r><w:r><w:drawing xmlns:wp="http://schemas.openxmlformats.org/drawingml/2006/wordprocessingDrawing" '
+        'xmlns:a="http://schemas.openxmlformats.org/drawingml/2006/main" xmlns:pic="http://schemas.openxmlformats.org/drawingml/2006/picture" '
+        f'xmlns:r="{_RELATIONS}"><wp:inline><a:graphic><a:graphicData><pic:pic><pic:blipFill><a:blip r:link="r1"/></pic:blipFill></pic:pic>'
+        "</a:graphicData></a:graphic></wp:inline></w:drawing></w:r></w:p>"
+    )
+    action = (
+        f"/OpenAction << /S /URI /URI ({url}/action) >> /AA << /O << /S /SubmitForm /F ({url}/form) >> >> >>".encode()
+    )
+    mail = (
+        f"Subject: x\nMIME-Version: 1.0\nContent-Type: message/external-body; access-type=URL; URL=\"{url}/mail\"\n\n"
+        f"Content-Type: text/plain\n\ntext\n"
+    ).encode()  # fmt: skip
+    dtd = f'<!DOCTYPE x SYSTEM "{url}/dtd">'
+    return {
+        "a.html": page,
+        "a.xhtml": f'<?xml version="1.0"?><?xml-stylesheet href="{url}/xsl"?>{dtd}'.encode() + page,
+        "a.eml": mail,
+        "a.epub": files.epub([page.decode()]),
+        "a.docx": with_files(
+            document(picture), {"word/_rels/document.xml.rels": relations, "word/_rels/settings.xml.rels": relations}
+        ),
+        "a.pdf": files.pdf(["text"]).replace(_CATALOG, _CATALOG[:-2] + action),
+        "a.csv": f'name,formula\na,"=WEBSERVICE(""{url}/csv"")"\n'.encode(),
+        "a.ipynb": files.notebook().replace(b"Why.", f"![x]({url}/notebook)".encode()),
+        "a.json": f'[{{"$ref": "{url}/ref", "text": "{url}/text"}}]'.encode(),
+        **{f"entity.{suffix}": with_entity(suffix, external(f"{url}/entity")) for suffix in ("docx", "xlsx", "pptx")},
+        **{f"dtd.{suffix}": with_entity(suffix, dtd).replace(b"&e;", b"") for suffix in ("docx", "xlsx", "pptx")},
+    }
+
+
+@contextmanager
+def counting_server() -> Iterator[tuple[str, list[str]]]:
+    """Address of a server on this machine, and the paths it was asked for."""
+    requests: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            requests.append(self.path)
+            self.send_error(404)
+
+        do_POST = do_HEAD = do_PUT = do_OPTIONS = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", requests
+        server.shutdown()
