@@ -77,15 +77,13 @@ def steps_of(folder: Path, precision: str, store_folder: Path, tokens: int) -> t
     import torch
     from cacheblend_store import ChunkStore
 
-    from cacheblend_cli.engine.admission import admitting
     from cacheblend_cli.engine.config import EngineConfig
-    from cacheblend_cli.engine.core import EngineCore
-    from cacheblend_cli.engine.events import Failed, Limits
+    from cacheblend_cli.engine.core import EngineCore, admit
+    from cacheblend_cli.engine.events import Limits
     from cacheblend_cli.engine.pools import pool_for
     from cacheblend_cli.engine.runtime import Runtime
     from cacheblend_cli.engine.sequence import RequestState
     from cacheblend_cli.evaluation.speed import Layout, SpeedPrompt, even_lengths, ordinary_ids, random_ids
-    from cacheblend_cli.kv.forward import finish
     from cacheblend_cli.types import BlendParams, SamplingParams
 
     dtype, weights = PRECISIONS[precision]
@@ -97,19 +95,10 @@ def steps_of(folder: Path, precision: str, store_folder: Path, tokens: int) -> t
     with ChunkStore.open(store_folder, mode="write") as store:
         request = SpeedPrompt.stored(runtime, store, layout, tokens).request
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
-        state = RequestState(
-            replace(request, blend=BlendParams(mode="reuse"), sampling=sampling), lambda event: None, 0
-        )
-        finish(admitting(runtime, state))
-
-        def emit(state: RequestState, event: object) -> None:
-            if isinstance(event, Failed):
-                raise event.error
-
+        state = RequestState(replace(request, blend=BlendParams(mode="reuse"), sampling=sampling), 0)
+        admit(runtime, state)
         limits = Limits(max_sequences=1, enable_prefix_caching=False)
-        core = EngineCore(
-            runtime, limits, emit, pool_for(runtime, (state.num_tokens + tokens) // config.block_size + 3)
-        )
+        core = EngineCore(runtime, limits, pool_for(runtime, (state.num_tokens + tokens) // config.block_size + 3))
         core.add(state)
         while state.sequences[0].output is None:
             core.step()
@@ -125,8 +114,7 @@ def measure(folder: Path, precision: str, tokens: int, counted: bool) -> dict[st
     from cacheblend_kernels.torch_backend import TorchBackend
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from cacheblend_cli.engine import core as core_module
-    from cacheblend_cli.engine import decode
+    from cacheblend_cli.engine import decode, output_processor
     from cacheblend_cli.engine.output_processor import OutputProcessor
     from cacheblend_cli.engine.scheduler import Scheduler
     from cacheblend_cli.model import linear
@@ -170,7 +158,7 @@ def measure(folder: Path, precision: str, tokens: int, counted: bool) -> dict[st
         (compiled, "rope_and_cache", "RoPE and cache"),
         (compiled, "round_rows", "rounding to 8 bits"),
         (TorchBackend, "act_and_mul", "activation"),
-        (core_module, "draw_next", "sampling"),
+        (output_processor, "draw_next", "sampling"),
         (decode, "next_rows", "batch"),
         (decode, "filled", "batch"),
         (OutputProcessor, "sampled", "text"),

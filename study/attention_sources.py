@@ -89,9 +89,9 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=1000, help="questions of each set")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "attention_sources.json")
     args = parser.parse_args()
-    import cacheblend_cli.engine.core as core
+    import cacheblend_cli.engine.output_processor as outputs
 
-    core.AttentionShares = Looks  # type: ignore[misc]
+    outputs.AttentionShares = Looks  # type: ignore[misc]
     engine = Engine.load(EngineConfig(model=args.model))
     sets = {"handbook": handbook()} | ({"musique": musique(args.musique)} if args.musique else {})
     rows = []

@@ -33,7 +33,7 @@ from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.blend.selectors import Candidates
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.fidelity import divergence, log_distribution, teacher_forced
-from cacheblend_cli.engine.prefill import Prefilled, prefill
+from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.evaluation.bootstrap import Bootstrap, difference, mean
 from cacheblend_cli.evaluation.chunks import SampleChunks

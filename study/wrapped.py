@@ -37,7 +37,7 @@ from cacheblend_cli.collect.prefill import ChunkKV, CollectSequence, Kept, Prefi
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.fidelity import divergence, log_distribution, teacher_forced
-from cacheblend_cli.engine.prefill import prefill
+from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.request import Request, resolve
 from cacheblend_cli.evaluation.bootstrap import Bootstrap, difference, mean
 from cacheblend_cli.evaluation.chunks import SampleChunks

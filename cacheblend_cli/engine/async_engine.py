@@ -37,11 +37,11 @@ class AsyncEngine:
 
     def __init__(self, runtime: Runtime, limits: Limits | None = None) -> None:
         self._runtime, self._limits = runtime, limits or Limits()
-        self._core = EngineCore(runtime, self._limits, self._emit)
+        self._core = EngineCore(runtime, self._limits)
         self._changed = threading.Condition()
         self._arrived = deque[RequestState]()
+        self._listeners: dict[RequestState, OnEvent] = {}  # of the requests that are not over
         self._work = deque[tuple[Callable[[Runtime], Any], Future[Any]]]()
-        self._live: set[RequestState] = set()
         self._numbers = itertools.count()
         self._closing = False
         self._seconds = deque[float]([1.0], maxlen=16)  # between the ends of the last requests
@@ -56,8 +56,8 @@ class AsyncEngine:
         long, its only event is Failed."""
         with self._changed:
             self.check_room()
-            state = RequestState(request, on_event, next(self._numbers))
-            self._live.add(state)
+            state = RequestState(request, next(self._numbers))
+            self._listeners[state] = on_event
             self._arrived.append(state)
             self._changed.notify_all()
         return state
@@ -94,7 +94,7 @@ class AsyncEngine:
     def cancel_all(self) -> None:
         """Cancel all requests."""
         with self._changed:
-            for state in self._live:
+            for state in self._listeners:
                 state.cancelled = True
 
     def run(self, work: Callable[[Runtime], T]) -> Future[T]:
@@ -103,7 +103,7 @@ class AsyncEngine:
         future: Future[T] = Future()
         with self._changed:
             if self._closing:
-                raise QueueFull(len(self._live), 1.0)
+                raise QueueFull(len(self._listeners), 1.0)
             self._work.append((work, future))
             self._changed.notify_all()
         return future
@@ -139,7 +139,7 @@ class AsyncEngine:
 
     @property
     def _num_waiting(self) -> int:
-        return sum(not state.begun for state in self._live)
+        return sum(not state.begun for state in self._listeners)
 
     def _loop(self) -> None:
         make_current(self._runtime.decoder.device)
@@ -148,7 +148,8 @@ class AsyncEngine:
             self._take_in()
             self._step_began = time.monotonic()
             try:
-                self._core.step()
+                for state, event in self._core.step():
+                    self._emit(state, event)
             except Exception:
                 logger.exception("a step of the engine failed")
             self._step_began = None
@@ -169,7 +170,11 @@ class AsyncEngine:
             self._arrived.clear()
             work = self._work.popleft() if self._work else None
         for state in arrived:
-            self._core.arrive(state)
+            try:
+                self._core.add(state)
+            except Exception as error:
+                self._core.counts.failed += 1
+                self._emit(state, Failed(error))
         if work is not None:
             _do(self._runtime, *work)
 
@@ -177,14 +182,15 @@ class AsyncEngine:
         if isinstance(event, Failed):
             event = Failed(as_public_error(event.error))
         with self._changed:
+            on_event = self._listeners[state]
             if isinstance(event, Done | Failed):
-                self._live.discard(state)
+                del self._listeners[state]
                 now = time.monotonic()
                 self._seconds.append(now - max(state.submitted, self._last_end))
                 self._last_end = now
                 self._stats = self._snapshot()
         try:
-            state.on_event(event)
+            on_event(event)
         except Exception:
             logger.exception("a request's listener failed")
             state.cancelled = True

@@ -19,7 +19,7 @@ from cacheblend_cli.engine.fidelity import Divergence, divergence, log_distribut
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.risk import RiskFile, RiskFit, signals_of
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sequence import Outputs, RequestState, Sequence
+from cacheblend_cli.engine.sequence import RequestState, Sequence, Sink
 from cacheblend_cli.engine.sequence_output import Generation, SequenceOutput
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.types import Confirmation, Risk, Verification
@@ -63,8 +63,8 @@ class Checks:
     def begin(self, runtime: Runtime, state: RequestState) -> Check | None:
         """Return the full prefill that the complete answer needs, None if it needs none."""
         assert state.done is not None
-        answer = state.sequences[0].generation
-        assert answer is not None
+        assert state.sequences[0].output is not None
+        answer = state.sequences[0].output.out
         if self.fit is not None:
             self.risk = self._risk_of(state)
         is_risky = self.risk is not None and self.risk.estimate > self.risk.limit
@@ -125,7 +125,7 @@ class Check(RequestState):
         switch = runtime.decoder.rope.switches_at
         if switch is not None and self._num_prompt <= switch:  # beyond it, a full prefill has other frequencies
             ids = ids[: switch - self._num_prompt + 1]
-        super().__init__(request.extended(ids[:-1]), lambda event: None, parent.number, parent)
+        super().__init__(request.extended(ids[:-1]), parent.number, parent)
         self._runtime, self._checks, self._draft, self._draft_ids, self._replaces = (
             runtime, checks, draft, ids, replaces,
         )  # fmt: skip
@@ -137,7 +137,7 @@ class Check(RequestState):
     def num_prompt_tokens(self) -> int:
         return self._num_prompt
 
-    def outputs(self) -> Outputs:
+    def outputs(self) -> tuple[int, Sink]:
         prompt_ids = self.request.plan.token_ids[: self._num_prompt]
         self._output = SequenceOutput(self._runtime, self.request.sampling, prompt_ids)
         self._top1, self._pairs, self._draws = list[int](), list[Divergence](), self._replaces
@@ -175,7 +175,7 @@ class Check(RequestState):
         first_difference = None if same else sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         answer.first_token_at, answer.decode_s = draft.first_token_at, draft.decode_s  # what the user waited for
         answer.attention = draft.attention
-        self.parent.sequences[0].generation = answer
+        self.parent.sequences[0].output = self._output
         seconds = time.perf_counter() - self.since
         if checks.confirm:
             checks.confirmation = Confirmation(same, first_difference, draft.text, self.full_ttft_s, seconds)

@@ -9,25 +9,25 @@ from typing import Any
 
 from cacheblend_cli.blend.cost import AutoReport, Speeds, Workload, decide, estimate, estimate_full, learn
 from cacheblend_cli.blend.policy import policy_of
-from cacheblend_cli.engine.prefill import Prefilled, PrefillReport, prefill
+from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
+from cacheblend_cli.engine.prefill_report import PrefillReport
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.speeds import Pieces, SpeedFile, kv_share, measure_compute
+from cacheblend_cli.engine.speeds import SpeedFile, kv_share, measure_compute
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.kv.forward import finish
 
 _LOAD_AGAIN = 16  # full prefills in a row
 
 
 class Controller:
-    """The speeds of one model on this machine for one codec. `measured` measures compute, after a message to `say`; how fast KV loads
+    """The speeds of one model on this machine for one codec. `measure` measures compute, after a message to `say`; how fast KV loads
     is learnt from the first prompt that is blended."""
 
     def __init__(self, runtime: Runtime, codec: str) -> None:
         self._runtime, self._file = runtime, SpeedFile.of(runtime.model, codec)
         self._speeds = self._file.read()
 
-    def measured(self) -> Pieces[None]:
+    def measure(self) -> None:
         """Measure compute when that was never done on this machine.
 
         Full prefills say nothing about loading, so after some of them in a row its speed is forgotten: a bad first measure would
@@ -36,12 +36,12 @@ class Controller:
         if self._speeds is None:
             runtime = self._runtime
             runtime.say(f"--ratio auto: measuring how fast this machine is with {runtime.model.name}, once")
-            self._keep((yield from measure_compute(runtime.decoder, runtime.config.block_size)))
+            self._keep(measure_compute(runtime.decoder, runtime.config.block_size))
         elif self._speeds.not_loaded >= _LOAD_AGAIN:
             self._keep(replace(self._speeds, bytes_per_s=math.inf, not_loaded=0))
 
     def decide(self, request: Request, before_s: float) -> AutoReport:
-        """`measured` came before. request.blend.ratio is the floor; before_s: since the question is known."""
+        """`measure` came before. request.blend.ratio is the floor; before_s: since the question is known."""
         speeds, work = self._speeds, workload(request)
         assert speeds is not None
         decision, other_s = decide(speeds, work, request.blend.ratio), before_s + speeds.rest_s
@@ -81,13 +81,8 @@ def controller_of(runtime: Runtime, request: Request) -> Controller:
 
 
 def decided(runtime: Runtime, request: Request) -> tuple[Request, AutoReport | None]:
-    """`deciding`, without a pause."""
-    return finish(deciding(runtime, request))
-
-
-def deciding(runtime: Runtime, request: Request) -> Pieces[tuple[Request, AutoReport | None]]:
     """The request as the controller wants it, and why; where it does not blend, as it is. Measuring this machine, once, is no
-    part of an answer, and pauses for others. Raises UsageError for a blend whose ratio is not one number."""
+    part of an answer. Raises UsageError for a blend whose ratio is not one number."""
     blend = request.blend
     if blend.mode != "blend":
         return request, None
@@ -96,7 +91,7 @@ def deciding(runtime: Runtime, request: Request) -> Pieces[tuple[Request, AutoRe
     if blend.checks:
         raise UsageError("--ratio auto chooses one ratio, and several check layers were given", "give a ratio to each")
     controller, resolved = controller_of(runtime, request), time.perf_counter()
-    yield from controller.measured()
+    controller.measure()
     started = request.started + time.perf_counter() - resolved
     report = controller.decide(request, time.perf_counter() - started)
     if report.decision.mode == "full":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.errors import NotFoundError, UsageError
@@ -29,6 +30,7 @@ class DecodeWith:
     decided: bool = False
     engine: LlamaCpp | None = None
     worth_after: float | None = None
+    refused: WeakSet[Any] = field(default_factory=WeakSet)  # sequences that llama.cpp refused, which are decoded here
 
     @property
     def note(self) -> str | None:

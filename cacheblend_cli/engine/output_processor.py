@@ -1,47 +1,222 @@
-"""Processing of sampled tokens: streamed text, complete answers, and requests that finish, are checked, or fail."""
+"""Processing of what a step computed: prompts that are done, tokens drawn, answers that are complete, requests that end or fail."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
 import torch
 from cacheblend_kernels import KernelError
 from cacheblend_store import StoreError
 
+from cacheblend_cli.engine.attention import AttentionShares
 from cacheblend_cli.engine.build_answer import answer_of
 from cacheblend_cli.engine.checks import Check
+from cacheblend_cli.engine.connectors.connector import Connector
 from cacheblend_cli.engine.controller import learn_from
-from cacheblend_cli.engine.events import Done, Early, EngineStats, Event, Failed, HandedOver, Reasoning, Text, Token
+from cacheblend_cli.engine.events import (
+    Done,
+    Early,
+    EngineStats,
+    Event,
+    Failed,
+    HandedOver,
+    Reasoning,
+    Started,
+    Text,
+    Token,
+    ignore,
+)
+from cacheblend_cli.engine.executor import Decoded, StepOutput
 from cacheblend_cli.engine.memory import out_of_memory
 from cacheblend_cli.engine.missing_chunks import has_missing, store_missing
-from cacheblend_cli.engine.prefill import PrefillReport
+from cacheblend_cli.engine.prefill import PrefillOutput
+from cacheblend_cli.engine.prefill_report import PrefillReport, PromptLogprobs
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import Draw
+from cacheblend_cli.engine.scheduler import Scheduler, Step
 from cacheblend_cli.engine.sequence import RequestState, Sequence, Status
+from cacheblend_cli.engine.sequence_output import SequenceOutput, draw_next
 from cacheblend_cli.engine.tiered import remember_speed
+from cacheblend_cli.engine.worker import TableInput
 from cacheblend_cli.errors import CacheBlendError
+from cacheblend_cli.kv.pool import upload
+from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.types import Answer
 
-Emit = Callable[[RequestState, Event], None]
+Events = list[tuple[RequestState, Event]]
 logger = logging.getLogger("cacheblend")
 
 
 class OutputProcessor:
-    """Ends answers and requests. states: those that are not over. queue: takes the full prefills that check answers."""
+    """Draws tokens, and ends answers and requests."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        states: list[RequestState],
-        queue: Callable[[RequestState], None],
-        counts: EngineStats,
-        emit: Emit,
-    ) -> None:
-        self._runtime, self._states, self._queue = runtime, states, queue
-        self._counts, self._emit = counts, emit
+    def __init__(self, runtime: Runtime, scheduler: Scheduler, counts: EngineStats) -> None:
+        self._runtime, self._scheduler, self._blocks = runtime, scheduler, scheduler.blocks
+        self._counts, self._events = counts, list[tuple[RequestState, Event]]()
         self._storing = deque[tuple[RequestState, list[Answer], Iterator[None]]]()
+
+    @property
+    def storing(self) -> bool:
+        """Return whether chunks are left to collect that finished requests had to compute."""
+        return bool(self._storing)
+
+    def process(self, step: Step, output: StepOutput) -> Events:
+        """Take what a step computed. Returns the events of its requests, in order."""
+        if self._storing:
+            self._store_piece()
+        for state in step.end:
+            self._end(state, state.ended)
+        for sequence in step.begin:
+            if not sequence.state.begun:
+                sequence.state.begun = True
+                self._emit(sequence.state, Started())
+        for sequence, error in output.failed:
+            if isinstance(error, BadChunk):
+                self._restart(sequence, error)
+            else:
+                self._fail(sequence.state, error)
+        for sequence, out in output.prefilled:
+            self._filled(sequence, out)
+        for decoded in output.decoded:
+            self._decoded(decoded)
+        self._counts.joined += output.joined
+        events, self._events = self._events, []
+        return events
+
+    def remove(self, state: RequestState) -> None:
+        """Give back what the request holds."""
+        if state in self._scheduler.states:
+            self._scheduler.states.remove(state)
+        for sequence in list(state.unfinished):
+            sequence.release(Status.FINISHED)
+
+    def _emit(self, state: RequestState, event: Event) -> None:
+        self._events.append((state, event))
+
+    # prompts
+
+    def _restart(self, sequence: Sequence, bad: BadChunk) -> None:
+        """Queue the prompt again: a stored chunk that cannot be used is computed."""
+        sequence.state.request = sequence.state.request.without(bad.key, bad.reason)
+        self._scheduler.restart(sequence)
+
+    def _filled(self, sequence: Sequence, out: PrefillOutput) -> None:
+        """A slice of the prompt is computed. After the last one its answers begin."""
+        state, prefill = sequence.state, sequence.prefill
+        if sequence.paged is None or prefill is None:  # its request failed
+            return
+        assert state.provenance is not None
+        self._blocks.keep(sequence.paged, state.request.plan.token_ids[: out.num_filled], state.provenance)
+        if isinstance(state, Check) and out.num_filled >= state.num_prompt_tokens and not state.full_ttft_s:
+            state.full_ttft_s = out.prefill_s
+        if out.result is None:
+            return
+        logprobs = tuple(prefill.sink.found) if isinstance(prefill.sink, PromptLogprobs) else ()
+        done = PrefillReport(state.request, out.result, out.loader, out.prefill_s, prefill.hit_tokens, logprobs)
+        sequence.stop_prefill()
+        try:
+            if isinstance(state, Check):
+                self._checked(sequence, state)
+            elif sequence.output is not None:
+                # Its KV was dropped: its tokens are computed again, one a step as at first, so that the answer is the same to the bit.
+                sequence.kv_len, sequence.replay = state.num_tokens, len(sequence.output.out.token_ids) - 1
+            else:
+                self._begin_answers(sequence, done)
+        except Exception as error:
+            self._fail(state, error)
+
+    def _begin_answers(self, first: Sequence, done: PrefillReport) -> None:
+        """Draw the first token of each answer; they share the prompt's blocks."""
+        state, counts = first.state, self._counts
+        plan = state.request.plan.with_prefix_cache(done.prefix_cache_tokens)
+        assert first.paged is not None
+        state.done = done
+        counts.computed += plan.fresh_tokens
+        counts.reused += plan.exact_tokens + plan.inexact_tokens
+        counts.repaired += len(done.result.chosen)
+        counts.prefix_cached += done.prefix_cache_tokens
+        counts.stall_s += done.loader.stall_s
+        if state.request.connector is not None:
+            self._hand_over(first, state.request.connector)
+            return
+        begun = state.num_started
+        end = begun + self._scheduler.wave(state.num_answers - begun)
+        wave = [
+            first,
+            *(Sequence(state, index, Status.RUNNING, first.paged.fork()) for index in range(begun + 1, end)),
+        ]
+        state.sequences += wave[1:]
+        outputs = [self._begin_output(sequence) for sequence in wave]
+        for sequence in wave:
+            sequence.kv_len = state.num_tokens
+        draws = draw_next(outputs, done.logits.expand(len(outputs), -1))
+        self.sampled(list(zip(wave, draws, strict=True)))
+
+    def _begin_output(self, sequence: Sequence) -> SequenceOutput:
+        """Begin its answer."""
+        state, sampling = sequence.state, sequence.state.request.sampling
+        params = replace(sampling, seed=None if sampling.seed is None else sampling.seed + sequence.index)
+        on_event = partial(self._emit, state) if state.streams else ignore
+        if state.num_answers > sampling.n:
+            params = replace(params, logprobs=sampling.logprobs or 0)
+        see = state.checks.see if state.checks is not None and sequence.index == 0 else None
+        output = SequenceOutput(self._runtime, params, state.request.plan.token_ids, on_event, sequence.index, see)
+        output.watch = AttentionShares(state.request.plan)
+        sequence.output = output
+        return output
+
+    def _hand_over(self, sequence: Sequence, connector: Connector) -> None:
+        """Give the prompt's KV to the connector, and end the request with an answer of no tokens."""
+        state = sequence.state
+        assert sequence.paged is not None
+        kv = self._scheduler.worker.export_kv(TableInput.of(sequence.paged), state.num_tokens)
+        connector.hand_over(state.request.plan.token_ids, kv)
+        generation = self._begin_output(sequence).out
+        generation.finish_reason, generation.first_token_at = "handed_over", time.perf_counter()
+        sequence.release(Status.FINISHED)
+        self._end(state)
+
+    def _checked(self, sequence: Sequence, check: Check) -> None:
+        """A check's full prefill is done: decode what is left of the answer, or end the check."""
+        if (output := check.continues) is None:
+            self._end_check(sequence, check)
+        else:
+            sequence.output, sequence.kv_len = output, check.num_prompt_tokens + len(output.out.token_ids) - 1
+
+    # tokens
+
+    def _decoded(self, decoded: Decoded) -> None:
+        """Draw the next tokens, except where tokens were computed again."""
+        going, outputs = list[int](), list[SequenceOutput]()
+        for index, (sequence, attention) in enumerate(zip(decoded.sequences, decoded.attention, strict=True)):
+            output = sequence.output
+            assert output is not None
+            if attention is not None and output.watch is not None:
+                output.watch.add(attention)
+            sequence.kv_len += 1
+            if sequence.replay:
+                sequence.replay -= 1
+            else:
+                going.append(index)
+                outputs.append(output)
+        try:
+            if going:
+                logits = decoded.logits
+                every = len(going) == len(logits)
+                draws = draw_next(outputs, logits if every else logits[upload(going, logits.device)])
+                self.sampled([(decoded.sequences[i], draw) for i, draw in zip(going, draws, strict=True)])
+        except Exception as error:
+            for sequence in decoded.sequences:
+                self._fail(sequence.state, error)
+        for sequence in decoded.sequences:
+            unseen = self._blocks.num_unseen(sequence.kv_len)  # blocks that have left the window of every layer
+            if sequence.handed is None and sequence.paged is not None and unseen > sequence.paged.gone:
+                sequence.paged.give_back(unseen)
 
     def sampled(self, draws: list[tuple[Sequence, Draw]]) -> None:
         """Append the tokens to their sequences, and finish those that are complete."""
@@ -51,49 +226,43 @@ class OutputProcessor:
                 continue
             try:
                 if not sequence.output.append(draw):
-                    self.finish(sequence)
+                    self._finish(sequence)
             except Exception as error:  # the others go on
-                self.fail(sequence.state, error)
+                self._fail(sequence.state, error)
 
-    def finish(self, sequence: Sequence, early: Early | None = None) -> None:
+    # ends
+
+    def _finish(self, sequence: Sequence, early: Early | None = None) -> None:
         """An answer is complete. With the last one the request is checked or done."""
         state, output = sequence.state, sequence.output
         assert output is not None
         if isinstance(state, Check):
-            sequence.finish()
-            self.check_ended(state)
+            self._end_check(sequence, state)
             return
         generation = output.end()
         generation.finish_reason = early or generation.finish_reason
-        generation.attention = sequence.watch.of_chunks() if sequence.watch is not None else None
         self._counts.generated += len(generation.token_ids)
-        sequence.generation = generation
-        sequence.finish()
+        sequence.release(Status.FINISHED)
         if early is not None or any(state.unfinished):
             return
         if state.num_started < state.num_answers:  # the next wave: its prompt is prefilled again
             state.sequences.append(Sequence(state, state.num_started))
-        else:
-            self._check(state)
-
-    def check_ended(self, state: Check) -> None:
-        """A check may be complete: its parent ends."""
-        if any(state.unfinished):
             return
-        self._states.remove(state)
-        state.conclude()
-        assert state.parent is not None
-        self.end(state.parent)
-
-    def _check(self, state: RequestState) -> None:
-        """Queue the full prefill that the answers are checked by, or end the request."""
         check = None if state.checks is None else state.checks.begin(self._runtime, state)
         if check is None:
-            self.end(state)
+            self._end(state)
         else:
-            self._queue(check)
+            self._scheduler.add(check)
 
-    def end(self, state: RequestState, early: Early | None = None) -> None:
+    def _end_check(self, sequence: Sequence, check: Check) -> None:
+        """A check is complete, and so is the request it was made for."""
+        sequence.release(Status.FINISHED)
+        self._scheduler.states.remove(check)
+        check.conclude()
+        assert check.parent is not None
+        self._end(check.parent)
+
+    def _end(self, state: RequestState, early: Early | None = None) -> None:
         """Emit the answers. early: why the request ends though it is not finished, with what was generated until now."""
         if isinstance(state, Check):
             self.remove(state)
@@ -101,12 +270,12 @@ class OutputProcessor:
         try:
             for sequence in list(state.unfinished):
                 if sequence.output is not None:
-                    self.finish(sequence, early)
+                    self._finish(sequence, early)
             answers = self._answers(state)
             if state.done is not None and early is None:
                 _conclude(self._runtime, state.done, answers[0])
         except Exception as error:
-            self.fail(state, error)
+            self._fail(state, error)
             return
         self.remove(state)
         if early is None and state.request.connector is not None:
@@ -116,13 +285,8 @@ class OutputProcessor:
         else:
             self._over(state, answers, early)
 
-    @property
-    def storing(self) -> bool:
-        """Return whether chunks are left to collect that finished requests had to compute."""
-        return bool(self._storing)
-
-    def store_piece(self) -> None:
-        """Collect and store some of these chunks, one launch. With the last of a request's it is done."""
+    def _store_piece(self) -> None:
+        """Collect and store missing chunks, one launch. With the last of a request's it is done."""
         state, answers, pieces = self._storing[0]
         try:
             if not state.cancelled:
@@ -132,7 +296,7 @@ class OutputProcessor:
             pass
         except Exception as error:
             self._storing.popleft()
-            self.failed(state, error)
+            self._failed(state, error)
             return
         self._storing.popleft()
         self._over(state, answers, None)
@@ -148,7 +312,7 @@ class OutputProcessor:
         """The best of them where more were made than wanted; none where the prompt was not done. What was not streamed is emitted."""
         if state.done is None:
             return []
-        made = [s.generation for s in state.sequences if s.generation is not None]
+        made = [s.output.out for s in state.sequences if s.output is not None]
         if len(made) > state.request.sampling.n:
             made = sorted(made, key=lambda g: g.mean_logprob, reverse=True)[: state.request.sampling.n]
         if not state.streams:
@@ -167,30 +331,22 @@ class OutputProcessor:
                 answer.risk = state.checks.risk
         return answers
 
-    def fail(self, state: RequestState, error: Exception) -> None:
+    def _fail(self, state: RequestState, error: Exception) -> None:
         """The request ends with an error, and so does the one it was made for."""
         if state.parent is not None:
             self.remove(state)
             state = state.parent
-        if state not in self._states:
+        if state not in self._scheduler.states:
             return
         self.remove(state)
         if isinstance(error, torch.OutOfMemoryError):
             known = out_of_memory(error, self._runtime.decoder.device, state.num_tokens, self._runtime.memory())
             known.__cause__, error = error, known
-        self.failed(state, error)
+        self._failed(state, error)
 
-    def failed(self, state: RequestState, error: Exception) -> None:
-        """Emit that the request failed."""
+    def _failed(self, state: RequestState, error: Exception) -> None:
         self._counts.failed += 1
         self._emit(state, Failed(error))
-
-    def remove(self, state: RequestState) -> None:
-        """Give back what the request holds."""
-        if state in self._states:
-            self._states.remove(state)
-        for sequence in list(state.unfinished):
-            sequence.finish()
 
 
 def as_public_error(error: Exception) -> Exception:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from cacheblend_cli.engine.controller import deciding, kv_bytes
+from cacheblend_cli.engine.controller import decided, kv_bytes
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.speeds import Pieces
-from cacheblend_cli.kv.forward import finish
 from cacheblend_cli.types import AskPlan
 
 
 def plan(runtime: Runtime, request: Request) -> AskPlan:
     """Return what running the request would do. Raises UsageError if it would be refused."""
-    return finish(planning(runtime, request))
-
-
-def planning(runtime: Runtime, request: Request) -> Pieces[AskPlan]:
-    """`plan`, with pauses while this machine is measured for --ratio auto; only that needs the model."""
-    request, report = (yield from deciding(runtime, request)) if request.options.auto else (request, None)
+    request, report = decided(runtime, request) if request.options.auto else (request, None)
     prompt = request.plan
     runtime.check_length(prompt.num_tokens, runtime.max_new_tokens(request.sampling))
     uses = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -18,21 +18,16 @@ from torch import Tensor
 from cacheblend_cli.blend.policy import policy_of, row_tile_of
 from cacheblend_cli.blend.prefill import PrefillResult, blended_layers
 from cacheblend_cli.blend.prompt import Prompt
-from cacheblend_cli.engine.memory import out_of_memory
-from cacheblend_cli.engine.request import Request
-from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sampling import logprobs_of
 from cacheblend_cli.engine.slices import Slice, SlicePart, last_logits, run_slices, slices_of
-from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.forward import Hidden, Pass, finish
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.loading import agree, make_loader
-from cacheblend_cli.kv.pool import KVPool, PagedSequence
-from cacheblend_cli.kv.source import BadChunk, KVSource
+from cacheblend_cli.kv.pool import PagedSequence
+from cacheblend_cli.kv.source import KVSource
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.linear import STEADY_ROWS
 from cacheblend_cli.prompt.plan import PromptPlan
-from cacheblend_cli.types import BlendParams, LayerReport, Status, TokenLogprob
+from cacheblend_cli.types import BlendParams, LayerReport, Status
 
 LOGIT_ROWS = 64  # whose logits are held at once: each is as long as the vocabulary
 
@@ -63,102 +58,6 @@ class PrefillOutput:
     loader: KVLoader
     result: PrefillResult | None = None
     prefill_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class PrefillReport:
-    """A prompt whose KV is in the pool. request: as it was run in the end. prefix_cache_tokens: leading tokens whose KV came from the
-    prefix cache. prompt_logprobs: of every token but the first, where requested."""
-
-    request: Request
-    result: PrefillResult
-    loader: KVLoader
-    prefill_s: float
-    prefix_cache_tokens: int = 0
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
-
-    @property
-    def plan(self) -> PromptPlan:
-        return self.request.plan
-
-    @property
-    def logits(self) -> Tensor:
-        """fp32 [vocab_size], after the prompt's last token."""
-        return self.result.logits[-1]
-
-    @property
-    def recompute_fraction(self) -> float:
-        """Fresh token-layers over layers x reusable tokens; 1 for a full prefill, which reuses nothing."""
-        reusable = self.plan.cached_tokens
-        return self.result.fresh_token_layers / (len(self.result.layers) * reusable) if reusable else 1.0
-
-
-@dataclass(frozen=True)
-class Prefilled(PrefillReport):
-    """A prompt that was computed outside of the engine. The caller releases the sequence."""
-
-    sequence: PagedSequence = field(kw_only=True)
-
-    @property
-    def pool(self) -> KVPool:
-        return self.sequence.pool
-
-
-def prefill(
-    runtime: Runtime,
-    request: Request,
-    *,
-    headroom: int = 0,
-    output_positions: Callable[[PromptPlan], Tensor] | None = None,
-    slice_rows: int | None = None,
-) -> Prefilled:
-    """Prefill one prompt outside of the engine, for measures. A chunk whose stored KV is bad is computed instead, and a note
-    says so.
-
-    headroom: positions to keep free after the prompt. output_positions: where logits are wanted, the last by default; with it the
-    prompt is computed in one slice. slice_rows: positions of a slice, None for the engine's.
-    Raises UsageError when the prompt is longer than the context, DeviceError when it does not fit the memory.
-    """
-    decoder = runtime.decoder
-    if runtime.driver is not None:
-        raise UsageError(
-            "measures and prefills outside of the engine run in one process", "leave --tensor-parallel out"
-        )
-    while True:
-        plan = request.plan
-        runtime.check_length(plan.num_tokens, headroom)
-        sequence = runtime.new_sequence(plan.num_tokens + headroom)
-        rows = slice_rows or runtime.slice_rows
-        given = PrefillInput(0, plan, tuple(sequence.blocks), request.blend, request.lossless, rows)
-        try:
-            with PrefillState(decoder, request.source, sequence, given) as state:
-                output = state.whole(output_positions(plan)) if output_positions is not None else state.advance()
-                while output.result is None:
-                    output = state.advance()
-                return Prefilled(request, output.result, output.loader, output.prefill_s, sequence=sequence)
-        except BadChunk as bad:
-            sequence.release()
-            request = request.without(bad.key, bad.reason)
-        except torch.OutOfMemoryError as error:
-            sequence.release()
-            raise out_of_memory(error, decoder.device, plan.num_tokens, runtime.memory()) from error
-        except BaseException:
-            sequence.release()
-            raise
-
-
-class PromptLogprobs:
-    """Log-probabilities of a prompt's tokens: called with the logits of its rows, in order, from position 0 on."""
-
-    def __init__(self, token_ids: list[int], top: int) -> None:
-        self._token_ids, self._top, self.found = token_ids, top, list[TokenLogprob]()
-
-    def __call__(self, logits: Tensor) -> None:
-        """logits: of the rows behind those noted so far; the last row of the prompt predicts none of its tokens."""
-        begin = len(self.found) + 1
-        ids = torch.tensor(self._token_ids[begin : begin + len(logits)], device=logits.device)
-        if len(ids):
-            self.found += logprobs_of(logits[: len(ids)], ids, self._top)
 
 
 class PrefillState:

@@ -3,43 +3,53 @@
 Requests are served by priority, then first come, first served. A sequence that was swapped out comes back before a new one
 begins. One prompt is prefilled at a time, a slice a step, and between two slices every running answer gets a token; short
 prompts that follow each other share a step, if their rows are a slice at most. The next prompt may begin to load meanwhile. Where
-blocks are short, the sequence that came last is preempted.
+blocks are short, the sequence that came last is preempted. Requests that were cancelled or are overdue end in a step of their own.
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import insort
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
 from cacheblend_cli.engine.block_manager import BlockManager
 from cacheblend_cli.engine.events import EngineStats
-from cacheblend_cli.engine.sequence import RequestState, Sequence, Status
-from cacheblend_cli.engine.worker import Worker
+from cacheblend_cli.engine.sequence import RequestState, RunningPrefill, Sequence, Status, SwappedKV, provenance_of
+from cacheblend_cli.engine.slices import short_rows
+from cacheblend_cli.engine.worker import Swap, Worker
 from cacheblend_cli.kv.block_allocator import Allocation
 from cacheblend_cli.kv.block_table import BlockTable
 from cacheblend_cli.kv.prefix_cache import Hit
 
 
 @dataclass
+class Step:
+    """The work of one step, in this order."""
+
+    end: list[RequestState] = field(default_factory=list)  # cancelled or overdue
+    swaps: list[Swap] = field(default_factory=list)  # KV to the host and back
+    begin: list[Sequence] = field(default_factory=list)  # prompts whose stored KV begins to load
+    prefill: list[Sequence] = field(default_factory=list)  # prompts of which a slice is computed; several in one launch
+    decode: list[Sequence] = field(default_factory=list)  # answers that get a token
+
+
+@dataclass
 class Scheduler:
-    """worker: keeps what is swapped out. begin: allocates a sequence's blocks, or fails its request. restart: queues its prompt
-    again. ahead: prompts that load while another is prefilled. launch_rows: maximum rows of short prompts that share a step.
-    swap_blocks: maximum blocks that are swapped out at a time. counts: preemptions are counted there. states: requests that are not
-    over, in turn."""
+    """Chooses the work of each step, and gives sequences their blocks."""
 
     blocks: BlockManager
-    worker: Worker
+    worker: Worker  # where the sequences' KV is
+    slice_rows: int  # positions of a slice
     max_sequences: int
-    ahead: int
-    launch_rows: int
-    swap_blocks: int
-    begin: Callable[[Sequence], None]
-    restart: Callable[[Sequence], None]
+    ahead: int  # prompts that load while another is prefilled
+    launch_rows: int  # maximum rows of short prompts that share a step
+    swap_blocks: int  # maximum blocks that are swapped out at a time
     counts: EngineStats
-    states: list[RequestState] = field(default_factory=list)
+    states: list[RequestState] = field(default_factory=list)  # requests that are not over, in turn
+    _step: Step = field(default_factory=Step)  # the next one
     _prefilled: bool = False  # in the last step
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)  # names of what the worker keeps
 
     def those(self, status: Status) -> list[Sequence]:
         """Sequences of that status, in turn."""
@@ -47,25 +57,38 @@ class Scheduler:
 
     def add(self, state: RequestState) -> None:
         """Queue a request."""
+        state.provenance = provenance_of(state, self.slice_rows)
         insort(self.states, state, key=attrgetter("turn"))
 
-    def schedule(self) -> list[Sequence]:
-        """Return the sequences whose prompts are prefilled in this step, or those that decode a token; none: nothing to do."""
+    def restart(self, sequence: Sequence) -> None:
+        """Queue its prompt again."""
+        sequence.release(Status.WAITING)
+        sequence.state.provenance = provenance_of(sequence.state, self.slice_rows)
+        if sequence in self._step.begin:
+            self._step.begin.remove(sequence)
+
+    def schedule(self) -> Step:
+        """Return the work of the next step; an empty one: nothing to do."""
+        if ended := [state for state in self.states if state.ended]:
+            return Step(end=ended)
         while (swapped := self.those(Status.SWAPPED)) and self._may_return(swapped[0]):
-            swapped[0].swap_in()
-        while not swapped and (waiting := self.those(Status.WAITING)) and self._may_begin(waiting[0]):
-            self.begin(waiting[0])
+            self._swap_in(swapped[0])
+        while not swapped and (waiting := self.those(Status.WAITING)):
+            if (hit := self._may_begin(waiting[0])) is None:
+                break
+            self._begin(waiting[0], hit)
         running = self.those(Status.RUNNING)
-        prefilling = [s for s in running if s.prefilling]
-        decoding = [s for s in running if not s.prefilling]
-        if prefilling and not (decoding and self._prefilled):
-            self._prefilled = True
-            return self._together(prefilling)
-        self._prefilled = False
-        while decoding and not self.blocks.can_append(_growing(decoding)):
-            self.preempt(running.pop())
-            decoding = [s for s in running if not s.prefilling]
-        return decoding
+        prefilling, decoding = [s for s in running if s.prefilling], [s for s in running if not s.prefilling]
+        self._prefilled = bool(prefilling) and not (decoding and self._prefilled)
+        if self._prefilled:
+            self._step.prefill = self._together(prefilling)
+        else:
+            while decoding and not self.blocks.can_append(_growing(decoding)):
+                self.preempt(running.pop())
+                decoding = [s for s in running if not s.prefilling]
+            self._step.decode = decoding
+        step, self._step = self._step, Step()
+        return step
 
     @property
     def num_places(self) -> int:
@@ -78,20 +101,72 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence) -> None:
         """Take its blocks: one that decodes is swapped out; one whose prompt is not done, or that the swap space has no room for, is
-        queued again. What checks an answer is always swapped out."""
+        queued again. A check is always swapped out."""
         self.counts.preempted += 1
-        held = 0 if sequence.paged is None else len(sequence.paged.owned)
-        full = self.num_swapped + held > self.swap_blocks and sequence.state.parent is None
+        held = [] if sequence.paged is None else sequence.paged.owned
+        full = self.num_swapped + len(held) > self.swap_blocks and sequence.state.parent is None
         if sequence.prefilling or full:
             self.counts.recomputed += not sequence.prefilling
             self.restart(sequence)
         else:
-            sequence.swap_out(self.worker)
+            self._swap_out(sequence)
 
     @property
     def num_swapped(self) -> int:
         """Blocks whose KV is swapped out."""
-        return sum(s.held for s in self.those(Status.SWAPPED))
+        return sum(s.swapped.num_blocks for s in self.those(Status.SWAPPED) if s.swapped is not None)
+
+    def _swap_out(self, sequence: Sequence) -> None:
+        assert sequence.paged is not None
+        number, own, gone = next(self._numbers), sequence.paged.owned, sequence.paged.gone
+        self._step.swaps.append(Swap(number, tuple(own), out=True))
+        sequence.swapped = SwappedKV(self.worker, number, len(own), gone)
+        sequence.paged.release()
+        sequence.paged, sequence.status = None, Status.SWAPPED
+
+    def _swap_in(self, sequence: Sequence) -> None:
+        kept = sequence.swapped
+        assert kept is not None
+        own = self.worker.allocator.allocate(kept.num_blocks)
+        self._step.swaps.append(Swap(kept.number, tuple(own), out=False))
+        sequence.paged = BlockTable(self.worker, [*own[:1] * kept.gone, *own], kept.gone)
+        sequence.swapped, sequence.status = None, Status.RUNNING
+
+    def _may_return(self, sequence: Sequence) -> bool:
+        kept = sequence.swapped
+        assert kept is not None
+        return self.blocks.can_swap_in(sequence.kv_len, kept.gone, kept.num_blocks)
+
+    def _begin(self, sequence: Sequence, hit: Hit) -> None:
+        """Give the prompt its blocks."""
+        state = sequence.state
+        sequence.paged = self.blocks.allocate(state.num_tokens, state.max_new_tokens, hit)
+        sequence.prefill = RunningPrefill(
+            self.worker, next(self._numbers), hit.num_tokens, self._short_rows(state, hit)
+        )
+        sequence.status = Status.RUNNING
+        self._step.begin.append(sequence)
+
+    def _may_begin(self, sequence: Sequence) -> Hit | None:
+        """Return the prompt's hit in the prefix cache if it may begin now, else None."""
+        state, running = sequence.state, self.those(Status.RUNNING)
+        prefilling = [s for s in running if s.prefilling]
+        full = len(prefilling) > self.ahead  # only a short prompt may join others that are short
+        if running and (self.num_places < 1 or (full and not self._may_join(prefilling, 0))):
+            return None
+        assert state.provenance is not None
+        wanted_from = 0 if state.request.sampling.prompt_logprobs is not None else state.num_prompt_tokens - 1
+        hit = self.blocks.find(state.request.plan, state.provenance, wanted_from)
+        if full and not self._may_join(prefilling, self._short_rows(state, hit)):
+            return None
+        headroom = max(1, state.max_new_tokens)
+        if self.blocks.can_allocate(state.num_tokens, headroom, hit, sequence.room_behind) is not Allocation.OK:
+            return None
+        # At their longest, running answers have to fit the pool and the swap space, so that little is computed again.
+        growth = sum(map(self._growth, running)) + self.blocks.taken(state.num_tokens + headroom, hit)
+        if running and growth > self.blocks.space.allocator.num_free + self.swap_blocks - self.num_swapped:
+            return None
+        return hit
 
     def _growth(self, sequence: Sequence) -> int:
         """Blocks that a running answer may still take."""
@@ -99,9 +174,14 @@ class Scheduler:
         return max(0, self.blocks.space.blocks_for(state.num_tokens + state.max_new_tokens) - held)
 
     def _short_rows(self, state: RequestState, hit: Hit) -> int | None:
-        if not self.ahead and any(s.cached and s.token_ids for s in state.request.plan.segments):
+        """Rows of its prompt behind the hit, where it may share a launch with others. None where it has too many, needs repair, or is
+        timed or watched by itself."""
+        plan, sampling = state.request.plan, state.request.sampling
+        if state.report is not None or sampling.prompt_logprobs is not None or state.parent is not None:
+            return None
+        if not self.ahead and any(s.cached and s.token_ids for s in plan.segments):
             return None  # prompts load one after another here
-        return state.short_rows(hit.num_tokens, self.launch_rows)
+        return short_rows(plan.with_prefix_cache(hit.num_tokens), self.launch_rows)
 
     def _may_join(self, prefilling: list[Sequence], num_rows: int | None) -> bool:
         """Return whether a prompt of num_rows, None = not a short one, can be computed in one step with all that begun before it."""
@@ -116,25 +196,6 @@ class Scheduler:
                 break
             together.append(sequence)
         return together
-
-    def _may_return(self, sequence: Sequence) -> bool:
-        return self.blocks.can_swap_in(sequence.kv_len, sequence.gone, sequence.held)
-
-    def _may_begin(self, sequence: Sequence) -> bool:
-        state, running = sequence.state, self.those(Status.RUNNING)
-        prefilling = [s for s in running if s.prefilling]
-        full = len(prefilling) > self.ahead  # only a short prompt may join others that are short
-        if running and (self.num_places < 1 or (full and not self._may_join(prefilling, 0))):
-            return False
-        hit = state.find(self.blocks)
-        if full and not self._may_join(prefilling, self._short_rows(state, hit)):
-            return False
-        headroom = max(1, state.max_new_tokens)
-        if self.blocks.can_allocate(state.num_tokens, headroom, hit, sequence.room_behind) is not Allocation.OK:
-            return False
-        # At their longest, running answers have to fit the pool and the swap space, so that little is computed again.
-        growth = sum(map(self._growth, running)) + self.blocks.taken(state.num_tokens + headroom, hit)
-        return not running or growth <= self.blocks.space.allocator.num_free + self.swap_blocks - self.num_swapped
 
 
 def _growing(decoding: list[Sequence]) -> list[tuple[BlockTable, int]]:

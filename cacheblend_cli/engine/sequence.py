@@ -12,17 +12,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from cacheblend_cli.blend.cost import AutoReport
-from cacheblend_cli.engine.attention import AttentionShares
-from cacheblend_cli.engine.block_manager import BlockManager
-from cacheblend_cli.engine.events import Early, OnEvent
-from cacheblend_cli.engine.prefill import PrefillInput, PrefillReport, PromptLogprobs
+from cacheblend_cli.engine.events import Early
+from cacheblend_cli.engine.prefill_report import PrefillReport, PromptLogprobs
 from cacheblend_cli.engine.request import Request
-from cacheblend_cli.engine.sequence_output import Generation, SequenceOutput
-from cacheblend_cli.engine.slices import short_rows
+from cacheblend_cli.engine.sequence_output import SequenceOutput
 from cacheblend_cli.engine.worker import Worker
 from cacheblend_cli.kv.block_table import BlockTable
-from cacheblend_cli.kv.prefix_cache import Hit, KVProvenance
-from cacheblend_cli.kv.source import BadChunk
+from cacheblend_cli.kv.prefix_cache import KVProvenance
 
 if TYPE_CHECKING:
     from cacheblend_cli.engine.checks import Checks
@@ -36,72 +32,47 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-Outputs = tuple[int, Callable[[Tensor], None]]
-"""A position of a prompt, and what is given the logits of its rows from there on, fp32 [n, vocab_size], in order."""
+Sink = Callable[[Tensor], None]
+"""Receives logits of a prompt's rows, fp32 [n, vocab_size], in order."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RunningPrefill:
-    """A prompt that a worker computes under this number. hit_tokens: leading tokens whose KV came from the prefix cache. short: its
-    rows, where it may share a launch with others."""
+    """A prompt that a worker computes."""
 
     worker: Worker
-    number: int
-    hit_tokens: int
-    short: int | None = None
+    number: int  # its name in the worker
+    hit_tokens: int  # leading tokens whose KV came from the prefix cache
+    short: int | None = None  # rows, where it may share a launch with others
+    sink: Sink | None = None
 
 
 @dataclass(frozen=True)
 class SwappedKV:
-    """KV that a worker keeps on the host under this number, of num_blocks blocks. gone: blocks before these that the sequence had
-    given back."""
+    """KV that a worker keeps on the host."""
 
     worker: Worker
-    number: int
+    number: int  # its name in the worker
     num_blocks: int
-    gone: int
-
-    @classmethod
-    def of(cls, worker: Worker, table: BlockTable) -> SwappedKV:
-        """A copy of the table's KV."""
-        number, own = next(worker.numbers), table.owned
-        worker.swap_out(number, own)
-        return cls(worker, number, len(own), table.gone)
-
-    def restore(self) -> BlockTable:
-        """Blocks of its own that hold it; it is kept no longer. Raises DeviceError when the pool is too small."""
-        own = self.worker.allocator.allocate(self.num_blocks)
-        self.worker.swap_in(self.number, own)
-        return BlockTable(self.worker, [*own[:1] * self.gone, *own], self.gone)
-
-    def forget(self) -> None:
-        self.worker.forget(self.number)
+    gone: int  # blocks before these that the sequence had given back
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One answer of a request. The first of those that begin together prefills the prompt; the others begin as its copies.
-
-    paged: its blocks while it runs; they hold kv_len tokens, all but the newest one. prefill: its prompt's, while that is
-    computed. output: what is generated. swapped: its KV while it is swapped. generation: the result. watch: adds up its
-    attention. handed: its KV in another engine, which decodes it from
-    then on: its blocks stay as they were, also while it is swapped. stays: that engine refused it. replay: of its tokens, those that
-    follow the next one to compute, since its KV was dropped: they are not drawn again.
-    """
+    """One answer of a request. The first of those that begin together prefills the prompt; the others begin as its copies."""
 
     state: RequestState
-    index: int
+    index: int  # of the answer
     status: Status = Status.WAITING
-    paged: BlockTable | None = None
-    kv_len: int = 0
-    prefill: RunningPrefill | None = None
-    output: SequenceOutput | None = None
+    paged: BlockTable | None = None  # its blocks while it runs
+    kv_len: int = 0  # tokens whose KV they hold: all but the newest
+    prefill: RunningPrefill | None = None  # while the prompt is computed
+    output: SequenceOutput | None = None  # the answer, from its first token on
     swapped: SwappedKV | None = None
-    generation: Generation | None = None
-    watch: AttentionShares | None = None
-    handed: LlamaSequence | None = None
-    stays: bool = False
-    replay: int = 0
+    handed: LlamaSequence | None = None  # its KV in llama.cpp, which decodes it; its blocks stay as they were
+    replay: int = (
+        0  # of its tokens, those behind the next one to compute, since its KV was dropped: they are not drawn again
+    )
 
     @property
     def prefilling(self) -> bool:
@@ -122,49 +93,7 @@ class Sequence:
     @property
     def room_behind(self) -> int:
         """Tokens behind its prompt that there have to be blocks for when it begins."""
-        again = 0 if self.output is None else len(self.token_ids) - self.state.num_tokens + 1
-        return max(again, 1)
-
-    def prefilled_again(self) -> None:
-        """Its prompt is computed once more, as its KV was dropped: the tokens that it has are computed again, one a step as at
-        first, so that the answer is the same to the bit."""
-        assert self.output is not None
-        self.kv_len = self.state.num_tokens
-        self.replay = len(self.output.out.token_ids) - 1
-
-    @property
-    def gone(self) -> int:
-        """Blocks that it does not want back when it is swapped in."""
-        return 0 if self.swapped is None else self.swapped.gone
-
-    @property
-    def held(self) -> int:
-        """Blocks that were swapped out."""
-        return 0 if self.swapped is None else self.swapped.num_blocks
-
-    def swap_out(self, worker: Worker) -> None:
-        """Move its KV from the pool to the host's memory until it is swapped in."""
-        assert self.paged is not None
-        self.swapped = SwappedKV.of(worker, self.paged)
-        self.paged.release()
-        self.paged, self.status = None, Status.SWAPPED
-
-    def swap_in(self) -> None:
-        """Move its KV back into blocks of its own. Raises DeviceError when the pool is too small."""
-        assert self.swapped is not None
-        self.paged, self.swapped, self.status = self.swapped.restore(), None, Status.RUNNING
-
-    def load(self, worker: Worker, hit_tokens: int, slice_rows: int) -> None:
-        """Give its prompt to the worker, which begins to load stored KV. hit_tokens: of its blocks, from the prefix cache. Raises
-        BadChunk."""
-        assert self.paged is not None
-        request, number = self.state.request, next(worker.numbers)
-        plan = request.plan.with_prefix_cache(hit_tokens) if hit_tokens else request.plan
-        outputs_from, on_logits = self.state.outputs() or (None, lambda logits: None)
-        blocks, blend = tuple(self.paged.blocks), request.blend
-        self.prefill = RunningPrefill(worker, number, hit_tokens, self.state.short_rows(hit_tokens, slice_rows))
-        given = PrefillInput(number, plan, blocks, blend, request.lossless, slice_rows, outputs_from)
-        worker.begin(given, request.source, on_logits)
+        return 1 if self.output is None else max(1, len(self.token_ids) - self.state.num_tokens + 1)
 
     def stop_prefill(self) -> None:
         """Load no more of its KV."""
@@ -172,54 +101,34 @@ class Sequence:
             self.prefill.worker.end(self.prefill.number)
         self.prefill = None
 
-    def restart(self, bad: BadChunk | None = None) -> None:
-        """Queue its prompt again. bad: a chunk that has to be computed."""
-        if bad is not None:
-            self.state.request = self.state.request.without(bad.key, bad.reason)
-        self.release()
-        self.status = Status.WAITING
-
-    def release(self) -> None:
+    def release(self, status: Status) -> None:
         """Give its blocks back, and forget what was swapped out."""
         self.stop_prefill()
         if self.paged is not None:
             self.paged.release()
         if self.swapped is not None:
-            self.swapped.forget()
+            self.swapped.worker.forget(self.swapped.number)
         if self.handed is not None:
             self.handed.release()
-        self.paged, self.swapped, self.handed = None, None, None
-
-    def finish(self) -> None:
-        self.release()
-        self.status = Status.FINISHED
+        self.paged, self.swapped, self.handed, self.status = None, None, None, status
 
 
 @dataclass(eq=False)
 class RequestState:
-    """A submitted request and its answers. number: arrival order. submitted: time.monotonic(). begun: it has left the queue, if
-    only for a while. parent: the request on whose behalf the engine made this one.
+    """A submitted request and its answers."""
 
-    After `admit`: request: as it is run now; report: the loading controller's decision; max_new_tokens: of an answer, with its
-    reasoning; checks: of its answer against a full prefill. provenance: of its KV. prompt_logprobs: of its prompt's tokens, where
-    requested. done: its prompt, prefilled. num_started: answers begun so far.
-    """
-
-    request: Request
-    on_event: OnEvent
-    number: int
-    parent: RequestState | None = None
+    request: Request  # as it is run now
+    number: int  # order of arrival
+    parent: RequestState | None = None  # the request whose answer this one checks
     submitted: float = field(default_factory=time.monotonic)
     cancelled: bool = False
-    begun: bool = False
-    report: AutoReport | None = None
-    max_new_tokens: int = 0
-    checks: Checks | None = None
-    provenance: KVProvenance = field(init=False)
+    begun: bool = False  # it has left the queue, if only for a while
+    max_new_tokens: int = 0  # of an answer, with its reasoning
+    report: AutoReport | None = None  # the loading controller's decision
+    checks: Checks | None = None  # of the answer against a full prefill
+    provenance: KVProvenance | None = None  # of its prompt's KV, once it is queued
     sequences: list[Sequence] = field(default_factory=list)
-    prompt_logprobs: PromptLogprobs | None = None
-    done: PrefillReport | None = None
-    num_started: int = 0
+    done: PrefillReport | None = None  # its prompt, prefilled
 
     @property
     def ended(self) -> Early | None:
@@ -242,6 +151,11 @@ class RequestState:
         return max(self.request.sampling.n, self.request.sampling.best_of)
 
     @property
+    def num_started(self) -> int:
+        """Answers begun so far."""
+        return sum(sequence.output is not None for sequence in self.sequences)
+
+    @property
     def streams(self) -> bool:
         """Return whether its tokens are emitted one by one: not before the likeliest answers are chosen, nor what may be replaced."""
         return self.num_answers <= self.request.sampling.n and (self.checks is None or self.checks.fit is None)
@@ -260,25 +174,11 @@ class RequestState:
     def unfinished(self) -> Iterator[Sequence]:
         return (s for s in self.sequences if s.status is not Status.FINISHED)
 
-    def outputs(self) -> Outputs | None:
-        """Rows of the prompt whose logits are wanted, None = the last one's only. Called when the prefill begins."""
+    def outputs(self) -> tuple[int, Sink] | None:
+        """The position of the prompt from which on every row's logits are wanted, and what receives them; None = the last row's
+        only. Called when the prefill begins."""
         top = self.request.sampling.prompt_logprobs
-        if top is None:
-            return None
-        self.prompt_logprobs = PromptLogprobs(self.request.plan.token_ids, top)
-        return 0, self.prompt_logprobs
-
-    def short_rows(self, hit_tokens: int, slice_rows: int) -> int | None:
-        """Rows of its prompt behind hit_tokens from the prefix cache, where it may share a launch with others. None where it has
-        too many, needs repair, or is timed or watched by itself."""
-        if self.report is not None or self.request.sampling.prompt_logprobs is not None or self.parent is not None:
-            return None
-        return short_rows(self.request.plan.with_prefix_cache(hit_tokens), slice_rows)
-
-    def find(self, blocks: BlockManager) -> Hit:
-        """Look its prompt up in the prefix cache, up to the first token whose logits are wanted."""
-        limit = 0 if self.request.sampling.prompt_logprobs is not None else self.num_prompt_tokens - 1
-        return blocks.find(self.request.plan, self.provenance, limit)
+        return None if top is None else (0, PromptLogprobs(self.request.plan.token_ids, top))
 
 
 def provenance_of(state: RequestState, slice_rows: int) -> KVProvenance:

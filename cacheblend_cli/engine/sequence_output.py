@@ -10,6 +10,7 @@ from functools import partial
 
 from torch import Tensor
 
+from cacheblend_cli.engine.attention import AttentionShares
 from cacheblend_cli.engine.detokenizer import Detokenizer
 from cacheblend_cli.engine.events import OnEvent, Reasoning, Text, Token, ignore
 from cacheblend_cli.engine.grammar import Grammar, grammar_of
@@ -75,6 +76,7 @@ class SequenceOutput:
         self._closing, self._thought = deque[int](), 0
         self.max_tokens, self._budget = runtime.max_new_tokens(params), runtime.reasoning_budget(params)
         self.out = Generation()
+        self.watch: AttentionShares | None = None  # adds up the answer's attention
         self._close_when_used_up()
 
     def draw(self, logits: Tensor) -> Draw:
@@ -122,6 +124,7 @@ class SequenceOutput:
         if self._detokenizer.stopped:
             out.finish_reason = "stop"
         out.reasoning = out.reasoning.strip()
+        out.attention = self.watch.of_chunks() if self.watch is not None else None
         return out
 
     def _emit(self, reasoning: str, answer: str) -> None:

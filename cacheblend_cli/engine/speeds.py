@@ -9,10 +9,10 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -32,16 +32,12 @@ from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.prompt.plan import PromptPlan, Segment
 
-T = TypeVar("T")
 FORMAT = 4
 PROBE_ROWS = (8, 32, 128, 512, 1024)
 PROBE_S = 1.0
 """Seconds for the probes of compute; a size that would not fit what is left of them is not measured."""
 MOVED_ROWS, CHUNK_ROWS, KNOWN_EVERY = 1024, 256, 7
 """Of the probe of a correction: its rows, those of a chunk of them, and which of these are recomputed."""
-
-Pieces = Generator[None, None, T]
-"""A measurement that pauses after each run; every run is a fraction of a second."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,7 @@ def kv_share(spec: ModelSpec) -> float:
 
 
 @torch.inference_mode()
-def measure_compute(decoder: Decoder, block_size: int, seconds: float = PROBE_S) -> Pieces[Speeds]:
+def measure_compute(decoder: Decoder, block_size: int, seconds: float = PROBE_S) -> Speeds:
     """Time prefills of rising length through one layer (and the next one's K and V), and fit a layer's cost."""
     spec = decoder.spec
     depth = min(2, spec.num_kv_layers)
@@ -110,14 +106,14 @@ def measure_compute(decoder: Decoder, block_size: int, seconds: float = PROBE_S)
         left = seconds - spent
         if len(found) > 1 and found[-1][1] * num_rows / found[-1][0] * 3 > left:
             break
-        times = yield from _runs(_layers_run(shallow, num_rows, block_size), decoder, left / 3)
+        times = _runs(_layers_run(shallow, num_rows, block_size), decoder, left / 3)
         found.append((num_rows, statistics.median(times[1:])))
         spent += sum(times)
     layers = depth - 1 + kv_share(spec) if depth > 1 else 1.0
     layer_s, row_s, pair_s = fit([n for n, _ in found], [t / layers for _, t in found])
     hidden = torch.zeros(1, *spec.row_shape, dtype=decoder.dtype, device=decoder.device)
-    times = yield from _runs(lambda: decoder.logits(hidden, hidden), decoder, seconds / 10)
-    moved_s = yield from _moved_row_s(shallow, block_size, seconds / 20)
+    times = _runs(lambda: decoder.logits(hidden, hidden), decoder, seconds / 10)
+    moved_s = _moved_row_s(shallow, block_size, seconds / 20)
     return Speeds(layer_s, row_s, pair_s, statistics.median(times[1:]), moved_s=moved_s)
 
 
@@ -148,7 +144,7 @@ def _layers_run(decoder: Decoder, num_rows: int, block_size: int) -> Callable[[]
     return lambda: run_layers(decoder, rows, token_ids, steps)
 
 
-def _moved_row_s(decoder: Decoder, block_size: int, seconds: float) -> Pieces[float]:
+def _moved_row_s(decoder: Decoder, block_size: int, seconds: float) -> float:
     """Seconds a row that the default correction moves, in a layer; others are taken to be as slow."""
     num_rows, spec = min(MOVED_ROWS, decoder.spec.max_context), decoder.spec
     sequence = KVPool.of(decoder, -(-num_rows // block_size), block_size).new_sequence(num_rows)
@@ -161,16 +157,14 @@ def _moved_row_s(decoder: Decoder, block_size: int, seconds: float) -> Pieces[fl
     correction = Regression(Prompt(decoder, plan, sequence, loader), every, known)
     heads, *dims = spec.kv_shapes[0]
     k, v = (torch.ones(len(known), heads, dims[i], dtype=decoder.dtype, device=decoder.device) for i in (0, -1))
-    times = yield from _runs(lambda: correction.apply(decoder.layers[0], k, v), decoder, seconds)
+    times = _runs(lambda: correction.apply(decoder.layers[0], k, v), decoder, seconds)
     return statistics.median(times[1:]) / max(1, num_rows - len(known))
 
 
-def _runs(run: Callable[[], Any], decoder: Decoder, seconds: float) -> Pieces[list[float]]:
+def _runs(run: Callable[[], Any], decoder: Decoder, seconds: float) -> list[float]:
     """Seconds of a run that warms up, and of 1 to 15 more, as many as fit `seconds` together."""
     times: list[float] = []
     while len(times) < 2 or (len(times) < 16 and sum(times) < seconds):
-        if times:
-            yield
         _synchronize(decoder)
         begin = time.perf_counter()
         run()

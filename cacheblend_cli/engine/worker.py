@@ -7,7 +7,6 @@ settings, so that workers on several devices can be given the same; what comes o
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -39,6 +38,15 @@ class TableInput:
 
 
 @dataclass(frozen=True)
+class Swap:
+    """Blocks whose KV goes to the host, where it is kept under the number, or comes back from there."""
+
+    number: int
+    blocks: tuple[int, ...]
+    out: bool
+
+
+@dataclass(frozen=True)
 class DecodeInput:
     """One step of several sequences. Each holds kv_lens tokens in its table, which has room for one more, that nobody else
     reads; token_ids: these new ones. watched: whether its attention is wanted."""
@@ -64,7 +72,6 @@ class Worker(BlockSpace):
     def __init__(self, decoder: Decoder, memory: DeviceMemory) -> None:
         self._decoder, self._pool, self._runner = decoder, memory.pool, memory.runner
         self.block_size, self.allocator = memory.pool.block_size, memory.pool.allocator
-        self.numbers = itertools.count()  # names of what a worker keeps, for the core to take
         self._prefills: dict[int, PrefillState] = {}
         self._swapped: dict[int, list[Tensor]] = {}
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cacheblend_cli.engine.decode import DecodeRunner
 from cacheblend_cli.engine.events import OnEvent, ignore
-from cacheblend_cli.engine.prefill import Prefilled
+from cacheblend_cli.engine.measured_prefill import Prefilled
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sequence_output import Generation, SequenceOutput
 from cacheblend_cli.kv.pool import PagedSequence

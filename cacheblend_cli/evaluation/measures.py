@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.engine.fidelity import Divergence, divergence, log_distribution, teacher_forced
-from cacheblend_cli.engine.prefill import Prefilled, prefill
+from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.risk import signals_of
 from cacheblend_cli.engine.runtime import Runtime

@@ -15,7 +15,7 @@ from torch import Tensor
 from cacheblend_cli.corpus.vectors import sentences_of
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.fidelity import divergence, log_distribution, teacher_forced
-from cacheblend_cli.engine.prefill import prefill
+from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.profile import Distance, Profile, conditions, stored_codec
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
-from cacheblend_cli.engine.prefill import Prefilled
+from cacheblend_cli.engine.measured_prefill import Prefilled
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.types import BlendParams
 
 
 class Prefill(Protocol):
-    """Fills a prompt's KV: `cacheblend_cli.engine.prefill.prefill`, or a variant of it."""
+    """Fills a prompt's KV: `cacheblend_cli.engine.measured_prefill.prefill`, or a variant of it."""
 
     def __call__(self, runtime: Runtime, request: Request, *, headroom: int = 0) -> Prefilled: ...
 

@@ -24,9 +24,8 @@ from starlette.routing import Mount, Route
 from cacheblend_cli.corpus.search import look
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Done, Reasoning, Text
-from cacheblend_cli.engine.plan import planning
+from cacheblend_cli.engine.plan import plan
 from cacheblend_cli.engine.request import Request
-from cacheblend_cli.engine.speeds import Pieces
 from cacheblend_cli.errors import CacheBlendError, ExitCode
 from cacheblend_cli.server.app import make_app
 from cacheblend_cli.server.errors import ApiError
@@ -106,9 +105,7 @@ class WarmSocket:
         ask = convert(body, AskRequest)
         with self._host:
             request = await self._host.in_pool(lambda: self._engine.resolve(self._host.store, ask))
-            pieces = planning(self._host.runtime, request)
-            while (found := await self._host.in_engine(lambda _: _next(pieces))) is None:
-                pass
+            found = await self._host.in_engine(lambda runtime: plan(runtime, request))
             yield {"event": "plan", "end": True, **to_builtins({"plan": found, "names": _names(request)})}
 
     async def _search(self, body: Record) -> AsyncIterator[Record]:
@@ -132,15 +129,6 @@ class WarmSocket:
 def _names(request: Request) -> list[str]:
     """Return the name of each chunk's document: how it is shown depends on where the client stands."""
     return [chunk.citation.name for chunk in request.chunks]
-
-
-def _next(pieces: Pieces[T]) -> T | None:
-    """Result of the pieces, None where more of them follow."""
-    try:
-        return next(pieces)
-    except StopIteration as end:
-        result: T = end.value
-        return result
 
 
 async def _written(events: AsyncIterator[Record]) -> AsyncIterator[bytes]:

@@ -14,7 +14,7 @@ from stored_texts import forget
 from cacheblend_cli.collect.precompute import PrecomputeOptions, PrecomputeReport
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.prefill import Prefilled, prefill
+from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.engine.search import exact_where_stored
 from cacheblend_cli.engine.stored_chunks import StoredChunks

@@ -28,7 +28,7 @@ from cacheblend_cli.engine.decode_with import DecodeWith, decode_with
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.engine.fidelity import divergence, log_distribution
-from cacheblend_cli.engine.prefill import prefill
+from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.engine.sequence import Status
 from cacheblend_cli.errors import NotFoundError, UsageError

@@ -19,7 +19,6 @@ from cacheblend_cli.engine.controller import kv_bytes, workload
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.engine.speeds import SpeedFile, fit, kv_share, measure_compute
-from cacheblend_cli.kv.forward import finish
 from cacheblend_cli.model.weights import load_weights
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
@@ -55,7 +54,7 @@ def test_the_fit_never_says_that_rows_cost_nothing(times: list[float]) -> None:
 def test_every_depth_can_be_probed(tmp_path: Path, layers: int) -> None:
     write_checkpoint(tmp_path / "model", "qwen2", num_hidden_layers=layers)
     decoder = Engine.load(EngineConfig(model=str(tmp_path / "model"))).model.decoder
-    speeds = finish(measure_compute(decoder, 16, seconds=0.05))
+    speeds = measure_compute(decoder, 16, seconds=0.05)
     assert speeds.row_s > 0
     assert speeds.head_s > 0
     assert speeds.moved_s > 0

@@ -16,8 +16,9 @@ from torch import Tensor
 from cacheblend_cli.engine import rank_worker
 from cacheblend_cli.engine.decode import BatchRunner
 from cacheblend_cli.engine.events import Limits
+from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.memory import DeviceMemory
-from cacheblend_cli.engine.prefill import PrefillInput, PrefillOutput, prefill
+from cacheblend_cli.engine.prefill import PrefillInput, PrefillOutput
 from cacheblend_cli.engine.sequence import Status
 from cacheblend_cli.engine.worker import DecodeInput, DecodeOutput, TableInput, Worker
 from cacheblend_cli.kv.export import export

@@ -16,7 +16,7 @@ from decoding import decode_one_token
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.prefill import Prefilled, prefill
+from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.calibration import calibrate

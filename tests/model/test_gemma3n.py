@@ -13,7 +13,6 @@ from hub_families import newer_names
 from hub_models import tensors
 
 from cacheblend_cli.engine.speeds import measure_compute
-from cacheblend_cli.kv.forward import finish
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.spec import ModelSpec
@@ -76,5 +75,5 @@ def test_its_speed_can_be_measured(text: Path) -> None:
     """--ratio auto times a copy of the first layers, and the head behind all streams."""
     spec = read_spec(text)
     decoder = Decoder(spec, load_weights(spec, text, torch.float32, torch.device("cpu")), TorchBackend())
-    speeds = finish(measure_compute(decoder, 16, seconds=0.05))
+    speeds = measure_compute(decoder, 16, seconds=0.05)
     assert min(speeds.row_s, speeds.head_s, speeds.moved_s) > 0

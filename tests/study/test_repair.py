@@ -16,7 +16,7 @@ from checkpoints import write_checkpoint
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.fidelity import teacher_forced
-from cacheblend_cli.engine.prefill import prefill
+from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.request import Request, resolve
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.samples import Sample, pages

@@ -87,20 +87,26 @@ class Bench:
 
     def __init__(self, house: House, limits: Limits) -> None:
         self.house = house
-        self.stepper = EngineCore(house.engine.runtime, limits, lambda state, event: state.on_event(event))
+        self.stepper = EngineCore(house.engine.runtime, limits)
+        self.listeners: dict[RequestState, Listener] = {}
         self.count = 0
         self.seen: set[Status] = set()
 
     def arrive(self, question: AskRequest, **options: object) -> tuple[Listener, RequestState]:
         listener = Listener()
         request = self.house.request(question, save=False, **options)
-        state = RequestState(request, listener, self.count)
+        state = RequestState(request, self.count)
         self.count += 1
-        self.stepper.arrive(state)
+        self.listeners[state] = listener
+        try:
+            self.stepper.add(state)
+        except Exception as error:
+            listener(Failed(error))
         return listener, state
 
     def step(self) -> None:
-        self.stepper.step()
+        for state, event in self.stepper.step():
+            self.listeners[state](event)
         scheduler = self.stepper.scheduler
         assert len(scheduler.those(Status.RUNNING)) + len(scheduler.those(Status.SWAPPED)) <= scheduler.max_sequences
         self.seen |= {s.status for state in scheduler.states for s in state.sequences}

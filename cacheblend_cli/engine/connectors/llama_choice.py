@@ -105,7 +105,7 @@ def hand_over(runtime: Runtime, worker: Worker, sequence: Sequence) -> bool:
     if sequence.handed is None and _loads_later(runtime, sequence):
         return False
     llama = llama_engine(runtime)
-    if llama is None or sequence.stays or paged is None:
+    if llama is None or paged is None or sequence in runtime.decode_with.refused:
         return False
     if sequence.handed is None:
         headroom = max(1, state.max_new_tokens - (sequence.kv_len - state.request.plan.num_tokens))
@@ -113,7 +113,7 @@ def hand_over(runtime: Runtime, worker: Worker, sequence: Sequence) -> bool:
         try:
             sequence.handed = llama.hand_over(sequence.token_ids[: sequence.kv_len], kv, headroom)
         except LlamaError as error:
-            sequence.stays = True
+            runtime.decode_with.refused.add(sequence)
             state.request.notes.append(f"{error.message}; cacheblend decodes by itself")
             return False
     return True

@@ -1,0 +1,73 @@
+"""One prompt prefilled outside of the engine, for measures that look at its KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from cacheblend_cli.engine.memory import out_of_memory
+from cacheblend_cli.engine.prefill import PrefillInput, PrefillState
+from cacheblend_cli.engine.prefill_report import PrefillReport
+from cacheblend_cli.engine.request import Request
+from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.kv.source import BadChunk
+from cacheblend_cli.prompt.plan import PromptPlan
+
+
+@dataclass(frozen=True)
+class Prefilled(PrefillReport):
+    """A prompt that was computed outside of the engine. The caller releases the sequence."""
+
+    sequence: PagedSequence = field(kw_only=True)
+
+    @property
+    def pool(self) -> KVPool:
+        return self.sequence.pool
+
+
+def prefill(
+    runtime: Runtime,
+    request: Request,
+    *,
+    headroom: int = 0,
+    output_positions: Callable[[PromptPlan], Tensor] | None = None,
+    slice_rows: int | None = None,
+) -> Prefilled:
+    """Prefill one prompt outside of the engine, for measures. A chunk whose stored KV is bad is computed instead, and a note
+    says so.
+
+    headroom: positions to keep free after the prompt. output_positions: where logits are wanted, the last by default; with it the
+    prompt is computed in one slice. slice_rows: positions of a slice, None for the engine's.
+    Raises UsageError when the prompt is longer than the context, DeviceError when it does not fit the memory.
+    """
+    decoder = runtime.decoder
+    if runtime.driver is not None:
+        raise UsageError(
+            "measures and prefills outside of the engine run in one process", "leave --tensor-parallel out"
+        )
+    while True:
+        plan = request.plan
+        runtime.check_length(plan.num_tokens, headroom)
+        sequence = runtime.new_sequence(plan.num_tokens + headroom)
+        rows = slice_rows or runtime.slice_rows
+        given = PrefillInput(0, plan, tuple(sequence.blocks), request.blend, request.lossless, rows)
+        try:
+            with PrefillState(decoder, request.source, sequence, given) as state:
+                output = state.whole(output_positions(plan)) if output_positions is not None else state.advance()
+                while output.result is None:
+                    output = state.advance()
+                return Prefilled(request, output.result, output.loader, output.prefill_s, sequence=sequence)
+        except BadChunk as bad:
+            sequence.release()
+            request = request.without(bad.key, bad.reason)
+        except torch.OutOfMemoryError as error:
+            sequence.release()
+            raise out_of_memory(error, decoder.device, plan.num_tokens, runtime.memory()) from error
+        except BaseException:
+            sequence.release()
+            raise
