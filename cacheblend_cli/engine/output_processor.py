@@ -15,7 +15,6 @@ from cacheblend_store import StoreError
 
 from cacheblend_cli.engine.attention import AttentionShares
 from cacheblend_cli.engine.build_answer import answer_of
-from cacheblend_cli.engine.checks import Check
 from cacheblend_cli.engine.connectors.connector import Connector
 from cacheblend_cli.engine.controller import learn_from
 from cacheblend_cli.engine.events import (
@@ -32,6 +31,7 @@ from cacheblend_cli.engine.events import (
     ignore,
 )
 from cacheblend_cli.engine.executor import Decoded, StepOutput
+from cacheblend_cli.engine.full_check import Check, check_of
 from cacheblend_cli.engine.memory import out_of_memory
 from cacheblend_cli.engine.missing_chunks import has_missing, store_missing
 from cacheblend_cli.engine.prefill import PrefillOutput
@@ -248,7 +248,7 @@ class OutputProcessor:
         if state.num_started < state.num_answers:  # the next wave: its prompt is prefilled again
             state.sequences.append(Sequence(state, state.num_started))
             return
-        check = None if state.checks is None else state.checks.begin(self._runtime, state)
+        check = check_of(self._runtime, state)
         if check is None:
             self._end(state)
         else:

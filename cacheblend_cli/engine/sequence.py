@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from cacheblend_cli.blend.cost import AutoReport
+from cacheblend_cli.engine.checks import Checks
 from cacheblend_cli.engine.events import Early
 from cacheblend_cli.engine.prefill_report import PrefillReport, PromptLogprobs
 from cacheblend_cli.engine.request import Request
@@ -21,7 +22,6 @@ from cacheblend_cli.kv.block_table import BlockTable
 from cacheblend_cli.kv.prefix_cache import KVProvenance
 
 if TYPE_CHECKING:
-    from cacheblend_cli.engine.checks import Checks
     from cacheblend_cli.engine.connectors.llama_cpp import LlamaSequence
 
 
