@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median, quantiles
@@ -35,12 +35,16 @@ from cacheblend_cli.settings import Settings
 from cacheblend_cli.types import AskRequest, BlendParams, SearchParams
 
 STUDY = Path(__file__).parent
-QUESTIONS, PASSAGES = 12, 1  # of a half: questions whose first passage is stored
+QUESTIONS, PASSAGES, WORDS = 12, 2, 150
+"""Of a half: questions whose first passages are stored, and the words of a passage that are."""
 SIDES = ("made", "held")
+COLUMNS = (
+    "model", "ratio", "correction", "made: mean", "median", "90th percentile", "held out: mean (95 %)", "median", "90th percentile",
+)  # fmt: skip
 PAGE = """# A ratio that each model earns
 
 Does the ratio that `models check` chooses hold on questions it was not chosen on? The profile is made on questions cut from one half of MuSiQue's passages (*made*), and
-checked on MuSiQue's own questions over the other half (*held out*); both are what `ask` finds, five chunks of about 270 tokens, each collected alone. KL(full prefill || blended)
+checked on MuSiQue's own questions over the other half (*held out*); both are what `ask` finds, five chunks of about 200 tokens, each collected alone. KL(full prefill || blended)
 in nats per token over {tokens} tokens of full prefill's answer, bfloat16; 95 % bootstrap intervals over the questions. Limits: mean .03, 90th percentile .08.
 `python study/own_ratio.py` measures it; {hardware[cores]} cores of an Intel Xeon with AMX, torch {hardware[torch]}. It is written by that script.
 
@@ -63,7 +67,7 @@ def main() -> None:
     parser.add_argument("--ratio", type=float, action="append", help="measure this one (repeatable)")
     parser.add_argument("--correction", action="append", choices=CORRECTIONS)
     parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="stop after the measurement that is made then"
+        "--seconds", type=float, default=float("inf"), help="of CPU time, then stop after the measurement"
     )
     parser.add_argument("--made", action="store_true")
     parser.add_argument("--held", action="store_true")
@@ -78,7 +82,7 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace, side: str) -> None:
     """Measure missing settings, question by question."""
-    until = time.monotonic() + arguments.seconds
+    until = time.process_time() + arguments.seconds
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     engine = Engine.load(EngineConfig(model=arguments.model, dtype=arguments.dtype, threads=arguments.threads))
@@ -93,7 +97,7 @@ def measure(arguments: argparse.Namespace, side: str) -> None:
         engine.precompute(store, [str(folder)], PrecomputeOptions(chunk_tokens=512, context="sink"), lambda event: None)
         for number, request in enumerate(requests(engine, store, halves[side], side)):
             missing = [s for s in settings if (request.question, *s) not in known]
-            if number == arguments.questions or time.monotonic() > until:
+            if number == arguments.questions or time.process_time() > until:
                 return
             full = full_answer(engine.runtime, request) if missing else None
             for ratio, correction in missing:
@@ -106,7 +110,7 @@ def measure(arguments: argparse.Namespace, side: str) -> None:
                 }  # fmt: skip
                 file.write(json.dumps(record) + "\n")
                 file.flush()
-                if time.monotonic() > until:
+                if time.process_time() > until:
                     return
 
 
@@ -115,7 +119,7 @@ def write_passages(samples: list[Sample], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     texts = dict.fromkeys(context.text for sample in samples for context in sample.contexts[:PASSAGES])
     for number, text in enumerate(texts):
-        (folder / f"{number:03}.txt").write_text(text, encoding="utf-8")
+        (folder / f"{number:03}.txt").write_text(" ".join(text.split()[:WORDS]), encoding="utf-8")
 
 
 def requests(engine: Engine, store: ChunkStore, samples: list[Sample], side: str) -> Iterator[Request]:
@@ -168,64 +172,31 @@ def p90(kl: list[float]) -> float:
 
 def page(result: dict[str, Any]) -> str:
     """Return the page: each model's choice, how far it is on held-out questions, and all that was measured."""
-    chosen, tables = [], []
+    chosen, every = list[list[str]](), list[list[str]]()
     for model in result["models"]:
         profile, held = profile_of(model["made"]), {(r["ratio"], r["correction"]): r["kl"] for r in model["held"]}
         choice = profile.choice
-        if choice is not None and (kl := held.get((choice.ratio, choice.correction))):
-            chosen.append([
-                model["model"], f"{choice.ratio:g}, {choice.correction}", f"{choice.mean:.3f}", f"{choice.p90:.3f}", str(profile.prompts),
-                *described(kl), str(len(kl)),
-            ])  # fmt: skip
-        for d, row in zip(profile.measured, model["made"], strict=True):
-            kl = held.get((d.ratio, d.correction), [])
-            found = described(kl) if len(kl) > 1 else ["", "", ""]
-            tables.append(
-                [
-                    model["model"],
-                    f"{d.ratio:g}",
-                    d.correction,
-                    f"{d.mean:.3f}",
-                    f"{median(row['kl']):.3f}",
-                    f"{d.p90:.3f}",
-                    *found,
-                ]
-            )
-    head = (
-        "model",
-        "chosen",
-        "made: mean",
-        "90th percentile",
-        "prompts",
-        "held out: mean (95 %)",
-        "median",
-        "90th percentile",
-        "questions",
-    )
-    every = (
-        "model",
-        "ratio",
-        "correction",
-        "made: mean",
-        "median",
-        "90th percentile",
-        "held out: mean (95 %)",
-        "median",
-        "90th percentile",
-    )
-    return PAGE.format(
-        chosen=table(head, chosen), every=table(every, tables), hardware=result["hardware"], tokens=result["tokens"]
-    )
+        for found, row in zip(profile.measured, model["made"], strict=True):
+            on_held = described(held.get((found.ratio, found.correction), []))
+            setting = [model["model"], f"{found.ratio:g}", found.correction]
+            every.append([*setting, f"{found.mean:.3f}", f"{median(row['kl']):.3f}", f"{found.p90:.3f}", *on_held])
+            if found == choice:
+                chosen.append(every[-1])
+        if choice is None:
+            chosen.append([model["model"], "full prefill", *[""] * (len(COLUMNS) - 2)])
+    return PAGE.format(chosen=table(chosen), every=table(every), **result)
 
 
 def described(kl: list[float]) -> list[str]:
+    """Return mean with interval, median and 90th percentile in words; nothing of nothing."""
     found = Bootstrap(len(kl)).interval(mean, kl)
-    assert found is not None
+    if found is None:
+        return ["", "", ""]
     return [f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f})", f"{median(kl):.3f}", f"{p90(kl):.3f}"]
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+def table(rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (COLUMNS, ["---"] * len(COLUMNS), *rows))
 
 
 if __name__ == "__main__":
