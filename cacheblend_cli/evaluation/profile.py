@@ -102,23 +102,27 @@ def cut_question(text: str) -> str | None:
     return f"{half.rpartition(' ')[0] or half} ..."
 
 
-def cut_requests(
-    engine: Engine, store: ChunkStore, ask: AskRequest, cut: Callable[[str], str | None] = cut_question
-) -> Iterator[Request]:
-    """Yield up to PROMPTS requests over stored chunks, as `ask` resolves them: a question is cut from a chunk, and the search finds
-    that chunk and others. Keys are digests, so their order is a random one. Prompts whose KV is not all stored, or is all exact,
-    are left out."""
-    runtime = engine.runtime
+def cut_requests(engine: Engine, store: ChunkStore, ask: AskRequest) -> Iterator[Request]:
+    """Yield up to PROMPTS requests over stored chunks: a question is cut from one chunk, and the prompt has the chunks that the search
+    of `ask` finds beside it. With its own chunk there, a model copies, which blending harms less than it harms other answers.
+
+    Keys are digests, so their order is a random one. Prompts whose KV is not all stored, or is all exact, are left out.
+    """
+    assert ask.search is not None
+    runtime, wider = engine.runtime, replace(ask.search, k=ask.search.k + 1)
     collections = {c.id for c in runtime.collections(ask.salt, day=runtime.day(store, ask.salt))}
     chunks = (m for m in store.chunks() if m.has_kv and m.collection in collections)
-    questions = filter(None, (cut(m.text) for m in islice(chunks, PROMPTS * TRIES)))
     codec, count = None, 0
-    for question in questions:
-        request = engine.resolve(store, replace(ask, question=question, options=AskOptions()))
-        own = stored_codec(request.inputs, request.collection)
-        codec = codec or own
-        stored = own == codec and all(s.cached for s in request.plan.chunks)
-        if stored and request.plan.inexact_tokens and runtime.fits(request.plan.num_tokens, TOKENS):
+    for own in islice(chunks, PROMPTS * TRIES):
+        if (question := cut_question(own.text)) is None:
+            continue
+        asked = replace(ask, question=question, search=wider, options=AskOptions())
+        found = [c.named for c in engine.resolve(store, asked).chunks if c.input.token_ids != own.token_ids]
+        request = engine.resolve(store, replace(asked, keys=found[: ask.search.k], search=None))
+        stored_as = stored_codec(request.inputs, request.collection)
+        codec = codec or stored_as
+        whole = stored_as == codec and all(s.cached for s in request.plan.chunks)
+        if whole and request.plan.inexact_tokens and runtime.fits(request.plan.num_tokens, TOKENS):
             yield request
             count += 1
         if count == PROMPTS:

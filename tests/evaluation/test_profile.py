@@ -87,6 +87,10 @@ def test_the_mean_is_that_of_the_prompts(engine: Engine, store: ChunkStore) -> N
     found = measure_profile(engine, store, ASK, (1e9, 1e9)).measured[0]
     requests = list(cut_requests(engine, store, ASK))
     assert len({request.question for request in requests}) == PROMPTS
+    for request in requests:
+        texts = [chunk.text for chunk in request.chunks]
+        assert len(texts) == 3
+        assert not any(request.question.removesuffix(" ...") in text for text in texts), "its own chunk is left out"
     blend = BlendParams(ratio=found.ratio, correction=found.correction)
     kl = [distance(engine.runtime, replace(r, blend=blend), full_answer(engine.runtime, r)) for r in requests]
     assert found.mean == pytest.approx(sum(kl) / PROMPTS)
