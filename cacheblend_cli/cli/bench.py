@@ -55,7 +55,7 @@ def bench(
         make_selector(name)
     engine = options.load_engine(settings, output)
     if settings.ratio == "model":
-        blend = replace(engine.own_blend(blend)[0], mode="blend")
+        blend, _ = engine.own_blend(blend)
     asked = grid(
         blend,
         modes=("full", "reuse", "blend"),

@@ -52,13 +52,11 @@ class Profile:
         return min(within, key=lambda d: (d.ratio, d.mean), default=None)
 
     def applied(self, blend: BlendParams) -> BlendParams:
-        """Return the blending with the chosen ratio and correction; a full prefill if no ratio was chosen."""
+        """Return the blending with the chosen ratio and correction. If no ratio was chosen, only exact KV is used."""
         found = self.choice
-        return (
-            replace(blend, mode="full")
-            if found is None
-            else replace(blend, ratio=found.ratio, correction=found.correction)
-        )
+        if found is None:
+            return replace(blend, selector="all")
+        return replace(blend, ratio=found.ratio, correction=found.correction)
 
     def __str__(self) -> str:
         """Return how close the chosen ratio is, in words."""
@@ -144,9 +142,10 @@ def with_own_ratio(
     told = notes if len(chunks) > 1 else []  # one chunk is exact
     if ask.options.own_ratio:
         own, source = own_blend(collection, blend, codec)
-        if own.mode == "full":
+        if own.selector == "all" != blend.selector:
             told.append(
-                f"models check found no ratio close enough to a full prefill with {model.name}, so this is one; --ratio X blends"
+                f"models check found no ratio close enough to a full prefill with {model.name}: all tokens that need repair are computed; "
+                "--ratio X blends"
             )
         elif source.startswith(OTHER):
             told.append(f"the ratio is the default, {blend.ratio:g}: {source.removeprefix('default: ')}")

@@ -68,13 +68,17 @@ def test_the_smallest_ratio_that_is_close_enough_is_used(cli: Cli, model: Path, 
     assert "--ratio-only" not in again.err, "it is measured"
 
 
-def test_where_nothing_is_close_enough_the_answer_is_a_full_prefills(cli: Cli, model: Path, chunks: str) -> None:
+def test_where_nothing_is_close_enough_all_that_needs_repair_is_computed(cli: Cli, model: Path, chunks: str) -> None:
     told = cli("models", "check", str(model), "--ratio-only", "--kl-mean", "0")
     assert told.code == 0, told.err
     assert told.out.count("KL mean") == 10
     assert "no ratio is close enough" in told.out
     found = asked(cli, chunks)
-    assert (found["mode"], found["ratio"]) == ("full", 1.0)
+    assert (found["selector"], found["ratio"]) == ("all", 1.0)
+    assert [chunk["recomputed"] for chunk in found["chunks"]] == [0, found["chunks"][1]["tokens"]], (
+        "what is exact is used"
+    )
+    assert found["answer"] == asked(cli, chunks, "--mode", "full")["answer"]
     assert any("no ratio close enough" in note for note in found["notes"])
     low = asked(cli, chunks, "--ratio", "0.3")
     assert low["mode"] == "blend"

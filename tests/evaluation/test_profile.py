@@ -69,7 +69,7 @@ def test_ratios_rise_until_one_is_close_enough(engine: Engine, store: ChunkStore
     never = measure_profile(engine, store, ASK, (0.0, 0.0), say=told.append, on_progress=lambda *s: steps.append(s[:2]))
     assert [(d.ratio, d.correction) for d in never.measured] == [(r, c) for r in RATIOS for c in ("regression", "none")]
     assert never.choice is None
-    assert never.applied(BlendParams()).mode == "full"
+    assert never.applied(BlendParams()).effective_ratio() == 1
     assert all(0 < d.mean <= d.p90 * PROMPTS for d in never.measured)
     assert (never.prompts, steps[-1]) == (PROMPTS, (132, 132))
     assert len(told) == 1
