@@ -2,11 +2,13 @@
 
     python benchmarks/scaling.py [--seconds 360] [--largest 100000]
     python benchmarks/scaling.py --chunks 1000000 --work FOLDER
+    python benchmarks/scaling.py --documents 10000
 
 A model of one tiny layer, some 1,000 chunks and up to `--largest`, ten times as many each; CPU
 seconds and peak memory of whole commands, CPU time of other processes meanwhile, and the reads of `ask` for eight chunks. With
 `--chunks`, one store of about that many alone, whose row is added; a million takes a quarter of an hour of CPU and 6 GB below
-`--work`, where finished phases are kept, so that the same command goes on after an interruption. Writes benchmarks/results/scaling.json
+`--work`, where finished phases are kept, so that the same command goes on after an interruption. With `--documents`,
+`precompute` again over that many small files, of which none and then one has changed. Writes benchmarks/results/scaling.json
 and docs/scaling.md.
 """
 
@@ -53,24 +55,29 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=360)
     parser.add_argument("--largest", type=int, default=100_000)
     parser.add_argument("--chunks", type=int, help="measure one store of about this many chunks")
+    parser.add_argument("--documents", type=int, help="measure precompute of this many small documents")
     parser.add_argument("--work", type=Path, help="keep documents, store and finished phases here")
     arguments = parser.parse_args()
     from machine import hardware, write_checkpoint
 
     result: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    result |= {"hardware": hardware(), "bytes": bytes_per_million()}
+    result["bytes"] = bytes_per_million()
+    if not arguments.documents:
+        result["hardware"] = hardware()
     with ExitStack() as stack:
         folder = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if not (folder / "tiny" / "config.json").exists():
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "tiny.json").write_text(json.dumps(TINY))
             write_checkpoint(folder / "tiny", folder / "tiny.json")
-        if not arguments.chunks:
+        if not (arguments.chunks or arguments.documents):
             result["store"] = stores(folder, arguments.largest, arguments.seconds)
         if arguments.chunks:
             row = of_store(folder, arguments.chunks)
             others = [known for known in result.get("store", []) if known.get("wanted") != row["wanted"]]
             result["store"] = sorted([*others, row], key=lambda known: known["chunks"])
+        if arguments.documents:
+            result["documents"] = of_documents(folder, arguments.documents)
     RESULTS.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     PAGE.write_text(page(result), encoding="utf-8")
     print(page(result))
@@ -142,10 +149,30 @@ def of_store(folder: Path, wanted: int) -> dict[str, Any]:
     return {"wanted": wanted, "chunks": found["look-up"]["chunks"], **found, "others": others}
 
 
-def write_document(file: Path, seed: int) -> None:
-    """Write 100 paragraphs of three random words."""
+def of_documents(folder: Path, count: int) -> dict[str, Any]:
+    """Return the cost of `precompute` over documents of 7 paragraphs in 100 folders of which none, and one, changed."""
+    from machine import hardware
+
+    docs, path = folder / f"documents{count}", folder / f"documents-store{count}"
+    for number in range(count):
+        (docs / str(number % 100)).mkdir(parents=True, exist_ok=True)
+        write_document(docs / str(number % 100) / f"{number}.txt", number, 7)
+    given = [str(docs), "--store", str(path), "--model", str(folder / "tiny"), "--dtype", "float32"]
+    command_cost(["precompute", *given, "--chunk-tokens", "16", "--context", "sink"])
+    command_cost(["precompute", *given])  # reads the files again that were new in the run before
+    again = [command_cost(["precompute", *given]) for _ in range(2)]
+    write_document(docs / "50" / "50.txt", count, 7)
+    chunks = look_up(path)["chunks"]
+    changed = [command_cost(["precompute", *given])]
+    machine = hardware()
+    about = f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}"
+    return {"documents": count, "chunks": chunks, "again": again, "one changed": changed, "hardware": about}
+
+
+def write_document(file: Path, seed: int, count: int = 100) -> None:
+    """Write paragraphs of three random words."""
     rng = random.Random(seed)
-    paragraphs = [" ".join(f"word{rng.randrange(2000)}" for _ in range(3)) for _ in range(100)]
+    paragraphs = [" ".join(f"word{rng.randrange(2000)}" for _ in range(3)) for _ in range(count)]
     file.write_text("\n\n".join(paragraphs))
 
 
@@ -230,6 +257,8 @@ def page(result: dict[str, Any]) -> str:
         lines.append(f"| {int(row['chunks']):,} | {size} | {' | '.join(cells)} | {others} |")
         notes += ["", f"{int(row['chunks']):,} chunks: {row['note']}."] if "note" in row else []
     lines += notes
+    if "documents" in result:
+        lines += _of_documents(result["documents"])
     lines += [
         "",
         "## Size of stored KV",
@@ -243,6 +272,28 @@ def page(result: dict[str, Any]) -> str:
         f"| {name} | " + " | ".join(f"{of[c]:.1f}" for c in CODECS) + " |" for name, of in result["bytes"].items()
     ]
     return "\n".join(lines) + "\n"
+
+
+def _of_documents(found: dict[str, Any]) -> list[str]:
+    def cost(runs: list[dict[str, float]]) -> str:
+        seconds = " and ".join(f"{run['cpu']:.1f}" for run in runs)
+        return f"{seconds} s, {max(run['peak_mib'] for run in runs):,.0f}"
+
+    runs = [*found["again"], *found["one changed"]]
+    others = sum(run["others"] for run in runs) / len(runs)
+    return [
+        "",
+        "## Documents that did not change",
+        "",
+        f"{found['documents']:,} files of 7 paragraphs, with {found['chunks']:,} chunks. A file is read, and its chunks are looked up, only if it "
+        f"changed (see [documents](documents.md#keep-the-store-up-to-date)). CPU seconds of each run of the whole command and peak memory in MiB, as "
+        f"above; {found['hardware']}. Other processes used {others:.1f} CPUs meanwhile. The table above is from before files and chunks of unchanged "
+        "documents were left out.",
+        "",
+        "| `precompute` again | one changed |",
+        "|---|---|",
+        f"| {cost(found['again'])} | {cost(found['one changed'])} |",
+    ]
 
 
 if __name__ == "__main__":
