@@ -34,6 +34,7 @@ from cacheblend_cli.model.ranks import Ranks
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tensor_source import SafetensorsFiles
 from cacheblend_cli.model.tokenizer import Tokenizer
+from cacheblend_cli.model.turn_end import turn_end
 from cacheblend_cli.model.weights import load_weights, weights_digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -253,7 +254,8 @@ def _read_files(path: Path) -> list[Path]:
 def _eos_ids(
     path: Path, generation: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Tokenizer
 ) -> frozenset[int]:
-    """All that generation_config.json, config.json and the tokenizer name: each lacks some in one checkpoint or another."""
+    """All that generation_config.json, config.json and the tokenizer name: each lacks some in one checkpoint or another. Where
+    generation_config.json names none, also what the chat template puts behind an answer (Llama 3's tokenizer names another)."""
     ids = set[int]()
     for place in (generation, config):
         found = place.get("eos_token_id")
@@ -263,4 +265,5 @@ def _eos_ids(
         ids.update(named)
     token = tokenizer.special("eos_token")
     own = tokenizer.token_id(token) if token else None
-    return frozenset(ids if own is None else ids | {own})
+    behind = None if generation.get("eos_token_id") is not None else turn_end(tokenizer)
+    return frozenset(ids | {i for i in (own, behind) if i is not None})

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from real_packages import TOKENIZERS, tokenizer_folder
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.model.text_stream import TextStream
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.prompt.template import PromptTemplate, split_template
 from cacheblend_cli.prompt.wording import Wording
+from cacheblend_cli.types import AskRequest, SamplingParams
 
 pytestmark = pytest.mark.real
 TEXTS = {
@@ -130,3 +136,34 @@ def test_streamed_text_is_the_decode_and_text_comes_back(name: str) -> None:
         assert streamed == tokenizer.decode(ids), label
         if label not in NORMALISES.get(name, ()) and label != "mark":
             assert streamed == f"x{text}", label
+
+
+END = {
+    "gemma3": "<end_of_turn>", "llama2": "</s>", "llama3": "<|eot_id|>", "llama3_1": "<|eot_id|>", "qwen3": "<|im_end|>",
+    "deepseek_v3": "<｜end▁of▁sentence｜>", "gptoss": "<|return|>",
+}  # fmt: skip
+"""What the publisher's generation_config.json ends an answer at; Gemini's tokenizer comes without a chat template of turns."""
+
+
+@pytest.mark.parametrize("name", END)
+def test_an_answer_ends_where_the_template_ends_a_turn(name: str, tmp_path: Path) -> None:
+    """A model of random weights over the tokenizer, without a generation_config.json, is made to say the token."""
+    for file in tokenizer_folder(name).iterdir():
+        shutil.copy(file, tmp_path)
+    shape = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+    }
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=ours(name).vocab_size, **shape)).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    engine = Engine.load(EngineConfig(model=str(tmp_path), dtype="float32"))
+    for token, reason in ((END[name], "stop"), ("x", "length")):
+        token_id = ours(name).token_id(token)
+        assert token_id is not None
+        bias = SamplingParams(max_tokens=3, logit_bias=((token_id, 1e4),), stop_repetition=False)
+        answer = engine.run_alone(None, AskRequest("Who leads billing?", sampling=bias))
+        assert answer.finish_reason == reason, token
