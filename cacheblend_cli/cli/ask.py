@@ -26,7 +26,9 @@ _ANSWER, _MACHINE = "The answer", "This machine and the store"  # panels of the 
 @options.with_settings(*options.asking(), "keep_alive")
 def ask(
     resolved: Resolved,
-    question: Annotated[str | None, typer.Argument(help="The question. Default, and for -: stdin.")] = None,
+    question: Annotated[
+        str | None, typer.Argument(help="The question. Without it, or with -, it is read from stdin.")
+    ] = None,
     chunks: Annotated[
         str | None,
         typer.Option(

@@ -44,7 +44,7 @@ def show(
         shown = [n for n in names if every or not number or resolved.origin[n] != "default"]
         left += len(names) - len(shown)
         if shown:
-            rows = [(n, values[n] if values[n] != "" else '""', resolved.origin[n]) for n in shown]
+            rows = [(n, "not set" if values[n] in ("", None, ()) else values[n], resolved.origin[n]) for n in shown]
             if number:
                 output.line("")
             output.table((title, "value", "from"), rows)

@@ -36,7 +36,7 @@ COMMANDS = {
     "models": ("models:app", "List, describe, check and download models."),
     "config": ("config:app", "Show and change settings."),
     "doctor": ("doctor:doctor", "Check versions, device, store and model."),
-    "demo": ("demo:demo", "Show blending on bundled documents."),
+    "demo": ("demo:demo", "Compare blending with full prefill, or write example documents."),
     "bench": ("bench:bench", "Measure speed on this machine."),
     "eval": ("eval:evaluate", "Measure answers against full prefill on your questions."),
 }
@@ -93,7 +93,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     help="Answer questions over documents with a local model. The KV cache of every document chunk is computed once, "
-    "stored on disk, and reused in any order.",
+    "stored on disk, and reused in any order.\n\nStart with: cacheblend precompute FOLDER, then cacheblend ask QUESTION.",
 )
 
 

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_cli.cli import folders, options
+from cacheblend_cli.cli.answers import counted
 from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.sizes import format_size, parse_size, size_for
+from cacheblend_cli.cli.sizes import format_seconds, format_size, parse_size, size_for
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.tier import finish, open_tier, share
 from cacheblend_cli.cli.watch import check_watchfiles, remembered_paths
@@ -188,7 +189,7 @@ def _check_flags(resolved: Resolved, select: dict[str, Any], *, has_paths: bool,
         check_watchfiles()
     if not has_paths and (select or resolved.origin["collection"] == "flag"):
         raise UsageError(
-            "flags that select files, and --collection, need a PATH", "name the folder: cacheblend precompute docs/"
+            "flags that select files, and --collection, need a PATH", "name the folder: cacheblend precompute FOLDER"
         )
 
 
@@ -257,8 +258,7 @@ def _confirm(difference: Difference, output: Output, yes: bool) -> bool:
     """Show the cost of other settings and ask for confirmation. Raises UsageError if stdin is not a terminal."""
     for change in _changes(difference):
         output.warn(change)
-    amount = format_size(difference.new.bytes + difference.replaced.bytes)
-    cost = f"{difference.computed_tokens:,} tokens to compute, {amount} of KV, about {difference.seconds:,.1f} s"
+    cost = _cost(difference)
     if yes:
         output.note(cost)
         return True
@@ -267,6 +267,13 @@ def _confirm(difference: Difference, output: Output, yes: bool) -> bool:
     output.err.write(f"{cost}. Go on? [y/N] ")
     output.err.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _cost(difference: Difference) -> str:
+    amount = format_size(difference.new.bytes + difference.replaced.bytes)
+    return (
+        f"{difference.computed_tokens:,} tokens to compute, {amount} of KV, about {format_seconds(difference.seconds)}"
+    )
 
 
 def _changes(difference: Difference) -> Iterator[str]:
@@ -302,6 +309,10 @@ class _View:
             self._show_bar("reading")
             self._bar(event.done, event.total, event.message)
         elif event.kind == "plan":
+            if (
+                event.planned is not None and event.planned.seconds and not event.planned.changes
+            ):  # or it was said already
+                self.output.note(f"{_cost(event.planned)}; Ctrl-C stops and keeps what is stored")
             self._show_bar("precompute")
             self.total, self._start = event.total, time.perf_counter()
         elif event.room is not None:
@@ -379,10 +390,11 @@ def _summary(report: PrecomputeReport, output: Output, place: str, dry_run: bool
     if report.converted.chunks:
         taken += f", {report.converted.chunks} converted from a finer KV dtype ({report.converted.tokens:,} tokens not computed again)"
     speed = f"; {report.tokens_per_s:,.0f} tokens/s" if report.computed_tokens else ""
+    counts = {name: getattr(report, name) for name in ("new", "replaced", "unchanged", "removed")}
+    changes = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
     output.note(
-        f"{report.documents} documents, {chunks} chunks: {report.new} new, {report.replaced} replaced, "
-        f"{report.unchanged} unchanged, {report.removed} removed{taken}; {format_size(report.bytes)} of KV in {place}{speed}, "
-        f"{report.seconds:.1f} s"
+        f"{counted(report.documents, 'document')}, {counted(chunks, 'chunk')}{f': {changes}' if changes else ''}{taken}; "
+        f"{format_size(report.bytes)} of KV in {place}{speed}, {report.seconds:.1f} s"
     )
 
 
@@ -398,7 +410,7 @@ def _dry_summary(report: PrecomputeReport, output: Output, json: bool) -> None:
     output.table(("", "chunks", "tokens", "KV"), rows, right=(1, 2, 3))
     output.text(
         f"{report.documents} documents, {report.tokens:,} tokens: {format_size(report.bytes)} of KV; "
-        f"{difference.computed_tokens:,} tokens to compute, about {difference.seconds:,.1f} s on this machine"
+        f"{difference.computed_tokens:,} tokens to compute, about {format_seconds(difference.seconds)} on this machine"
         + (f"; {difference.converted.tokens:,} to convert from a finer KV dtype" if difference.converted.tokens else "")
     )
     for change in _changes(difference):

@@ -1,4 +1,4 @@
-"""Parse and format sizes and ages."""
+"""Parse and format sizes, ages and durations."""
 
 from __future__ import annotations
 
@@ -29,6 +29,14 @@ def format_size(count: int) -> str:
             return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a duration with two digits: 4.2 s, 85 s, 12 min, 3.4 h."""
+    for unit, name in ((3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:,.{0 if seconds >= 10 * unit else 1}f} {name}"
+    return f"{seconds:.{0 if seconds >= 10 else 1}f} s"
 
 
 def size_for(count: int) -> str:

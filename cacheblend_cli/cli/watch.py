@@ -36,7 +36,10 @@ def remembered_paths(engine: Engine, settings: Settings, output: Output) -> list
     for name in sorted(names - found.keys()):
         output.warn(f"{name} no longer exists; chunks rm --source {name} removes its chunks")
     if not found:
-        raise NotFoundError(f"the store remembers no folder for {engine.model.name}", "cacheblend precompute docs/")
+        raise NotFoundError(
+            f"the store remembers no folder for {engine.model.name}",
+            "name a folder of documents: cacheblend precompute FOLDER",
+        )
     return sorted(found.values())
 
 

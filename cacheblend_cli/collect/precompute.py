@@ -27,6 +27,7 @@ from cacheblend_cli.collect.document_records import (
 from cacheblend_cli.collect.estimate import estimate_seconds
 from cacheblend_cli.collect.paths import Paths
 from cacheblend_cli.collect.plan import Part, Planner
+from cacheblend_cli.collect.prefill import pack_tokens
 from cacheblend_cli.collect.room import Room, room_for
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.summaries import SummaryWriter
@@ -47,6 +48,7 @@ OnEvent = Callable[["PrecomputeEvent"], None]
 Confirm = Callable[[Difference], bool]
 # Of documents whose records and texts are stored together: a commit of a few small chunks rewrites as many pages as one of many.
 _BATCH_TOKENS = 1 << 18
+_LONG_PACKS = 24  # launches of a run whose time is worth measuring two of them beforehand
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ class PrecomputeEvent:
     """Progress of a run.
 
     kind: "reading" (done of total characters of a document are cut), "room" (the quota is too small for all KV), "plan" (total
-    tokens to process), "chunk" (one is stored), "settled" (done tokens are stored and are not listed), "skipped" (a file that is not a document), "note" (about a document), "removed".
+    tokens to process; planned: what will be computed, with an estimate of the time if that is long), "chunk" (one is stored), "settled" (done tokens are stored and
+    are not listed), "skipped" (a file that is not a document), "note" (about a document), "removed".
     message: for people.
     """
 
@@ -110,6 +113,7 @@ class PrecomputeEvent:
     total: int = 0
     room: Room | None = None
     skipped: Skipped | None = None
+    planned: Difference | None = None
 
 
 @dataclass
@@ -205,7 +209,11 @@ def precompute(
         report.difference.seconds = estimate_seconds(report.difference.missing)
         return report
     start += _confirm(report.difference, confirm)
-    on_event(PrecomputeEvent("plan", total=report.tokens))
+    if cluster is None and report.difference.computed_tokens >= _LONG_PACKS * pack_tokens(
+        collection.model.decoder.device
+    ):
+        report.difference.seconds = report.difference.seconds or estimate_seconds(report.difference.missing)
+    on_event(PrecomputeEvent("plan", total=report.tokens, planned=report.difference))
     run = _Run(planner, store, room, on_event, report, options)
     roots = diff.given_roots(options.given) if plan else []
     diff.source_settings.remember(store, roots, options.given, done=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -148,6 +149,15 @@ def test_dry_run_stores_nothing(cli: Cli, docs: Path, tmp_path: Path) -> None:
     assert facts["seconds"] > 0
     assert not (tmp_path / "store").exists()
     assert "160 tokens to compute" in cli("precompute", "docs", "--dry-run").out
+
+
+def test_a_long_run_says_beforehand_what_it_takes(cli: Cli, docs: Path) -> None:
+    (docs / "alpha.md").write_text("\n\n".join(f"paragraph {i} of the lead in Bergen." for i in range(1500)))
+    first = cli("precompute", "docs").err
+    assert re.search(r"^\d\d,\d{3} tokens to compute, .*iB of KV, about [\d.]+ s; Ctrl-C", first)
+    assert "to compute" not in cli("precompute", "docs").err
+    (docs / "alpha.md").write_text("# alpha\n\nshort\n")
+    assert "to compute" not in cli("precompute", "docs").err
 
 
 def test_chunks_larger_than_the_context_are_refused_by_name(cli: Cli, docs: Path) -> None:

@@ -53,7 +53,7 @@ def _is_there(path: Path, *, create: bool) -> bool:
     if LOCK in names:  # LMDB made it when it opened a data.mdb
         raise lost(path)
     if not create:
-        raise StoreNotFound(f"there is no store at {path}", "make one: cacheblend precompute docs/")
+        raise StoreNotFound(f"there is no store at {path}", "store documents first: cacheblend precompute FOLDER")
     others = sorted(name for name in names - set(OWN_FILES) if not _SERVER_FILES.fullmatch(name))
     if others:
         raise StoreFormat(
