@@ -1,8 +1,9 @@
-"""cacheblend demo: full prefill, plain reuse and blending on bundled documents."""
+"""cacheblend demo: full prefill, plain reuse and blending on bundled records; and example documents."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -18,99 +19,156 @@ from cacheblend_cli.cli.answers import counted
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.scores import show_table
 from cacheblend_cli.cli.sizes import format_size
+from cacheblend_cli.demo import office_dir
+from cacheblend_cli.demo.records import SEED
+from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Settings
 
 if TYPE_CHECKING:
-    from cacheblend_cli.evaluation.demo_run import Compared, DemoRow
+    from cacheblend_cli.evaluation.demo_run import Compared, DemoRow, LongPrompt
 
-_SHOWN = 3
-_COMMANDS = ("precompute docs/", 'ask "What is this about?"', 'ask "What is this about?" --verify')
+QUESTION = "What is the price of a parking permit?"
+"""A question about the example documents that SmolLM2 answers right."""
+_NUM_QUESTIONS = 36
+_EXAMPLES = 2
 
 
 @options.with_settings("threads")
 def demo(
     settings: Settings,
-    questions: Annotated[int, typer.Option(min=1, max=18, help="Number of questions.")] = 12,
+    write: Annotated[
+        Path | None,
+        typer.Option("--write", help="Only write eight short documents to DIR, to try commands on.", metavar="DIR"),
+    ] = None,
+    questions: Annotated[int, typer.Option(min=1, max=_NUM_QUESTIONS, help="Number of questions.")] = _NUM_QUESTIONS,
+    seed: Annotated[int, typer.Option(min=0, help="Draw other records.")] = SEED,
     json: options.Json = False,
 ) -> None:
-    """Compare full prefill, plain reuse and blending on bundled documents.
+    """Compare full prefill, plain reuse and blending on invented records.
 
-    Answers are by SmolLM2-135M if it is installed, else by a bundled model of 1.1 M parameters.
+    Answers are by SmolLM2-135M if it is installed, else by a bundled model of 1.1 M parameters. --write gives you documents to try the commands on instead.
     """
+    output = Output()
+    if write is not None:
+        _write_examples(write, output, json=json)
+        return
     from cacheblend_store import ChunkStore
 
-    output = Output()
     options.import_engine()
-    from cacheblend_cli.evaluation.demo_run import FULL, compare, demo_case, precompute_alone, summarise
-    from cacheblend_cli.model.named import HANDBOOK, INSTALL
+    from cacheblend_cli.evaluation.demo_run import Demo, demo_case, summarise
+    from cacheblend_cli.model.named import INSTALL, SMOLLM2
 
-    case = demo_case()
+    case = demo_case(seed)
     engine = options.load_engine(replace(settings, model=case.model, lora=""), output)
+    results: list[Compared] = []
+    long_prompt: LongPrompt | None = None
     with (
         tempfile.TemporaryDirectory(prefix="cacheblend-demo-") as folder,
         ChunkStore.open(Path(folder) / "store", mode="write") as store,
     ):
-        report = precompute_alone(engine, store, case)
+        run = Demo(engine, store, case)
+        (Path(folder) / "documents").mkdir()
+        report = run.precompute_alone(Path(folder) / "documents")
         output.note(
             f"precomputed {report.documents} documents, each chunk alone: {report.tokens:,} tokens, "
             f"{format_size(report.bytes)} of KV in {report.seconds:.1f} s"
         )
-        results: list[Compared] = []
         with output.progress("questions") as update:
-            for result in compare(engine, store, case, questions, verify=json):
+            for result in run.compare(questions):
                 results.append(result)
                 update(len(results), questions, f"{len(results)}/{questions}")
+        if case.model == SMOLLM2:
+            long_prompt = run.long_prompt()
     rows = summarise(results)
     if json:
-        for result in results:
-            for setting, answer in result.answers.items():
-                facts = {"question": result.question.question, "expected": result.question.answer, "setting": setting}
-                output.json({**facts, "right": result.is_right(setting), **answer.to_dict()})
-        for row in rows:
-            output.json(vars(row))
+        _show_json(results, rows, long_prompt, output)
         return
-    prompt_tokens = results[0].answers[FULL].prompt_tokens
-    output.text(
-        f"{counted(len(results), 'question')} to {engine.model.name}, about {prompt_tokens:,} prompt tokens each, "
-        "documents in a new order each time:"
-    )
-    _show_rows(rows, output)
-    _show_repaired([r for r in results if r.is_repaired][:_SHOWN], output)
-    if case.model == HANDBOOK:
+    _show_rows(results, rows, engine.model.name, output)
+    _show_repaired([r for r in results if r.is_repaired], output)
+    if long_prompt is not None:
+        _show_times(long_prompt, output)
+    else:
         output.note(f"this model is too small for blending to save time; for a real one: {INSTALL}")
-    output.text("\nNow with your own documents:\n")
+    output.text("\nNow try it on eight example pages, or on your own documents:\n")
+    _show_commands(Path("office"), output)
+
+
+def _write_examples(folder: Path, output: Output, *, json: bool) -> None:
+    """Copy the example documents into a new or empty folder. Raises UsageError for another."""
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise UsageError(
+            f"{folder} already exists and is not empty", "name a new folder: cacheblend demo --write office"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    pages = sorted(office_dir().glob("*.md"))
+    for page in pages:
+        shutil.copyfile(page, folder / page.name)
+    if json:
+        for page in pages:
+            output.json({"file": str(folder / page.name)})
+        return
+    output.text(f"{len(pages)} short documents about an invented office are in {folder}. Try:\n")
+    _show_commands(folder, output, with_write=False)
+
+
+def _show_commands(folder: Path, output: Output, *, with_write: bool = True) -> None:
     program = "cacheblend" if shutil.which("cacheblend") else os.path.relpath(sys.argv[0])
-    for arguments in _COMMANDS:
+    write = [f"demo --write {folder}"] if with_write else []
+    for arguments in (
+        *write,
+        f"precompute {shlex.quote(str(folder))}",
+        f'ask "{QUESTION}"',
+        f'ask "{QUESTION}" --verify',
+    ):
         output.text(f"  {program} {arguments}")
 
 
-def _show_rows(rows: Sequence[DemoRow], output: Output) -> None:
-    full = rows[0].ttft_s
+def _show_json(
+    results: Sequence[Compared], rows: Sequence[DemoRow], long_prompt: LongPrompt | None, output: Output
+) -> None:
+    for result in results:
+        for setting, answer in result.answers.items():
+            facts = {"question": result.question.question, "expected": result.question.answer, "setting": setting}
+            facts |= {"right": result.is_right(setting), "same": result.is_same(setting)}
+            output.json({**facts, **answer.to_dict()})
+    for row in rows:
+        output.json(vars(row))
+    if long_prompt is not None:
+        output.json(vars(long_prompt))
+
+
+def _show_rows(results: Sequence[Compared], rows: Sequence[DemoRow], model: str, output: Output) -> None:
+    from statistics import median
+
+    from cacheblend_cli.evaluation.demo_run import FULL
+
+    tokens = median(result.answers[FULL].prompt_tokens for result in results)
+    output.text(
+        f"{counted(len(results), 'question')} to {model}, each over a few short records, some {tokens:.0f} tokens:"
+    )
     cells = [
-        (
-            row.setting,
-            f"{row.correct}/{row.questions}",
-            f"{row.ttft_s * 1000:,.0f} ms",
-            f"{full / row.ttft_s:.1f} x",
-            f"{row.recompute_fraction:.0%}",
-        )
+        (row.setting, f"{row.correct}/{row.questions}", f"{row.same}/{row.questions}", f"{row.recompute_fraction:.0%}")
         for row in rows
     ]
-    show_table(("setting", "correct", "first token", "sooner", "recomputed"), cells, output)
+    show_table(("setting", "correct", "same as full prefill", "computed again"), cells, output)
 
 
 def _show_repaired(results: Sequence[Compared], output: Output) -> None:
     """Show questions that plain reuse answers wrongly and blending rightly."""
     if not results:
         return
-    output.text("\nWrong by plain reuse, right when blended:")
-    for result in results:
+    shown = results[:_EXAMPLES]
+    of = f", the first {len(shown)} of {len(results)}" if len(results) > len(shown) else ""
+    output.text(f"\nWrong by plain reuse, right when blended{of}:")
+    for result in shown:
         output.text(f"\n> {result.question.question}")
         for setting, answer in result.answers.items():
             mark = "right" if result.is_right(setting) else "WRONG"
             output.text(f"  {setting:<13} {mark}  {' '.join(answer.text.split())}")
-        first = result.first_difference
-        if first is None:
-            output.text("  Blended and full prefill give the same answer.")
-        else:
-            output.text(f"  Blended and full prefill agree for {counted(first, 'token')}, then differ.")
+
+
+def _show_times(long_prompt: LongPrompt, output: Output) -> None:
+    output.text(
+        f"\nAll {long_prompt.documents} records in one prompt of {long_prompt.prompt_tokens:,} tokens, time to the first token:"
+    )
+    output.text("  " + ", ".join(f"{setting} {seconds:.2f} s" for setting, seconds in long_prompt.ttft_s.items()))

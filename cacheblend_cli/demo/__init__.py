@@ -1,4 +1,4 @@
-"""Bundled demo data: office documents with questions, and a small model with the handbook of an invented company."""
+"""Bundled data: eight office pages to try commands on, records with questions, and a small model with the handbook of an invented company."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
-class DemoQuestion:
+class HandbookQuestion:
     """answer: expected text. source: file of the answer. across: its paragraph does not name the person it is about."""
 
     question: str
@@ -38,20 +38,11 @@ def heldout_path() -> Path:
 
 
 def office_dir() -> Path:
-    """Directory of ten office documents."""
+    """Directory of eight short Markdown files, which `cacheblend demo --write` copies."""
     return _HERE / "office"
 
 
-def questions() -> list[DemoQuestion]:
+def questions() -> list[HandbookQuestion]:
     """Questions about the handbook."""
-    return _read("questions.jsonl")
-
-
-def office_questions() -> list[DemoQuestion]:
-    """Questions about the office documents."""
-    return _read("office.jsonl")
-
-
-def _read(name: str) -> list[DemoQuestion]:
-    lines = (_HERE / name).read_text(encoding="utf-8").splitlines()
-    return [DemoQuestion(**json.loads(line)) for line in lines]
+    lines = (_HERE / "questions.jsonl").read_text(encoding="utf-8").splitlines()
+    return [HandbookQuestion(**json.loads(line)) for line in lines]

@@ -12,33 +12,64 @@ from statistics import median
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions, PrecomputeReport
-from cacheblend_cli.demo import CHUNK_TOKENS, DemoQuestion, handbook_dir, office_dir, office_questions, questions
+from cacheblend_cli.demo import CHUNK_TOKENS, handbook_dir, questions
+from cacheblend_cli.demo.records import SEED, record_prompts
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.model.named import HANDBOOK, SMOLLM2, smollm2_file
-from cacheblend_cli.types import Answer, AskOptions, AskRequest, BlendParams, SamplingParams
+from cacheblend_cli.types import Answer, AskRequest, BlendParams, SamplingParams
 
 FULL, REUSE, BLENDED = "full prefill", "plain reuse", "blended"
 SETTINGS = {FULL: BlendParams(mode="full"), REUSE: BlendParams(mode="reuse"), BLENDED: BlendParams()}
-ANSWER_TOKENS = 20
+ANSWER_TOKENS = 32
+_HANDBOOK_DOCUMENTS = 3  # a prompt
+_ROUNDS = 3  # of the long prompt
+
+
+@dataclass(frozen=True)
+class DemoQuestion:
+    """documents: names of the prompt's documents, in order. wrong: words that a right answer does not contain."""
+
+    question: str
+    answer: str
+    documents: tuple[str, ...]
+    wrong: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class DemoCase:
-    """Model, documents and questions of a demo. num_documents: documents in each prompt, None for all."""
+    """Model, documents by name, and questions of a demo."""
 
     model: str
-    folder: Path
+    documents: Mapping[str, str]
     questions: Sequence[DemoQuestion]
     chunk_tokens: int = 512
-    num_documents: int | None = None
 
 
-def demo_case() -> DemoCase:
-    """Return the case for SmolLM2 if it is installed, else for the bundled model."""
-    if smollm2_file() is not None:
-        return DemoCase(SMOLLM2, office_dir(), office_questions())
-    across = [q for q in questions() if q.across]
-    return DemoCase(HANDBOOK, handbook_dir(), across, CHUNK_TOKENS, 3)
+def demo_case(seed: int = SEED) -> DemoCase:
+    """Return records for SmolLM2 if it is installed, else the handbook for the bundled model. seed: of the records."""
+    return _handbook_case() if smollm2_file() is None else _records_case(seed)
+
+
+def _records_case(seed: int) -> DemoCase:
+    documents, asked = {}, []
+    for number, prompt in enumerate(record_prompts(seed)):
+        texts = {f"{number:02}-{index}.txt": text for index, text in enumerate(prompt.chunks)}
+        documents.update(texts)
+        asked += [DemoQuestion(q.question, q.answer, tuple(texts), q.wrong) for q in prompt.questions]
+    return DemoCase(SMOLLM2, documents, asked)
+
+
+def _handbook_case() -> DemoCase:
+    """Questions whose answer is in a paragraph that does not name the person, over pages in an order of their own."""
+    documents = {page.name: page.read_text(encoding="utf-8") for page in sorted(handbook_dir().glob("*.md"))}
+    asked = []
+    for item in filter(lambda item: item.across, questions()):
+        own, rng = Path(item.source).name, random.Random(item.question)
+        names = [own, *rng.sample([name for name in documents if name != own], _HANDBOOK_DOCUMENTS - 1)]
+        rng.shuffle(names)
+        [answer] = re.findall(r" is (?:a )?(.+)\.$", item.answer)
+        asked.append(DemoQuestion(item.question, answer, tuple(names)))
+    return DemoCase(HANDBOOK, documents, asked, CHUNK_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -49,81 +80,99 @@ class Compared:
     answers: Mapping[str, Answer]
 
     def is_right(self, setting: str) -> bool:
-        """Return whether the answer contains the expected words."""
-        expected = re.findall(r" is (?:a )?(.+)\.$", self.question.answer) or [self.question.answer]
-        return re.search(rf"\b{re.escape(expected[0])}\b", self.answers[setting].text, re.IGNORECASE) is not None
+        """Return whether the answer has the expected words, and none of another record."""
+        text = self.answers[setting].text
+        return _has(text, self.question.answer) and not any(_has(text, words) for words in self.question.wrong)
+
+    def is_same(self, setting: str) -> bool:
+        """Return whether the answer is full prefill's, token for token."""
+        return self.answers[setting].generated_ids == self.answers[FULL].generated_ids
 
     @property
     def is_repaired(self) -> bool:
         """Return whether plain reuse is wrong and blending is right."""
         return self.is_right(BLENDED) and not self.is_right(REUSE)
 
-    @property
-    def first_difference(self) -> int | None:
-        """Index of the first token at which the blended answer differs from full prefill's; None if it does not."""
-        full, blended = self.answers[FULL].generated_ids, self.answers[BLENDED].generated_ids
-        pairs = zip([*full, None], [*blended, None], strict=False)
-        return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+
+def _has(text: str, words: str) -> bool:
+    return re.search(rf"\b{re.escape(words)}\b", text, re.IGNORECASE) is not None
 
 
 @dataclass(frozen=True)
 class DemoRow:
-    """A setting over all questions. ttft_s: median seconds to the first token."""
+    """A setting over all questions. same: answers that are full prefill's, token for token."""
 
     setting: str
     questions: int
     correct: int
-    ttft_s: float
+    same: int
     recompute_fraction: float
 
 
-def precompute_alone(engine: Engine, store: ChunkStore, case: DemoCase) -> PrecomputeReport:
-    """Store the KV of every chunk of the documents, each computed without the chunks before it."""
-    options = PrecomputeOptions(chunk_tokens=case.chunk_tokens, context="sink")
-    return engine.precompute(store, [str(case.folder)], options, lambda event: None)
+@dataclass(frozen=True)
+class LongPrompt:
+    """Median seconds to the first token of one prompt with all documents, by setting."""
+
+    documents: int
+    prompt_tokens: int
+    ttft_s: Mapping[str, float]
 
 
-def compare(engine: Engine, store: ChunkStore, case: DemoCase, count: int, *, verify: bool) -> Iterator[Compared]:
-    """Answer the first `count` questions by every setting, over documents in an order of each question's own.
+class Demo:
+    """A case and the store with its documents."""
 
-    verify: compare blended answers with a full prefill, teacher-forced (Answer.verify).
-    """
-    documents: dict[str, list[tuple[int, bytes]]] = {}
-    for chunk in store.chunks():
-        documents.setdefault(Path(chunk.source).name, []).append((chunk.index, chunk.key))
-    warm_up = True
-    for question in case.questions[:count]:
-        keys = [key for name in _prompt(question, sorted(documents), case) for _, key in sorted(documents[name])]
-        answers = {}
-        for setting, blend in SETTINGS.items():
-            asked = AskRequest(question.question, keys, blend, SamplingParams(max_tokens=ANSWER_TOKENS))
-            if warm_up:
-                engine.run_alone(store, AskRequest(question.question, keys, blend, SamplingParams(max_tokens=1)))
-            answers[setting] = engine.run_alone(store, asked, AskOptions(verify=verify and setting == BLENDED))
-        warm_up = False
-        yield Compared(question, answers)
+    def __init__(self, engine: Engine, store: ChunkStore, case: DemoCase) -> None:
+        self._engine, self._store, self._case = engine, store, case
+        self._keys: dict[str, list[bytes]] = {}
 
+    def precompute_alone(self, folder: Path) -> PrecomputeReport:
+        """Write the documents into the empty folder, and store the KV of each of their chunks, computed without the chunks before it."""
+        for name, text in self._case.documents.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        options = PrecomputeOptions(chunk_tokens=self._case.chunk_tokens, context="sink")
+        report = self._engine.precompute(self._store, [str(folder)], options, lambda event: None)
+        for chunk in sorted(self._store.chunks(), key=lambda chunk: chunk.index):
+            self._keys.setdefault(Path(chunk.source).name, []).append(chunk.key)
+        return report
 
-def _prompt(question: DemoQuestion, names: Sequence[str], case: DemoCase) -> list[str]:
-    """Shuffled names of the documents of a question's prompt, the one with the answer among them."""
-    shuffled = random.Random(question.question).sample(names, len(names))
-    own = Path(question.source).name
-    others = [name for name in shuffled if name != own][: (case.num_documents or len(names)) - 1]
-    return [name for name in shuffled if name == own or name in others]
+    def compare(self, count: int) -> Iterator[Compared]:
+        """Answer the first `count` questions by every setting."""
+        for question in self._case.questions[:count]:
+            answers = {
+                setting: self._ask(question.question, question.documents, blend, ANSWER_TOKENS)
+                for setting, blend in SETTINGS.items()
+            }
+            yield Compared(question, answers)
+
+    def long_prompt(self) -> LongPrompt:
+        """Time the first token of a prompt with all documents."""
+        names = list(self._case.documents)
+        times: dict[str, list[Answer]] = {setting: [] for setting in SETTINGS}
+        for _ in range(_ROUNDS):
+            for setting, blend in SETTINGS.items():
+                times[setting].append(self._ask(self._case.questions[0].question, names, blend, 1))
+        return LongPrompt(
+            len(names),
+            times[FULL][0].prompt_tokens,
+            {setting: median(answer.timing.ttft_s for answer in answers) for setting, answers in times.items()},
+        )
+
+    def _ask(self, question: str, documents: Sequence[str], blend: BlendParams, max_tokens: int) -> Answer:
+        keys = [key for name in documents for key in self._keys[name]]
+        return self._engine.run_alone(
+            self._store, AskRequest(question, keys, blend, SamplingParams(max_tokens=max_tokens))
+        )
 
 
 def summarise(results: Sequence[Compared]) -> list[DemoRow]:
     """Return a row for each setting."""
-    rows = []
-    for setting in SETTINGS:
-        answers = [result.answers[setting] for result in results]
-        rows.append(
-            DemoRow(
-                setting,
-                len(results),
-                sum(result.is_right(setting) for result in results),
-                median(answer.timing.ttft_s for answer in answers),
-                sum(answer.recompute_fraction for answer in answers) / len(answers),
-            )
+    return [
+        DemoRow(
+            setting,
+            len(results),
+            sum(result.is_right(setting) for result in results),
+            sum(result.is_same(setting) for result in results),
+            sum(result.answers[setting].recompute_fraction for result in results) / len(results),
         )
-    return rows
+        for setting in SETTINGS
+    ]
