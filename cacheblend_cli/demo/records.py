@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 SEED = 0
 NUM_PROMPTS = 12  # half of each form
-NUM_RECORDS = 3  # a prompt
+NUM_RECORDS = 2  # a prompt
 _ITEMS = "valve pump motor sensor lamp drill compressor heater".split()
 _NAMES = (
-    "Kestrel Heron Falcon Osprey Merlin Plover Curlew Lapwing Bittern Swift Raven Tern Gannet Petrel Dunlin Siskin Wren Harrier Kite Martin Crane Egret Linnet Redwing"
+    "Kestrel Heron Falcon Osprey Merlin Plover Curlew Lapwing Bittern Swift Raven Tern Gannet Petrel Dunlin Siskin Wren Harrier Kite Crane Egret Linnet Redwing"
 ).split()
 _FIRST_NAMES = (
     "Mara Sara Jonas Ines Pavel Elsa Tomas Greta Oskar Dora Leon Karin Hugo Nils Vera Clara Igor Judith Karl Olga Rasmus Maud Walter Yusuf"

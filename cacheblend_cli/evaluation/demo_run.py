@@ -20,7 +20,7 @@ from cacheblend_cli.types import Answer, AskRequest, BlendParams, SamplingParams
 
 FULL, REUSE, BLENDED = "full prefill", "plain reuse", "blended"
 SETTINGS = {FULL: BlendParams(mode="full"), REUSE: BlendParams(mode="reuse"), BLENDED: BlendParams()}
-ANSWER_TOKENS = 32
+ANSWER_TOKENS = 24
 _HANDBOOK_DOCUMENTS = 3  # a prompt
 _ROUNDS = 3  # of the long prompt
 
