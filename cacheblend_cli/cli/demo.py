@@ -65,6 +65,7 @@ def demo(
     with (
         tempfile.TemporaryDirectory(prefix="cacheblend-demo-") as folder,
         ChunkStore.open(Path(folder) / "store", mode="write") as store,
+        engine,
     ):
         run = Demo(engine, store, case)
         (Path(folder) / "documents").mkdir()
@@ -128,9 +129,9 @@ def _show_json(
 ) -> None:
     for result in results:
         for setting, answer in result.answers.items():
-            facts = {"question": result.question.question, "expected": result.question.answer, "setting": setting}
-            facts |= {"right": result.is_right(setting), "same": result.is_same(setting)}
-            output.json({**facts, **answer.to_dict()})
+            asked = {"question": result.question.question, "expected": result.question.answer, "setting": setting}
+            found = {"right": result.is_right(setting), "same": result.is_same(setting)}
+            output.json({**asked, **found, **answer.to_dict()})
     for row in rows:
         output.json(vars(row))
     if long_prompt is not None:
@@ -151,6 +152,9 @@ def _show_rows(results: Sequence[Compared], rows: Sequence[DemoRow], model: str,
         for row in rows
     ]
     show_table(("setting", "correct", "same as full prefill", "computed again"), cells, output)
+    output.text(
+        "correct: what was asked for, and nothing of another record. same: token for token. --seed N draws other records"
+    )
 
 
 def _show_repaired(results: Sequence[Compared], output: Output) -> None:

@@ -33,9 +33,10 @@ _PRICES = [str(price) for price in range(12, 99)]
 
 @dataclass(frozen=True)
 class Record:
-    """A product. name: with the kind of product. price: in euros."""
+    """A product. price: in euros."""
 
     name: str
+    item: str
     designer: str
     year: str
     place: str
@@ -44,7 +45,7 @@ class Record:
 
 @dataclass(frozen=True)
 class RecordQuestion:
-    """wrong: values of the prompt's other records, which a right answer does not name."""
+    """wrong: names and values of the prompt's other records, which a right answer does not have."""
 
     question: str
     answer: str
@@ -77,11 +78,11 @@ def _records(rng: random.Random) -> Iterator[Record]:
     item = rng.choice(_ITEMS)
     pools = (_NAMES, _FIRST_NAMES, _LAST_NAMES, _YEARS, _PLACES, _PRICES)
     for name, first, last, year, place, price in zip(*(rng.sample(p, NUM_RECORDS) for p in pools), strict=True):
-        yield Record(f"{name} {item}", f"{first} {last}", year, place, price)
+        yield Record(name, item, f"{first} {last}", year, place, price)
 
 
 def _texts(record: Record, *, split: bool) -> Iterator[str]:
-    begin = f"The {record.name} was designed by {record.designer} in {record.year}"
+    begin = f"The {record.name} {record.item} was designed by {record.designer} in {record.year}"
     if split:
         yield f"{begin}."
         yield f"It is made in {record.place} and costs {record.price} euros."
@@ -91,11 +92,13 @@ def _texts(record: Record, *, split: bool) -> Iterator[str]:
 
 def _question(rng: random.Random, records: list[Record], field: str) -> RecordQuestion:
     asked = rng.choice(records)
+    product = f"{asked.name} {asked.item}"
     question = {
-        "designer": f"Who designed the {asked.name}?",
-        "year": f"In which year was the {asked.name} designed?",
-        "place": f"Where is the {asked.name} made?",
-        "price": f"How much does the {asked.name} cost?",
+        "designer": f"Who designed the {product}?",
+        "year": f"In which year was the {product} designed?",
+        "place": f"Where is the {product} made?",
+        "price": f"How much does the {product} cost?",
     }[field]
-    wrong = tuple(getattr(record, field) for record in records if record is not asked)
+    others = [record for record in records if record is not asked]
+    wrong = tuple(value for r in others for value in (r.name, r.designer, r.year, r.place, r.price))
     return RecordQuestion(question, getattr(asked, field), wrong)

@@ -82,8 +82,8 @@ def test_every_question_is_answered_by_one_record_of_its_prompt() -> None:
         for question in prompt.questions:
             [own] = [record for record in records if record.split()[1] in question.question.split()]
             assert has(own, question.answer)
-            assert [has(own, value) for value in question.wrong] == [False] * (len(records) - 1)
-            assert all(any(has(record, value) for record in records) for value in question.wrong)
+            assert not any(has(own, value) for value in question.wrong)
+            assert sum(has("".join(records), value) for value in question.wrong) >= 4 * (len(records) - 1)
     assert record_prompts() == prompts != record_prompts(seed=1)
 
 
