@@ -131,7 +131,7 @@ class Demo:
         """Write the documents into the empty folder, and store the KV of each of their chunks, computed without the chunks before it."""
         for name, text in self._case.documents.items():
             (folder / name).write_text(text, encoding="utf-8")
-        options = PrecomputeOptions(chunk_tokens=self._case.chunk_tokens, context="sink")
+        options = PrecomputeOptions(chunk_tokens=self._case.chunk_tokens, context="sink", kv_dtype="exact")
         report = self._engine.precompute(self._store, [str(folder)], options, lambda event: None)
         for chunk in sorted(self._store.chunks(), key=lambda chunk: chunk.index):
             self._keys.setdefault(Path(chunk.source).name, []).append(chunk.key)
