@@ -145,16 +145,15 @@ def _show_rows(results: Sequence[Compared], rows: Sequence[DemoRow], model: str,
 
     tokens = median(result.answers[FULL].prompt_tokens for result in results)
     output.text(
-        f"{counted(len(results), 'question')} to {model}, each over a few short records, some {tokens:.0f} tokens:"
+        f"{counted(len(results), 'question')} to {model}, each over a few short documents, some {tokens:.0f} tokens:"
     )
     cells = [
         (row.setting, f"{row.correct}/{row.questions}", f"{row.same}/{row.questions}", f"{row.recompute_fraction:.0%}")
         for row in rows
     ]
     show_table(("setting", "correct", "same as full prefill", "computed again"), cells, output)
-    output.text(
-        "correct: what was asked for, and nothing of another record. same: token for token. --seed N draws other records"
-    )
+    if any(result.question.wrong for result in results):
+        output.text("correct: has what was asked for, and nothing of another record")
 
 
 def _show_repaired(results: Sequence[Compared], output: Output) -> None:
