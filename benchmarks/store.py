@@ -86,16 +86,16 @@ def _load(part: dict[str, Any]) -> list[str]:
         "## Loading",
         "",
         f"{part['tokens']} tokens of Qwen2.5-0.5B's shape in chunks of {part['chunk_tokens']}, out of the page cache with every "
-        "digest checked, into a bf16 pool that was used before: dequantised, and K rotated on the way. cold: after the file's pages were "
+        "digest checked, into a bf16 pool that was used before: dequantised, and K rotated on the way. CPU: of all threads. cold: after the file's pages were "
         "dropped from the page cache. encode: a chunk of fp32 KV. One thread loads for every two cores. Best of "
         f"{part['rounds']} rounds, each of all codecs.",
         "",
-        "| KV dtype | bytes a token | bits a value | load, ms | GB/s | cold, ms | encode a chunk, ms |",
-        "|---|---|---|---|---|---|---|",
+        "| KV dtype | bytes a token | bits a value | load, ms | CPU, ms | GB/s | cold, ms | encode a chunk, ms |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in part["codecs"]:
         lines.append(
-            f"| {row['codec']} | {row['bytes_per_token']:,.0f} | {row['bits_per_value']:.2f} | {row['load_ms']:.1f} | "
+            f"| {row['codec']} | {row['bytes_per_token']:,.0f} | {row['bits_per_value']:.2f} | {row['load_ms']:.1f} | {row['cpu_ms']:.1f} | "
             f"{row['load_gb_per_s']:.2f} | {row['cold_ms']:.1f} | {row['encode_ms']:.1f} |"
         )
     return lines

@@ -98,10 +98,10 @@ class Prompt:
         sequence.release()
 
 
-def timed(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+def timed(work: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
+    start = clock()
     work()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def best_and_median(cases: dict[str, Callable[[], float]], rounds: int) -> tuple[dict[str, float], dict[str, float]]:
@@ -133,6 +133,7 @@ def measure_load(folder: Path, rounds: int) -> dict[str, Any]:
             prompts[codec], pool = prompt, prompt.pool(torch.bfloat16)
             cases |= {
                 f"{codec} load": partial(timed, partial(prompt.load, pool)),
+                f"{codec} cpu": partial(timed, partial(prompt.load, pool), time.process_time),
                 f"{codec} cold": partial(_cold, path, partial(prompt.load, pool)),
                 f"{codec} encode": partial(timed, partial(_encode, layers, codec)),
             }
@@ -153,6 +154,7 @@ def _codec(prompt: Prompt, codec: str, best: dict[str, float]) -> dict[str, Any]
         "bytes_per_token": prompt.num_bytes / TOKENS,
         "bits_per_value": 8 * prompt.num_bytes / values,
         "load_ms": load * 1000,
+        "cpu_ms": best[f"{codec} cpu"] * 1000,
         "load_gb_per_s": prompt.num_bytes / load / 1e9,
         "cold_ms": best[f"{codec} cold"] * 1000,
         "encode_ms": best[f"{codec} encode"] * 1000,
