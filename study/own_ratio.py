@@ -29,7 +29,16 @@ from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.profile import Distance, Profile
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.evaluation.bootstrap import Bootstrap, mean
-from cacheblend_cli.evaluation.profile import CORRECTIONS, RATIOS, TOKENS, cut_requests, distance, full_answer
+from cacheblend_cli.evaluation.profile import (
+    CORRECTIONS,
+    PROMPTS,
+    RATIOS,
+    TOKENS,
+    cut_requests,
+    distance,
+    full_answer,
+    usable,
+)  # fmt: skip
 from cacheblend_cli.evaluation.samples import Sample, read_samples
 from cacheblend_cli.settings import Settings
 from cacheblend_cli.types import AskRequest, BlendParams, SearchParams
@@ -126,7 +135,7 @@ def requests(engine: Engine, store: ChunkStore, samples: list[Sample], side: str
     """Yield the prompts of a side: those that a profile is made on, or MuSiQue's questions."""
     ask = AskRequest("", search=SearchParams(by="words"))
     if side == "made":
-        yield from cut_requests(engine, store, ask)
+        yield from usable(engine.runtime, cut_requests(engine, store, ask), PROMPTS)
     else:
         for sample in samples:
             yield engine.resolve(store, replace(ask, question=sample.question))

@@ -58,4 +58,6 @@ def init(
     if get:
         output.note(f"get it:   {get}")
     output.note("then:     cacheblend precompute FOLDER && cacheblend ask QUESTION")
-    output.note(f"fit it:   cacheblend models check {name}   (after precompute: measures the --ratio it needs)")
+    output.note(
+        f"fit it:   cacheblend models check {name} --questions FILE   (after precompute: measures the --ratio it needs)"
+    )

@@ -75,7 +75,9 @@ def pull(
     else:
         output.line(str(path))
         output.note(f"{format_size(size)}; --model {name.text} uses it")
-        output.note(f"after precompute, cacheblend models check {name.text} measures the --ratio it needs")
+        output.note(
+            f"after precompute, cacheblend models check {name.text} --questions FILE measures the --ratio it needs"
+        )
 
 
 @app.command("show")
@@ -108,6 +110,10 @@ def check(
     resolved: Resolved,
     model: Model,
     ratio_only: Annotated[bool, typer.Option("--ratio-only", help="Only measure the ratio.")] = False,
+    questions: Annotated[
+        Path | None,
+        typer.Option(help="Measure with these questions, JSON lines as eval takes them, not with cut ones."),
+    ] = None,
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:
@@ -117,14 +123,16 @@ def check(
     given, and exits with 1 on a mismatch. transformers is compared for checkpoints only: it turns a GGUF file into the same
     tensors, in several times the memory. It gets quantised weights as they were read here.
 
-    Then blending is compared with full prefill on stored chunks, with questions cut from them, at rising ratios, with and without a
-    correction. The smallest ratio within --kl-mean and --kl-p90 is remembered for the model, its dtype, the KV's codec and the
+    Then blending is compared with full prefill on stored chunks, with questions cut from them or --questions, at rising ratios, with and
+    without a correction. The smallest ratio within --kl-mean and --kl-p90 is remembered for the model, its dtype, the KV's codec and the
     prompt, and --ratio model uses it.
     """
     from cacheblend_cli.engine.profile import keep_profile
+    from cacheblend_cli.evaluation.samples import read_samples
 
     output, settings = Output(quiet=quiet), replace(resolved.settings, model=model)
     resolved = replace(resolved, settings=settings)
+    asked = [sample.question for sample in read_samples(questions)] if questions is not None else []
     record: dict[str, Any] = {"model": model}
     if not ratio_only:
         record |= _check_numbers(settings, output, json=json)
@@ -134,7 +142,7 @@ def check(
             raise typer.Exit(ExitCode.INTERNAL)
     engine = options.load_engine(settings, output)
     try:
-        profile = _measured_profile(engine, resolved, output)
+        profile = _measured_profile(engine, resolved, asked, output)
     except NotFoundError as error:
         if ratio_only:
             raise
@@ -175,8 +183,8 @@ def _check_numbers(settings: Settings, output: Output, *, json: bool) -> dict[st
     return {**asdict(found), "passed": found.passed, "documents": documents}
 
 
-def _measured_profile(engine: Engine, resolved: Resolved, output: Output) -> Profile:
-    """Measure the ratio on the store's chunks. Raises NotFoundError without a store or with too few chunks."""
+def _measured_profile(engine: Engine, resolved: Resolved, questions: list[str], output: Output) -> Profile:
+    """Measure the ratio on the store's chunks. Raises NotFoundError without a store or with too few prompts."""
     from cacheblend_store import StoreNotFound
 
     from cacheblend_cli.evaluation.profile import measure_profile
@@ -191,7 +199,7 @@ def _measured_profile(engine: Engine, resolved: Resolved, output: Output) -> Pro
         raise NotFoundError(error.message, "store documents first: cacheblend precompute FOLDER") from error
     with store, on_interrupt("no ratio is kept"), output.progress("ratio") as bar:
         return measure_profile(
-            engine, store, ask, (settings.kl_mean, settings.kl_p90), say=output.note, on_progress=bar
+            engine, store, ask, (settings.kl_mean, settings.kl_p90), questions, say=output.note, on_progress=bar
         )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from statistics import fmean, quantiles
@@ -49,22 +50,25 @@ def measure_profile(
     store: ChunkStore,
     ask: AskRequest,
     limits: tuple[float, float],
+    questions: Sequence[str] = (),
     *,
     say: Callable[[str], None] = lambda text: None,
     on_progress: Progress = lambda done, total, text: None,
 ) -> Profile:
     """Measure rising ratios, each with and without a correction, until one is within the limits: of the mean KL and of its 90th
-    percentile over the prompts. ask: how to search, and its blending but for the ratio. say: called with how long it takes at most.
+    percentile over the prompts. ask: how to search, and its blending but for the ratio. questions: to measure with; without them they
+    are cut from stored chunks. say: called with how long it takes at most.
 
-    Nothing is kept. Raises NotFoundError for too few stored chunks.
+    Nothing is kept. Raises NotFoundError for too few prompts.
     """
     runtime, (kl_mean, kl_p90) = engine.runtime, limits
-    requests = list(cut_requests(engine, store, ask))
+    asked = _found_for(engine, store, ask, questions) if questions else cut_requests(engine, store, ask)
+    requests = list(usable(runtime, asked, len(questions) or PROMPTS))
     if len(requests) < LEAST_PROMPTS:
         raise NotFoundError(
-            f"the store has too few chunks of {engine.model.name} to measure a ratio: {len(requests)} prompts whose KV is stored and needs "
-            f"repair, and {LEAST_PROMPTS} are needed",
-            "precompute more documents with this model, and check again",
+            f"too few {'questions' if questions else 'chunks'} to measure a ratio of {engine.model.name}: {len(requests)} prompts whose KV is "
+            f"stored and needs repair, and {LEAST_PROMPTS} are needed",
+            "precompute more documents with this model" + (", or ask more questions" if questions else ""),
         )
     under = conditions(requests[0].collection, stored_codec(requests[0].inputs, requests[0].collection), ask.blend)
     corrections = CORRECTIONS if ask.blend.correction == BlendParams.correction else (ask.blend.correction,)
@@ -74,8 +78,8 @@ def measure_profile(
         if number == 0:
             seconds = answers[0].seconds * len(requests) * (1 + sum(r + 0.15 for r in RATIOS) * len(corrections))
             say(
-                f"measuring {engine.model.name} on {len(requests)} questions cut from stored chunks: up to {max(1, round(seconds / 60))} "
-                "min; Ctrl-C keeps nothing"
+                f"measuring {engine.model.name} on {len(requests)} questions{'' if questions else ' cut from stored chunks'}: up to "
+                f"{max(1, round(seconds / 60))} min; Ctrl-C keeps nothing"
             )
         on_progress(number + 1, steps, "full prefill")
     found = list[Distance]()
@@ -103,29 +107,38 @@ def cut_question(text: str) -> str | None:
 
 
 def cut_requests(engine: Engine, store: ChunkStore, ask: AskRequest) -> Iterator[Request]:
-    """Yield up to PROMPTS requests over stored chunks: a question is cut from one chunk, and the prompt has the chunks that the search
-    of `ask` finds beside it. With its own chunk there, a model copies, which blending harms less than it harms other answers.
-
-    Keys are digests, so their order is a random one. Prompts whose KV is not all stored, or is all exact, are left out.
-    """
+    """Yield requests over stored chunks: a question is cut from one chunk, and the prompt has the chunks that the search of `ask` finds
+    beside it: with its own chunk there, a model may just copy. Keys are digests, so their order is a random one."""
     assert ask.search is not None
     runtime, wider = engine.runtime, replace(ask.search, k=ask.search.k + 1)
     collections = {c.id for c in runtime.collections(ask.salt, day=runtime.day(store, ask.salt))}
     chunks = (m for m in store.chunks() if m.has_kv and m.collection in collections)
-    codec, count = None, 0
     for own in islice(chunks, PROMPTS * TRIES):
         if (question := cut_question(own.text)) is None:
             continue
         asked = replace(ask, question=question, search=wider, options=AskOptions())
         found = [c.named for c in engine.resolve(store, asked).chunks if c.input.token_ids != own.token_ids]
-        request = engine.resolve(store, replace(asked, keys=found[: ask.search.k], search=None))
+        yield engine.resolve(store, replace(asked, keys=found[: ask.search.k], search=None))
+
+
+def _found_for(engine: Engine, store: ChunkStore, ask: AskRequest, questions: Sequence[str]) -> Iterator[Request]:
+    """Yield the questions' requests as `ask` resolves them, but for those that nothing is found for."""
+    for question in questions:
+        with suppress(NotFoundError):
+            yield engine.resolve(store, replace(ask, question=question, options=AskOptions()))
+
+
+def usable(runtime: Runtime, requests: Iterable[Request], most: int) -> Iterator[Request]:
+    """Yield those requests, up to a number, whose KV is all stored in the codec of the first one and not all exact."""
+    codec, count = None, 0
+    for request in requests:
         stored_as = stored_codec(request.inputs, request.collection)
         codec = codec or stored_as
         whole = stored_as == codec and all(s.cached for s in request.plan.chunks)
         if whole and request.plan.inexact_tokens and runtime.fits(request.plan.num_tokens, TOKENS):
             yield request
             count += 1
-        if count == PROMPTS:
+        if count == most:
             return
 
 

@@ -23,6 +23,7 @@ from cacheblend_cli.evaluation.profile import (
     distance,
     full_answer,
     measure_profile,
+    usable,
 )  # fmt: skip
 from cacheblend_cli.types import AskRequest, BlendParams, SearchParams
 
@@ -85,7 +86,7 @@ def test_ratios_rise_until_one_is_close_enough(engine: Engine, store: ChunkStore
 
 def test_the_mean_is_that_of_the_prompts(engine: Engine, store: ChunkStore) -> None:
     found = measure_profile(engine, store, ASK, (1e9, 1e9)).measured[0]
-    requests = list(cut_requests(engine, store, ASK))
+    requests = list(usable(engine.runtime, cut_requests(engine, store, ASK), PROMPTS))
     assert len({request.question for request in requests}) == PROMPTS
     for request in requests:
         texts = [chunk.text for chunk in request.chunks]
@@ -107,6 +108,15 @@ def test_a_correction_of_the_users_own_is_the_only_one(engine: Engine, store: Ch
     assert [(d.ratio, d.correction) for d in found.measured] == [(RATIOS[0], "none")]
 
 
+def test_questions_of_the_users_own_are_measured_with(engine: Engine, store: ChunkStore) -> None:
+    told, questions = list[str](), [f"what is number {n} of all?" for n in range(9)]
+    found = measure_profile(engine, store, ASK, (1e9, 1e9), [*questions, "zzzz"], say=told.append)
+    assert found.prompts == 9, "nothing is found for the last one"
+    assert "on 9 questions:" in told[0]
+    with pytest.raises(NotFoundError, match="too few questions"):
+        measure_profile(engine, store, ASK, (1e9, 1e9), questions[:3])
+
+
 def test_too_few_chunks_are_refused(engine: Engine, tmp_path: Path) -> None:
     with stored(engine, tmp_path, LEAST_PROMPTS - 1) as store, pytest.raises(NotFoundError, match="too few chunks"):
         measure_profile(engine, store, ASK, (1e9, 1e9))
@@ -114,4 +124,4 @@ def test_too_few_chunks_are_refused(engine: Engine, tmp_path: Path) -> None:
 
 def test_prompts_that_need_no_repair_do_not_count(engine: Engine, store: ChunkStore) -> None:
     alone = replace(ASK, search=SearchParams(k=1, by="words"))
-    assert list(cut_requests(engine, store, alone)) == []
+    assert list(usable(engine.runtime, cut_requests(engine, store, alone), PROMPTS)) == []
