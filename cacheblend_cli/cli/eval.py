@@ -97,7 +97,7 @@ def evaluate(
     from cacheblend_cli.blend.policy import check_names
     from cacheblend_cli.blend.selectors import make_selector
     from cacheblend_cli.collect.settings import CollectSettings
-    from cacheblend_cli.engine.controller import AutoPrefill
+    from cacheblend_cli.engine.measured_prefill import AutoPrefill
     from cacheblend_cli.evaluation.evaluate import NOISE_FLOOR, EvaluateOptions
     from cacheblend_cli.evaluation.evaluate import evaluate as run
     from cacheblend_cli.evaluation.plot import check_plot

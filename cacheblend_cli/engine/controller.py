@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from cacheblend_cli.blend.cost import AutoReport, Speeds, Workload, decide, estimate, estimate_full, learn
 from cacheblend_cli.blend.policy import policy_of
-from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.prefill_report import PrefillReport
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
@@ -160,21 +159,3 @@ def _count(spans: list[tuple[int, int]]) -> int:
 def _mean_keys(spans: list[tuple[int, int]]) -> float:
     """A row at position p sees p + 1 keys."""
     return sum((start + 1 + end) * (end - start) / 2 for start, end in spans) / max(1, _count(spans))
-
-
-@dataclass(eq=False)
-class AutoPrefill:
-    """`prefill` under the controller, for `cacheblend eval`. reports: one a prompt, in order, ttft_s being the prefill's."""
-
-    reports: list[AutoReport] = field(default_factory=list)
-
-    def __call__(self, runtime: Runtime, request: Request, *, headroom: int = 0) -> Prefilled:
-        asked, report = decided(runtime, replace(request, started=time.perf_counter()))
-        assert report is not None
-        start = time.perf_counter()
-        done = prefill(runtime, asked, headroom=headroom)
-        int(done.result.logits[-1].argmax())  # a GPU is done when its result is on the host
-        seconds = time.perf_counter() - start
-        controller_of(runtime, request).learn(report, done, seconds)
-        self.reports.append(replace(report, ttft_s=seconds))
-        return done

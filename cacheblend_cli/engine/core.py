@@ -11,8 +11,7 @@ from cacheblend_cli.engine.events import EngineStats, Limits
 from cacheblend_cli.engine.executor import Executor
 from cacheblend_cli.engine.memory import DeviceMemory
 from cacheblend_cli.engine.output_processor import Events, OutputProcessor
-from cacheblend_cli.engine.pools import lasting_pool
-from cacheblend_cli.engine.rank_worker import worker_of
+from cacheblend_cli.engine.pools import lasting_pool, worker_of
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.scheduler import Scheduler
 from cacheblend_cli.engine.sequence import RequestState, Sequence

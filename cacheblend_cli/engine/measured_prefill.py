@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from cacheblend_cli.blend.cost import AutoReport
+from cacheblend_cli.engine.controller import controller_of, decided
 from cacheblend_cli.engine.memory import out_of_memory
 from cacheblend_cli.engine.prefill import PrefillInput, PrefillState
 from cacheblend_cli.engine.prefill_report import PrefillReport
@@ -71,3 +74,21 @@ def prefill(
         except BaseException:
             sequence.release()
             raise
+
+
+@dataclass(eq=False)
+class AutoPrefill:
+    """`prefill` under the controller, for `cacheblend eval`. reports: one a prompt, in order, ttft_s being the prefill's."""
+
+    reports: list[AutoReport] = field(default_factory=list)
+
+    def __call__(self, runtime: Runtime, request: Request, *, headroom: int = 0) -> Prefilled:
+        asked, report = decided(runtime, replace(request, started=time.perf_counter()))
+        assert report is not None
+        start = time.perf_counter()
+        done = prefill(runtime, asked, headroom=headroom)
+        int(done.result.logits[-1].argmax())  # a GPU is done when its result is on the host
+        seconds = time.perf_counter() - start
+        controller_of(runtime, request).learn(report, done, seconds)
+        self.reports.append(replace(report, ttft_s=seconds))
+        return done

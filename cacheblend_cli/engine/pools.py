@@ -1,4 +1,4 @@
-"""The KV pools that answers are made in."""
+"""The KV pools that answers are made in, and the workers that compute in them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import os
 from cacheblend_cli.engine.decode import BatchRunner
 from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.engine.memory import DeviceMemory
+from cacheblend_cli.engine.rank_worker import RankedWorker
 from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.worker import Worker
 from cacheblend_cli.kv.pool import KVPool, bytes_per_token
 
 FREE_SHARE = 0.25  # of a CPU's free memory, for an engine that many ask at once
@@ -41,3 +43,10 @@ def pool_for(runtime: Runtime, num_blocks: int, at_once: int = 1) -> DeviceMemor
         return memory
     pool = KVPool.of(decoder, num_blocks + -(-BatchRunner.SPARE // block_size), block_size)
     return DeviceMemory(pool, BatchRunner(decoder, pool))
+
+
+def worker_of(runtime: Runtime, memory: DeviceMemory) -> Worker:
+    """Return the worker of a core with this pool."""
+    if runtime.driver is None:
+        return Worker(runtime.decoder, memory)
+    return RankedWorker(runtime.driver, runtime.decoder, memory)

@@ -27,7 +27,6 @@ from cacheblend_cli.engine.driver import Calibrate, Driver, Drop, LoadModel, Oth
 from cacheblend_cli.engine.memory import DeviceMemory, reserve
 from cacheblend_cli.engine.prefill import PrefillInput, PrefillOutput
 from cacheblend_cli.engine.rank_group import STARTED, join
-from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker import DecodeInput, DecodeOutput, TableInput, Worker
 from cacheblend_cli.errors import CacheBlendError, ExitCode, UsageError
 from cacheblend_cli.kv.calibration import calibrate
@@ -129,13 +128,6 @@ class RankedWorker(Worker):
 
     def export_kv(self, table: TableInput, num_tokens: int) -> KVReader:
         raise UsageError("KV of a model on several ranks cannot be handed over", "leave --tensor-parallel out")
-
-
-def worker_of(runtime: Runtime, memory: DeviceMemory) -> Worker:
-    """Return the worker of a core with this pool."""
-    if runtime.driver is None:
-        return Worker(runtime.decoder, memory)
-    return RankedWorker(runtime.driver, runtime.decoder, memory)
 
 
 class Follower:

@@ -13,7 +13,7 @@ import torch
 from houses import Bench, House, open_house
 from torch import Tensor
 
-from cacheblend_cli.engine import rank_worker
+from cacheblend_cli.engine import pools
 from cacheblend_cli.engine.decode import BatchRunner
 from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.engine.measured_prefill import prefill
@@ -107,7 +107,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 
 
 def test_a_second_worker_that_is_sent_the_same_computes_the_same(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_worker, "Worker", Leader)
+    monkeypatch.setattr(pools, "Worker", Leader)
     rng = random.Random(5)
     bench = Bench(house, Limits(max_sequences=5, max_rows=96, pool_tokens=16 * 20))
     worker = bench.stepper.worker
