@@ -355,7 +355,7 @@ def _tell_ratio(engine: Engine, output: Output) -> None:
 
     if not read_profiles(profile_file(engine.model.fingerprints["float32"])):
         output.note(
-            f"the ratio {engine.model.name} needs is not measured yet: cacheblend models check {engine.model.name} --ratio-only --questions FILE"
+            f"to measure once which ratio {engine.model.name} needs for close answers: cacheblend models check {engine.model.name} --ratio-only --questions FILE"
         )
 
 

@@ -89,7 +89,7 @@ def serve(
         from cacheblend_cli.server.background import stop_all
 
         for pid in stop_all(settings, grace):
-            _show({"pid": pid, "stopped": True}, f"the engine of process {pid} has ended", output, json=json)
+            _show({"pid": pid, "stopped": True}, f"the server of process {pid} has stopped", output, json=json)
         return
     if status:
         from cacheblend_cli.server.background import running
