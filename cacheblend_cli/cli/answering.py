@@ -23,8 +23,7 @@ from cacheblend_cli.types import EVERYTHING, AskOptions, AskRequest, BlendParams
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
-    from cacheblend_cli.engine.async_engine import AsyncEngine
-    from cacheblend_cli.engine.request import Request
+    from cacheblend_cli.engine.engine import Request
     from cacheblend_cli.types import Answer, AskPlan
 
 _LARGE = 200_000_000  # bytes of a model that takes long to load
@@ -46,7 +45,7 @@ class LocalEngine:
 
         check_names(BlendParams.of(resolved.settings))  # before the model is loaded
         self._store, self._engine = store, options.load_engine(resolved.settings, output)
-        self._service: AsyncEngine | None = None
+        self._serves = False
         self._say = cache(output.note)  # once, of however many questions
 
     @property
@@ -57,16 +56,15 @@ class LocalEngine:
     @property
     def is_lost(self) -> bool:
         """Return whether its ranks have ended, so that it answers no more."""
-        driver = self._engine.runtime.driver
-        return driver is not None and driver.group.is_lost
+        return self._engine.is_lost
 
     def begin(self, ask: AskRequest) -> End:
         """Resolve the request, and after `serve` queue it; otherwise it runs when its answer is waited for."""
         from cacheblend_cli.engine.events import Event, Reasoning, Text
 
         request = self._engine.resolve(self._store, ask, self._say)
-        if self._service is not None:
-            answer = self._service.ask(request)
+        if self._serves:
+            answer = self._engine.queue(request)
             return lambda streams: self._result(request, answer.result())
 
         def end(streams: Streams | None) -> Result:
@@ -88,15 +86,14 @@ class LocalEngine:
 
     def serve(self, concurrency: int) -> None:
         """Answer this many questions at once from now on."""
-        from cacheblend_cli.engine.async_engine import AsyncEngine
         from cacheblend_cli.engine.events import Limits
 
         limits = Limits(max_waiting=2 * concurrency + 1, max_sequences=concurrency)
-        self._service = AsyncEngine(self._engine.runtime, limits)
+        self._engine.serve(self._store, limits)
+        self._serves = True
 
     def close(self) -> None:
-        if self._service is not None:
-            self._service.close()
+        self._engine.close()
 
     def _result(self, request: Request, answer: Answer, shown: Sequence[str] = ()) -> Result:
         return Result(answer, request.options, *self._engine.explain(request, answer), shown=shown)

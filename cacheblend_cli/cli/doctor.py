@@ -144,13 +144,9 @@ def _model(settings: Any) -> dict[str, Any]:
     from cacheblend_cli.types import BlendParams
 
     engine = options.load_engine(settings, Output(quiet=True))
-    facts = engine.runtime.describe() | {"documents": text_check(engine.model.tokenizer)}
+    facts = engine.describe() | {"documents": text_check(engine.model.tokenizer)}
     blend, source = BlendParams.of(settings), "auto" if settings.ratio == "auto" else "given"
     if settings.ratio == "model":
         blend, source = engine.own_blend(blend)
     facts["ratio"] = f"{blend.effective_ratio():g}, {source}"
-    if engine.runtime.decode_with.file is not None:
-        from cacheblend_cli.engine.connectors.llama_choice import describe
-
-        facts |= describe(engine.runtime)
     return facts

@@ -97,14 +97,13 @@ def evaluate(
     from cacheblend_cli.blend.policy import check_names
     from cacheblend_cli.blend.selectors import make_selector
     from cacheblend_cli.collect.settings import CollectSettings
-    from cacheblend_cli.engine.measured_prefill import AutoPrefill
     from cacheblend_cli.evaluation.evaluate import NOISE_FLOOR, EvaluateOptions
     from cacheblend_cli.evaluation.evaluate import evaluate as run
     from cacheblend_cli.evaluation.plot import check_plot
     from cacheblend_cli.evaluation.plot import plot as draw
     from cacheblend_cli.evaluation.records import RecordFile
     from cacheblend_cli.evaluation.scores import check_rouge
-    from cacheblend_cli.evaluation.settings import grid
+    from cacheblend_cli.evaluation.settings import AutoPrefill, grid
     from cacheblend_cli.evaluation.summary import summarise
     from cacheblend_cli.types import BlendParams
 
@@ -171,13 +170,11 @@ def evaluate(
 
 def _fit_risk(engine: Engine, results: Results, output: Output) -> None:
     """Fit the risk of each blended setting with a fixed ratio, and store it for `ask --max-risk`."""
-    from cacheblend_cli.engine.risk import RiskFile, fit_risk
-    from cacheblend_cli.evaluation.risk import captured, halves, tokens_of
+    from cacheblend_cli.evaluation.risk import captured, halves, keep_fit, tokens_of
 
     for setting in [s for s in results.settings if s.reuses and s.prefill is None]:
         answers = tokens_of(results.by_label[setting.label])
-        fit = fit_risk(answers)
-        RiskFile.of(engine.runtime.collection(), [setting.context], setting.blend).write(fit)
+        fit = keep_fit(engine, setting, answers)
         try:
             part = (
                 f"; of these {captured(halves(answers)):.0%} are among the riskiest fifth, by a fit on the other half"

@@ -16,7 +16,6 @@ import typer
 
 from cacheblend_cli.cli import completion
 from cacheblend_cli.cli.help import PANELS
-from cacheblend_cli.engine.outer_ranks import outer_ranks
 from cacheblend_cli.errors import CacheBlendError, NotFoundError
 from cacheblend_cli.settings import GROUPS, Resolved, Settings, grouped, of_settings, resolve
 
@@ -109,10 +108,10 @@ def with_settings(*names: str, **help_of: str) -> Callable[[Callable[..., T]], C
 
 def _serve_if_other_rank(tensor_parallel: int) -> None:
     """Serve rank 0, which runs the command, in another rank of torchrun, and exit."""
-    if (outer := outer_ranks(tensor_parallel)) is not None and outer[0]:
-        from cacheblend_cli.engine.rank_worker import serve_rank
+    if os.environ.get("RANK", "").strip() not in ("", "0"):
+        from cacheblend_cli.engine.engine import serve_other_rank
 
-        serve_rank(*outer)
+        serve_other_rank(tensor_parallel)
 
 
 ENGINE = (
@@ -221,9 +220,9 @@ def load_engine(settings: Settings, output: Output) -> Engine:
     config = of_settings(
         EngineConfig, settings, model=settings.model or None, lora=settings.lora or None, prompt=prompt
     )
-    engine = Engine.load(config, progress=output.status, notice=output.note)
-    if engine.runtime.driver is not None:
-        engine.runtime.driver.group.on_lost = partial(_end, output, engine)
+    cutting = {name: getattr(settings, name) for name in (*GROUPS["cutting"], "context")}
+    engine = Engine.load(config, progress=output.status, notice=output.note, **cutting)
+    engine.when_lost(partial(_end, output, engine))
     return engine
 
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -218,16 +217,15 @@ def _cluster(
     """Return the cluster to compute on, not yet started. Raises TierErrors."""
     if ray is None:
         return nullcontext()
-    if engine.runtime.driver is not None:
+    if engine.is_parallel:
         raise UsageError("--ray is not implemented with --tensor-parallel", "leave one of the two out")
     from cacheblend_cli.collect.cluster import Cluster
     from cacheblend_cli.collect.remote_worker import RemoteJob
-    from cacheblend_cli.engine.runtime import load_worker_model
 
     tier = open_tier(settings)
     tier.check()
     threads, key_file = settings.threads or 1, settings.tier_key_file
-    load = partial(load_worker_model, engine.runtime.worker_config(threads))
+    load = engine.worker_loader(threads)
     job = RemoteJob(load, engine.model.fingerprint, tier.url, key_file and str(Path(key_file).absolute()))
     return Cluster(ray, workers or 1, job, tier, threads, int(engine.model.decoder.device.type == "cuda"))
 

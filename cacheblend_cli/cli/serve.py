@@ -113,8 +113,7 @@ def serve(
         raise UsageError(f"{host} is open to others, and there is no --api-key", "give one, or leave --host out")
     read_ahead(settings)
     from cacheblend_cli.cli.tier import share
-    from cacheblend_cli.engine.async_engine import AsyncEngine, Limits
-    from cacheblend_cli.engine.sampling import as_the_model
+    from cacheblend_cli.engine.events import Limits
     from cacheblend_cli.server.app import make_app
     from cacheblend_cli.server.auth import LOOPBACK
     from cacheblend_cli.server.memory import resident_bytes
@@ -143,22 +142,17 @@ def serve(
             from cacheblend_cli.kv.export import check_exportable
 
             check_exportable(engine.model.spec, "vLLM")
-        if engine.runtime.decode_with.file is not None:
-            from cacheblend_cli.engine.connectors.llama_choice import llama_engine
-
-            if (llama := llama_engine(engine.runtime)) is not None:
-                output.note(f"llama.cpp ({llama.library.name}) decodes with {llama.file.name}")
-        sampling = as_the_model(sampling, model_sampled(resolved), engine.model)
-        limits = Limits(max_waiting=max_waiting)
-        service = AsyncEngine(engine.runtime, limits)
+        if (llama := engine.llama_note()) is not None:
+            output.note(llama)
+        sampling = engine.sampling_of_model(sampling, model_sampled(resolved))
+        engine.serve(store, Limits(max_waiting=max_waiting))
         try:
             names = LOOPBACK if keyring.is_open and unix_socket is None else None
             serving_host = ServerState(
-                service,
+                engine,
                 store,
                 settings,
                 sampling,
-                engine.runtime,
                 keyring,
                 names,
                 max_body=max_body << 20,
@@ -175,14 +169,12 @@ def serve(
                 grace_s=grace,
                 idle_exit_s=idle_exit or 0.0,
             )
-            if engine.runtime.decoder.device.type == "cpu" and (own := resident_bytes()):
-                output.note(
-                    _memory_line(own, service.stats(), decoded_twice=engine.runtime.decode_with.engine is not None)
-                )
+            if engine.model.decoder.device.type == "cpu" and (own := resident_bytes()):
+                output.note(_memory_line(own, engine.stats(), decoded_twice=llama is not None))
             output.note(f"{serving_host.model} answers at {url}/v1; Ctrl-C ends it")
             asyncio.run(serving.serve([public]))
         finally:
-            service.close(0.0)
+            engine.close()
 
 
 def _memory_line(own: int, stats: EngineStats, *, decoded_twice: bool) -> str:

@@ -8,33 +8,41 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection as Names
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from datetime import date
+from functools import partial
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.texts import Putting, document_of, put_name
 from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.events import Done, Event, Failed, Limits, OnEvent, Text, ignore
+from cacheblend_cli.engine.events import Done, EngineStats, Event, Failed, Limits, OnEvent, Text, ignore
 from cacheblend_cli.engine.outer_ranks import outer_ranks
 from cacheblend_cli.engine.plan import plan
 from cacheblend_cli.engine.profile import own_blend
 from cacheblend_cli.engine.rank_worker import serve_rank
 from cacheblend_cli.engine.request import Request, resolve
-from cacheblend_cli.engine.runtime import Runtime, Say
+from cacheblend_cli.engine.runtime import Runtime, Say, load_worker_model
+from cacheblend_cli.engine.sampling import Draw, as_the_model, draws_of
 from cacheblend_cli.engine.search import Retrieved, retrieve
 from cacheblend_cli.engine.sequence import RequestState
+from cacheblend_cli.engine.sequence_output import SequenceOutput
 from cacheblend_cli.engine.single import answer_one
 from cacheblend_cli.engine.stored_chunks import StoredChunks
-from cacheblend_cli.errors import QueueFull, UsageError
+from cacheblend_cli.errors import CacheBlendError, QueueFull, UsageError
 from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.text_stream import token_texts
+from cacheblend_cli.prompt.collection import Collection
+from cacheblend_cli.prompt.template import PromptTemplate
 from cacheblend_cli.settings import DEFAULTS, GROUPS, Resolved, Settings, of_settings
 from cacheblend_cli.types import (
     Answer,
@@ -43,6 +51,7 @@ from cacheblend_cli.types import (
     AskRequest,
     BlendParams,
     ChunkUse,
+    SamplingParams,
     TokenUse,
     ask_request,
     overridden,
@@ -52,8 +61,10 @@ if TYPE_CHECKING:
     from cacheblend_cli.collect.paths import Paths
     from cacheblend_cli.collect.precompute import Difference, PrecomputeEvent, PrecomputeOptions, PrecomputeReport
     from cacheblend_cli.collect.recheck import RecheckReport
+    from cacheblend_cli.corpus.documents import Document
     from cacheblend_cli.engine.connectors.transformers import PrefilledPrompt
 
+T = TypeVar("T")
 _FULL_S = 0.05  # between two attempts to queue a request
 _OF_ENGINE = {*GROUPS["model"], *GROUPS["machine"], *GROUPS["memory"], *GROUPS["prompt"], *GROUPS["cutting"], "context"}
 
@@ -75,14 +86,15 @@ class Engine:
     """
 
     def __init__(self, runtime: Runtime, resolved: Resolved = DEFAULTS, limits: Limits | None = None) -> None:
-        """resolved: settings of requests. limits: of requests that are batched."""
+        """resolved: settings of requests, and for cutting their documents. limits: of requests that are batched."""
         self.runtime, self._resolved, self._limits = runtime, resolved, limits
         self._service: AsyncEngine | None = None
+        self._closed: AsyncEngine | None = None  # the last one: it refuses what still comes, and has its statistics
         self._given: ChunkStore | None = None
         self._store: ChunkStore | None = None
         self._temporary = ExitStack()
         self._folder: TemporaryDirectory[str] | None = None
-        self._lock = threading.RLock()  # guards these five
+        self._lock = threading.RLock()  # guards these six
 
     @classmethod
     def load(
@@ -108,8 +120,7 @@ class Engine:
             resolved = overridden(DEFAULTS, {"model": model or "", **settings})
             own = resolved.settings
             config = of_settings(EngineConfig, own, model=own.model or None, lora=own.lora or None)
-        if (outer := outer_ranks(config.tensor_parallel)) is not None and outer[0]:
-            serve_rank(*outer)
+        serve_other_rank(config.tensor_parallel)
         return cls(Runtime.load(config, progress, notice), resolved)
 
     @property
@@ -119,6 +130,75 @@ class Engine:
     @property
     def config(self) -> EngineConfig:
         return self.runtime.config
+
+    @property
+    def template(self) -> PromptTemplate:
+        """The prompt's template in the engine's own wording."""
+        return self.runtime.template
+
+    @property
+    def context(self) -> int:
+        """Maximum number of tokens of a prompt and its answer."""
+        return self.runtime.context
+
+    @property
+    def is_parallel(self) -> bool:
+        """Return whether other processes compute a part of the model."""
+        return self.runtime.driver is not None
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether its other ranks have ended, so that it answers no more."""
+        return self.runtime.driver is not None and self.runtime.driver.group.is_lost
+
+    def when_lost(self, act: Callable[[CacheBlendError], Any]) -> None:
+        """Call `act` from any thread when another rank is lost: an exchange with it may never return."""
+        if self.runtime.driver is not None:
+            self.runtime.driver.group.on_lost = act
+
+    def describe(self) -> dict[str, Any]:
+        """Return facts for `doctor`, with llama.cpp's if it can decode."""
+        facts = self.runtime.describe()
+        if self.runtime.decode_with.file is not None:
+            from cacheblend_cli.engine.connectors.llama_choice import describe
+
+            facts |= describe(self.runtime)
+        return facts
+
+    def llama_note(self) -> str | None:
+        """Load llama.cpp if it is to decode, and return a message that says so. None if this engine decodes."""
+        if self.runtime.decode_with.file is None:
+            return None
+        from cacheblend_cli.engine.connectors.llama_choice import llama_engine
+
+        llama = llama_engine(self.runtime)
+        return None if llama is None else f"llama.cpp ({llama.library.name}) decodes with {llama.file.name}"
+
+    def worker_loader(self, threads: int) -> Callable[[], LoadedModel]:
+        """Return a picklable function that loads the same model on another machine."""
+        return partial(load_worker_model, self.runtime.worker_config(threads))
+
+    def sampling_of_model(self, sampling: SamplingParams, fields: Names[str]) -> SamplingParams:
+        """Return the sampling with these fields from the model's generation_config.json, where it has them. Raises UsageError."""
+        return as_the_model(sampling, fields, self.model)
+
+    # limits of a request
+
+    def reasoning_budget(self, sampling: SamplingParams) -> int | None:
+        """Return how many tokens the model may reason for beside its answer's; None if it does not, or has none of its own."""
+        return self.runtime.reasoning_budget(sampling)
+
+    def max_new_tokens(self, sampling: SamplingParams) -> int:
+        """Return how many tokens an answer takes at most, with its reasoning."""
+        return self.runtime.max_new_tokens(sampling)
+
+    def check_characters(self, num_characters: int) -> None:
+        """Raise PromptTooLong for texts that cannot fit the model's context, before anything is done with them."""
+        self.runtime.check_characters(num_characters, 1)
+
+    def check_fits(self, request: Request) -> None:
+        """Raise PromptTooLong if prompt and answer do not fit the model's context."""
+        self.runtime.check_length(request.plan.num_tokens, self.max_new_tokens(request.sampling))
 
     # one request in the caller's thread
 
@@ -142,7 +222,11 @@ class Engine:
 
     def plan(self, store: ChunkStore | None, ask: AskRequest, say: Say | None = None) -> AskPlan:
         """Return what running the question would do. Raises what `resolve` raises, and UsageError if it would be refused."""
-        return plan(self.runtime, self.resolve(store, ask, say))
+        return self.planned(self.resolve(store, ask, say))
+
+    def planned(self, request: Request) -> AskPlan:
+        """`plan`, of a request that is resolved. In the engine's thread, if it runs: --ratio auto measures this machine once."""
+        return plan(self.runtime, request)
 
     def search(self, store: ChunkStore, ask: AskRequest) -> Retrieved:
         """Return the stored chunks that suit a question best, in the order they are best read.
@@ -192,9 +276,17 @@ class Engine:
             options = replace(options, kv_dtype=self.config.kv_dtype)
         if options.day is not None and self.runtime.template.day is None:
             raise UsageError(f"the chat template of {self.model.name} prints no date", "leave --date out")
-        day = options.day or self.runtime.day(store, options.salt)
         paths = paths if isinstance(paths, Paths) else Paths(paths)
-        return precompute(self.runtime.collection(options.salt, day=day), store, paths, options, on_event, confirm)
+        collection = self.collection(store, options.salt, options.day)
+        return precompute(collection, store, paths, options, on_event, confirm)
+
+    def collection(self, store: ChunkStore | None, salt: str = "", day: date | None = None) -> Collection:
+        """Return the collection that the store's documents are in. day: for the template to print, None for the store's."""
+        return self.runtime.collection(salt, day=day or self.runtime.day(store, salt))
+
+    def usable(self, store: ChunkStore, salt: str = "") -> list[str]:
+        """Return the ids of the collections whose chunks can be used."""
+        return [of.id for of in self.runtime.collections(salt, day=self.runtime.day(store, salt))]
 
     def roots(self, store: ChunkStore, salt: str = "") -> list[str]:
         """Return the real paths that the store remembers for this model and salt."""
@@ -214,8 +306,12 @@ class Engine:
         """Compute `count` random chunks of this model again and compare them with the store."""
         from cacheblend_cli.collect.recheck import recheck
 
-        day = self.runtime.day(store, salt)
-        return recheck(self.runtime.collection(salt, day=day), store, count, repair=repair, progress=progress)
+        return recheck(self.collection(store, salt), store, count, repair=repair, progress=progress)
+
+    def put(self, store: ChunkStore, document: Document, salt: str = "", title: str = "") -> Putting:
+        """Cut a document, and return it on its way into the store: call its `collect` by `between_steps` until it returns False, then
+        `commit`; or `undo`."""
+        return Putting(self.collection(store, salt), store, document, self._collect_settings, title)
 
     def add(self, store: ChunkStore, texts: Iterable[tuple[str, str]]) -> list[AddedDocument]:
         """Store documents, (id, text) each, replacing what was stored under the same ids; their KV is computed now.
@@ -223,13 +319,12 @@ class Engine:
         Raises UsageError for an empty text, and StoreErrors.
         """
         self.use(store)
-        added, salt = [], self._resolved.settings.salt
-        collection = self.runtime.collection(salt, day=self.runtime.day(store, salt))
+        added = []
         for document_id, text in texts:
             document = document_of(put_name("", document_id), text, None)
-            putting = Putting(collection, store, document, self._collect_settings)
+            putting = self.put(store, document, self._resolved.settings.salt)
             try:
-                while self._running().run(_collecting(putting)).result():
+                while self.between_steps(putting.collect).result():
                     pass
                 putting.commit()
             except Exception:
@@ -249,17 +344,62 @@ class Engine:
         store, which `close` removes. No request may be running."""
         with self._lock:
             if self._service is None or store is not self._given:
-                self.close()
+                if self._service is not None:
+                    self.close()
                 self._given, self._store = store, self._temporary_store() if store is None else store
                 _share(self._store, self._resolved.settings)
-                self._service = AsyncEngine(self.runtime, self._limits)
+                self._service, self._closed = AsyncEngine(self.runtime, self._limits), None
+
+    def serve(self, store: ChunkStore, limits: Limits) -> None:
+        """`use` a store, under these limits."""
+        with self._lock:
+            self._limits = limits
+            self.use(store)
+
+    def submit(self, request: Request, on_event: OnEvent) -> RequestState:
+        """Queue a resolved request. on_event: called in the engine's thread, with one Done or Failed last; it must not wait. Raises
+        QueueFull when too many wait or the engine closes. `cancel` takes what it returns."""
+        return self._serving().submit(request, on_event)
+
+    def cancel(self, state: RequestState) -> None:
+        """End a request in the next step, with what was generated so far. No effect on a finished one."""
+        state.cancelled = True
+
+    def cancel_all(self) -> None:
+        self._serving().cancel_all()
+
+    def queue(self, request: Request) -> Future[Answer]:
+        """Queue a resolved request. Returns its first answer; cancelling the future cancels the request."""
+        return self._serving().ask(request)
+
+    def check_room(self, coming: int = 0) -> None:
+        """Raise QueueFull if the queue has no room for one more request after `coming` others."""
+        self._serving().check_room(coming)
+
+    def between_steps(self, work: Callable[[], T]) -> Future[T]:
+        """Run work in the engine's thread: KV to compute, one launch a call, so that running answers go on. Raises QueueFull when the
+        engine closes."""
+        return self._serving().run(lambda _: work())
+
+    def stats(self) -> EngineStats:
+        """Return statistics as of the last step."""
+        return self._serving().stats()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Return whether one step has been running for so long that it is not expected to end."""
+        return self._serving().is_stuck
+
+    def outside_answer(self, sampling: SamplingParams, prompt_ids: list[int], on_event: OnEvent) -> SequenceOutput:
+        """Return an answer whose tokens another engine draws (`drawn_outside`): its text, its stop strings and its end."""
+        return SequenceOutput(self.runtime, sampling, prompt_ids, on_event)
 
     def close(self) -> None:
         """Stop the engine's thread and remove its temporary store. Running requests are cancelled."""
         with self._lock:
             if self._service is not None:
                 self._service.close()
-                self._service = None
+                self._service, self._closed = None, self._service
             self._temporary.close()
             if self.runtime.driver is not None:
                 self.runtime.driver.drop()
@@ -389,6 +529,11 @@ class Engine:
             assert self._service is not None
             return self._service
 
+    def _serving(self) -> AsyncEngine:
+        """Return what runs the requests; after `close` what has run them, which takes no more."""
+        with self._lock:
+            return self._service or self._closed or self._running()
+
     def _asked(self, question: str | AskRequest, about: dict[str, Any]) -> AskRequest:
         if not isinstance(question, AskRequest):
             return self.request(question, **about)
@@ -416,6 +561,17 @@ class Engine:
                 time.sleep(_FULL_S)
 
 
+def drawn_outside(token_id: int) -> Draw:
+    """Return a token that another engine drew, for `Engine.outside_answer`."""
+    return draws_of(torch.tensor([token_id]))[0]
+
+
+def serve_other_rank(tensor_parallel: int) -> None:
+    """Serve rank 0 and exit, if torchrun started this process as another rank. tensor_parallel: the setting. Raises UsageError."""
+    if (outer := outer_ranks(tensor_parallel)) is not None and outer[0]:
+        serve_rank(*outer)
+
+
 def _piece_of(event: Event) -> str | None:
     """Return the event's piece of the answer, None at the end. Raises what the request failed of."""
     if isinstance(event, Failed):
@@ -431,7 +587,3 @@ def _share(store: ChunkStore, settings: Settings) -> None:
         tier = SharedTier(open_tier(settings.tier, settings.tier_key_file or None), settings.tier_deadline)
         tier.check_later()
         store.share(tier)
-
-
-def _collecting(putting: Putting) -> Callable[[Runtime], bool]:
-    return lambda _: putting.collect()

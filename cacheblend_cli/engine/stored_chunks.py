@@ -74,9 +74,3 @@ class StoredChunks:
     def _citations(self) -> Citations:
         assert self._store is not None
         return Citations(self._store, self._cite_first, self._reader)
-
-
-def chunk_of(store: ChunkStore, key: bytes) -> ChunkManifest | None:
-    """Return one chunk's record, None if it is missing or damaged."""
-    with StoredChunks(store) as stored:
-        return stored.get(key)

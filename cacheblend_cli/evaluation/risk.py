@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cacheblend_cli.engine.risk import fit_risk
+from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.risk import RiskFile, RiskFit, fit_risk
 from cacheblend_cli.evaluation.records import Record
+from cacheblend_cli.evaluation.settings import Setting
 
 Tokens = tuple[Tensor, Sequence[bool]]
 """Signals of an answer's tokens [num_tokens, SIGNALS], and for which of them a full prefill prefers another token."""
@@ -17,6 +19,13 @@ Tokens = tuple[Tensor, Sequence[bool]]
 def tokens_of(records: Sequence[Record]) -> list[Tokens]:
     """Return the tokens of records that have signals."""
     return [(torch.tensor(r.signals, dtype=torch.float64), [not same for same in r.top1]) for r in records if r.signals]
+
+
+def keep_fit(engine: Engine, setting: Setting, answers: Sequence[Tokens]) -> RiskFit:
+    """Fit the risk of a setting's answers, and keep it for `ask --max-risk`. Raises UsageError if they are too few."""
+    fit = fit_risk(answers)
+    RiskFile.of(engine.runtime.collection(), [setting.context], setting.blend).write(fit)
+    return fit
 
 
 def halves(answers: Sequence[Tokens]) -> list[Tokens]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
+from cacheblend_cli.engine.measured_prefill import AutoPrefill as AutoPrefill
 from cacheblend_cli.engine.measured_prefill import Prefilled
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime

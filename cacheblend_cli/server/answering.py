@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from cacheblend_cli.engine.engine import Request as EngineRequest
 from cacheblend_cli.engine.events import Done, Event
-from cacheblend_cli.engine.request import Request as EngineRequest
 from cacheblend_cli.server.asking import ParsedRequest, Prepared, prepare
 from cacheblend_cli.server.http import EventStream, pieces, session_headers, unless_left
 from cacheblend_cli.server.request_events import RequestEvents, checked
@@ -70,6 +70,6 @@ def ask_engine(host: ServerState, request: EngineRequest) -> RequestEvents:
     if host.decoder is not None:
         from cacheblend_cli.server.remote_decoding import RemoteEvents, decodes_elsewhere
 
-        if decodes_elsewhere(host.runtime, request):
+        if decodes_elsewhere(host.engine, request):
             return RemoteEvents(host, request, host.decoder)
     return RequestEvents(host, request)

@@ -73,7 +73,7 @@ def make_app(host: ServerState, *, is_owner: bool = False) -> Starlette:
 async def _models(request: Request, host: ServerState) -> Response:
     settings, sampling = host.settings, host.sampling
     own = {
-        "id": host.model, "object": "model", "created": int(host.started), "owned_by": "cacheblend", "max_model_len": host.runtime.context,
+        "id": host.model, "object": "model", "created": int(host.started), "owned_by": "cacheblend", "max_model_len": host.engine.context,
         "defaults": {
             "mode": settings.mode, "ratio": settings.ratio, "k": settings.top_k, "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -90,7 +90,7 @@ async def _health(_: Request, host: ServerState) -> Response:
 
 
 async def _ready(_: Request, host: ServerState) -> Response:
-    status = "stopping" if host.draining else "stuck" if host.service.is_stuck else "ready"
+    status = "stopping" if host.draining else "stuck" if host.engine.is_stuck else "ready"
     return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
 
@@ -153,7 +153,7 @@ async def _complete(request: Request, host: ServerState) -> Response:
 def _reply(host: ServerState, body: AskBody, *, chat: bool) -> Reply:
     usage = bool(body.stream_options and body.stream_options.include_usage)
     echo, silent = (body.echo, body.max_tokens == 0) if isinstance(body, CompletionBody) else (False, False)
-    own = partial(Reply, chat, host.model, host.runtime.model.tokenizer, host.public)
+    own = partial(Reply, chat, host.model, host.engine.model.tokenizer, host.public)
     return own(usage=usage, explain=body.explain, echo=echo, silent=silent)
 
 

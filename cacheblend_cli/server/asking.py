@@ -7,14 +7,11 @@ from dataclasses import dataclass, replace
 
 from cacheblend_store import ChunkManifest, ChunkNotFound
 
-from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.texts import sent_document
 from cacheblend_cli.corpus.citations import Citation
 from cacheblend_cli.corpus.places import PUT, SENT
 from cacheblend_cli.corpus.search import WEAK
-from cacheblend_cli.engine.request import Request, resolve
-from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.stored_chunks import chunk_of
+from cacheblend_cli.engine.engine import Request
 from cacheblend_cli.errors import NothingFound
 from cacheblend_cli.prompt.collection import salt_digest
 from cacheblend_cli.prompt.records import kept_records
@@ -24,7 +21,7 @@ from cacheblend_cli.server.bodies import AskBody, SearchIn
 from cacheblend_cli.server.errors import ApiError, bad
 from cacheblend_cli.server.state import ServerState
 from cacheblend_cli.server.tenants import Tenant
-from cacheblend_cli.settings import Resolved, Settings, of_settings
+from cacheblend_cli.settings import Resolved, Settings
 from cacheblend_cli.types import PLAIN, AskOptions, AskRequest, SamplingParams, SearchParams, TextDocument
 
 _SAMPLED = (
@@ -71,14 +68,13 @@ def prepare(host: ServerState, parsed: ParsedRequest) -> Prepared:
     The prompt has the request's documents first, then the chunks it names, then those that are found. Raises ApiError,
     UsageError, NotFoundError and StoreErrors.
     """
-    runtime, ask = host.runtime, _ask_request(host, parsed)
-    collect = of_settings(CollectSettings, host.settings)
+    ask = _ask_request(host, parsed)
     try:
-        request = resolve(runtime, host.store, ask, collect=collect)
+        request = host.engine.resolve(host.store, ask)
     except NothingFound as error:
         what = WEAK if error.message == WEAK else "no stored chunk has a word of the query"
         raise ApiError(404, what, param="search", code="nothing_found") from error
-    runtime.check_length(request.plan.num_tokens, runtime.max_new_tokens(request.sampling))
+    host.engine.check_fits(request)
     sent: dict[str, Origin] = {}
     for i, document in enumerate(ask.documents):
         sent.setdefault(sent_document(document, ask.tenant).source, Origin(document.id or str(i), document.title or ""))
@@ -98,14 +94,14 @@ def _ask_request(host: ServerState, parsed: ParsedRequest) -> AskRequest:
         Resolved(settings, {}),
         parsed.text,
         parsed.sampling,
-        keys=_named(host.runtime, host, parsed),
+        keys=_named(host, parsed),
         salt=tenant.salt,
         history=parsed.history,
         documents=tuple(TextDocument(d.text, d.title, d.id) for d in body.documents or ()),
         tenant=tenant.name,
         search=search,
         system=parsed.system,
-        prompt=_prompt(host.runtime, parsed) if body.wants_chunks or retrieves else PLAIN,
+        prompt=_prompt(host, parsed) if body.wants_chunks or retrieves else PLAIN,
         raw=parsed.raw,
         model_sampling=(),
         options=AskOptions(
@@ -114,8 +110,8 @@ def _ask_request(host: ServerState, parsed: ParsedRequest) -> AskRequest:
     )
 
 
-def _prompt(runtime: Runtime, parsed: ParsedRequest) -> str | None:
-    own = runtime.template.wording.prompt
+def _prompt(host: ServerState, parsed: ParsedRequest) -> str | None:
+    own = host.engine.template.wording.prompt
     return f"{CHUNKS}\n\n{QUESTION}" if parsed.found and own == DEFAULT else None
 
 
@@ -126,7 +122,7 @@ def _blending(settings: Settings, body: AskBody) -> Settings:
     return replace(settings, **given)
 
 
-def _named(runtime: Runtime, host: ServerState, parsed: ParsedRequest) -> list[bytes]:
+def _named(host: ServerState, parsed: ParsedRequest) -> list[bytes]:
     """Keys of the chunks that the request names. What others' chunks are called makes no difference to it."""
     keys = []
     for name in parsed.body.chunks or ():
@@ -135,8 +131,8 @@ def _named(runtime: Runtime, host: ServerState, parsed: ParsedRequest) -> list[b
         found = []
         with suppress(ChunkNotFound):
             for key in host.store.matching(name, _MATCHES):
-                manifest = chunk_of(host.store, key)
-                if manifest is not None and _is_seen_by(runtime, host, manifest, parsed.tenant):
+                manifest = host.store.undamaged(key)
+                if manifest is not None and _is_seen_by(host, manifest, parsed.tenant):
                     found.append(key)
         if not found:
             raise ApiError(404, f"no chunk {name[:64]!r}", param="chunks", code="chunk_not_found")
@@ -146,7 +142,7 @@ def _named(runtime: Runtime, host: ServerState, parsed: ParsedRequest) -> list[b
     return keys
 
 
-def _is_seen_by(runtime: Runtime, host: ServerState, manifest: ChunkManifest, tenant: Tenant) -> bool:
+def _is_seen_by(host: ServerState, manifest: ChunkManifest, tenant: Tenant) -> bool:
     """Return whether the tenant may read the chunk: where there are tenants, one of its own documents, or of its salt."""
     if not host.keyring.has_tenants:
         return True

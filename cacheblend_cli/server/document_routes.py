@@ -11,20 +11,16 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.texts import Putting, document_of, put_name
 from cacheblend_cli.corpus.converters import readable_suffixes
 from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.documents import Document, convert_bytes
-from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import QueueFull
 from cacheblend_cli.server import documents
 from cacheblend_cli.server.bodies import PutBody, parse
 from cacheblend_cli.server.errors import ApiError, bad
 from cacheblend_cli.server.http import EVENTS, JSON, EventStream, json_body, media_type, pieces, raw_body, tenant_of
 from cacheblend_cli.server.state import ServerState
-from cacheblend_cli.server.tenants import Tenant
-from cacheblend_cli.settings import of_settings
 
 OFFICE = "application/vnd.openxmlformats-officedocument"
 _SUFFIXES = {
@@ -53,7 +49,7 @@ async def put_document(request: Request, host: ServerState) -> Response:
             raise ApiError(415, f"the body must be {JSON} or one of {', '.join(_SUFFIXES)}")
         body = parse(PutBody, await json_body(request))
         document, title = document_of(name, body.text, body.title), (body.title or "").strip()
-    putting = await host.in_pool(lambda: _putting(host, tenant, document, title))
+    putting = await host.in_pool(lambda: host.engine.put(host.store, document, tenant.salt, title))
     if EVENTS in request.headers.get("accept", ""):
         with ExitStack() as stack:
             stack.callback(_undo_later, host, putting)
@@ -61,11 +57,6 @@ async def put_document(request: Request, host: ServerState) -> Response:
     async for _ in _steps(host, putting):
         pass
     return JSONResponse(_put_record(putting, document_id, title), 201 if putting.is_new else 200)
-
-
-def _putting(host: ServerState, tenant: Tenant, document: Document, title: str) -> Putting:
-    collection = host.runtime.collection(tenant.salt, day=host.runtime.day(host.store, tenant.salt))
-    return Putting(collection, host.store, document, of_settings(CollectSettings, host.settings), title)
 
 
 def _file_name(document_id: str, media: str) -> str:
@@ -90,7 +81,7 @@ async def _steps(host: ServerState, putting: Putting) -> AsyncIterator[int]:
     """Collect and commit: the number of chunks stored so far, again and again. What was stored is removed where it fails."""
     try:
         yield putting.num_stored
-        while await host.in_engine(lambda _: putting.collect()):
+        while await host.in_engine(putting.collect):
             yield putting.num_stored
         await host.in_pool(putting.commit)
     except Exception:
@@ -107,13 +98,13 @@ async def _progress(host: ServerState, putting: Putting, document_id: str, title
 def _undo_later(host: ServerState, putting: Putting) -> None:
     """Undo what a client has left, in the engine's thread: a launch that runs there may still store a chunk."""
 
-    def undo(_: Runtime) -> None:
+    def undo() -> None:
         if not putting.settled:
             putting.undo()
 
     if not putting.settled:
         with suppress(QueueFull):  # the server ends
-            host.service.run(undo)
+            host.engine.between_steps(undo)
 
 
 def _put_record(putting: Putting, document_id: str, title: str) -> dict[str, Any]:
@@ -127,13 +118,13 @@ def _put_record(putting: Putting, document_id: str, title: str) -> dict[str, Any
 
 async def list_documents(request: Request, host: ServerState) -> Response:
     """The tenant's documents, and which files can be put."""
-    data = await host.in_pool(lambda: documents.listed(host.runtime, host.store, tenant_of(request)))
+    data = await host.in_pool(lambda: documents.listed(host.engine, host.store, tenant_of(request)))
     return JSONResponse({"object": "list", "data": data, "suffixes": readable_suffixes(), "max_bytes": host.max_body})
 
 
 async def read_document(request: Request, host: ServerState) -> Response:
     def read(document_id: str) -> dict[str, Any] | None:
-        return documents.read(host.runtime, host.store, tenant_of(request), document_id)
+        return documents.read(host.engine, host.store, tenant_of(request), document_id)
 
     return JSONResponse(await _found(request, host, read))
 

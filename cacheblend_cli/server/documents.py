@@ -13,8 +13,7 @@ from cacheblend_cli.collect.texts import put_name
 from cacheblend_cli.corpus.citations import TITLE, Citations
 from cacheblend_cli.corpus.places import PUT, SENT
 from cacheblend_cli.corpus.search import Lookup, search
-from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.stored_chunks import chunk_of
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.types import SearchParams
 
@@ -22,10 +21,9 @@ if TYPE_CHECKING:
     from cacheblend_cli.server.state import ServerState
 
 
-def visible(runtime: Runtime, store: ChunkStore, tenant: Tenant) -> dict[str, DocumentRecord]:
+def visible(engine: Engine, store: ChunkStore, tenant: Tenant) -> dict[str, DocumentRecord]:
     """The latest records of the tenant's documents, by name: those it put, and those precomputed with its salt."""
-    day = runtime.day(store, tenant.salt)
-    own = {collection.id for collection in runtime.collections(tenant.salt, day=day)}
+    own = set(engine.usable(store, tenant.salt))
     latest: dict[str, DocumentRecord] = {}
     for record in store.documents():
         known = latest.get(record.source)
@@ -34,7 +32,7 @@ def visible(runtime: Runtime, store: ChunkStore, tenant: Tenant) -> dict[str, Do
     return latest
 
 
-def listed(runtime: Runtime, store: ChunkStore, tenant: Tenant) -> list[dict[str, Any]]:
+def listed(engine: Engine, store: ChunkStore, tenant: Tenant) -> list[dict[str, Any]]:
     """The tenant's documents in their JSON form, by name."""
     return [
         {
@@ -42,17 +40,17 @@ def listed(runtime: Runtime, store: ChunkStore, tenant: Tenant) -> list[dict[str
             "chunks": list(dict.fromkeys(chunk.key.hex() for chunk in record.chunks)),
             "updated": int(record.updated),
         }
-        for _, record in sorted(visible(runtime, store, tenant).items())
+        for _, record in sorted(visible(engine, store, tenant).items())
     ]
 
 
-def read(runtime: Runtime, store: ChunkStore, tenant: Tenant, document_id: str) -> dict[str, Any] | None:
+def read(engine: Engine, store: ChunkStore, tenant: Tenant, document_id: str) -> dict[str, Any] | None:
     """A document's chunks in order, with their texts and places. None for an id that is not among the tenant's documents."""
-    records = visible(runtime, store, tenant).items()
+    records = visible(engine, store, tenant).items()
     record = next((record for name, record in records if public_id(name) == document_id), None)
     if record is None:
         return None
-    manifests = {chunk.key: chunk_of(store, chunk.key) for chunk in record.chunks}
+    manifests = {chunk.key: store.undamaged(chunk.key) for chunk in record.chunks}
     chunks = [
         {
             "id": chunk.key.hex(),
@@ -97,12 +95,10 @@ def public_title(name: str) -> str:
 
 def find(host: ServerState, query: str, k: int, tenant: Tenant) -> list[dict[str, Any]]:
     """The tenant's best chunks for a query in their JSON form."""
-    runtime, store = host.runtime, host.store
-    day = runtime.day(store, tenant.salt)
-    collections = [collection.id for collection in runtime.collections(tenant.salt, day=day)]
+    store, collections = host.store, host.engine.usable(host.store, tenant.salt)
     found, citations = [], Citations(store)
     for hit in search(store, query, Lookup.with_weights(SearchParams.of(replace(host.settings, top_k=k))), collections):
-        manifest = chunk_of(store, hit.key)
+        manifest = store.undamaged(hit.key)
         cited = [c for c in citations.all_of(manifest) if c.name == hit.source] if manifest else []
         found.append(
             {

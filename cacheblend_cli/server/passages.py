@@ -63,7 +63,7 @@ def with_passages(host: ServerState, body: AskBody, messages: Sequence[Message])
     if not host.find_passages:
         return Sorted(messages)
     texts = [_text(message) for message in messages]
-    host.runtime.check_characters(sum(map(len, texts)), 1)
+    host.engine.check_characters(sum(map(len, texts)))
     left, documents, found, moved = list(messages), list(body.documents or ()), list[Passage](), list[str]()
     for i, (message, text) in enumerate(zip(messages, texts, strict=True)):
         elements = elements_of(text) if message.role in ("system", "developer", "user") else []

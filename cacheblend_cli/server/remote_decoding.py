@@ -9,13 +9,8 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-import torch
-
+from cacheblend_cli.engine.engine import Engine, Request, drawn_outside
 from cacheblend_cli.engine.events import Done, Early, Event, HandedOver
-from cacheblend_cli.engine.request import Request
-from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sampling import draws_of
-from cacheblend_cli.engine.sequence_output import SequenceOutput
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.server.remote_decoder import RemoteDecoder, Unreachable
 from cacheblend_cli.server.request_events import RequestEvents, checked
@@ -73,7 +68,7 @@ class RemoteEvents(RequestEvents):
                 yield event
 
     async def _decoded(self, report: Answer) -> AsyncIterator[Event]:
-        runtime, sampling, handed_at = self._host.runtime, self._request.sampling, time.perf_counter()
+        engine, sampling, handed_at = self._host.engine, self._request.sampling, time.perf_counter()
         pieces = list[Event]()
         kept = SamplingParams(
             max_tokens=sampling.max_tokens,
@@ -82,10 +77,10 @@ class RemoteEvents(RequestEvents):
             ignore_eos=sampling.ignore_eos,
             stop_repetition=sampling.stop_repetition,
         )
-        output = SequenceOutput(runtime, kept, report.prompt_ids, pieces.append)
+        output = engine.outside_answer(kept, report.prompt_ids, pieces.append)
         body = {
             "prompt": report.prompt_ids,
-            **sampling_fields(runtime, sampling),
+            **sampling_fields(engine, sampling),
             "cache_salt": salt_of(self._request),
             "kv_transfer_params": self._file.params,
         }
@@ -105,7 +100,7 @@ class RemoteEvents(RequestEvents):
                 if not output.out.token_ids:
                     self._host.metrics.first_token(time.perf_counter() - self._submitted)
                 for token_id in step:
-                    if ended := not output.append(draws_of(torch.tensor([token_id]))[0]):
+                    if ended := not output.append(drawn_outside(token_id)):
                         break
                 while pieces:
                     yield pieces.pop(0)
@@ -153,7 +148,7 @@ class RemoteEvents(RequestEvents):
         return None if limit_s is None else max(0.0, limit_s - (time.perf_counter() - self._submitted))
 
 
-def decodes_elsewhere(runtime: Runtime, request: Request) -> bool:
+def decodes_elsewhere(engine: Engine, request: Request) -> bool:
     """Return whether an answer needs nothing but sampled tokens: no check against a full prefill, form, log-probabilities, second
     answer or budget for its reasoning."""
     sampling = request.sampling
@@ -164,19 +159,19 @@ def decodes_elsewhere(runtime: Runtime, request: Request) -> bool:
         and sampling.logprobs is None
         and sampling.prompt_logprobs is None
         and max(sampling.n, sampling.best_of) == 1
-        and runtime.reasoning_budget(sampling) is None
+        and engine.reasoning_budget(sampling) is None
     )
 
 
-def sampling_fields(runtime: Runtime, sampling: SamplingParams) -> dict[str, Any]:
+def sampling_fields(engine: Engine, sampling: SamplingParams) -> dict[str, Any]:
     """The sampling parameters in vLLM's fields. Stop strings are matched here."""
-    ends = set(sampling.stop_ids) | (set() if sampling.ignore_eos else set(runtime.model.eos_ids))
+    ends = set(sampling.stop_ids) | (set() if sampling.ignore_eos else set(engine.model.eos_ids))
     names = (
         "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "ignore_eos",
     )  # fmt: skip
     return {
         **{name: getattr(sampling, name) for name in names},
-        "max_tokens": runtime.max_new_tokens(sampling),
+        "max_tokens": engine.max_new_tokens(sampling),
         "stop_token_ids": sorted(ends),
         "logit_bias": {str(token): bias for token, bias in sampling.logit_bias} or None,
     }

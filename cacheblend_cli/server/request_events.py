@@ -7,8 +7,8 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
+from cacheblend_cli.engine.engine import Request
 from cacheblend_cli.engine.events import Done, Event, Failed, Reasoning, Started, Text
-from cacheblend_cli.engine.request import Request
 from cacheblend_cli.server.errors import ApiError, stopping
 from cacheblend_cli.server.state import ServerState
 
@@ -26,7 +26,7 @@ class RequestEvents:
                 with suppress(RuntimeError):  # the loop has ended before the engine, and nobody listens
                     loop.call_soon_threadsafe(queue.put_nowait, event)
 
-        self._state = host.service.submit(request, put)
+        self._state = host.engine.submit(request, put)
         self._end = lambda: queue.put_nowait(Failed(stopping()))
         host.on_end.add(self._end)
         self._ended = False
@@ -37,7 +37,7 @@ class RequestEvents:
     def __exit__(self, *_: object) -> None:
         self._host.on_end.discard(self._end)
         if not self._ended:
-            self._host.service.cancel(self._state)
+            self._host.engine.cancel(self._state)
 
     async def next(self) -> Event:
         """Return the next event. Raises the error of a Failed one."""

@@ -165,7 +165,7 @@ class Server(uvicorn.Server):
         await self._requests_end(self._grace_s)
         if self._host.active and not self.force_exit:
             logger.warning("the server stops; answers cut off: %d", self._host.active)
-            self._host.service.cancel_all()
+            self._host.engine.cancel_all()
             await self._requests_end(_TOLD_S)
         self._host.end_requests()  # those that the engine has not ended
         await self._requests_end(_TOLD_S)

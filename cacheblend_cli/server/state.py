@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.engine.async_engine import AsyncEngine
-from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.server.errors import stopping
 from cacheblend_cli.server.metrics import Metrics
 from cacheblend_cli.server.tenants import Keyring
@@ -31,17 +30,16 @@ _PREPARING = 2  # threads; most of the work holds Python's lock
 
 @dataclass
 class ServerState:
-    """Lives as long as the server. sampling: defaults of a request. runtime: of the service; its model computes in the
-    service's thread alone. names: host names that a browser may use, None for all. max_body: bytes of a request. draining:
+    """Lives as long as the server. engine: uses the store; its model computes in the engine's thread alone. sampling: defaults of a
+    request. names: host names that a browser may use, None for all. max_body: bytes of a request. draining:
     answers finish, new ones are refused. retrieve: a chat that brings no chunks is searched for in the store. find_passages: passages in messages become documents. any_model: a request that names another model is answered by
     this one. body_bytes: of all bodies in memory. ended: requests are to end now. pool: threads
     that prepare requests. decoder: a RemoteDecoder, None to decode here. converting: held while a file is converted, so that one of them stays for the others."""
 
-    service: AsyncEngine
+    engine: Engine
     store: ChunkStore
     settings: Settings
     sampling: SamplingParams
-    runtime: Runtime
     keyring: Keyring
     names: frozenset[str] | None = None
     max_body: int = 32 << 20
@@ -62,17 +60,17 @@ class ServerState:
     _last_use: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(self.service.stats, self.store.tier)
+        self.metrics = Metrics(self.engine.stats, self.store.tier)
 
     @property
     def model(self) -> str:
         """Name of the model on the wire, without its path."""
-        name = self.runtime.model.name
+        name = self.engine.model.name
         return PurePath(name).name or name
 
     def public(self, text: str) -> str:
         """A message without paths of this machine: the model is called by its name, the store "the store"."""
-        for path, name in ((self.runtime.model.name, self.model), (str(self.store.path), "the store")):
+        for path, name in ((self.engine.model.name, self.model), (str(self.store.path), "the store")):
             if os.sep in path:  # "store" alone is a word, not a place
                 text = text.replace(path, name)
         return text
@@ -82,9 +80,9 @@ class ServerState:
         Raises ApiError when the server ends first."""
         return await self.unless_ended(asyncio.get_running_loop().run_in_executor(self.pool, work))
 
-    async def in_engine(self, work: Callable[[Runtime], T]) -> T:
+    async def in_engine(self, work: Callable[[], T]) -> T:
         """Result of work in the engine's thread: KV to compute. Raises ApiError when the server ends first."""
-        return await self.unless_ended(asyncio.wrap_future(self.service.run(work)))
+        return await self.unless_ended(asyncio.wrap_future(self.engine.between_steps(work)))
 
     async def unless_ended(self, result: asyncio.Future[T]) -> T:
         """The result. Raises ApiError when the server ends first; the result is cancelled then."""
@@ -102,7 +100,7 @@ class ServerState:
     @contextmanager
     def preparing(self, count: int) -> Iterator[None]:
         """Context in which `count` requests are prepared. Raises QueueFull if the queue has no room for them."""
-        self.service.check_room(self._preparing + count - 1)
+        self.engine.check_room(self._preparing + count - 1)
         self._preparing += count
         try:
             yield

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from socket import socket
-from typing import Any, TypeVar
+from typing import Any
 
 from cacheblend_store import StoreError
 from msgspec import convert, to_builtins
@@ -22,10 +22,8 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 
 from cacheblend_cli.corpus.search import look
-from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.engine import Request
 from cacheblend_cli.engine.events import Done, Reasoning, Text
-from cacheblend_cli.engine.plan import plan
-from cacheblend_cli.engine.request import Request
 from cacheblend_cli.errors import CacheBlendError, ExitCode
 from cacheblend_cli.server.app import make_app
 from cacheblend_cli.server.errors import ApiError
@@ -36,7 +34,6 @@ from cacheblend_cli.sockets import PROTOCOL
 from cacheblend_cli.types import Answer, AskRequest, SearchParams
 from cacheblend_cli.version import __version__
 
-T = TypeVar("T")
 Record = dict[str, Any]
 
 
@@ -45,7 +42,7 @@ class WarmSocket:
 
     def __init__(self, host: ServerState, bound: socket, path: Path, url: str) -> None:
         self._host, self.socket, self._path, self._url = host, bound, path, url
-        self._engine, self._address = Engine(host.runtime), (bound.getsockname(), None)
+        self._engine, self._address = host.engine, (bound.getsockname(), None)
         events = {
             "ask": self._ask,
             "plan": self._plan,
@@ -80,7 +77,7 @@ class WarmSocket:
         yield {
             "event": "status", "end": True, "pid": os.getpid(), "version": __version__, "protocol": PROTOCOL, "model": host.model,
             "url": self._url, "socket": str(self._path), "up_s": round(time.time() - host.started, 1), "idle_s": round(host.idle_s, 1),
-            **vars(host.service.stats()),
+            **vars(host.engine.stats()),
         }  # fmt: skip
 
     async def _stop(self, _: Record) -> AsyncIterator[Record]:
@@ -105,7 +102,7 @@ class WarmSocket:
         ask = convert(body, AskRequest)
         with self._host:
             request = await self._host.in_pool(lambda: self._engine.resolve(self._host.store, ask))
-            found = await self._host.in_engine(lambda runtime: plan(runtime, request))
+            found = await self._host.in_engine(lambda: self._engine.planned(request))
             yield {"event": "plan", "end": True, **to_builtins({"plan": found, "names": _names(request)})}
 
     async def _search(self, body: Record) -> AsyncIterator[Record]:

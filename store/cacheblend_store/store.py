@@ -163,6 +163,11 @@ class ChunkStore:
         with self.read() as reader:
             return reader.manifest(key)
 
+    def undamaged(self, key: bytes) -> ChunkManifest | None:
+        """Return the manifest, or None if it is missing or damaged."""
+        with self.read() as reader:
+            return reader.undamaged(key)
+
     def get_blobs(self, key: bytes) -> tuple[ChunkManifest, list[bytes]] | None:
         """Return a chunk with its blobs, or None if it has no KV. Raises BadBlob if any of it is damaged."""
         with self.read() as reader:

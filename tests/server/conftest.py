@@ -20,9 +20,9 @@ from cacheblend_store import ChunkStore
 from cacheblend_store.tier import SharedTier
 from checkpoints import write_checkpoint
 
-from cacheblend_cli.engine.async_engine import AsyncEngine, Limits
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.server.app import make_app
 from cacheblend_cli.server.auth import LOOPBACK
 from cacheblend_cli.server.connections import ConnectionLimits
@@ -31,9 +31,9 @@ from cacheblend_cli.server.run import bind_tcp, bind_unix
 from cacheblend_cli.server.state import ServerState
 from cacheblend_cli.server.tenants import Keyring
 from cacheblend_cli.server.warm import WarmSocket
-from cacheblend_cli.settings import Settings
+from cacheblend_cli.settings import DEFAULTS, Settings
 from cacheblend_cli.sockets import make_folder, socket_of
-from cacheblend_cli.types import SamplingParams
+from cacheblend_cli.types import SamplingParams, overridden
 
 # uvicorn looks every .1 s whether it is to end and whether connections have closed: three looks for each server that ends
 uvicorn.server.asyncio = SimpleNamespace(  # type: ignore[attr-defined]
@@ -100,10 +100,11 @@ def servers(engine: Engine, model: Path, folder: Path) -> Iterator[StartServer]:
         settings = Settings(
             model=str(model), store=str(store.path), chunk_tokens=40, max_tokens=8, search="words", threads=1
         )
-        service = AsyncEngine(engine.runtime, limits)
+        own = Engine(engine.runtime, overridden(DEFAULTS, {"chunk_tokens": 40}))
+        own.serve(store, limits or Limits())
         keyring, sampling = Keyring(keys, ""), SamplingParams(max_tokens=8)
         names = LOOPBACK if keyring.is_open else None
-        state = ServerState(service, store, settings, sampling, engine.runtime, keyring, names, **of_host)
+        state = ServerState(own, store, settings, sampling, keyring, names, **of_host)
         tcp, warm_path, unix = bind_tcp("127.0.0.1", 0), socket_of(settings), folder / f"http{number}.sock"
         make_folder(warm_path.parent)
         url = f"http://127.0.0.1:{tcp.getsockname()[1]}"
@@ -121,7 +122,7 @@ def servers(engine: Engine, model: Path, folder: Path) -> Iterator[StartServer]:
         thread.start()
         client = httpx.Client(base_url=url, timeout=30, transport=httpx.HTTPTransport(retries=20))
         assert client.get("/health").status_code == 200
-        running.append((lambda: loop.call_soon_threadsafe(serving.end), thread, loop, service, store, client))
+        running.append((lambda: loop.call_soon_threadsafe(serving.end), thread, loop, own, store, client))
         return Server(f"{url}/v1", unix, state, client, running[-1][0], thread)
 
     yield run

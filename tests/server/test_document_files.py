@@ -101,11 +101,11 @@ def test_progress_is_streamed(server: Any) -> None:
 def test_a_client_that_leaves_stores_nothing(server: Any) -> None:
     go, began = threading.Event(), threading.Event()
 
-    def hold(_: object) -> None:
+    def hold() -> None:
         began.set()
         go.wait(WAIT_S)
 
-    server.state.service.run(hold)
+    server.state.engine.between_steps(hold)
     assert began.wait(WAIT_S)
     headers = {"Accept": "text/event-stream", "Content-Type": "text/plain"}
     with server.client.stream("PUT", "/v1/documents/diary", content=b"Mara counts parrots", headers=headers) as reply:
@@ -113,7 +113,7 @@ def test_a_client_that_leaves_stores_nothing(server: Any) -> None:
     while server.state.active:
         pass
     go.set()
-    server.state.service.run(lambda _: None).result(WAIT_S)  # behind the launch and its undoing
+    server.state.engine.between_steps(lambda: None).result(WAIT_S)  # behind the launch and its undoing
     assert server.client.get("/v1/documents").json()["data"] == []
     with server.state.store.read() as reader:
         assert reader.entries("chunks") <= 1  # the prompt's prefix

@@ -30,7 +30,7 @@ def num_chunks(server: Any) -> int:
 def held(server: Any) -> Iterator[None]:
     """The engine's thread is busy meanwhile."""
     go, began = threading.Event(), threading.Event()
-    server.state.service.run(lambda runtime: (began.set(), go.wait(WAIT_S)))
+    server.state.engine.between_steps(lambda: (began.set(), go.wait(WAIT_S)))
     assert began.wait(WAIT_S)
     try:
         yield
@@ -158,7 +158,7 @@ def test_a_killed_put_is_not_found(server: Any, engine: Engine) -> None:
     state = server.state
     document = document_of(put_name("", "new"), PAGE, None)
     putting = Putting(engine.runtime.collection(), state.store, document, CollectSettings())
-    while state.service.run(lambda _: putting.collect()).result(WAIT_S):
+    while state.engine.between_steps(lambda: putting.collect()).result(WAIT_S):
         pass
     assert server.client.post("/v1/search", json={"query": "billing"}).json()["data"] == []
     putting.commit()

@@ -41,11 +41,11 @@ def listed(host: ServerState) -> list[dict[str, Any]]:
 
 def running(host: ServerState) -> list[dict[str, Any]]:
     """The answering model; size: bytes of its weights in memory, size_vram: of these on a GPU."""
-    decoder, own = host.runtime.decoder, _answering(host)
-    size = decoder.num_parameters * (1 if host.runtime.model.weight_dtype == "int8" else decoder.dtype.itemsize)
+    decoder, own = host.engine.model.decoder, _answering(host)
+    size = decoder.num_parameters * (1 if host.engine.model.weight_dtype == "int8" else decoder.dtype.itemsize)
     del own["modified_at"]
     vram = 0 if decoder.device.type == "cpu" else size
-    return [own | {"size": size, "size_vram": vram, "expires_at": _FOREVER, "context_length": host.runtime.context}]
+    return [own | {"size": size, "size_vram": vram, "expires_at": _FOREVER, "context_length": host.engine.context}]
 
 
 def shown(host: ServerState, name: str) -> dict[str, Any]:
@@ -58,8 +58,8 @@ def shown(host: ServerState, name: str) -> dict[str, Any]:
 
 
 def _answering(host: ServerState) -> dict[str, Any]:
-    model = host.runtime.model
-    family = str(host.runtime.decoder.spec.config.get("model_type") or "")
+    model = host.engine.model
+    family = str(host.engine.model.decoder.spec.config.get("model_type") or "")
     dtype = str(model.decoder.dtype).removeprefix("torch.")
     details = {
         "parent_model": "",
@@ -99,16 +99,16 @@ def _listed(host: ServerState, name: str, size: int, digest: str, details: dict[
 
 def _shown(host: ServerState, model: dict[str, Any]) -> dict[str, Any]:
     """template: jinja's, as the model has it."""
-    runtime, sampling = host.runtime, host.sampling
-    spec, family = runtime.decoder.spec, model["details"]["family"]
+    engine, sampling = host.engine, host.sampling
+    spec, family = engine.model.decoder.spec, model["details"]["family"]
     defaults = {
         "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p,
-        "num_predict": sampling.max_tokens, "num_ctx": runtime.context,
+        "num_predict": sampling.max_tokens, "num_ctx": engine.context,
     }  # fmt: skip
     info = {
         "general.architecture": family,
-        "general.parameter_count": runtime.decoder.num_parameters,
-        f"{family}.context_length": runtime.context,
+        "general.parameter_count": engine.model.decoder.num_parameters,
+        f"{family}.context_length": engine.context,
         f"{family}.embedding_length": spec.hidden_size,
         f"{family}.block_count": spec.num_layers,
         f"{family}.attention.head_count": spec.num_heads,
@@ -118,10 +118,10 @@ def _shown(host: ServerState, model: dict[str, Any]) -> dict[str, Any]:
     return {
         "modelfile": "\n".join([f"FROM {model['name']}", *(f"PARAMETER {k} {v}" for k, v in defaults.items())]),
         "parameters": "\n".join(f"{name:<30} {value}" for name, value in defaults.items()),
-        "template": runtime.model.tokenizer.template_source or "",
+        "template": engine.model.tokenizer.template_source or "",
         "details": model["details"],
         "model_info": info,
-        "capabilities": ["completion", "thinking"] if runtime.template.may_reason else ["completion"],
+        "capabilities": ["completion", "thinking"] if engine.template.may_reason else ["completion"],
         "modified_at": model["modified_at"],
     }
 

@@ -107,7 +107,7 @@ async def _answered(request: Request, host: ServerState, body: AnswerBody, messa
     """Answer the messages; without any, say that the model is loaded."""
     if not host.any_model:
         models.check(host, body.model)
-    ask, is_chat, tokenizer = body.ask_body(), isinstance(body, OllamaChatBody), host.runtime.model.tokenizer
+    ask, is_chat, tokenizer = body.ask_body(), isinstance(body, OllamaChatBody), host.engine.model.tokenizer
     written = replies.Reply(True, host.model, tokenizer, host.public)
     if not messages:
         return JSONResponse(OllamaReply(is_chat, body.model, written).loaded())
@@ -131,7 +131,7 @@ async def _answered(request: Request, host: ServerState, body: AnswerBody, messa
 def _sampling(host: ServerState, body: AnswerBody, ask: AskBody) -> SamplingParams:
     """Raises ApiError, UsageError."""
     sampling = sampling_of(host.sampling, ask, ask.max_tokens, body.num_logprobs)
-    may_reason = host.runtime.template.may_reason
+    may_reason = host.engine.template.may_reason
     if body.think and not may_reason:
         raise ApiError(400, f"{body.model[:80]!r} does not support thinking", param="think")
     return replace(sampling, reasoning_tokens=0) if body.think is False and may_reason else sampling

@@ -93,7 +93,7 @@ def push(
             tier.put_collection(memo)
     for record in store.documents():
         if any(chunk.key in moved for chunk in record.chunks):
-            texts = tuple(m for c in record.chunks if (m := _text(store, c.key)) is not None)
+            texts = tuple(m for c in record.chunks if (m := store.undamaged(c.key)) is not None)
             if len({m.key for m in texts}) == len({c.key for c in record.chunks}):
                 name = rename(record.source)
                 named = tuple(replace(m, source=rename(m.source)) for m in texts)
@@ -249,11 +249,6 @@ def _fits(tier: Tier, manifest: ChunkManifest, size: int) -> bool:
     except BadBlob:
         return False
     return True
-
-
-def _text(store: ChunkStore, key: bytes) -> ChunkManifest | None:
-    with store.read() as reader:
-        return reader.undamaged(key)
 
 
 def _side_by_side(items: Iterable[T], work: Callable[[T], R]) -> Iterator[R]:
