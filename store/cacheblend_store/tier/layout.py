@@ -66,7 +66,7 @@ class Layout:
     def of(cls, chunk: ChunkManifest, size: int, *, encrypted: bool) -> Layout:
         """Raises BadBlob for a shape or a size that no chunk has."""
         tag = TAG_BYTES if encrypted else 0
-        if chunk.num_layers > MAX_LAYERS or chunk.codec not in CODECS or _odd(chunk):
+        if chunk.num_layers > MAX_LAYERS or chunk.codec not in CODECS:
             raise BadBlob("its shape is one that no chunk has")
         sizes = (blob_size(layer_spec(chunk, layer)) + tag for layer in range(chunk.num_layers))
         bounds = tuple(accumulate(sizes, initial=0))
@@ -196,8 +196,3 @@ def _decode_head(data: memoryview, name: str, cipher: Cipher | None, most: int) 
 def _about(chunk: ChunkManifest, layer: int) -> bytes:
     """Return what a layer is bound to: key, layer and token ids."""
     return blob_key(chunk.key, layer) + pack_ids(chunk.token_ids)
-
-
-def _odd(chunk: ChunkManifest) -> bool:
-    """Return whether a codec that packs two channels into a byte has an odd number of them."""
-    return chunk.codec == "int4" and any(dim % 2 for _, *dims in chunk.shapes for dim in dims)
