@@ -25,7 +25,7 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Settings
 
 if TYPE_CHECKING:
-    from cacheblend_cli.evaluation.demo_run import Compared, DemoRow, LongPrompt
+    from cacheblend_cli.evaluation.demo_run import Compared, DemoRow
 
 QUESTION = "What is the price of a parking permit?"
 """A question about the example documents that SmolLM2 answers right."""
@@ -61,7 +61,6 @@ def demo(
     case = demo_case(seed)
     engine = options.load_engine(replace(settings, model=case.model, lora=""), output)
     results: list[Compared] = []
-    long_prompt: LongPrompt | None = None
     with (
         tempfile.TemporaryDirectory(prefix="cacheblend-demo-") as folder,
         ChunkStore.open(Path(folder) / "store", mode="write") as store,
@@ -78,16 +77,16 @@ def demo(
             for result in run.compare(questions):
                 results.append(result)
                 update(len(results), questions, f"{len(results)}/{questions}")
-        if case.model == SMOLLM2:
-            long_prompt = run.long_prompt()
     rows = summarise(results)
     if json:
-        _show_json(results, rows, long_prompt, output)
+        _show_json(results, rows, output)
         return
     _show_rows(results, rows, engine.model.name, output)
     _show_repaired([r for r in results if r.is_repaired], output)
-    if long_prompt is not None:
-        _show_times(long_prompt, output)
+    if case.model == SMOLLM2:
+        output.text(
+            "\nThese prompts are short. Long ones are where blending saves time: cacheblend bench measures it here."
+        )
     else:
         output.note(f"this model is too small for blending to save time; for a real one: {INSTALL}")
     output.text("\nNow try it on eight example pages, or on your own documents:\n")
@@ -124,9 +123,7 @@ def _show_commands(folder: Path, output: Output, *, with_write: bool = True) -> 
         output.text(f"  {program} {arguments}")
 
 
-def _show_json(
-    results: Sequence[Compared], rows: Sequence[DemoRow], long_prompt: LongPrompt | None, output: Output
-) -> None:
+def _show_json(results: Sequence[Compared], rows: Sequence[DemoRow], output: Output) -> None:
     for result in results:
         for setting, answer in result.answers.items():
             asked = {"question": result.question.question, "expected": result.question.answer, "setting": setting}
@@ -134,8 +131,6 @@ def _show_json(
             output.json({**asked, **found, **answer.to_dict()})
     for row in rows:
         output.json(vars(row))
-    if long_prompt is not None:
-        output.json(vars(long_prompt))
 
 
 def _show_rows(results: Sequence[Compared], rows: Sequence[DemoRow], model: str, output: Output) -> None:
@@ -157,21 +152,14 @@ def _show_rows(results: Sequence[Compared], rows: Sequence[DemoRow], model: str,
 
 
 def _show_repaired(results: Sequence[Compared], output: Output) -> None:
-    """Show questions that plain reuse answers wrongly and blending rightly."""
+    """Show questions that plain reuse answers wrongly, full prefill and blending rightly."""
     if not results:
         return
     shown = results[:_EXAMPLES]
     of = f", the first {len(shown)} of {len(results)}" if len(results) > len(shown) else ""
-    output.text(f"\nWrong by plain reuse, right when blended{of}:")
+    output.text(f"\nWrong by plain reuse, right in full and blended{of}:")
     for result in shown:
         output.text(f"\n> {result.question.question}")
         for setting, answer in result.answers.items():
             mark = "right" if result.is_right(setting) else "WRONG"
             output.text(f"  {setting:<13} {mark}  {' '.join(answer.text.split())}")
-
-
-def _show_times(long_prompt: LongPrompt, output: Output) -> None:
-    output.text(
-        f"\nAll {long_prompt.documents} records in one prompt of {long_prompt.prompt_tokens:,} tokens, time to the first token:"
-    )
-    output.text("  " + ", ".join(f"{setting} {seconds:.2f} s" for setting, seconds in long_prompt.ttft_s.items()))

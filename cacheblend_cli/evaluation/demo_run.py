@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from cacheblend_store import ChunkStore
 
@@ -22,7 +21,6 @@ FULL, REUSE, BLENDED = "full prefill", "plain reuse", "blended"
 SETTINGS = {FULL: BlendParams(mode="full"), REUSE: BlendParams(mode="reuse"), BLENDED: BlendParams()}
 ANSWER_TOKENS = 24
 _HANDBOOK_DOCUMENTS = 3  # a prompt
-_ROUNDS = 3  # of the long prompt
 _BATCH = 12  # questions
 
 
@@ -92,8 +90,8 @@ class Compared:
 
     @property
     def is_repaired(self) -> bool:
-        """Return whether plain reuse is wrong and blending is right."""
-        return self.is_right(BLENDED) and not self.is_right(REUSE)
+        """Return whether plain reuse is wrong where full prefill and blending are right."""
+        return self.is_right(FULL) and self.is_right(BLENDED) and not self.is_right(REUSE)
 
 
 def _has(text: str, words: str) -> bool:
@@ -109,15 +107,6 @@ class DemoRow:
     correct: int
     same: int
     recompute_fraction: float
-
-
-@dataclass(frozen=True)
-class LongPrompt:
-    """Median seconds to the first token of one prompt with all documents, by setting."""
-
-    documents: int
-    prompt_tokens: int
-    ttft_s: Mapping[str, float]
 
 
 class Demo:
@@ -150,20 +139,6 @@ class Demo:
             for number, question in enumerate(batch):
                 yield Compared(question, {setting: found[number] for setting, found in answers.items()})
         self._engine.close()
-
-    def long_prompt(self) -> LongPrompt:
-        """Time the first token of a prompt with all documents."""
-        names = list(self._case.documents)
-        times: dict[str, list[Answer]] = {setting: [] for setting in SETTINGS}
-        for _ in range(_ROUNDS):
-            for setting, blend in SETTINGS.items():
-                request = self._request(self._case.questions[0].question, names, blend, 1)
-                times[setting].append(self._engine.run_alone(self._store, request))
-        return LongPrompt(
-            len(names),
-            times[FULL][0].prompt_tokens,
-            {setting: median(answer.timing.ttft_s for answer in answers) for setting, answers in times.items()},
-        )
 
     def _request(self, question: str, documents: Sequence[str], blend: BlendParams, max_tokens: int) -> AskRequest:
         keys = [key for name in documents for key in self._keys[name]]

@@ -47,6 +47,7 @@ def test_with_the_bundled_model_repair_mends_what_reuse_gets_wrong(
     for case in out.split("\n> ")[1:]:
         assert f"  {REUSE:<13} WRONG" in case
         assert f"  {BLENDED:<13} right" in case
+        assert f"  {FULL:<13} right" in case
     assert max(map(len, out.splitlines())) <= 110
 
 
@@ -61,7 +62,7 @@ def test_all_settings_answer_the_same_prompts(
     monkeypatch.setattr(demo_run, "demo_case", lambda seed: case)
     monkeypatch.setattr(demo_run, "ANSWER_TOKENS", 6)
     out, _ = demo("--json", "--questions", "1")
-    *records, long_prompt = [json.loads(line) for line in out.splitlines()]
+    records = [json.loads(line) for line in out.splitlines()]
     answers, rows = records[:3], {row["setting"]: row for row in records[3:]}
     assert [a["setting"] for a in answers] == [FULL, REUSE, BLENDED]
     assert len({a["prompt_tokens"] for a in answers}) == 1
@@ -70,8 +71,6 @@ def test_all_settings_answer_the_same_prompts(
     assert (
         rows[FULL]["recompute_fraction"] == 1 > rows[BLENDED]["recompute_fraction"] > rows[REUSE]["recompute_fraction"]
     )
-    assert long_prompt["documents"] == len(first)
-    assert set(long_prompt["ttft_s"]) == {FULL, REUSE, BLENDED}
 
 
 def test_every_question_is_answered_by_one_record_of_its_prompt() -> None:
