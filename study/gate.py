@@ -127,7 +127,7 @@ def measure(name: str, arguments: argparse.Namespace, until: float) -> Iterator[
     todo = prompts(name, arguments.data)[: arguments.questions][len(rows) :]
     if not todo:
         return
-    engine = Engine.load(EngineConfig(model=SETS[name], dtype="float32"))
+    engine = Engine.load(EngineConfig(model=SETS[name], dtype="float32", kv_dtype="float32"))
     max_tokens = 24 if name == "gate-handbook" else 16
     with tempfile.TemporaryDirectory() as folder, ChunkStore.open(Path(folder) / "store", mode="write") as store:
         chunks = SampleChunks(engine, store)

@@ -1,6 +1,6 @@
 """What codecs of stored KV cost: KL of full prefill's own KV stored in a codec and loaded again, and of blended answers.
 
-    python study/kv_codecs.py --data FOLDER --questions 30                                  # full prefill's KV, in float32
+    python study/kv_codecs.py --data FOLDER --questions 30 --out FILE                       # full prefill's KV, in float32
     python study/kv_codecs.py --data FOLDER --questions 30 --blended --dtype bfloat16       # the default at .15 over chunks in each codec
     python study/kv_codecs.py --data FOLDER --questions 30 --set needles-2k --model FILE    # --model is repeatable
 
@@ -27,7 +27,7 @@ from cacheblend_store import ChunkStore
 from cacheblend_store.format.blobs import blob_size, blob_spec
 from cacheblend_store.format.codecs import coded, decode_kv
 from cacheblend_store.format.keys import CODEC_VERSION
-from cacheblend_store.format.levels import bits_of
+from cacheblend_store.format.levels import BITS
 from results import CORRECTION, digits, hardware, median, p90, write_result
 from sets import study_sets
 from wrapped import resolved
@@ -50,7 +50,7 @@ from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
-CODECS = ("int8", "int6", "int4", "int3")
+CODECS = tuple(BITS)
 EXACT = "exact"
 """Stored in the compute dtype."""
 TOKENS = {"musique": 48, "needles-2k": 16}
@@ -59,7 +59,7 @@ Found = dict[str, Divergence]
 
 
 @torch.no_grad()
-def restored(engine: Engine, store: ChunkStore, sample: Sample, tokens: int) -> Found:
+def restored(engine: Engine, store: ChunkStore, sample: Sample, tokens: int, codecs: Sequence[str]) -> Found:
     """Return the divergence of full prefill's own KV of the chunks, coded and decoded, by codec. The rows of the question are computed
     again over it."""
     runtime, decoder = engine.runtime, engine.runtime.decoder
@@ -75,7 +75,7 @@ def restored(engine: Engine, store: ChunkStore, sample: Sample, tokens: int) -> 
     own = [layer for layer in decoder.layers if layer.own_kv]
     kept = [[old_kv(layer, of) for of in rows] for layer in own]
     start, found = done.plan.segments[-1].start, dict[str, Divergence]()
-    for codec in CODECS:
+    for codec in codecs:
         for layer, chunks in zip(own, kept, strict=True):
             for of, (k, v) in zip(rows, chunks, strict=True):
                 write_kv(layer, *decode_kv(coded(k, v, codec), codec, v.shape[-1]), of)
@@ -86,7 +86,7 @@ def restored(engine: Engine, store: ChunkStore, sample: Sample, tokens: int) -> 
 
 
 @torch.no_grad()
-def blended(engine: Engine, store: ChunkStore, sample: Sample, tokens: int) -> Found:
+def blended(engine: Engine, store: ChunkStore, sample: Sample, tokens: int, codecs: Sequence[str]) -> Found:
     """Return the divergence of the default at .15 over chunks collected alone and stored in each codec, and of plain reuse."""
     runtime, decoder = engine.runtime, engine.runtime.decoder
     request = resolved(engine, store, sample, SampleChunks(engine, store, [sample]))
@@ -94,10 +94,8 @@ def blended(engine: Engine, store: ChunkStore, sample: Sample, tokens: int) -> F
     answer, reference = answered(runtime, done, tokens)
     done.sequence.release()
     found = dict[str, Divergence]()
-    for codec, of in {
-        EXACT: runtime,
-        **{c: Runtime(engine.model, replace(engine.config, kv_dtype=c)) for c in CODECS},
-    }.items():
+    runtimes = {codec: Runtime(engine.model, replace(engine.config, kv_dtype=codec)) for codec in codecs}
+    for codec, of in {EXACT: runtime, **runtimes}.items():
         keys = convert(of, store, sample)
         asked = resolve(of, store, AskRequest(sample.question, keys))
         for name, blend in {"": BlendParams(), "reuse ": BlendParams(mode="reuse")}.items():
@@ -167,25 +165,21 @@ class Records:
 
 
 def figures(rows: Sequence[dict[str, Any]], baseline: str) -> list[dict[str, Any]]:
-    """Return a row per codec over the questions that have all of them: KL with 95 % intervals over the questions, the difference from
-    `baseline`, the share of tokens with the same likeliest next token and of answers with the same tokens throughout."""
+    """Return a row per codec over the questions that have it: KL with 95 % intervals over the questions, its difference from that of
+    `baseline` on the same questions, the share of tokens with the same likeliest next token and of answers with the same first 16."""
     by: dict[str, dict[str, Any]] = {}
     for row in rows:
         by.setdefault(row["codec"], {})[row["question"]] = row
-    questions = sorted(set.intersection(*(set(of) for of in by.values()))) if by else []
-    bootstrap, out = Bootstrap(len(questions)), []
-    kls = {codec: [statistics.fmean(of[q]["kl"]) for q in questions] for codec, of in by.items()}
-    for codec, of in by.items():
-        of_all = [of[q] for q in questions]
-        found: dict[str, Any] = {
-            "codec": codec,
-            "questions": len(questions),
-            "kl": digits(bootstrap.interval(mean, kls[codec])),
-        }
-        found["kl_median"] = digits(bootstrap.interval(median, kls[codec]))
-        found["kl_p90"] = digits(bootstrap.interval(p90, kls[codec]))
-        if baseline in kls and codec != baseline:
-            found["minus_exact"] = digits(bootstrap.interval(difference, kls[codec], kls[baseline]))
+    out = []
+    for codec in sorted(by, key=[baseline, f"reuse {baseline}", *CODECS].index):
+        of_all = list(by[codec].values())
+        kl, bootstrap = [statistics.fmean(row["kl"]) for row in of_all], Bootstrap(len(of_all))
+        found: dict[str, Any] = {"codec": codec, "questions": len(of_all)}
+        for name, statistic in (("kl", mean), ("kl_median", median), ("kl_p90", p90)):
+            found[name] = digits(bootstrap.interval(statistic, kl))
+        if baseline in by and codec != baseline:
+            exact = [statistics.fmean(by[baseline][question]["kl"]) for question in by[codec]]
+            found["minus_exact"] = digits(bootstrap.interval(difference, kl, exact))
         found["top1"] = digits(bootstrap.interval(mean, [float(np.mean(row["top1"])) for row in of_all]))
         found["same"] = digits(bootstrap.interval(mean, [float(all(row["top1"][:16])) for row in of_all]))
         out.append(found)
@@ -221,23 +215,25 @@ def main() -> None:
     until = time.monotonic() + arguments.seconds
     samples = study_sets()[arguments.set].samples(arguments.data)[1::2][: arguments.questions]
     setting = {"set": arguments.set, "blended": arguments.blended, "dtype": arguments.dtype, "version": CODEC_VERSION}
-    setting["bits"] = [list(bits_of(codec, 64)) for codec in CODECS]
     if arguments.blended:
         setting["correction"] = CORRECTION
     records = Records(arguments.records, **setting)
     engines = {
-        Path(name).stem: Engine.load(EngineConfig(model=name, dtype=arguments.dtype, threads=arguments.threads))
+        Path(name).stem: Engine.load(
+            EngineConfig(model=name, dtype=arguments.dtype, kv_dtype=arguments.dtype, threads=arguments.threads)
+        )
         for name in arguments.model or ["smollm2"]
     }
     measure = blended if arguments.blended else restored
     for name, engine, sample in turns(engines, samples):
-        if set(CODECS) - set(records.of(name, sample.digest)) and time.monotonic() < until:
+        missing = [codec for codec in CODECS if codec not in records.of(name, sample.digest)]
+        if missing and time.monotonic() < until:
             with (
                 tempfile.TemporaryDirectory(prefix="cacheblend-study-") as folder,
                 ChunkStore.open(Path(folder) / "store", mode="write") as store,
             ):
                 begin = time.monotonic()
-                records.add(name, sample.digest, measure(engine, store, sample, TOKENS[arguments.set]))
+                records.add(name, sample.digest, measure(engine, store, sample, TOKENS[arguments.set], missing))
                 print(f"  {name}, {sample.digest}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
             report(arguments.out, setting, engines, samples, records)
     report(arguments.out, setting, engines, samples, records)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,13 @@ from settings import handbook_groups
 from cacheblend_cli.evaluation.plot import COLOURS, MARKERS, label_lines
 
 STUDY = Path(__file__).parent
+DOCS = STUDY.parent / "docs"
 PAGES: dict[Path, Path | None] = {
     STUDY / "fidelity.md": STUDY / "fidelity.svg",
     STUDY / "handbook.md": None,
     STUDY / "gate.md": None,
+    STUDY / "models.md": None,
+    DOCS / "fidelity.md": None,
 }
 """Each page, and where its plot goes."""
 MAIN_RATIO = 0.15
@@ -47,7 +52,7 @@ COLUMNS = {
 
 def write_pages(results: Path, pages: dict[Path, Path | None]) -> None:
     """Fill the pages from the results in a folder. A page that does not exist is made of the blocks alone."""
-    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))}
+    found = read_results(results)
     blocks = blocks_of(found)
     for page, plot in pages.items():
         empty = "\n\n".join(f"<!-- {name} -->\n<!-- end -->" for name in blocks) + "\n"
@@ -58,6 +63,12 @@ def write_pages(results: Path, pages: dict[Path, Path | None]) -> None:
         page.write_text(text, encoding="utf-8")
         if plot is not None:
             draw({name: found[name] for name in TITLES if name in found}, plot)
+
+
+def read_results(folder: Path) -> dict[str, Any]:
+    """Return every result by its path below the folder, without ".json"."""
+    paths = sorted(folder.rglob("*.json"))
+    return {p.relative_to(folder).with_suffix("").as_posix(): json.loads(p.read_text(encoding="utf-8")) for p in paths}
 
 
 def blocks_of(found: dict[str, Any]) -> dict[str, str]:
@@ -81,7 +92,127 @@ def blocks_of(found: dict[str, Any]) -> dict[str, str]:
             blocks[name] = about(result) + "\n\n" + table(shown)
             if len(ratios) > 3:
                 blocks[f"{name} by ratio"] = by_ratio(result["rows"])
+    for name, cell in SIDE_BY_SIDE:
+        results = {MODEL_NAMES[model]: found[path] for path, model in MODELS[name].items() if path in found}
+        if any("/" in path for path in MODELS[name] if path in found):
+            blocks[f"{name}, {cell}"] = side_by_side(results, CELLS[cell])
+    for name in CODEC_MEASURES.keys() & found.keys():
+        blocks[name] = codec_table(name, found[name])
     return blocks
+
+
+def side_by_side(results: dict[str, Any], cell: Callable[[Row], str]) -> str:
+    """Return a table of settings over models, by title. Rows that fewer than two models have are left out."""
+    lines = ["| | " + " | ".join(results) + " |", "|---" * (len(results) + 1) + "|"]
+    counts = (f"{r['questions']} of {r['asked']}" if "asked" in r else str(r["questions"]) for r in results.values())
+    lines.append(f"| questions | {' | '.join(counts)} |")
+    by_label = [{row["label"]: row for row in result["rows"]} for result in results.values()]
+    for label in dict.fromkeys(label for rows in by_label for label in rows):
+        cells = [cell(rows[label]) if label in rows else "" for rows in by_label]
+        if sum(map(bool, cells)) > 1:
+            name, _, ratio = label.rpartition(" ")
+            title = f"{SETTING_NAMES.get(name, name)} {float(ratio):.2f}".replace("0.", ".") if "." in ratio else label
+            lines.append(f"| {title} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def codec_table(name: str, result: Row) -> str:
+    """Return a table of codecs over models, of a result of kv_codecs.py."""
+    models = {model: {row["codec"]: row for row in rows} for model, rows in result.items() if model in MODEL_NAMES}
+    lines = [
+        f"| {CODEC_MEASURES[name]} | {' | '.join(MODEL_NAMES[model] for model in models)} |",
+        "|---" * (len(models) + 1) + "|",
+    ]
+    for codec in dict.fromkeys(codec for rows in models.values() for codec in rows):
+        sizes = [of[codec] for of in result["bits_per_value"].values() if codec in of]
+        bits = f" ({max(sizes):.1f} bits)" if sizes else ""
+        lines.append(f"| {codec}{bits} | {' | '.join(_codec_cell(rows.get(codec)) for rows in models.values())} |")
+    return "\n".join(lines)
+
+
+def _codec_cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    more = f" · {_interval(row['minus_exact'])}" if "minus_exact" in row else ""
+    return f"{_interval(row['kl'])} · {row['same'][0]:.0%}{more} · {row['questions']}"
+
+
+CODEC_MEASURES = {
+    "kv_codecs": "KL (95 %) · same first 16 · questions",
+    "kv_codecs-blended": "KL (95 %) · same first 16 · KL minus that of exact KV (95 %) · questions",
+}
+
+
+def _number(value: float) -> str:
+    """Return three decimals, or two digits of a smaller number, without the zero in front."""
+    decimals = 3 if abs(value) >= 0.00995 or not value else min(5, 1 - math.floor(math.log10(abs(value))))
+    return f"{value:.{decimals}f}".replace("0.", ".", 1)
+
+
+def _interval(value: list[float] | None) -> str:
+    return "" if value is None else "{} ({} to {})".format(*map(_number, value))
+
+
+def _kl(row: Row) -> str:
+    return _interval(row.get("kl"))
+
+
+def _tail(row: Row) -> str:
+    if "kl_median" not in row or "kl_p90" not in row:
+        return ""
+    same = row.get("same_start") or row["same_answer"]
+    return f"{_number(row['kl_median'][0])} · {_number(row['kl_p90'][0])} · {same[0]:.0%}"
+
+
+def _paired(row: Row) -> str:
+    return f"{_interval(row['less_default'])} · {row['nearer']}" if "less_default" in row else ""
+
+
+def _answers(row: Row) -> str:
+    if "f1" not in row:
+        return ""
+    return " · ".join(
+        (
+            _interval(row["f1"]),
+            f"{row['found'][0]:.0%}",
+            f"{row['same_answer'][0]:.0%}" if "same_answer" in row else "",
+        )
+    )
+
+
+def _correction(row: Row) -> str:
+    return _interval(row.get("less_plain"))
+
+
+CELLS: dict[str, Callable[[Row], str]] = {
+    "kl": _kl, "tail": _tail, "paired": _paired, "answers": _answers, "correction": _correction,
+}  # fmt: skip
+MODEL_NAMES = {
+    "smollm2": "SmolLM2-135M-Instruct",
+    **dict.fromkeys(("qwen", "qwen2.5-coder-0.5b-instruct-q4_k_m"), "Qwen2.5-Coder-0.5B-Instruct"),
+    **dict.fromkeys(("gemma", "gemma3-270m-q4_k_m"), "Gemma 3 270M"),
+}
+SETTING_NAMES = {
+    "query, regression": "default (`query` with regression)",
+    "query": "`query`, no correction",
+    "random": "random tokens, no correction",
+    "random, regression": "random tokens with regression",
+    "CacheBlend": "CacheBlend's selection",
+    "CacheBlend, regression": "CacheBlend's selection with regression",
+}
+SIDE_BY_SIDE = (
+    ("musique", "kl"), ("musique", "tail"), ("musique", "paired"), ("correction", "correction"), ("needles", "kl"), ("pages", "kl"),
+    ("office", "answers"), ("office", "kl"), ("found", "answers"),
+)  # fmt: skip
+MODELS = {
+    "musique": {"musique-main": "smollm2", "qwen/musique": "qwen", "gemma/musique": "gemma"},
+    "correction": {f"{model}/correction": model for model in ("smollm2", "qwen", "gemma")},
+    "needles": {"needles-main": "smollm2", "qwen/needles-2k": "qwen", "gemma/needles-2k": "gemma"},
+    "pages": {"pages": "smollm2", "qwen/pages": "qwen", "gemma/pages": "gemma"},
+    "office": {"smollm2/office": "smollm2", "qwen/office": "qwen"},
+    "found": {"smollm2/musique-found": "smollm2", "qwen/musique-found": "qwen"},
+}
+"""Tables of models side by side: result -> model."""
 
 
 def about(result: Row) -> str:

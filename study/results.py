@@ -48,7 +48,7 @@ def rows_of(results: Results, samples: Sequence[Sample], measures: Sequence[str]
 
     A measure is [value, low, high], with a 95 % bootstrap interval over the questions, paired between settings, or a number.
     same_start: share of questions whose first 16 greedy tokens are full prefill's. kl: nats per token, over all tokens; kl_median and kl_p90: of the questions' means; less_default: the questions' mean KL
-    minus that of the default at the same ratio (at .15 for reuse); nearer: number of questions on which the default is nearer.
+    minus that of the default at the same ratio (at .15 for reuse); nearer: number of questions on which the default is nearer. less_plain: of a setting with regression, KL minus that without a correction.
     """
     bootstrap = Bootstrap(len(samples))
     kls = {label: [statistics.fmean(r.kl) for r in records if r.kl] for label, records in results.by_label.items()}
@@ -61,9 +61,12 @@ def rows_of(results: Results, samples: Sequence[Sample], measures: Sequence[str]
             same = [float(all(record.top1[:SAME_TOKENS])) for record in records]
             found["same_start"] = bootstrap.interval(mean, same)
         found |= _against_default(bootstrap, kls, summary)
+        found["less_plain"] = _against_none(bootstrap, kls, summary.label)
         row: Row = {"label": summary.label, "context": summary.setting["context"]}
         row |= {"ratio": summary.ratio, "work": _short(summary.budget)}
-        row |= {name: _plain(found[name]) for name in (*measures, "nearer") if found.get(name) is not None}
+        row |= {
+            name: _plain(found[name]) for name in (*measures, "nearer", "less_plain") if found.get(name) is not None
+        }
         rows.append(row)
     return rows
 
@@ -104,6 +107,12 @@ def _against_default(bootstrap: Bootstrap, kls: dict[str, list[float]], summary:
     if not ours or not theirs or summary.label == default:
         return {}
     return {"less_default": bootstrap.interval(difference, theirs, ours), "nearer": nearer(ours, theirs)}
+
+
+def _against_none(bootstrap: Bootstrap, kls: dict[str, list[float]], label: str) -> Interval | None:
+    """Return the mean KL of a setting with the regression minus that of the same setting without a correction."""
+    plain = kls.get(label.replace(", regression", ""))
+    return bootstrap.interval(difference, kls[label], plain) if plain and ", regression" in label else None
 
 
 def median(column: Column) -> Column:
@@ -176,7 +185,8 @@ class Measurements:
     def complete(self, places: Sequence[int], samples: Sequence[Sample], measure: Measure) -> list[Row]:
         """Return what was measured of the places, and measure the others with an engine and a store of their own."""
         if missing := [place for place in places if place not in self.of]:
-            engine = Engine.load(EngineConfig(model=self._setting["model"], dtype=self._setting["dtype"]))
+            dtype = self._setting["dtype"]
+            engine = Engine.load(EngineConfig(model=self._setting["model"], dtype=dtype, kv_dtype=dtype))
             with (
                 tempfile.TemporaryDirectory(prefix="cacheblend-study-") as folder,
                 ChunkStore.open(Path(folder) / "store", mode="write") as store,

@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three questions of two sets")
     parser.add_argument("--model", help="instead of the set's own")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--kv-dtype", help="codec of stored KV (the compute dtype)")
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="stop after the question that is being measured then"
     )
@@ -112,6 +113,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="write the pages again from OUT, measure nothing")
     arguments = parser.parse_args()
     changed = arguments.quick or arguments.main or arguments.only or arguments.questions or arguments.model
+    changed = changed or arguments.kv_dtype
     if arguments.out == RESULTS and (changed or arguments.half == "fit" or arguments.dtype != "float32"):
         parser.error("study/results is for the study as it is: give --out FOLDER")
     arguments.records /= CORRECTION
@@ -145,7 +147,7 @@ def run(arguments: argparse.Namespace, sets: dict[str, StudySet]) -> None:
         if left:
             about = {
                 "set": name, "model": one.engine.model.name, "dtype": arguments.dtype, "half": half_of(one.study_set, arguments),
-                "hardware": hardware(), "questions": len(left), "tokens": one.study_set.tokens, "kv_dtype": one.study_set.kv_dtype,
+                "hardware": hardware(), "questions": len(left), "tokens": one.study_set.tokens, "kv_dtype": one.engine.config.kv_dtype,
             }  # fmt: skip
             if one.study_set.answerable:
                 about["asked"] = len(left)
@@ -168,7 +170,9 @@ def half_of(study_set: StudySet, arguments: argparse.Namespace) -> str:
 
 
 def prepare(name: str, study_set: StudySet, arguments: argparse.Namespace) -> Run:
-    config = EngineConfig(model=arguments.model or study_set.model, dtype=arguments.dtype, kv_dtype=study_set.kv_dtype)
+    config = EngineConfig(
+        model=arguments.model or study_set.model, dtype=arguments.dtype, kv_dtype=arguments.kv_dtype or arguments.dtype
+    )
     samples = study_set.samples(arguments.data)
     if study_set.halves:
         samples = samples[1 if arguments.half == "test" else 0 :: 2]

@@ -66,7 +66,6 @@ class StudySet:
     own_tokens: int = 16
     halves: bool = True
     needs_data: bool = True
-    kv_dtype: str = "auto"
     context: str = "sink"
     answerable: bool = False
 

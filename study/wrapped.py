@@ -271,7 +271,7 @@ def main() -> None:
         kept = Figures.of(arguments.out, setting | {"correction": CORRECTION}, digests)
     except ValueError as error:
         parser.error(str(error))
-    engine = Engine.load(EngineConfig(model=arguments.model, dtype=arguments.dtype))
+    engine = Engine.load(EngineConfig(model=arguments.model, dtype=arguments.dtype, kv_dtype=arguments.dtype))
     samples = musique(arguments.data, 4)[1::2][: arguments.questions]
     if arguments.cut is not None:
         samples = [shortened(engine, sample, arguments.cut) for sample in samples]

@@ -177,7 +177,7 @@ def test_partial_runs_stay_out_of_the_committed_results(
 
 
 def test_the_committed_pages_are_of_the_committed_results(study: dict[str, ModuleType]) -> None:
-    found = {p.stem: json.loads(p.read_text()) for p in sorted((STUDY / "results").glob("*.json"))}
+    found = study["report"].read_results(STUDY / "results")
     pages = "".join(path.read_text() for path in study["report"].PAGES)
     blocks = study["report"].blocks_of(found)
     assert len(blocks) > 15
