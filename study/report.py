@@ -77,7 +77,7 @@ def blocks_of(found: dict[str, Any]) -> dict[str, str]:
     for name, result in found.items():
         if name == "gate":
             blocks[name] = gate_table(result)
-        elif "rows" not in result or "set" not in result:
+        elif "rows" not in result or "set" not in result or "/" in name:
             continue
         elif name == "handbook":
             rows = {row["label"]: row for row in result["rows"]}

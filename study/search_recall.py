@@ -27,7 +27,7 @@ from cacheblend_store import ChunkManifest, ChunkStore, DocumentChunk, DocumentR
 
 from cacheblend_cli.corpus.embedding import Embedder, find_embedder
 from cacheblend_cli.corpus.search import BY, Hit, Lookup, is_weak, search
-from cacheblend_cli.demo import handbook_dir, office_dir, office_questions
+from cacheblend_cli.demo import handbook_dir
 
 PARTS = KeyParts("none", "bytes", (), (), "float32", "one")
 AT = (1, 5)
@@ -74,9 +74,14 @@ def musique(path: Path) -> tuple[Corpus, list[Asked]]:
     return corpus, asked
 
 
+def office_data() -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((Path(__file__).parent / "office.json").read_text(encoding="utf-8"))
+    return data
+
+
 def office(questions: Iterable[tuple[str, str]]) -> tuple[Corpus, list[Asked]]:
     """Return the office pages. questions: (question, page)."""
-    corpus = {f"/office/{page.name}": [page.read_text(encoding="utf-8")] for page in office_dir().glob("*.md")}
+    corpus = {f"/office/{name}": [text] for name, text in office_data()["pages"].items()}
     return corpus, [Asked(question, frozenset({(f"/office/{page}", 0)})) for question, page in questions]
 
 
@@ -137,7 +142,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "search_recall.json")
     args = parser.parse_args()
     sets = {"handbook": handbook()} | ({"musique": musique(args.musique)} if args.musique else {})
-    sets["office"] = office((q.question, Path(q.source).name) for q in office_questions())
+    sets["office"] = office((question, page) for question, _, page in office_data()["questions"])
     sets["office-colloquial"] = office(colloquial())
     wanted = args.sets.split(",") if args.sets else list(sets)
     embedder = find_embedder(args.embeddings)

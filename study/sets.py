@@ -7,6 +7,7 @@ handbook. Questions in even places of a set are for choosing and fitting ("fit")
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -24,10 +25,11 @@ from settings import (
     wide_settings,
 )
 
-from cacheblend_cli.demo import heldout_path, office_dir, office_questions
+from cacheblend_cli.demo import heldout_path
 from cacheblend_cli.evaluation.samples import Context, Sample, pages, read_samples
 from cacheblend_cli.evaluation.settings import Setting
 
+STUDY = Path(__file__).parent
 REAL = ("kl", "kl_median", "kl_p90", "top1", "same_answer", "found", "likelihood", "less_default")
 HANDBOOK = ("exact_match", "f1", "norm_f1", "top1", "kl", "k_error")
 LAYOUT = ("exact_match", "f1", "f1_difference", "kl", "same_answer")
@@ -137,12 +139,12 @@ def _has_answer(sample: Sample) -> bool:
 
 
 def office(orders: int = 2, seed: int = 0) -> list[Sample]:
-    """Return the questions of the demo's office, each over all of its pages in some order, every page a chunk collected alone."""
-    texts = [path.read_text(encoding="utf-8") + "\n" for path in sorted(office_dir().glob("*.md"))]
-    rng, samples = random.Random(seed), []
-    for asked in office_questions() * orders:
+    """Return questions about ten pages of an office, each over all pages in some order, every page a chunk collected alone."""
+    data = json.loads((STUDY / "office.json").read_text(encoding="utf-8"))
+    texts, rng, samples = [page + "\n" for page in data["pages"].values()], random.Random(seed), []
+    for question, answer, _ in data["questions"] * orders:
         contexts = tuple(map(Context, rng.sample(texts, len(texts))))
-        samples.append(Sample(asked.question, (asked.answer,), contexts))
+        samples.append(Sample(question, (answer,), contexts))
     return samples
 
 
