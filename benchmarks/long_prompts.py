@@ -100,7 +100,7 @@ def stored(runtime: Any, store: Any, count: int) -> Any:
     from cacheblend_cli.collect.collector import Collector, PlannedChunk
     from cacheblend_cli.collect.prefill import ChunkKV
     from cacheblend_cli.corpus.chunker import Chunk
-    from cacheblend_cli.engine.request import resolve
+    from cacheblend_cli.engine.request.resolve import resolve
     from cacheblend_cli.evaluation.speed import SpeedPrompt, ordinary_ids, random_ids
     from cacheblend_cli.types import AskRequest
 

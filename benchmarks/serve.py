@@ -39,7 +39,7 @@ from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Done, Event, Failed, Limits
-from cacheblend_cli.engine.request import Request, resolve
+from cacheblend_cli.engine.request.resolve import Request, resolve
 from cacheblend_cli.types import Answer, AskOptions, AskRequest, BlendParams, SamplingParams
 
 ROOT = Path(__file__).parent.parent

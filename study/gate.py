@@ -27,7 +27,7 @@ from cacheblend_cli.engine.decode import DecodeRunner
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.fidelity import teacher_forced
 from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
-from cacheblend_cli.engine.request import Request, resolve
+from cacheblend_cli.engine.request.resolve import Request, resolve
 from cacheblend_cli.engine.risk import fit_risk, signals_of
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.evaluation.chunks import SampleChunks

@@ -39,7 +39,7 @@ from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.fidelity import Divergence, divergence, log_distribution, teacher_forced
 from cacheblend_cli.engine.measured_prefill import prefill
-from cacheblend_cli.engine.request import resolve
+from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.evaluation.bootstrap import Bootstrap, difference, mean
 from cacheblend_cli.evaluation.chunks import SampleChunks

@@ -27,7 +27,7 @@ from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.profile import Distance, Profile
-from cacheblend_cli.engine.request import Request
+from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.evaluation.bootstrap import Bootstrap, mean
 from cacheblend_cli.evaluation.profile import (
     CORRECTIONS,

@@ -28,7 +28,7 @@ from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.decode import CAPTURABLE, DecodeRunner, EagerRunner, GraphRunner
 from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.memory import DeviceMemory
-from cacheblend_cli.engine.request import Request
+from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.kv.loader import NothingToLoad
 from cacheblend_cli.kv.loading import make_loader

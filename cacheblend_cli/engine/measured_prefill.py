@@ -14,7 +14,7 @@ from cacheblend_cli.engine.controller import controller_of, decided
 from cacheblend_cli.engine.memory import out_of_memory
 from cacheblend_cli.engine.prefill import PrefillInput, PrefillState
 from cacheblend_cli.engine.prefill_report import PrefillReport
-from cacheblend_cli.engine.request import Request
+from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.pool import KVPool, PagedSequence

@@ -14,7 +14,6 @@ from cacheblend_kernels import KernelError
 from cacheblend_store import StoreError
 
 from cacheblend_cli.engine.attention import AttentionShares
-from cacheblend_cli.engine.build_answer import answer_of
 from cacheblend_cli.engine.connectors.connector import Connector
 from cacheblend_cli.engine.controller import learn_from
 from cacheblend_cli.engine.events import (
@@ -33,15 +32,16 @@ from cacheblend_cli.engine.events import (
 from cacheblend_cli.engine.executor import Decoded, StepOutput
 from cacheblend_cli.engine.full_check import Check, check_of
 from cacheblend_cli.engine.memory import out_of_memory
-from cacheblend_cli.engine.missing_chunks import has_missing, store_missing
 from cacheblend_cli.engine.prefill import PrefillOutput
 from cacheblend_cli.engine.prefill_report import PrefillReport, PromptLogprobs
+from cacheblend_cli.engine.request.answer import answer_of
+from cacheblend_cli.engine.request.missing_chunks import has_missing, store_missing
+from cacheblend_cli.engine.request.tiered import remember_speed
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import Draw
 from cacheblend_cli.engine.scheduler import Scheduler, Step
 from cacheblend_cli.engine.sequence import RequestState, Sequence, Status
 from cacheblend_cli.engine.sequence_output import SequenceOutput, draw_next
-from cacheblend_cli.engine.tiered import remember_speed
 from cacheblend_cli.engine.worker import TableInput
 from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.kv.pool import upload

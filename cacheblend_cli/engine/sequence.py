@@ -15,7 +15,7 @@ from cacheblend_cli.blend.cost import AutoReport
 from cacheblend_cli.engine.checks import Checks
 from cacheblend_cli.engine.events import Early
 from cacheblend_cli.engine.prefill_report import PrefillReport, PromptLogprobs
-from cacheblend_cli.engine.request import Request
+from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.engine.sequence_output import SequenceOutput
 from cacheblend_cli.engine.worker import Worker
 from cacheblend_cli.kv.block_table import BlockTable

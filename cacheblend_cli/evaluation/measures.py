@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cacheblend_cli.engine.fidelity import Divergence, divergence, log_distribution, teacher_forced
 from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
-from cacheblend_cli.engine.request import Request
+from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.engine.risk import signals_of
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.evaluation.continuation import Continuation, generate

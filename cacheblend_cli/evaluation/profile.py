@@ -18,7 +18,7 @@ from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.fidelity import divergence, log_distribution, teacher_forced
 from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.profile import Distance, Profile, conditions, stored_codec
-from cacheblend_cli.engine.request import Request
+from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.evaluation.continuation import Continuation, generate

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from cacheblend_cli.engine.measured_prefill import AutoPrefill as AutoPrefill
 from cacheblend_cli.engine.measured_prefill import Prefilled
-from cacheblend_cli.engine.request import Request
+from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.types import BlendParams
 

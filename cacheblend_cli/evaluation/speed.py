@@ -16,7 +16,7 @@ from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
-from cacheblend_cli.engine.request import Request, resolve
+from cacheblend_cli.engine.request.resolve import Request, resolve
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.evaluation.continuation import Continuation, generate
 from cacheblend_cli.model.loading import LoadedModel

@@ -14,7 +14,7 @@ from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.measured_prefill import prefill
-from cacheblend_cli.engine.request import resolve
+from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.types import AskOptions, AskRequest, BlendParams, SamplingParams
 
 FAMILIES = [*FAMILY_CONFIGS, "bloom", "gemma3n", "gemma4", "deepseek"]

@@ -15,7 +15,7 @@ from projects import listed, write
 
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.request import resolve
+from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.prompt import dates
 from cacheblend_cli.prompt.records import keep_record
 from cacheblend_cli.types import AskRequest

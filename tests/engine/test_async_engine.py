@@ -13,7 +13,7 @@ from houses import SAMPLING, WAIT_S, House, Listener, open_house
 from cacheblend_cli.collect.collector import Collector
 from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.events import Done, Event, Failed, Limits, Started, Text
-from cacheblend_cli.engine.request import Request
+from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.engine.sequence import RequestState
 from cacheblend_cli.errors import NotFoundError, QueueFull, UsageError
 from cacheblend_cli.types import AskRequest, BlendParams

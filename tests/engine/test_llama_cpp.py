@@ -29,7 +29,7 @@ from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.engine.fidelity import divergence, log_distribution
 from cacheblend_cli.engine.measured_prefill import prefill
-from cacheblend_cli.engine.request import resolve
+from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.engine.sequence import Status
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.kv.export import export

@@ -17,7 +17,7 @@ from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.controller import kv_bytes, workload
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.request import resolve
+from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.engine.speeds import SpeedFile, fit, kv_share, measure_compute
 from cacheblend_cli.model.weights import load_weights
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams

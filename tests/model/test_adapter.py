@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.measured_prefill import prefill
-from cacheblend_cli.engine.request import resolve
+from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_model
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams

@@ -21,7 +21,7 @@ from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.measured_prefill import prefill
-from cacheblend_cli.engine.request import resolve
+from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.generic_check import check_generic
 from cacheblend_cli.model.families import spec_from_config

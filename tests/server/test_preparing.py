@@ -12,9 +12,9 @@ from cacheblend_store import ChunkStore, StoreNoSpace
 
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.texts import Putting, document_of, put_name
-from cacheblend_cli.engine import request
 from cacheblend_cli.engine.async_engine import Limits
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.model.tokenizer import Tokenizer
 
 PAGE = "the lead of billing is Mara and she works in Bergen"
@@ -100,7 +100,7 @@ def test_a_full_queue_refuses_before_anything_is_prepared(start: Any, monkeypatc
         assert go.wait(WAIT_S)
         raise AssertionError("no second request is prepared")
 
-    monkeypatch.setattr(request, "sent_document", sent)
+    monkeypatch.setattr(resolve, "sent_document", sent)
     first = threading.Thread(target=lambda: server.ask(documents=[{"text": PAGE}]))
     first.start()
     assert began.wait(WAIT_S)

@@ -17,7 +17,7 @@ from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core import EngineCore
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Done, Event, Failed, Limits, Text
-from cacheblend_cli.engine.request import Request
+from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.engine.sequence import RequestState, Status
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 

@@ -15,7 +15,7 @@ from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.measured_prefill import prefill
-from cacheblend_cli.engine.request import resolve
+from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams

@@ -9,8 +9,8 @@ from cacheblend_store import ChunkManifest, ChunkStore
 
 from cacheblend_cli.collect.collector import PlannedChunk
 from cacheblend_cli.corpus.citations import Citation
+from cacheblend_cli.engine.request.stored_chunks import StoredChunks
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.stored_chunks import StoredChunks
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import ChunkInput

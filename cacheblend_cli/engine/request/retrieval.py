@@ -11,9 +11,9 @@ from cacheblend_store import ChunkStore
 
 from cacheblend_cli.collect.collector import PlannedChunk
 from cacheblend_cli.corpus.search import WEAK, Hit, Lookup, found_elsewhere, is_weak, search
-from cacheblend_cli.engine.chunk_inputs import dated, in_stored_codec
+from cacheblend_cli.engine.request.chunks import dated, in_stored_codec
+from cacheblend_cli.engine.request.stored_chunks import StoredChunks
 from cacheblend_cli.engine.runtime import Runtime, Say
-from cacheblend_cli.engine.stored_chunks import StoredChunks
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.mismatch import nothing_found
