@@ -59,6 +59,6 @@ def test_both_halves_are_measured_once_and_shown(
     made = [row["kl"] for row in model["made"]]
     assert [len(kl) for kl in made] == [3, 3]
     page = (tmp_path / "study" / "own_ratio.md").read_text()
-    assert f"| model | 0.3 | regression | {sum(made[1]) / 3:.3f} |" in page
+    assert f"| model | 0.3 | regression | 3 | {sum(made[1]) / 3:.3f} |" in page
     profile = script.profile_of(model["made"])
     assert page.count(f"| model | {profile.choice.ratio:g} |" if profile.choice else "| full prefill |") >= 1
