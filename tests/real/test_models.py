@@ -25,6 +25,7 @@ from cacheblend_cli.engine.connectors import llama_choice
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.resolve import resolve
+from cacheblend_cli.model.gguf_files import reader  # noqa: F401 a subclass of GGUFReader: made before that is replaced below
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 pytestmark = pytest.mark.real
