@@ -22,8 +22,8 @@ _LEVELS = (
     re.compile(r"\s*\S+\s*|\s+", re.DOTALL),
     re.compile(r".", re.DOTALL),
 )
-# Code: cut before an unindented line after a blank line, then before a slightly indented one, then at any blank line. A closing
-# bracket does not start a piece.
+# Code: cut before an unindented line after a blank line, then before a slightly indented one, then at any blank line.
+# A closing bracket does not start a piece.
 _CODE_LEVELS = (
     re.compile(r".*?(?:\n(?:[ \t]*\n)+(?=[^\s})\]])|\Z)", re.DOTALL),
     re.compile(r".*?(?:\n(?:[ \t]*\n)+(?=(?: {1,4}|\t)?[^\s})\]])|\Z)", re.DOTALL),
@@ -33,7 +33,7 @@ _CODE_LEVELS = (
 )
 _CHARACTERS = 64  # upper bound of a token's mean length over a part
 _GUESSES = 4
-_ENCODED = 16  # texts whose token ids are remembered: a piece is measured before it is packed
+_ENCODED = 16  # cached texts with token ids: each piece is encoded to measure it, and again to pack it
 _HEADING = re.compile(
     r"#{1,6} [^\n]*\n\s*|[^\n]+\n([=~^*+#\-])\1{2,}[ \t]*\n\s*"
 )  # Markdown heading or underlined line
@@ -41,22 +41,24 @@ _HEADING = re.compile(
 
 @dataclass(frozen=True)
 class Chunk:
-    """A run of a document: text, token ids, character range start:end, and its place in the file."""
+    """A piece of a document."""
 
-    index: int
+    index: int  # in the document, from 0
     text: str
     token_ids: tuple[int, ...]
-    start: int
+    start: int  # character range start:end in the document
     end: int
-    locator: Locator = NOWHERE
+    locator: Locator = NOWHERE  # part, lines and headings in the file
 
 
 def iter_cut(text: str, encode: Encode, max_tokens: int, kind: Kind = "text") -> Iterator[Chunk]:
     """Yield chunks of at most max_tokens tokens; their texts joined are `text`. Megabytes of text take seconds.
 
-    Whole paragraphs are packed while they fit, and a heading stays with what follows it; a chunk that is at least half full ends
-    before a heading rather than after it. In code, whole functions and classes are packed. encode: text to token ids, without
-    special tokens. A single character of more than max_tokens tokens becomes its own chunk.
+    Whole paragraphs are packed while they fit. A heading stays with the text after it, and a chunk that is at least
+    half full ends before a heading. In code, whole functions and classes are packed. A single character of more than
+    max_tokens tokens becomes its own chunk.
+
+    encode: maps text to token ids, without special tokens.
     """
     is_code, encode = kind == "code", lru_cache(_ENCODED)(encode)
     pieces = _Pieces(_pieces(text, encode, max_tokens, _CODE_LEVELS if is_code else _LEVELS))
@@ -104,18 +106,22 @@ def _pieces(text: str, encode: Encode, max_tokens: int, levels: tuple[re.Pattern
 
 
 def _fits(text: str, encode: Encode, max_tokens: int) -> bool:
-    """Return whether the text has at most max_tokens tokens. Short ASCII texts (at most one token a character, plus one before the
-    text) and far too long ones are not encoded."""
+    """Return whether the text has at most max_tokens tokens.
+
+    Short ASCII texts have at most one token per character and one before the text, so they fit without being encoded.
+    Texts that are far too long are not encoded either.
+    """
     if len(text) < max_tokens and text.isascii():
         return True
     return len(text) <= _CHARACTERS * max_tokens and len(encode(text)) <= max_tokens
 
 
 def _fill(pieces: _Pieces, first: int, encode: Encode, max_tokens: int) -> tuple[int, list[int]]:
-    """Return the end of the longest run from `first` that fits, and its token ids; at least one piece, whatever its size.
+    """Return the end of the longest run from `first` that fits, and its token ids. The run has at least one piece of
+    any size.
 
-    The run doubles until it is too long; then the end is interpolated by token count, and bisected after a few misses. So a
-    chunk takes a few encodes, however fine the pieces are.
+    The run doubles until it is too long; then the end is interpolated by token count, and bisected after a few misses.
+    A chunk takes only a few calls of `encode`, even if the pieces are small.
     """
     stop, ids = first + 1, encode(pieces[first])
     over, num_over, misses = 0, 0, 0  # end and token count of the shortest run that is too long
@@ -147,8 +153,8 @@ def _before_headings(pieces: _Pieces, first: int, stop: int) -> int:
 
 
 def _before_title(pieces: _Pieces, first: int, stop: int, encode: Encode, max_tokens: int) -> int:
-    """Return a better end of the run: before its trailing headings if the next piece fits with them, else before the section
-    it would cut. `stop` if there is none."""
+    """Return a better end of the run: before its trailing headings if the next piece fits with them, else before the
+    section that the run would cut. Return `stop` if there is none."""
     end = _before_headings(pieces, first, stop)
     if end < stop:
         return end if len(encode(pieces.text(end, stop + 1))) <= max_tokens else stop

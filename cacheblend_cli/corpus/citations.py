@@ -1,4 +1,4 @@
-"""Citations: the document a stored chunk stands in now, which can have another name than when the chunk was computed."""
+"""Citations: the current document of a stored chunk. It may have been renamed since the chunk was computed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cacheblend_cli.corpus.scopes import holds, project_scope
 from cacheblend_cli.types import Scope
 
 TITLE = "title"
-"""Key in a document record's settings: the title that a document was put with."""
+"""Key of a document's title in its record's settings."""
 _Place = tuple[str, DocumentChunk, str]
 """A document's name, the chunk's place in it, and the document's title."""
 _MANY = 256  # chunks: after these, read all documents at once
@@ -30,13 +30,12 @@ _MANY = 256  # chunks: after these, read all documents at once
 
 @dataclass(frozen=True)
 class Citation:
-    """A document's name (see corpus/places.py), the chunk's index in it, where a reader finds the chunk, and the document's
-    title, if it was put with one."""
+    """A document that contains a chunk, and the chunk's place in it."""
 
-    name: str
-    index: int
-    locator: Locator = NOWHERE
-    title: str = ""
+    name: str  # of the document, see corpus/places.py
+    index: int  # of the chunk in the document
+    locator: Locator = NOWHERE  # part, lines and headings for a reader
+    title: str = ""  # of the document, if it was uploaded with one
 
     @property
     def source(self) -> str:
@@ -45,12 +44,15 @@ class Citation:
 
 
 class Citations:
-    """Documents of a store's chunks. If several documents share a chunk, one in the scope (by default the current project) is
-    cited first, and one on disk before one that is gone. damaged: the record of a document that was looked up could not be read, so that
-    its chunks are cited by the name they were stored with alone."""
+    """Look up the documents of a store's chunks.
+
+    If several documents share a chunk, documents in the scope (by default the current project) come first, then
+    documents that are still on disk. `damaged` is True after a document record could not be read: its chunks are then
+    cited only by the name in their manifest.
+    """
 
     def __init__(self, store: ChunkStore, scope: Scope | None = None, reader: StoreReader | None = None) -> None:
-        """reader: of a transaction of the store to read in, None for a transaction a look-up."""
+        """reader: an open read transaction of the store, or None to open one per look-up."""
         self._store, self._scope = store, scope or project_scope(store)
         self._reader = reader
         self._documents: dict[bytes, DocumentRecord | None] = {}
@@ -58,7 +60,8 @@ class Citations:
         self._asked, self.damaged = 0, False
 
     def all_of(self, manifest: ChunkManifest) -> list[Citation]:
-        """Return all documents of the chunk, the one to cite first. A chunk of no document has the one it was stored with."""
+        """Return all documents of the chunk, the one to cite first. A chunk without a document gets the name in its
+        manifest."""
         found = [Citation(name, chunk.index, chunk.locator, title) for name, chunk, title in self._of(manifest.key)]
         if not found:
             return [Citation(manifest.source, manifest.index)]
@@ -73,7 +76,7 @@ class Citations:
         return self._store.read() if self._reader is None else nullcontext(self._reader)
 
     def _of(self, key: bytes) -> list[_Place]:
-        """Return the chunk's first place in each document."""
+        """Return the first place of the chunk in each document."""
         self._asked += 1
         try:
             if self._places is None and self._asked > _MANY:
@@ -93,7 +96,7 @@ class Citations:
 
 
 def _places(records: Iterable[DocumentRecord | None]) -> dict[bytes, list[_Place]]:
-    """Return chunk key -> the chunk's first place in each document."""
+    """Map each chunk key to the first place of the chunk in each document."""
     found: dict[bytes, list[_Place]] = {}
     for record in filter(None, records):
         for chunk in record.chunks:

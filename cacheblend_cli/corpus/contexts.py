@@ -1,13 +1,13 @@
-"""Left contexts: the token ids between the prefix and a chunk while it is collected.
+"""Left contexts: the token ids between the prefix and a chunk while its KV is computed.
 
 | context      | left context                                                                                        |
 |--------------|-----------------------------------------------------------------------------------------------------|
-| `sink`       | nothing: only the prefix, which takes the attention that would go to a sequence's first tokens        |
-| `document`   | the chunks before it in its document, from the beginning of a window on                               |
-| `neighbours` | the chunks most similar to it, the most similar last (FusionRAG, arXiv 2601.12904, section 4)         |
+| `sink`       | empty: only the prefix comes before the chunk, and takes the attention of the first tokens            |
+| `document`   | the preceding chunks of its document, from the start of a window                                      |
+| `neighbours` | the most similar chunks, most similar last (FusionRAG, arXiv 2601.12904, section 4)                   |
 
-FusionRAG finds its neighbours by an embedding model; here it is cosine over TF-IDF, which needs none. The left
-context's ids are part of a chunk's key, so a chunk can be stored in several contexts side by side.
+FusionRAG finds neighbours with an embedding model. We use cosine over TF-IDF, which needs no model. The ids of the left
+context are part of the chunk key, so a chunk can be stored in several contexts side by side.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from cacheblend_cli.corpus.similarity import TfIdf
 __all__ = ["CONTEXTS", "Ids", "Neighbours", "Passage", "document_contexts"]
 
 Ids = tuple[int, ...]
-_LOOKED_AT = 4  # candidates per neighbour, since some do not fit
+_LOOKED_AT = 4  # candidates per neighbour, because some do not fit the window
 
 
 def document_contexts(chunks: Iterable[Ids], window: int) -> list[Ids]:
-    """Return the left context of each chunk of one document, in order. A chunk that does not fit the window starts a new one."""
+    """Return the left context of each chunk of one document, in order. A chunk that does not fit the window starts a
+    new one."""
     out: list[Ids] = []
     left: Ids = ()
     for ids in chunks:
@@ -38,14 +39,14 @@ def document_contexts(chunks: Iterable[Ids], window: int) -> list[Ids]:
 
 @dataclass(frozen=True)
 class Passage:
-    """A chunk that can be a neighbour. Has no document name: a renamed document keeps its neighbours."""
+    """A candidate neighbour. It has no document name, so renaming a document does not change neighbours."""
 
     text: str
     token_ids: Ids
 
 
 class Neighbours:
-    """Left contexts made of similar passages. They depend on the set of passages alone, not on order or repetition."""
+    """Left contexts of similar passages. They depend only on the set of passages, not on order or repetition."""
 
     def __init__(self, passages: Iterable[Passage], count: int, window: int) -> None:
         self._count, self._window = count, window
@@ -58,9 +59,9 @@ class Neighbours:
         self._similarity = TfIdf([p.text for p in self._passages])
 
     def left(self, token_ids: Ids) -> Ids:
-        """Return the ids of up to `count` of the most similar passages that fit the window together with the chunk.
+        """Return the ids of up to `count` most similar passages that fit the window together with the chunk.
 
-        token_ids: one of the passages. Empty if no passage is similar.
+        token_ids: ids of one of the passages. The result is empty if no passage is similar.
         """
         chosen: list[Ids] = []
         room = self._window - len(token_ids)

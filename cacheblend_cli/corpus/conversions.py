@@ -12,9 +12,9 @@ MAX_CHARACTERS = 64 << 20
 
 
 class Conversions:
-    """Converted texts by file state, the latest of up to MAX_CHARACTERS together. Plain text files are not cached.
+    """Cache of converted texts by file state: the latest ones, up to MAX_CHARACTERS in total. Plain text is not cached.
 
-    process: converts them.
+    `process` is the ConverterProcess to convert with.
     """
 
     def __init__(self) -> None:

@@ -14,26 +14,25 @@ from cacheblend_cli.corpus.outline import Outline
 from cacheblend_cli.corpus.places import is_stdin
 
 CUT_VERSION = 1
-"""Increase this when the same text and settings give other chunks or locators: documents are then cut again."""
+"""Increase this when the same text and settings give different chunks or locators: documents are then cut again."""
 _SENTENCE_ENDS = re.compile(r"[.!?]\s+|\n\s*")
 _WORD_ENDS = re.compile(r"\s+")
-_CHARACTERS = 16  # of an overlap token at most
+_CHARACTERS = 16  # upper bound of the characters per overlap token
 _HEAD_SHARE = 4  # a head takes at most 1/4 of a chunk
 
 
 @dataclass(frozen=True)
 class Cut:
-    """chunk_tokens: maximum of a chunk, with head and overlap. overlap: maximum number of tokens repeated from the text before.
-    head: text before each chunk, with {source} in it, or ""."""
+    """Settings for cutting a document."""
 
-    chunk_tokens: int
-    overlap: int = 0
-    head: str = ""
+    chunk_tokens: int  # maximum tokens of a chunk, including head and overlap
+    overlap: int = 0  # maximum tokens repeated from the preceding text
+    head: str = ""  # text to put before each chunk, with the placeholder {source}
 
 
 def cut_document(document: Document, encode: Encode, cut: Cut) -> Iterator[Chunk]:
-    """Yield the chunks. A chunk's start:end is its range in the document's text, without the head. Head, overlap and text are
-    encoded separately, as chunks are in a prompt."""
+    """Yield the chunks. A chunk's start:end is its range in the document's text, without the head. Head, overlap and
+    text are encoded separately, as chunks are in a prompt."""
     locating = Locating(document.text, document.layout)
     heads = _Heads(document, locating.outline, encode, cut) if cut.head else None
     room = cut.chunk_tokens - cut.overlap - (heads.most if heads is not None else 0)
@@ -52,13 +51,14 @@ def cut_document(document: Document, encode: Encode, cut: Cut) -> Iterator[Chunk
 
 
 def _parts(document: Document) -> Iterator[tuple[int, int]]:
-    """Return the ranges to cut separately: the parts of a document that stay apart, or the whole text."""
+    """Return the character ranges to cut separately: the parts of the document if they stay apart, else the whole
+    text."""
     starts = [mark.start for mark in document.layout.marks] if document.layout.apart else [0]
     return zip(starts, (*starts[1:], len(document.text)), strict=True)
 
 
 def _tail(text: str, begin: int, start: int, encode: Encode, most: int) -> int:
-    """Return where the overlap begins: the last whole sentences, else words, before `start` with at most `most` tokens."""
+    """Return the start of the overlap: the last whole sentences, else words, before `start`, at most `most` tokens."""
     if not most or start == begin:
         return start
     first = max(begin, start - _CHARACTERS * most)
@@ -73,7 +73,7 @@ def _tail(text: str, begin: int, start: int, encode: Encode, most: int) -> int:
 
 
 def _first(values: list[int], fits: Callable[[int], bool]) -> int | None:
-    """Return the first value that fits, by bisection: all after it fit."""
+    """Return the first value that fits, by bisection: all values after it must fit too."""
     low, high = 0, len(values)
     while low < high:
         middle = (low + high) // 2
@@ -82,8 +82,10 @@ def _first(values: list[int], fits: Callable[[int], bool]) -> int | None:
 
 
 class _Heads:
-    """Heads of the chunks of one document: its title and the chunk's headings. A head that is too long loses its outer titles,
-    and is left out if that is not enough."""
+    """Heads of one document's chunks: the document's title and the chunk's headings.
+
+    A head that is too long loses its outer titles; if that is not enough, the chunk gets no head.
+    """
 
     def __init__(self, document: Document, outline: Outline, encode: Encode, cut: Cut) -> None:
         self._form, self._encode = cut.head, encode

@@ -1,4 +1,4 @@
-"""Read files and directories as documents: text with name and digest, or the reason to skip a file."""
+"""Read files and directories as documents (text, name and digest), or say why a file is skipped."""
 
 from __future__ import annotations
 
@@ -29,38 +29,31 @@ MAX_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Document:
-    """source: its name, see corpus/places.py. root: the name of the path that led to it. digest: blake2b-128 of the text,
-    hex. layout: its parts and lines in the file. path: file that it was read from. state: of that file just before.
+    """Text of a document, and the file it comes from."""
 
-    Line ends are "\\n", and the text ends with one, so that a chunk never runs into the one after it in a prompt.
-    """
-
-    source: str
-    text: str
-    root: str = ""
+    source: str  # document name, see corpus/places.py
+    text: str  # line ends are "\n"; the text ends with one, so that chunks do not run into each other in a prompt
+    root: str = ""  # name of the path that the user gave, the file itself or a directory above it
     layout: Layout = PLAIN_LAYOUT
-    path: str = field(default="", compare=False)
-    state: FileState | None = field(default=None, compare=False)
+    path: str = field(default="", compare=False)  # file it was read from
+    state: FileState | None = field(default=None, compare=False)  # of that file, just before reading
 
     @property
     def digest(self) -> str:
+        """blake2b-128 of the text, in hex."""
         return hashlib.blake2b(self.text.encode("utf-8"), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentFile:
-    """A document that was found, without its text, so that a corpus need not fit in memory.
-
-    source, root, digest, state: see Document. note: what the conversion left out. path: file to read it from. document: the
-    document itself if it cannot be read again (stdin).
-    """
+    """A document without its text, so that a corpus need not fit in memory. Fields without a comment: see Document."""
 
     source: str
     root: str
     digest: str
-    note: str = ""
-    path: str = ""
-    document: Document | None = None
+    note: str = ""  # warning about the conversion: what it left out
+    path: str = ""  # file to read the document from
+    document: Document | None = None  # the document itself if it cannot be read again (stdin)
     state: FileState | None = None
 
     @classmethod
@@ -70,7 +63,7 @@ class DocumentFile:
         return cls(document.source, document.root, document.digest, note, document.path, kept, state)
 
     def read(self, conversions: Conversions) -> Document:
-        """Read the document again. Raises NoDocument if it does not read any more, or has changed since it was found."""
+        """Read the document again. Raises NoDocument if it cannot be read any more, or has changed."""
         if self.document is not None:
             return self.document
         file = Path(self.path)
@@ -83,16 +76,15 @@ class DocumentFile:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A skipped file and the reason. typed: its path as given. unread: it could not be read, so it may be a document. group: name
-    to count such files under. named: the user named the file itself. by_rule: files of its kind are not opened."""
+    """A skipped file."""
 
-    source: str
+    source: str  # document name, see corpus/places.py
     reason: str
-    typed: str
-    unread: bool = False
-    group: str = ""
-    named: bool = False
-    by_rule: bool = False
+    typed: str  # path as the user typed it, or below such a path
+    unread: bool = False  # the file could not be read, so it may be a document
+    group: str = ""  # label to count similar files under
+    named: bool = False  # the user named this file, not a directory above it
+    by_rule: bool = False  # a rule says not to open files like this
 
 
 def read_documents(
@@ -102,13 +94,14 @@ def read_documents(
     conversions: Conversions | None = None,
     known: Mapping[str, tuple[FileState, str]] = MappingProxyType({}),
 ) -> Iterator[Document | DocumentFile | Skipped]:
-    """Yield the documents under `paths` in sorted order, then the `listed` files. "-" is stdin. In directories and lists, files
-    without a converter, hidden and ignored files and those that select(path) leaves out are skipped; a file in `paths` is
-    always read. conversions: cache of converted files. known: source -> state and digest of files that were read before; those
-    that did not change are yielded as a DocumentFile.
+    """Yield the documents under `paths` in sorted order, then the `listed` files. "-" is stdin.
 
-    A file reached twice is read once. Raises NotFoundError for a missing path, before anything is read, and UsageError for a
-    directory that cannot be listed.
+    In directories and lists, these files are skipped: files without a converter, hidden files, ignored files, and files
+    that select(path) excludes. A file in `paths` is always read. A file that is reached twice is read once. Raises
+    NotFoundError for a missing path, before anything is read, and UsageError for a directory that cannot be listed.
+
+    conversions: cache of converted files.
+    known: maps source to the state and digest of files read before; unchanged files are yielded as DocumentFile.
     """
     check_paths((*paths, *listed))
     conversions = conversions or Conversions()
@@ -153,9 +146,9 @@ def check_paths(paths: Sequence[str]) -> None:
 
 
 def convert_bytes(source: str, file_name: str, data: bytes) -> Document:
-    """Return the document that the bytes of a file hold; the suffix of file_name says what kind it is.
+    """Convert the bytes of a file to a document. The suffix of file_name selects the converter.
 
-    Raises NoDocument for a kind without a converter, and for a file that has no text or cannot be read.
+    Raises NoDocument if there is no converter, or the file has no text or cannot be read.
     """
     if converter_of(file_name) is None:
         raise NoDocument("a kind of file without a converter", by_rule=True)
@@ -179,7 +172,7 @@ def _convert(file: Path, process: ConverterProcess) -> Converted:
 
 
 def _ended(converted: Converted) -> Converted:
-    """End the text with a line end. Raises NoDocument for a file without text."""
+    """Make the text end with a line end. Raises NoDocument for a file without text."""
     if not converted.text.strip():
         raise NoDocument("empty")
     text = converted.text if converted.text.endswith("\n") else converted.text + "\n"

@@ -1,4 +1,5 @@
-"""Embedding models for search by meaning, static ones first of all: a text's vector is the mean of its tokens' vectors."""
+"""Embedding models for search by meaning. Static models are the default: a text's vector is the mean of its token
+vectors."""
 
 from __future__ import annotations
 
@@ -18,20 +19,23 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _WORDLLAMA = ("weights/l2_supercat_256.safetensors", "tokenizers/l2_supercat_tokenizer_config.json")
-_MOST_TOKENS = 2048  # of a text; a chunk is shorter
-_FEW = 64  # texts: below, converting the whole table takes longer than it saves
+_MOST_TOKENS = 2048  # tokens read per text; a chunk is shorter
+_FEW = 64  # below this number of texts, converting the whole table to fp32 does not pay
 
 
 class TokenMeans:
-    """The computation of model2vec's StaticModel for weights that are usable as stored: importing model2vec takes longer than
-    reading them. embedding: [num_tokens, dim]."""
+    """Static embeddings, computed as in model2vec's StaticModel. Importing model2vec takes longer than reading the
+    weights.
+
+    embedding: [num_tokens, dim].
+    """
 
     def __init__(self, embedding: NDArray[Any], tokenizer: Tokenizer) -> None:
         self.embedding, self._tokenizer = embedding, tokenizer
         self._unknown = tokenizer.token_to_id("<unk>")
 
     def encode(self, texts: Sequence[str], max_length: int) -> NDArray[np.float32]:
-        """Return [num_texts, dim] fp32; zeros for a text without a known token. max_length: tokens to read of each text."""
+        """Return [num_texts, dim] fp32; zeros for a text without known tokens. max_length: tokens to read per text."""
         import numpy as np
 
         table = self.embedding if len(texts) < _FEW else self._float32
@@ -58,15 +62,17 @@ class TokenMeans:
 
 
 class Embedder:
-    """An embedding model, for any number of threads. name: what it was loaded from."""
+    """A thread-safe embedding model. name: directory, hub id or package that it was loaded from."""
 
     def __init__(self, name: str, model: Any) -> None:
         self.name, self._model = name, model
         self._one_at_a_time = threading.Lock()  # tokenizers that pad and truncate are changed by every call
 
     def embed(self, texts: Sequence[str], *, question: bool = False) -> NDArray[np.float32]:
-        """Return vectors of length 1, [num_texts, dim] fp32; zeros for a text without a known token. question: use the model's
-        prompt for queries, where it has one, instead of that for documents."""
+        """Return vectors of length 1, [num_texts, dim] fp32; zeros for a text without known tokens.
+
+        question: use the model's query prompt, if it has one, instead of its document prompt.
+        """
         import numpy as np
 
         with self._one_at_a_time:
@@ -76,7 +82,7 @@ class Embedder:
         return np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0)
 
     def num_tokens(self, texts: Sequence[str]) -> list[int]:
-        """Count the tokens of each text as a document, also those that are not read."""
+        """Count the tokens of each text with the document prompt, including tokens past the length limit."""
         with self._one_at_a_time:
             return [len(ids) for ids in self._model.tokenize(self._prompted(texts))]
 
@@ -87,7 +93,7 @@ class Embedder:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of a text that are read."""
+        """Maximum number of tokens that `embed` reads of a text."""
         return min(_MOST_TOKENS, getattr(self._model, "most_tokens", _MOST_TOKENS))
 
     def _prompted(self, texts: Sequence[str], question: bool = False) -> list[str]:
@@ -96,7 +102,7 @@ class Embedder:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the weights: vectors of other weights are not comparable."""
+        """Digest of the weights. Vectors of different weights cannot be compared."""
         import xxhash
 
         if own := getattr(self._model, "digest", None):
@@ -105,10 +111,10 @@ class Embedder:
 
 
 def find_embedder(name: str = "") -> Embedder | None:
-    """Load embeddings by name: a model2vec directory or hub id, or a sentence-transformers directory. Without a name, the small
-    English ones of the package wordllama; None if that is not installed.
+    """Load embeddings by name: a model2vec directory or hub id, or a sentence-transformers directory.
 
-    Raises NotFoundError if there are no such weights, UsageError if they need model2vec and that is not installed.
+    Without a name, load the small English embeddings of the package wordllama, or return None if it is not installed.
+    Raises NotFoundError if the weights do not exist, UsageError if they need model2vec and it is not installed.
     """
     if not name:
         spec = find_spec("wordllama")
@@ -124,7 +130,7 @@ def _named(name: str) -> Embedder:
     if is_sentence_model(folder):
         try:
             return Embedder(name, SentenceModel(folder))
-        except (OSError, ValueError) as error:  # of files that are missing or damaged
+        except (OSError, ValueError) as error:  # missing or damaged files
             raise NotFoundError(
                 f"{name} does not hold a sentence-transformers model: {error}",
                 "name a directory saved by model2vec or sentence-transformers, or a model2vec Hugging Face id",
@@ -136,7 +142,7 @@ def _named(name: str) -> Embedder:
     local = folder.is_dir()
     try:
         return Embedder(name, StaticModel.from_pretrained(str(folder) if local else name))
-    except Exception as error:  # the hub's errors and those of its network, the loader's and those of its formats
+    except Exception as error:  # any error of the hub, the network, the loader or the file formats
         what = "does not hold a model2vec model" if local else "is not a directory, and the hub does not have it"
         raise NotFoundError(
             f"{name} {what}: {error}",

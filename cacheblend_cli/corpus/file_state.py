@@ -1,4 +1,4 @@
-"""State of a file when it was read, so that a file that did not change need not be read again: as in git's index."""
+"""State of a file when it was read, to skip files that did not change, as git's index does."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ from cacheblend_cli.corpus.converters.text import from_code, from_markdown, from
 from cacheblend_cli.version import __version__
 
 READ_VERSION = 1
-"""Increase this when the same file gives another text or note: files are then read again."""
-_RACY_NS = 2_000_000_000  # the coarsest times of file systems in use (FAT)
+"""Increase this when the same file gives a different text or note: files are then read again."""
+_RACY_NS = 2_000_000_000  # coarsest timestamp resolution in use (FAT)
 _LIBRARIES = ("selectolax", "pypdf", "mammoth", "python-pptx", "openpyxl", "defusedxml")
 _OWN = frozenset((from_plain, from_markdown, from_rst, from_code))
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """inode, size (bytes), mtime_ns, ctime_ns: of the file that links lead to. reader: the code that read it, see `reader_of`.
-    read_ns: time just before it was read. note: what the conversion left out. Times are in nanoseconds since the epoch."""
+    """State of a file, after following links. Times are in nanoseconds since the epoch."""
 
     inode: int
-    size: int
+    size: int  # bytes
     mtime_ns: int
     ctime_ns: int
-    reader: str
-    read_ns: int
-    note: str = ""
+    reader: str  # the code that read the file, see `reader_of`
+    read_ns: int  # time just before the file was read
+    note: str = ""  # warning about the conversion: what it left out
 
     @classmethod
     def of(cls, path: str, found: os.stat_result | None = None) -> FileState | None:
-        """Return the state of a file now, None if it cannot be had. found: its stat, if it is known."""
+        """Return the current state of a file, None if stat fails. found: its stat result, if the caller has it."""
         with suppress(OSError):
             now = time.time_ns()
             found = found or os.stat(path)
@@ -50,7 +49,7 @@ class FileState:
 
     @classmethod
     def of_summary(cls, recorded: Mapping[str, Any]) -> FileState | None:
-        """Return the recorded state, None if there is none."""
+        """Return the state from a record, None if the record does not hold a valid one."""
         try:
             return convert(recorded, cls)
         except ValidationError:
@@ -60,9 +59,9 @@ class FileState:
         return {name: getattr(self, name) for name in self.__slots__}
 
     def still_holds(self, now: FileState) -> bool:
-        """Return whether the file is as it was when it was read.
+        """Return whether the file is unchanged since it was read.
 
-        Not if it was changed just before that: a change just after it may have left the same times.
+        False if it was modified just before reading: a later change could have left the same timestamps.
         """
         was, is_now = ((f.inode, f.size, f.mtime_ns, f.ctime_ns, f.reader) for f in (self, now))
         return was == is_now and max(self.mtime_ns, self.ctime_ns) + _RACY_NS <= self.read_ns
@@ -74,7 +73,8 @@ def _reader_of_suffix(name: str) -> str:
 
 
 def reader_of(name: str) -> str:
-    """Return the code that reads files of a name: converter, this package, Python, and the libraries of converters that use them."""
+    """Return the code that reads a file, by its name: converter, and versions of this package, Python and parser
+    libraries."""
     suffix = os.path.splitext(name)[1]
     return _reader_of_suffix(f"x{suffix}" if suffix else name)
 

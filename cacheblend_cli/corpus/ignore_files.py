@@ -1,7 +1,7 @@
 """.gitignore, .ignore and .git/info/exclude, with ripgrep's precedence.
 
-A rule applies below the folder of its file. .ignore overrides .gitignore, a nearer file one further up, a later line an
-earlier one. Unlike in ripgrep, .gitignore applies outside of a repository too.
+A rule applies below the folder of its file. .ignore overrides .gitignore, a nearer file overrides one further up, and a
+later line overrides an earlier one. Unlike in ripgrep, .gitignore also applies outside of a repository.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ class IgnoreRules:
 
     @classmethod
     def above(cls, folder: Path) -> IgnoreRules:
-        """Return the rules of the parent folders up to the repository; none if they ignore the folder itself, which the user
-        named."""
+        """Return the rules of the parent folders, up to the repository.
+
+        Return no rules if they would ignore the folder itself, because the user named it.
+        """
         parents: list[Path] = []
         here = folder.resolve()
         while not os.path.exists(here / ".git"):  # Path.exists raises in a folder without permission
@@ -39,7 +41,7 @@ class IgnoreRules:
         return cls() if rules.ignore(f"{folder.resolve()}/") else rules
 
     def within(self, folder: Path) -> IgnoreRules:
-        """Return the rules with those of a subfolder added."""
+        """Return these rules plus the rules of a subfolder."""
         base = f"{folder}/"
         found = [_read(folder / name) for name in _NAMES]
         found.append(_read(folder / ".git" / "info" / "exclude"))

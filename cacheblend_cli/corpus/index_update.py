@@ -1,4 +1,4 @@
-"""Updates of the search index: the places of chunks that came and went since the last update, and their rows."""
+"""Updates of the search index: rows to add and remove for chunks that changed since the last update."""
 
 from __future__ import annotations
 
@@ -20,38 +20,34 @@ from cacheblend_cli.corpus.places import PUT, SENT
 
 _PLACE = "key, source, position, collection, context, document"
 _HEADING = re.compile(r"^#{1,6} +(.+)$", re.MULTILINE)
-_HEADING_WITHIN = 4  # chunks
-_TELLING_PARTS = 4  # of a path, from its end: what comes before says where a machine keeps its files
+_HEADING_WITHIN = 4  # first chunks of a document to look for a heading in
+_TELLING_PARTS = 4  # last path components to index: the ones before say nothing about the content
 _BATCH = 16384  # chunks whose texts are in memory at once
 
 
 class Place(NamedTuple):
-    """Position of a chunk in a document, and its context. A chunk shared by documents has several places.
+    """Position of a chunk in a document, and its context. A chunk shared by documents has several places."""
 
-    key, document: in hex; document is "" for a chunk of no document. source: the document's name, see corpus/places.py.
-    """
-
-    key: str
-    source: str
-    position: int
+    key: str  # of the chunk, hex
+    source: str  # document name, see corpus/places.py
+    position: int  # index of the chunk in the document
     collection: str
     context: str
-    document: str
+    document: str  # key of the document record, hex; "" for a chunk without a document
 
 
 @dataclass(frozen=True)
 class IndexUpdate:
-    """records: document records by key in hex, None for those that are gone. new: places to add. new_loose: keys of chunks to
-    add that stand in no document. gone: row id -> source of the places to remove."""
+    """Changes to write to the index."""
 
-    records: Mapping[str, DocumentRecord | None]
-    new: Sequence[Place]
-    new_loose: Sequence[bytes]
-    gone: Mapping[int, str]
+    records: Mapping[str, DocumentRecord | None]  # by document key (hex); None: the document was removed
+    new: Sequence[Place]  # places to add
+    new_loose: Sequence[bytes]  # keys of chunks without a document to add
+    gone: Mapping[int, str]  # row id -> source of the places to remove
 
 
 def plan_update(db: sqlite3.Connection, reader: StoreReader, changes: Changes | None) -> IndexUpdate:
-    """Compare the index with the store: in what changed, or in everything if `changes` is None."""
+    """Compare the index with the store. Only the changes are compared, or everything if `changes` is None."""
     if changes is None:
         chunks = set(reader.keys_from(b""))
         stored: Callable[[bytes], bool] = chunks.__contains__
@@ -77,7 +73,8 @@ def plan_update(db: sqlite3.Connection, reader: StoreReader, changes: Changes | 
     in_documents = wanted | {place for place in rows if place.document and place.document not in records}
     candidates = {key.hex() for key in chunks}.union(place.key for place in rows) - {p.key for p in in_documents}
     loose = {key for key in candidates if stored(bytes.fromhex(key))}
-    again = {key.hex() for key in changes.chunks} if changes else set[str]()  # may have come back from another source
+    # may have been re-added from another source
+    again = {key.hex() for key in changes.chunks} if changes else set[str]()
     kept = {place.key for place in rows if not place.document and place.key in loose - again}
     gone = {i: p.source for p, i in rows.items() if p not in in_documents and (p.document or p.key not in kept)}
     new_loose = loose - kept
@@ -85,7 +82,7 @@ def plan_update(db: sqlite3.Connection, reader: StoreReader, changes: Changes | 
 
 
 def write_update(db: sqlite3.Connection, store: ChunkStore, update: IndexUpdate) -> None:
-    """Write what `plan_update` found, with the texts of the new chunks. Call it in a transaction."""
+    """Apply an update, reading the texts of new chunks from the store. Call it in a transaction."""
     versions = [
         (document, _clean(r.source), r.collection, r.context, r.content_digest, r.updated)
         for document, r in update.records.items()
@@ -112,7 +109,7 @@ def write_update(db: sqlite3.Connection, store: ChunkStore, update: IndexUpdate)
 
 
 def _by_source(places: Iterable[Place]) -> Iterator[dict[str, list[Place]]]:
-    """Batches of about _BATCH places, all places of a source in the same batch."""
+    """Yield batches of about _BATCH places by source. All places of a source are in the same batch."""
     batch: defaultdict[str, list[Place]] = defaultdict(list)
     size = 0
     for place in sorted(places, key=lambda p: p.source):
@@ -125,7 +122,7 @@ def _by_source(places: Iterable[Place]) -> Iterator[dict[str, list[Place]]]:
 
 
 def _manifests(store: ChunkStore, keys: Iterable[bytes]) -> Iterator[ChunkManifest]:
-    """Yield the chunks' manifests, without those that are gone or damaged."""
+    """Yield the manifests of the chunks, skipping missing and damaged ones."""
     with store.read() as reader:
         for key in sorted(keys):
             manifest = None
@@ -136,7 +133,7 @@ def _manifests(store: ChunkStore, keys: Iterable[bytes]) -> Iterator[ChunkManife
 
 
 def _add(db: sqlite3.Connection, source: str, added: Sequence[tuple[Place, str | None]]) -> None:
-    """Add places of a source with their texts, None for a text that is not searched, and mend the title of its other rows."""
+    """Add places of a source with their texts (None: not searchable), and update the title of its other rows."""
     rows = db.execute(
         "SELECT p.position, p.id, chunks.title, CASE WHEN p.position < ? THEN chunks.body END"
         " FROM places AS p JOIN chunks ON chunks.rowid = p.id WHERE p.source = ?",
@@ -164,7 +161,7 @@ def _add(db: sqlite3.Connection, source: str, added: Sequence[tuple[Place, str |
 
 
 def _title(source: str, beginnings: Iterable[str]) -> str:
-    """The first heading near the beginning of a document, and the words of its file name."""
+    """Return the first heading near the beginning of a document, and the words of its file name."""
     headings = (match.group(1) for body in beginnings if (match := _HEADING.search(body)))
     stem = re.sub(r"[-_.]+", " ", PurePosixPath(source).stem)
     return f"{next(headings, '')} {indexed(stem)}".strip()
@@ -184,5 +181,5 @@ def _column(db: sqlite3.Connection, query: str) -> list[bytes]:
 
 
 def _clean(name: str) -> str:
-    """A name without lone surrogates, which SQLite does not take."""
+    """Replace lone surrogates, which SQLite rejects."""
     return name.encode("utf-8", "replace").decode("utf-8")

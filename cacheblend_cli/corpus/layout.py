@@ -10,25 +10,23 @@ Kind = Literal["text", "markdown", "rst", "code"]
 
 @dataclass(frozen=True)
 class Mark:
-    """Start of a part ("page 3", "sheet Budget") at a character, and its line in the file, 0 if unknown."""
+    """Start of a part of a document."""
 
-    start: int
-    part: str = ""
-    line: int = 0
+    start: int  # character in the text
+    part: str = ""  # "page 3", "sheet Budget"
+    line: int = 0  # in the file; 0 if unknown
 
 
 @dataclass(frozen=True)
 class Layout:
-    """kind: syntax of headings and definitions, which decides where to cut. numbered: the text's lines are the file's lines.
-    marks: parts of a converted file, in order. apart: cut at every mark. title: title in the file. note: warning about the
-    conversion."""
+    """Structure of a document's text."""
 
-    kind: Kind = "text"
-    numbered: bool = True
-    marks: tuple[Mark, ...] = ()
-    apart: bool = False
-    title: str = ""
-    note: str = ""
+    kind: Kind = "text"  # syntax of headings and definitions, used to choose where to cut
+    numbered: bool = True  # lines of the text are lines of the file
+    marks: tuple[Mark, ...] = ()  # parts of a converted file, in order
+    apart: bool = False  # cut at every mark
+    title: str = ""  # title found in the file
+    note: str = ""  # warning about the conversion
 
 
 PLAIN = Layout()

@@ -14,7 +14,7 @@ _NUMBERED = re.compile(r"(\w+) (\d+)")
 
 
 class Locating:
-    """Finds character ranges of one document in its file."""
+    """Map character ranges of one document to places in its file."""
 
     def __init__(self, text: str, layout: Layout) -> None:
         self._text, self._layout = text, layout
@@ -23,7 +23,7 @@ class Locating:
         self.outline = Outline(text, layout.kind)
 
     def find(self, start: int, end: int) -> Locator:
-        """Return the locator of the characters start:end, without blanks at either end."""
+        """Return the locator of the characters start:end, ignoring blanks at both ends."""
         body = self._text[start:end]
         first, last = start + len(body) - len(body.lstrip()), start + len(body.rstrip()) - 1
         if last < first:

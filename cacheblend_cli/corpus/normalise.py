@@ -1,4 +1,4 @@
-"""Text normalisation for search: documents and queries go through the same steps."""
+"""Text normalisation for search, applied to documents and queries alike."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import re
 import unicodedata
 
 _WIDE = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # scripts that write no spaces between words
-# not compiled before they are used, as most commands do without: such classes take milliseconds
+# Compiled on first use: such large character classes take milliseconds, and most commands do not need them.
 _TO_WIDE, _FROM_WIDE = f"([{_WIDE}])", f" ([{_WIDE}]) "
 
 
 def indexed(text: str) -> str:
-    """Return the text as the index holds it: Unicode form NFKC without soft hyphens and lone surrogates, then `spaced`.
+    """Return the text in the form of the index: Unicode NFKC without soft hyphens and lone surrogates, then `spaced`.
 
-    NFKC makes letters of ligatures and of full-width forms: PDFs often have the "ffi" of "Office" as one character.
+    NFKC splits ligatures and maps full-width forms to letters: PDFs often write the "ffi" of "Office" as one character.
     """
     if text.isascii():
         return text
@@ -22,7 +22,7 @@ def indexed(text: str) -> str:
 
 
 def spaced(text: str) -> str:
-    """Return the text with every character of a script without spaces as a word of its own."""
+    """Put blanks around every character of a script without spaces, so that each is a word."""
     return re.sub(_TO_WIDE, r" \1 ", text)
 
 

@@ -1,4 +1,4 @@
-"""Outline of a document: headings of a text, definitions of code."""
+"""Outline of a document: headings in text, definitions in code."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ _DEFINITION = re.compile(
     r"(?:def|class|function|func|fn|fun|struct|enum|trait|impl|interface|module|namespace|object|package|sub)\s+"
     r"(?:\([^)]*\)\s*)?(?:<[^>]*>\s*)?([A-Za-z_$][\w$:.]*)"
 )
-_SHOWN = 120  # characters of a title
-_LOOKED_AT = 400  # characters of a line
+_SHOWN = 120  # maximum characters of a title
+_LOOKED_AT = 400  # characters of a line to parse
 
 
 @dataclass(frozen=True)
 class _Title:
-    """A heading at the characters start:end; its level is the depth of a heading or the indentation of a definition."""
+    """A heading or definition."""
 
-    start: int
+    start: int  # character range start:end of its line
     end: int
-    level: int
+    level: int  # depth of a heading, or indentation of a definition
     text: str
 
 
 class Outline:
-    """Titles in order. A definition ends where the code returns to its indentation, a heading at the next one of the same or a
-    higher level."""
+    """Titles of a document, in order.
+
+    A definition ends where the code returns to its indentation. A heading's section ends at the next heading of the
+    same or a higher level.
+    """
 
     def __init__(self, text: str, kind: Kind) -> None:
         self._text, self._is_code = text, kind == "code"
@@ -44,13 +47,13 @@ class Outline:
 
     @property
     def paths(self) -> Iterator[tuple[str, ...]]:
-        """All paths of titles."""
+        """Yield the path of every title, outermost title first, and the empty path."""
         yield ()
         for number in range(len(self._titles)):
             yield tuple(title.text for title in self._chain(number))
 
     def titles(self, start: int) -> tuple[str, ...]:
-        """Return the titles above the text at `start`, outermost first, with headings that begin there."""
+        """Return the titles above the text at `start`, outermost first, including headings that begin there."""
         count = bisect_left(self._starts, start)
         while count < len(self._titles) and not self._text[start : self._starts[count]].strip():
             start = self._titles[count].end
@@ -64,7 +67,7 @@ class Outline:
         return tuple(title.text for title in found)
 
     def _chain(self, number: int) -> list[_Title]:
-        """Return a title after its parents."""
+        """Return a title and its parents, outermost first."""
         found = []
         while number >= 0:
             found.append(self._titles[number])
@@ -84,7 +87,7 @@ def _parents(titles: list[_Title]) -> list[int]:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield (start character, line without line end, up to _LOOKED_AT characters)."""
+    """Yield (start character, first _LOOKED_AT characters of the line without its line end)."""
     start = 0
     for line in text.splitlines(keepends=True):
         yield start, line[:_LOOKED_AT].rstrip("\n")
@@ -92,7 +95,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _markdown(text: str) -> Iterator[_Title]:
-    """Yield # headings and underlined ones outside of fenced code and front matter."""
+    """Yield Markdown headings (# and underlined), except in fenced code and front matter."""
     fence, above = "---" if text.startswith("---\n") else "", (0, "")
     for start, line in _lines(text):
         if not start and fence:
@@ -137,7 +140,7 @@ def _definitions(text: str) -> Iterator[_Title]:
 
 
 def _indent_at(text: str, start: int) -> int:
-    """Return the indentation of the first non-blank line from the one at `start` on."""
+    """Return the indentation of the first non-blank line at or after `start`."""
     begin = text.rfind("\n", 0, start) + 1
     for _, line in _lines(text[begin : begin + 4096]):
         if line.strip():

@@ -1,7 +1,7 @@
 """Document names, and how they are shown.
 
-A document's name is its real path: absolute, with links resolved, whatever was typed. Stdin is named after the current project,
-or the directory if there is none: that path and `//-`, which no real path ends with.
+A document's name is its real path: absolute, with links resolved. Stdin is named after the current project, or the
+current directory without a project, with `//-` at the end, which no real path has.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from cacheblend_cli.settings import FILE
 STDIN = "-"
 _STDIN = "//-"
 SENT, PUT = "(sent)/", "(put)/"
-"""Prefixes of names of documents that came over HTTP: sent with a request, and put to be kept and searched."""
+"""Name prefixes of documents that came over HTTP: sent with a request, and uploaded to be stored and searched."""
 
 
 def place_of(path: str) -> str:
-    """Return the name of the document or directory at a path as typed; "-" is stdin."""
+    """Return the document name of a path as typed; "-" is stdin."""
     if path == STDIN:
         return _stdin_of(Path.cwd())
     try:
@@ -31,20 +31,22 @@ def place_of(path: str) -> str:
 
 
 def place_within(folder: str, file: str, folders: dict[str, str]) -> str:
-    """Return the name of a file that is not a link. folder: path of the one it is in. file: its last part, as text. folders: cache
-    of the names of folders."""
+    """Return the document name of a file that is not a link.
+
+    folder: path of its directory. file: its file name, as text. folders: cache of directory names.
+    """
     if folder not in folders:
         folders[folder] = place_of(folder)
     return f"{folders[folder].rstrip('/')}/{file}"
 
 
 def text_of(path: str) -> str:
-    """Return a path as text that can be stored and printed: bytes that are not UTF-8 become \\xNN."""
+    """Return a path as printable text: bytes that are not UTF-8 become \\xNN."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def is_file(name: str) -> bool:
-    """Return whether the document is a file or stdin, and did not come over HTTP."""
+    """Return whether the document is a file or stdin, as opposed to one that came over HTTP."""
     return name.startswith("/")
 
 
@@ -53,7 +55,7 @@ def is_stdin(name: str) -> bool:
 
 
 def on_disk(name: str) -> str | None:
-    """Return the path of the document or directory with that name, None if there is none."""
+    """Return the path of a document or directory by name, None if it does not exist."""
     with suppress(ValueError):
         return next(filter(os.path.lexists, (name, os.fsdecode(_unescaped(name)))), None)
     return None
@@ -69,7 +71,7 @@ def is_below(name: str, folder: str) -> bool:
 
 
 def is_within(name: str, path: str) -> bool:
-    """Return whether it is that path or below it."""
+    """Return whether the name is the path or below it."""
     return name == path or is_below(name, path)
 
 
@@ -81,7 +83,8 @@ def with_parents(name: str) -> Iterator[str]:
 
 
 def linked_from(path: str) -> str | None:
-    """Return the current project if the path as typed is below it and a link leads out of it, else None."""
+    """Return the current project if the typed path is below it but resolves, through a link, to a place outside; else
+    None."""
     folder = project_folder()
     if folder is None or path == STDIN or is_within(place_of(path), folder):
         return None
@@ -89,7 +92,7 @@ def linked_from(path: str) -> str | None:
 
 
 def shown(name: str) -> str:
-    """Return the name relative to the current directory, unless that is longer than the whole path."""
+    """Return the name relative to the current directory, or the absolute path if that is shorter."""
     if not name.startswith("/"):
         return name
     if is_stdin(name):
@@ -101,20 +104,20 @@ def shown(name: str) -> str:
 
 
 def portable(name: str) -> str:
-    """Return the name in a tier: relative to the current directory for a document below it."""
+    """Return the name to use in a tier: relative to the current directory for documents below it."""
     here = text_of(os.getcwd())
     return name.removeprefix(here.rstrip("/") + "/").lstrip("/") if is_below(name, here) else name
 
 
 def landed(source: str) -> str:
-    """Return the name in a store for a name in a tier: relative names are relative to the current directory."""
+    """Convert a name in a tier to a name in a store. Relative names start from the current directory."""
     if source.startswith(("/", "(")):
         return source
     return place_of(source.removesuffix(_STDIN)) + _STDIN if is_stdin(source) else place_of(source)
 
 
 def project_folder(here: Path | None = None) -> str | None:
-    """Return the nearest directory from here up that holds a cacheblend.toml or a .git, None if there is none."""
+    """Return the nearest directory, here or above, with a cacheblend.toml or a .git; None if there is none."""
     here = here or Path.cwd()
     found = (f for f in (here, *here.parents) if (f / FILE).is_file() or (f / ".git").exists())
     folder = next(found, None)

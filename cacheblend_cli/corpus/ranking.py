@@ -1,4 +1,4 @@
-"""Rankings of indexed chunks for a query: by words (BM25), by meaning (cosine), and by both scores fused."""
+"""Rank indexed chunks for a query: by words (BM25), by meaning (cosine), or by a fusion of both."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ _STOP_WORDS = frozenset(
     "is it its many me much my of off on or our please s she should some t tell than that the their them there these they this those "
     "to us was we were what when where which who whom whose why will with would you your".split()
 )
-_MAX_TERMS = 64  # the first ones of a long query; SQLite takes 500 parts of a UNION
-_DEPTH = 50  # rows of each ranking that are fused
-_WORDS_SHARE = 0.6  # of a fused score
-_BEFORE_SHARE = 0.5  # of a term or vector of the text before the query, against one of the query
+_MAX_TERMS = 64  # first terms of a long query; SQLite allows 500 parts in a UNION
+_DEPTH = 50  # rows of each ranking to fuse
+_WORDS_SHARE = 0.6  # weight of the coverage in a fused score
+_BEFORE_SHARE = 0.5  # weight of the text before the query, relative to the query
 PLACES = "SELECT id, key, source, position, collection, context FROM places"
 _MATCHED = "CREATE TEMP TABLE matched (id INTEGER PRIMARY KEY, score REAL, idf REAL)"
-# Weights: path, title, body. One row a term and chunk; ? is the factor on FTS5's bm25, the term's idf, the term.
+# BM25 weights: path, title, body. One row per term and chunk. Parameters: factor on FTS5's bm25, idf of the term, the
+# term.
 _TERM = "SELECT rowid AS id, -bm25(chunks, 0.5, 2.0, 1.0) * ? AS score, ? AS idf FROM chunks WHERE chunks MATCH ?"
 _MATCH = """
     INSERT INTO matched WITH found AS MATERIALIZED ({terms}) SELECT id, sum(score), sum(idf) FROM found GROUP BY id
@@ -43,7 +44,7 @@ _BEST = """
 
 
 class Row(NamedTuple):
-    """A place of a chunk in the index. score: of the ranking that gave it."""
+    """A place of a chunk in the index, with the score of its ranking."""
 
     id: int
     key: str
@@ -59,22 +60,22 @@ Filter = Callable[[Iterable[Row]], Iterator[Row]]
 
 @dataclass(frozen=True)
 class Query:
-    """Text to search for. before: what was said before it, which counts less. embedder: None to search by words only."""
+    """Text to search for."""
 
     text: str
-    before: str = ""
-    embedder: Embedder | None = None
+    before: str = ""  # preceding conversation, weighted by _BEFORE_SHARE
+    embedder: Embedder | None = None  # None: search by words only
 
     @cached_property
     def terms(self) -> dict[str, float]:
-        """FTS5 strings and what they count."""
+        """Map each FTS5 string to its weight."""
         terms = dict.fromkeys(query_terms(self.text), 1.0)
         before = query_terms(self.before) if terms else []
         return terms | {term: _BEFORE_SHARE for term in before if term not in terms}
 
     @cached_property
     def vector(self) -> NDArray[np.float32]:
-        """[dim], of length 1."""
+        """Query vector [dim] of length 1."""
         assert self.embedder is not None
         import numpy as np
 
@@ -84,14 +85,14 @@ class Query:
 
 
 def query_terms(text: str) -> list[str]:
-    """Return the words as FTS5 strings; question words only if there are no others."""
+    """Return the words as FTS5 strings. Stop words are kept only if there are no other words."""
     words = [w.lower() for w in re.findall(r"[^\W_]+", indexed(text))][:_MAX_TERMS]
     telling = [w for w in words if w not in _STOP_WORDS] or words
     return [f'"{w}"' for w in dict.fromkeys(telling)]
 
 
 class ByWords:
-    """Chunks that have words of the query. terms: those of the query's terms that occur."""
+    """Chunks with words of the query. terms: the query terms that occur in the index."""
 
     def __init__(self, db: sqlite3.Connection, query: Query) -> None:
         self._db, self.terms = db, list[str]()
@@ -103,7 +104,8 @@ class ByWords:
             idf = share * math.log1p(rarity)
             self._idf += idf
             if count:
-                # FTS5 gives a term of half the chunks and more no weight at all, and in a small corpus that is a page's subject
+                # FTS5 gives no weight to a term that at least half of the chunks contain. In a small corpus such a term
+                # can be the subject of the page.
                 self.terms.append(term)
                 values += [idf / (math.log(rarity) if rarity > 1 else 1e-6), idf, term]
         db.execute(_MATCHED)
@@ -112,17 +114,17 @@ class ByWords:
             db.execute(_MATCH.format(terms=terms), values)
 
     def __iter__(self) -> Iterator[Row]:
-        """Rows by BM25, best first."""
+        """Yield rows by BM25, best first."""
         yield from map(Row._make, self._db.execute(_BEST))
 
     def of(self, row: Row) -> tuple[float, float]:
-        """Return the row's coverage, the share of the query's terms that it has, each counted by its idf, and its BM25."""
+        """Return (coverage, BM25) of a row. Coverage: share of the query terms that it contains, weighted by idf."""
         found = self._db.execute("SELECT idf, score FROM matched WHERE id = ?", (row.id,)).fetchone()
         return (found[0] / self._idf, found[1]) if found else (0.0, 0.0)
 
 
 class ByMeaning:
-    """Chunks by the cosine of their vectors to the query's."""
+    """Chunks by cosine similarity to the query vector."""
 
     def __init__(self, db: sqlite3.Connection, query: Query) -> None:
         assert query.embedder is not None
@@ -130,7 +132,7 @@ class ByMeaning:
         self._ids, self._scores = cosines(db, query.embedder, query.vector)
 
     def __iter__(self) -> Iterator[Row]:
-        """Rows of at least LEAST_LIKE, best first."""
+        """Yield rows with a cosine of at least LEAST_LIKE, best first."""
         order = (-self._scores).argsort(kind="stable")
         order = order[self._scores[order] >= LEAST_LIKE]
         pairs = zip(self._scores[order].tolist(), self._ids[order].tolist(), strict=True)
@@ -141,7 +143,7 @@ class ByMeaning:
             )
 
     def of(self, row: Row) -> float:
-        """Return the row's cosine, 0 where it has no vector."""
+        """Return the cosine of a row, 0 if it has no vector."""
         at = int(self._ids.searchsorted(row.id))
         return float(self._scores[at]) if at < len(self._ids) and self._ids[at] == row.id else 0.0
 
@@ -149,8 +151,8 @@ class ByMeaning:
 def fuse(words: ByWords, meaning: ByMeaning, keep: Filter, k: int) -> list[Row]:
     """Rank the best rows of both rankings by a convex combination of coverage and cosine; ties go to the higher BM25.
 
-    A sum of scores keeps what a sum of ranks loses: that one chunk has all words of the query and the next has half of
-    them (Bruch et al., 2023, arXiv 2210.11934). keep: which rows count.
+    Ranks would lose the difference between a chunk with all words of the query and the next one with half of them;
+    scores keep it (Bruch et al., 2023, arXiv 2210.11934). keep: filters the rows.
     """
     best: dict[str, tuple[float, float, Row]] = {}
     for ranking in (words, meaning):

@@ -1,4 +1,4 @@
-"""Scopes: the documents that a command works on."""
+"""Scopes: sets of documents that a command works on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
 ROOTS = "root"
-"""The kind of the store's memos of document roots, see collect/source_settings.py."""
+"""Kind of the store memos that record document roots, see collect/source_settings.py."""
 _MAGIC = re.compile(r"[*?\[]")
 
 
@@ -44,7 +44,7 @@ def holds(scope: Scope, name: str) -> bool:
 
 
 def collection_scope(store: ChunkStore, name: str) -> Scope:
-    """Return the paths precomputed as that collection. Raises NotFoundError, which lists the known collections."""
+    """Return the paths precomputed as a collection. Raises NotFoundError with the known collections."""
     paths, names = set[str](), set[str]()
     for memo in store.memos(ROOTS):
         with suppress(KeyError, TypeError):
@@ -59,7 +59,7 @@ def collection_scope(store: ChunkStore, name: str) -> Scope:
 
 
 def project_scope(store: ChunkStore) -> Scope:
-    """Return everything below the current project, following links; all documents if there is no project."""
+    """Return the scope of everything below the current project, following links. Without a project: all documents."""
     folder = project_folder()
     if folder is None:
         return EVERYTHING
@@ -74,9 +74,10 @@ def project_scope(store: ChunkStore) -> Scope:
 
 
 def scope_here(store: ChunkStore, names: Iterable[str]) -> tuple[Scope, str]:
-    """Return the default scope of a command, and a sentence about it if it is not all documents of the store, else an empty one.
+    """Return the default scope of a command, and a sentence about it (empty if the scope is all documents of the
+    store).
 
-    The scope is the documents below the current project, or all documents if none is below it.
+    The scope is the documents below the current project, or all documents if none of them is.
     """
     everything, scope = list(names), project_scope(store)
     if not scope.path:

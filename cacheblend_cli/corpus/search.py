@@ -28,7 +28,7 @@ BY = ("words", "meaning", "both")
 ORDERS = ("rank", "exact")
 ON_WEAK_MATCH = ("answer", "refuse")
 WEAK_BELOW = {"words": 0.3, "meaning": 0.25, "both": 0.3}
-"""The `Hit.match` below which the best hit is called a weak match, for each kind of search. docs/search.md has the measurement."""
+"""Kind of search -> `Hit.match` below which the best hit is a weak match. Measured in docs/search.md."""
 _NEXT_TO = """
     SELECT id, key, position FROM places WHERE source = ? AND collection = ? AND context = ? AND position BETWEEN ? AND ?
     ORDER BY abs(position - ?), position
@@ -40,24 +40,24 @@ _VERSIONS = """
 _SNIPPET = "SELECT snippet(chunks, 2, '', '', ' ... ', 14) FROM chunks WHERE chunks MATCH ? AND rowid = ?"
 
 _QUERY_CHARACTERS = 1 << 15
-"""Characters of a query that are read: it counts 64 terms and 2,048 tokens of it at most."""
+"""Characters of a query to read. A search uses at most 64 terms and 2,048 tokens of them."""
 WEAK = "nothing stored matches the question well"
 
 
 @dataclass(frozen=True)
 class Lookup(SearchParams):
-    """A search with its weights. by: "words", "meaning" or "both"; words if there is no embedder. before: the conversation before
-    the query, which counts less."""
+    """Search parameters with loaded embeddings."""
 
-    by: str = "words"
+    by: str = "words"  # "words", "meaning" or "both"; "words" without an embedder
     embedder: Embedder | None = None
-    before: str = ""
+    before: str = ""  # preceding conversation, with a lower weight than the query
 
     @classmethod
     def with_weights(cls, params: SearchParams, say: Callable[[str], None] | None = None) -> Lookup:
-        """Find the embedding weights. say: callback for one message if there are none to search by meaning with.
+        """Load the embeddings.
 
-        Raises UsageError, or NotFoundError if the named weights do not exist.
+        say: callback for a message if meaning was asked for and no embeddings are installed. Raises UsageError for
+        unknown values, NotFoundError if the named embeddings do not exist.
         """
         check_context(params.context)
         if params.order not in ORDERS:
@@ -81,20 +81,17 @@ class Lookup(SearchParams):
 
 @dataclass(frozen=True)
 class Hit:
-    """A found chunk. source: its document's name, see corpus/places.py. snippet: text around the match, on one line.
-
-    score: higher is better: by words BM25, by meaning the cosine, by both 0.6 coverage + 0.4 cosine. match: how well the chunk
-    matches, from 0 to 1: by words its coverage (the share of the query's terms that it has, weighted by idf), else the
-    score. beside: not found itself but next to a hit, whose score it has.
-    """
+    """A found chunk."""
 
     key: bytes
-    source: str
-    index: int
+    source: str  # document name, see corpus/places.py
+    index: int  # of the chunk in the document
+    # Higher is better. By words: BM25; by meaning: cosine; by both: 0.6 * coverage + 0.4 * cosine. Coverage is the
+    # share of the query terms in the chunk, weighted by idf.
     score: float
-    snippet: str
-    match: float = 0.0
-    beside: bool = False
+    snippet: str  # text around the match, on one line
+    match: float = 0.0  # quality from 0 to 1: coverage for a search by words, else the score
+    beside: bool = False  # not found itself, but next to a hit; it has that hit's score
 
     @property
     def id(self) -> str:
@@ -107,14 +104,17 @@ def search(
     lookup: Lookup,
     collections: Sequence[str] | None = None,
 ) -> list[Hit]:
-    """Return the k best chunks of the scope's documents for a free-text query, best first; none for a query without words.
+    """Return the k best chunks in the scope for a free-text query, best first. A query without words has no hits.
 
-    A chunk is found by its own words and by its document's path and first heading, since later paragraphs of a page
-    seldom repeat what the page is about; or by their meaning; or by both, see corpus/ranking.py. A passage that is stored for
-    several models, and a paragraph that stands in several documents, is found once. collections: only chunks of these; of a
-    document that is in several, those of the first. Of two texts of one document the one stored last counts. Of a document
-    stored in several contexts, the chunks of the one `lookup` names are found, else of the first of document, neighbours,
-    sink. Behind the k come their neighbours, where `lookup` asks for them. Safe to call from any thread.
+    A search covers the chunk's own text and the path and first heading of its document, because later paragraphs of a
+    page seldom repeat its subject. It goes by words, by meaning or by both, see corpus/ranking.py.
+
+    Each passage is found once, even if it is stored for several models or in several documents. Only the text of a
+    document that was stored last is searched. If a document is stored in several contexts, the context of `lookup` is
+    searched, else the first of document, neighbours, sink. With `lookup.expand`, the adjacent chunks follow after the k
+    hits. Thread-safe.
+
+    collections: search only these; for a document in several of them, only the first.
     """
     with open_index(store) as db:
         query, before = query[:_QUERY_CHARACTERS], lookup.before[:_QUERY_CHARACTERS]
@@ -138,7 +138,7 @@ def search(
 
 
 def is_weak(hits: Sequence[Hit], by: str) -> bool:
-    """Return whether even the best hit says little of what was asked. The floors are measured, see docs/search.md."""
+    """Return whether even the best hit is a weak match. The thresholds are measured in docs/search.md."""
     return max((hit.match for hit in hits), default=0.0) < WEAK_BELOW[by]
 
 
@@ -158,7 +158,7 @@ def _snippet(db: sqlite3.Connection, row: Row, terms: Collection[str], asked: Qu
 
 
 def _beside(db: sqlite3.Connection, rows: Sequence[Row], count: int) -> Iterator[Hit]:
-    """Yield up to `count` chunks before and after each row in the same document, each once."""
+    """Yield up to `count` chunks before and after each row in the same document, without duplicates."""
     seen = {row.key for row in rows}
     for row in rows if count else ():
         at = (row.source, row.collection, row.context, row.position - count, row.position + count, row.position)
@@ -170,8 +170,8 @@ def _beside(db: sqlite3.Connection, rows: Sequence[Row], count: int) -> Iterator
 
 
 class _Counted:
-    """Filter of rows: those in the scope and the wanted collections, of a document's newest text, in one context; each passage
-    once."""
+    """Filter rows: in the scope, in the requested collections, from the newest text of a document, in one context.
+    Duplicate passages are dropped."""
 
     def __init__(self, db: sqlite3.Connection, collections: Sequence[str] | None, context: str, scope: Scope) -> None:
         self._db, self._collections, self._scope = db, collections, scope
@@ -179,7 +179,7 @@ class _Counted:
         self._known: dict[str, dict[str, str]] = {}
 
     def of(self, rows: Iterable[Row]) -> Iterator[Row]:
-        seen = set[tuple[str, int]]()  # the places of the passages so far
+        seen = set[tuple[str, int]]()  # places of the passages so far
         for row in filter(self._counts, rows):
             alike = [Row(*found) for found in self._db.execute(f"{PLACES} WHERE key = ?", (row.key,))]
             places = {(r.source, r.position) for r in alike if self._counts(r)}
@@ -193,8 +193,8 @@ class _Counted:
         return self._known[row.source].get(row.collection) == row.context
 
     def _contexts(self, source: str) -> dict[str, str]:
-        """Return collection -> context of a document in the scope: of the first wanted collection that has it, or of every
-        collection. Chunks of an older text do not count."""
+        """Map collection to context for a document in the scope: its first requested collection, or all if none is
+        requested. Collections with an older text are left out."""
         if not holds(self._scope, source):
             return {}
         rows = self._db.execute(_VERSIONS, (source,)).fetchall()
@@ -218,10 +218,10 @@ def searchable(store: ChunkStore) -> list[str]:
 
 
 class Found(NamedTuple):
-    """Result of a search. by: "words", "meaning" or "both"."""
+    """Result of a search."""
 
     hits: list[Hit]
-    by: str
+    by: str  # "words", "meaning" or "both"
 
     @property
     def weak(self) -> bool:
@@ -242,14 +242,12 @@ def look(store: ChunkStore, query: str, params: SearchParams, say: Callable[[str
 def found_elsewhere(
     store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[str] | None = None
 ) -> NotFoundError | None:
-    """Return the error that says what a search without hits left out; None if the rest of the store has nothing either."""
+    """Return an error that says where hits were excluded (by score or scope), or None if the whole store has none."""
     if lookup.min_score and (hits := search(store, query, replace(lookup, min_score=0.0), collections)):
-        best = f"the best hit has a score of {hits[0].score:.4g}, and {lookup.min_score:g} is asked for"
+        best = f"the best hit has a score of {hits[0].score:.4g}, below --min-score {lookup.min_score:g}"
         return NotFoundError(best, "lower --min-score; cacheblend search shows the scores")
     if search(store, query, Lookup(1), collections):
-        return NotFoundError(
-            "none of these documents has a word of it, and others in the store do", "search them too: --all"
-        )
+        return NotFoundError("no match in these documents; other stored documents match", "search them too: --all")
     return None
 
 

@@ -1,4 +1,5 @@
-"""The search index: an SQLite FTS5 file in the store's directory. Derived data: it follows the store's change log."""
+"""Search index: an SQLite FTS5 file in the store's directory, derived from the store and updated from its change
+log."""
 
 from __future__ import annotations
 
@@ -38,17 +39,19 @@ _TABLES = f"""
     PRAGMA user_version = {_SCHEMA};
 """
 _LOCKED_S = 60.0  # seconds to wait for another process
-_updating = threading.RLock()  # threads wait here, since SQLite's lock has a timeout
+_updating = threading.RLock()  # threads wait here, because SQLite's own lock has a timeout
 
 
 @contextmanager
 def open_index(store: ChunkStore) -> Iterator[sqlite3.Connection]:
-    """Open an up-to-date index: the file in the store's directory, or one in memory if that cannot be written.
+    """Open an up-to-date index: the file in the store's directory, or one in memory if the directory is not writable.
 
-    Any thread may call this; the connection belongs to the thread that opened it. Tables: places (id, key, source, position,
-    collection, context, document), one row for each place of a chunk; the FTS5 table chunks (source, title, body), rowid = id,
-    for those that can be searched; versions (document, source, collection, context, digest, updated), one row for each
-    document record; vectors (id, vector), pending (id) and embedder (digest), see corpus/vectors.py.
+    Any thread may call this; the connection belongs to the thread that opened it. Tables:
+
+    - places (id, key, source, position, collection, context, document): one row per place of a chunk
+    - chunks (source, title, body), FTS5, rowid = places.id: one row per searchable place
+    - versions (document, source, collection, context, digest, updated): one row per document record
+    - vectors (id, vector), pending (id), embedder (digest): see corpus/vectors.py
     """
     with closing(_up_to_date(store)) as db:
         yield db
@@ -97,7 +100,8 @@ def _open(path: Path) -> sqlite3.Connection:
 
 
 def _refresh(db: sqlite3.Connection, store: ChunkStore) -> None:
-    """Bring the index to the store's generation. Costs what changed since; compares everything if the log has a gap."""
+    """Update the index to the store's generation. The cost is proportional to the changes, unless the change log has a
+    gap: then everything is compared."""
     if _stamp(db) == (store.identity, store.generation):
         return
     with in_transaction(db):
@@ -119,7 +123,7 @@ def _refresh(db: sqlite3.Connection, store: ChunkStore) -> None:
 
 
 def _stamp(db: sqlite3.Connection) -> tuple[str, int]:
-    """Return identity and generation of the indexed store; ("", 0) for a new index and one with other tables."""
+    """Return (identity, generation) of the indexed store; ("", 0) for a new index or another schema."""
     if db.execute("PRAGMA user_version").fetchone()[0] != _SCHEMA:
         return "", 0
     row = db.execute("SELECT value FROM stamp").fetchone()

@@ -1,4 +1,4 @@
-"""Selection of the files of a folder."""
+"""Rules that select files of a folder."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ MAX_FILE_SIZE = 20 << 20
 
 @dataclass(frozen=True)
 class Selection:
-    """Rules for files found in a folder; files named by the user are always read. include, exclude: .gitignore patterns, relative
-    to the named folder; with `include`, read matching files only, whatever their suffix. no_ignore: disregard .gitignore and
-    .ignore. follow: follow links to folders, and to files outside the named folder. max_file_size: in bytes."""
+    """Rules for files found in a folder. Files that the user names are always read."""
 
-    include: tuple[str, ...] = ()
+    # .gitignore patterns, relative to the folder that the user named.
+    include: tuple[str, ...] = ()  # if given: read only matching files, with any suffix
     exclude: tuple[str, ...] = ()
-    no_ignore: bool = False
-    follow: bool = False
-    max_file_size: int = MAX_FILE_SIZE
+    no_ignore: bool = False  # disregard .gitignore and .ignore
+    follow: bool = False  # follow links to folders, and to files outside the named folder
+    max_file_size: int = MAX_FILE_SIZE  # bytes
 
     @cached_property
     def _included(self) -> GitIgnoreSpec | None:
@@ -33,7 +32,7 @@ class Selection:
         return _rules(self.exclude)
 
     def excludes(self, path: str) -> bool:
-        """Return whether to leave out a path, relative to the named folder, with a trailing slash for a folder."""
+        """Return whether to skip a path. It is relative to the named folder, with a trailing slash for a folder."""
         if self._excluded.match_file(path):
             return True
         return self._included is not None and not path.endswith("/") and not self._included.match_file(path)
@@ -43,6 +42,6 @@ ALL = Selection()
 
 
 def _rules(lines: tuple[str, ...]) -> GitIgnoreSpec:
-    from pathspec import GitIgnoreSpec  # only where files are walked
+    from pathspec import GitIgnoreSpec  # imported only to walk files
 
     return GitIgnoreSpec.from_lines(lines)

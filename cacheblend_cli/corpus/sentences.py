@@ -1,4 +1,4 @@
-"""Sentence embeddings: a sentence-transformers directory, read with transformers alone. No code of it is run."""
+"""Sentence embeddings from a sentence-transformers directory, read with transformers only. Code in it is not run."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ _MODES = {
 
 
 class SentenceModel:
-    """An encoder with pooled hidden states, one vector a text. prompts: texts to put before a query and before a document.
-    most_tokens: of a text, that are read."""
+    """An encoder with pooled hidden states: one vector per text.
+
+    prompts: "query" and "document" -> text to put before one. most_tokens: maximum tokens read per text.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Raises NotFoundError for unsupported modules and for weights that are not in safetensors."""
@@ -53,7 +55,7 @@ class SentenceModel:
         }
 
     def encode(self, texts: Sequence[str], max_length: int) -> NDArray[np.float32]:
-        """Return [num_texts, dim] fp32. max_length: tokens to read of each text, within the model's own limit."""
+        """Return [num_texts, dim] fp32. max_length: tokens to read per text, capped by the model's own limit."""
         import torch
 
         found = []
@@ -72,7 +74,7 @@ class SentenceModel:
         return vectors
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, with special tokens and without a limit."""
+        """Return the token ids of each text, with special tokens, not truncated."""
         ids: list[list[int]] = self._tokenizer(list(texts), verbose=False)["input_ids"]
         return ids
 
@@ -92,7 +94,8 @@ class SentenceModel:
 
 
 def is_sentence_model(folder: Path) -> bool:
-    """Return whether sentence-transformers saved an encoder there (model2vec's directories have a modules.json, too)."""
+    """Return whether sentence-transformers saved an encoder there (model2vec's directories have a modules.json,
+    too)."""
     return any(kind == "Transformer" for kind, _ in _modules(folder))
 
 
@@ -107,12 +110,12 @@ def pooled(hidden: Tensor, mask: Tensor, mode: str) -> Tensor:
         case "cls":
             place = mask.argmax(-1)
         case _:
-            place = mask.cumsum(-1).argmax(-1)  # the first place at which all tokens are counted
+            place = mask.cumsum(-1).argmax(-1)  # last token: argmax returns the first position of the full count
     return hidden[range(len(hidden)), place]
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
-    """Return class name (without package) and folder of each module."""
+    """Return (class name without package, folder) of each module."""
     found = _json(folder / "modules.json")
     return [(str(m["type"]).rpartition(".")[2], str(m["path"])) for m in found] if isinstance(found, list) else []
 

@@ -1,4 +1,4 @@
-"""Text similarity: cosine over TF-IDF, with postings in numpy. Deterministic in the texts and their order."""
+"""Text similarity: cosine over TF-IDF, with postings in numpy. Deterministic for the same texts in the same order."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from cacheblend_cli.corpus.normalise import spaced
 
 _WORD = re.compile(r"[^\W_]+")
-_MOST_TERMS = 32  # highest-weighted terms of a text that are compared
-_DIGITS = 9  # scores that differ by less are equal, so that rounding cannot reorder equal texts
+_MOST_TERMS = 32  # highest-weighted terms of a text to compare
+_DIGITS = 9  # decimal digits of a score, so that rounding errors cannot reorder equal texts
 
 
 class TfIdf:
@@ -42,7 +42,8 @@ class TfIdf:
         self._size = len(texts)
 
     def nearest(self, number: int, most: int) -> list[int]:
-        """Return up to `most` other texts that share a weighted term with this one, most similar first; ties in order."""
+        """Return up to `most` other texts that share a weighted term with this one, most similar first; ties in
+        order."""
         own: list[tuple[float, str]] = []
         for term in self._terms[number]:
             index, weight = self._postings[term]

@@ -1,7 +1,7 @@
-"""Vectors of stored chunks in the search index: derived data, computed when they are first needed.
+"""Vectors of stored chunks in the search index, computed on first use.
 
-A search by meaning reads all of them, which for 100,000 chunks of 256 numbers is 50 MB. They are plain blobs and a matrix
-product: an SQLite extension would do the same scan, and many Python builds cannot load one.
+A search by meaning reads all vectors: 50 MB for 100,000 chunks of 256 dimensions in fp16. They are plain blobs,
+multiplied as one matrix. An SQLite extension would do the same scan, and many Python builds cannot load extensions.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ _BATCH = 1024
 _CURRENT = "SELECT digest FROM embedder"
 _PENDING = "SELECT rowid, title, body FROM chunks WHERE rowid IN (SELECT id FROM pending LIMIT ?)"
 _SENTENCE = re.compile(r"(?<=[.!?\u3002])\s+|\n\s*\n|\n(?=[-*#|])")
-_SHOWN = 90  # characters of a sentence
+_SHOWN = 90  # maximum characters of a sentence
 
 
 def cosines(
     db: sqlite3.Connection, embedder: Embedder, vector: NDArray[np.float32]
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return the ids of all searched places, ascending, and the cosine of each one's chunk, read under its document's title,
-    to a vector [dim] of length 1. Both are [num_places]."""
+    """Return (ids of all searchable places, ascending; cosine of each chunk to `vector`), both [num_places].
+
+    A chunk is embedded together with the title of its document. vector: [dim], of length 1.
+    """
     import numpy as np
 
     while _embed_some(db, embedder):
@@ -44,12 +46,12 @@ def cosines(
 
 
 def sentences_of(text: str) -> list[str]:
-    """Return the text's sentences, headings and list items, each on one line."""
+    """Split a text into sentences, headings and list items, each on one line."""
     return [one for part in _SENTENCE.split(text) if (one := " ".join(part.lstrip("#").split()))]
 
 
 def telling_sentence(text: str, embedder: Embedder | None, vector: NDArray[np.float32] | None) -> str:
-    """Return the sentence of the text that is nearest to a vector [dim], or the first one; on one line."""
+    """Return the sentence nearest to a vector [dim], on one line; without a vector, the first sentence."""
     sentences = sentences_of(text) or [""]
     best = 0
     if embedder is not None and vector is not None and len(sentences) > 1:
@@ -58,7 +60,8 @@ def telling_sentence(text: str, embedder: Embedder | None, vector: NDArray[np.fl
 
 
 def _embed_some(db: sqlite3.Connection, embedder: Embedder) -> bool:
-    """Compute up to a batch of the vectors that are missing, which all are if the weights changed. Return False when none is."""
+    """Compute up to _BATCH missing vectors. If the weights changed, all are missing. Return False when none is
+    missing."""
     import numpy as np
 
     own = (embedder.digest,)

@@ -1,4 +1,4 @@
-"""Walk a folder for files that can be documents, in sorted order."""
+"""Walk a folder and yield files that can be documents, in sorted order."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ _OUTWARD = NoDocument(
     "a link to a file outside the folder: name it, or --follow", "links out of the folder", by_rule=True
 )
 Found = tuple[Path, NoDocument | None]
-"""A file, and the reason to skip it or None."""
+"""A file, and the reason to skip it (None: read it)."""
 
 
 def walk(folder: Path, selection: Selection) -> Iterator[Found]:
-    """Yield files without hidden, ignored and excluded ones. Raises UsageError for a folder that cannot be listed: otherwise its
-    documents would count as deleted."""
-    from cacheblend_cli.corpus.ignore_files import IgnoreRules  # needs pathspec, which an answer does not
+    """Yield the files, except hidden, ignored and excluded ones.
+
+    Raises UsageError for a folder that cannot be listed: otherwise its documents would count as deleted.
+    """
+    from cacheblend_cli.corpus.ignore_files import IgnoreRules  # imports pathspec, which `ask` does not need
 
     rules = IgnoreRules() if selection.no_ignore else IgnoreRules.above(folder)
     yield from _walk(folder, folder.resolve(), "", rules, (), selection)
@@ -34,7 +36,8 @@ def walk(folder: Path, selection: Selection) -> Iterator[Found]:
 def _walk(
     folder: Path, real: Path, below: str, rules: IgnoreRules, parents: tuple[Path, ...], selection: Selection
 ) -> Iterator[Found]:
-    """below: path relative to the named folder, with a trailing slash. parents: real paths, to stop at cycles of links."""
+    """below: path relative to the named folder, with a trailing slash. parents: real paths, to stop at cycles of
+    links."""
     if real in parents:
         return
     if not selection.no_ignore:
@@ -61,7 +64,10 @@ def _walk(
 
 
 def _leads_out(entry: Path, folder: Path) -> bool:
-    """Return whether a file is a link to one outside the folder: whoever wrote the folder could read what its reader can."""
+    """Return whether a file is a link to a file outside the folder.
+
+    Such a link would let the author of the folder read any file that its reader can read.
+    """
     if not os.path.islink(entry) or not os.path.exists(entry):
         return False
     return not Path(os.path.realpath(entry)).is_relative_to(folder)

@@ -1,4 +1,4 @@
-"""Converters from files to text, one module for each kind of file. A new one is registered here."""
+"""Converters from files to text, one module per kind of file. Register a new converter here."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ CONVERTERS: dict[Converter, str] = {
 }
 """Converter -> lower-case file suffixes."""
 PLAIN = frozenset((from_markdown, from_rst, from_plain, from_code))
-"""Converters that only decode; the others parse, within the limits of `converters/process.py`."""
+"""Converters that only decode. The others parse, within the limits of `converters/process.py`."""
 _MODULES = {from_pdf: "pypdf", from_docx: "mammoth", from_pptx: "pptx", from_xlsx: "openpyxl", from_epub: "defusedxml"}
-"""Converters of the extra `documents`, with the module each of them imports."""
+"""Converters that need the extra `documents` -> module that they import."""
 _BY_SUFFIX = {suffix: converter for converter, suffixes in CONVERTERS.items() for suffix in suffixes.split()}
 _WITHOUT_SUFFIX = {
     **dict.fromkeys("readme license licence copying notice changelog authors contributing".split(), from_plain),
@@ -47,12 +47,12 @@ _WITHOUT_SUFFIX = {
 
 
 def converter_of(name: str) -> Converter | None:
-    """Return the converter for a file name, None for an unknown suffix, or an unknown name without one."""
+    """Return the converter for a file name; None for an unknown suffix, or for an unknown name without a suffix."""
     path = PurePath(name)
     return _BY_SUFFIX.get(path.suffix.lower()) if path.suffix else _WITHOUT_SUFFIX.get(path.name.lower())
 
 
 def readable_suffixes() -> list[str]:
-    """Suffixes of the files that can be converted with the libraries that are installed, sorted."""
+    """Return the sorted file suffixes that the installed libraries can convert."""
     missing = {converter for converter, module in _MODULES.items() if find_spec(module) is None}
     return sorted(suffix for suffix, converter in _BY_SUFFIX.items() if converter not in missing)

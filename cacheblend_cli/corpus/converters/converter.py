@@ -1,4 +1,4 @@
-"""Interface of converters: bytes of a file to text, or the reason to skip the file."""
+"""Interface of converters: from the bytes of a file to text, or to the reason to skip the file."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from cacheblend_cli.corpus.layout import Converted, Kind, Layout, Mark
 from cacheblend_cli.extras import install_hint
 
 Converter = Callable[[bytes], Converted]
-"""Converts the bytes of a file. Raises NoDocument for a file without text, or one that cannot be read."""
+"""Converts the bytes of a file. Raises NoDocument if the file has no text or cannot be read."""
 
 
 class NoDocument(Exception):
-    """A file that is skipped. reason: in words. group: name to count such files under, by default the reason. unread: it could
-    not be read, so it may be a document. by_rule: files of its kind are not opened."""
+    """Raised for a file to skip."""
 
     def __init__(self, reason: str, group: str = "", *, unread: bool = False, by_rule: bool = False) -> None:
+        """reason: shown to the user.
+        group: label to count similar files under; by default the reason.
+        unread: the file could not be read, so it may be a document.
+        by_rule: a rule says not to open files like this; implies unread.
+        """
         super().__init__(reason)
         self.reason, self.group, self.unread, self.by_rule = reason, group or reason, unread or by_rule, by_rule
 
@@ -28,13 +32,14 @@ _HALF = re.compile("[\ud800-\udfff]")
 _BYTE_ORDER_MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16",
 }  # fmt: skip
-"""UTF-32's first: its little-endian mark begins with UTF-16's."""
+"""Byte order mark -> encoding. UTF-32 comes first, because its little-endian mark begins with that of UTF-16."""
 
 
 def decoded(data: bytes) -> str:
-    """Decode UTF-8, or what the byte order mark says, with "\\n" as line end. Raises NoDocument for other encodings and binary data.
+    """Decode UTF-8, or the encoding of the byte order mark, and convert line ends to "\\n".
 
-    Other encodings are not guessed: a wrong guess would be stored and quoted as if it were the document's text.
+    Raises NoDocument for binary data and other encodings. We do not guess: a wrong guess would be stored and quoted as
+    the document's text.
     """
     charset = next((name for mark, name in _BYTE_ORDER_MARKS.items() if data.startswith(mark)), "UTF-8")
     if charset == "UTF-8" and b"\0" in data:
@@ -51,7 +56,7 @@ def decoded(data: bytes) -> str:
 def joined(
     parts: Iterable[tuple[str, Mark]], kind: Kind = "text", *, apart: bool = False, title: str = "", note: str = ""
 ) -> Converted:
-    """Join parts with an empty line between, and set the marks' starts. Parts without text are dropped."""
+    """Join parts with an empty line in between, and set the starts of their marks. Parts without text are dropped."""
     texts, marks, start = list[str](), list[Mark](), 0
     for text, mark in parts:
         if text := text.strip("\n"):
@@ -63,7 +68,7 @@ def joined(
 
 
 def encodable(converted: Converted) -> Converted:
-    """Replace lone surrogates, which JSON can hold and UTF-8 cannot."""
+    """Replace lone surrogates, which can occur in JSON but not in UTF-8."""
     layout = converted.layout
     marks = tuple(replace(mark, part=_HALF.sub("\ufffd", mark.part)) for mark in layout.marks)
     return Converted(
@@ -73,7 +78,7 @@ def encodable(converted: Converted) -> Converted:
 
 @contextmanager
 def parsing(package: str, what: str) -> Iterator[None]:
-    """Turn a missing library and any error of its parser into NoDocument."""
+    """Convert a missing library, or any error of its parser, to NoDocument."""
     try:
         yield
     except ImportError:

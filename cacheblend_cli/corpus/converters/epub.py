@@ -1,4 +1,4 @@
-"""EPUB: the chapters of a book in reading order, each a page of HTML."""
+"""EPUB: the chapters of a book in reading order. Each chapter is an HTML page."""
 
 from __future__ import annotations
 

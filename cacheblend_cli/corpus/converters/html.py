@@ -1,7 +1,7 @@
 """HTML to Markdown: the main text of a page, without menus, headers, footers and scripts.
 
-selectolax parses. The main text is the page's <main> or <article> if that has much of the text, else the body, without elements
-such as <nav> and <footer>.
+selectolax is the parser. The main text is the <main> or <article> if it has at least 30% of the page's text, else the
+body. Elements such as <nav> and <footer> are dropped.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _NOT_TEXT = [
 ]  # fmt: skip
 _AROUND = "body > header, body > footer, [role=navigation], [role=banner], [role=contentinfo], [role=search], [hidden], a.headerlink"
 _MAIN = "main, [role=main], article"
-_ENOUGH = 0.3  # share of the text that a main part has at least
-_MOST_MAINS = 1000  # main parts that are compared
+_ENOUGH = 0.3  # minimum share of the page's text in a main part
+_MOST_MAINS = 1000  # main parts to compare
 _BLOCKS = frozenset(
     "address article blockquote body center dd details div dl dt fieldset figcaption figure footer h1 h2 h3 h4 h5 h6 header hgroup hr html "
     "li main ol p pre section summary table tbody td tfoot th thead tr ul".split()
 )
 _CHARSET = re.compile(rb"""charset=["']?([\w-]+)""", re.IGNORECASE)
-_DEEPEST = 200  # elements inside one another
+_DEEPEST = 200  # maximum nesting of elements
 
 
 def from_html(data: bytes) -> Converted:
@@ -37,7 +37,7 @@ def from_html(data: bytes) -> Converted:
 
 
 def html_text(page: str) -> Converted:
-    """Convert the main text of a page to Markdown; the title is the page's."""
+    """Convert the main text of a page to Markdown, with the title of the page."""
     from selectolax.lexbor import LexborHTMLParser
 
     tree = LexborHTMLParser(page)
@@ -58,7 +58,7 @@ def html_text(page: str) -> Converted:
 
 
 def _decoded(data: bytes) -> str:
-    """Decode by byte order mark, as UTF-8, by the declared charset, or as browsers do."""
+    """Decode by byte order mark, else as UTF-8, else by the declared charset, else as cp1252 like browsers."""
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         return data.decode("utf-16", "replace")
     try:
@@ -110,7 +110,7 @@ def _block(node: LexborNode, tag: str, depth: int) -> Iterator[str]:
 
 
 def _rows(table: LexborNode) -> Iterator[str]:
-    """The table's own rows, a line each; a table in a cell is part of the cell's text."""
+    """Yield one line per row of the table. A table inside a cell becomes part of the cell's text."""
     for part in table.iter():
         for row in [part] if part.tag == "tr" else part.iter():
             cells = [" ".join(cell.text(separator=" ").split()) for cell in row.iter() if cell.tag in ("td", "th")]
@@ -136,5 +136,5 @@ def _inline(parts: list[str]) -> str:
 
 
 def _collapsed(parts: list[str]) -> str:
-    """Join inline parts: line ends of the source become blanks, those of <br> are marked."""
+    """Join inline parts. Line ends of the source become blanks; <br> becomes "\\0"."""
     return "".join("\0" if part == "\n" else part.replace("\n", " ").replace("\0", " ") for part in parts)

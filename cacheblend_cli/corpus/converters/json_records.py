@@ -25,7 +25,7 @@ def _lines(text: str) -> Iterator[tuple[str, Mark]]:
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise NoDocument(f"line {number} is no JSON", "broken JSON") from error
+                raise NoDocument(f"line {number} is not JSON", "broken JSON") from error
             if isinstance(record, Mapping):
                 yield _record_text(record), Mark(0, _part(record), number)
             else:
@@ -36,7 +36,7 @@ def from_json_records(data: bytes) -> Converted:
     text = decoded(data)
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError):  # of a dialect with comments, maybe: text is text
+    except (ValueError, RecursionError):  # possibly a dialect with comments: read it as text
         return Converted(text, Layout("code"))
     records = _records(value)
     if not records:
@@ -47,7 +47,8 @@ def from_json_records(data: bytes) -> Converted:
 
 
 def _records(value: Any) -> list[Mapping[str, Any]]:
-    """Return the records of a list, of an object with a single list, or the object itself; [] if they have no text."""
+    """Return the records of a list or of an object with a single list, else the object itself; [] if any has no
+    text."""
     if isinstance(value, Mapping) and not _field(value, _TEXT):
         lists = [inner for inner in value.values() if isinstance(inner, list)]
         value = lists[0] if len(lists) == 1 else None
@@ -57,7 +58,7 @@ def _records(value: Any) -> list[Mapping[str, Any]]:
 
 
 def _record_text(record: Mapping[str, Any]) -> str:
-    """Return the title as a heading and the text; all fields for a record without text."""
+    """Return the title as a heading, and the text. A record without text gives all its fields."""
     text, title = _field(record, _TEXT), _field(record, _TITLE)
     if not text:
         return "\n".join(f"{name}: {_plain(value)}" for name, value in record.items())
@@ -70,7 +71,7 @@ def _part(record: Mapping[str, Any]) -> str:
 
 
 def _field(record: Mapping[str, Any], names: tuple[str, ...]) -> str:
-    """Return the first non-blank text field of these names, else ""."""
+    """Return the first non-blank text field among `names`, else ""."""
     return next((record[n] for n in names if isinstance(record.get(n), str) and record[n].strip()), "")
 
 

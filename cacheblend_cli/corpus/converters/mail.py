@@ -15,7 +15,7 @@ _HEADERS = ("From", "To", "Cc", "Date")
 
 def from_mail(data: bytes) -> Converted:
     message = message_from_bytes(data, policy=default)
-    assert isinstance(message, EmailMessage)  # which that policy makes
+    assert isinstance(message, EmailMessage)  # the default policy's message class
     if not message.keys():
         raise NoDocument("not an e-mail", "broken e-mails")
     subject = " ".join(str(message["Subject"] or "").split())
@@ -33,6 +33,6 @@ def _body(message: EmailMessage) -> str:
         return ""
     try:
         content = str(part.get_content())
-    except (LookupError, ValueError, AssertionError):  # an encoding nobody knows
+    except (LookupError, ValueError, AssertionError):  # unknown or wrong encoding
         content = (part.get_payload(decode=True) or b"").decode("utf-8", "replace")  # type: ignore[union-attr]
     return html_text(content).text if part.get_content_subtype() == "html" else content

@@ -1,4 +1,5 @@
-"""Word, PowerPoint and Excel files, by mammoth, python-pptx and openpyxl; and their ZIP archives, with a limit on the unpacked size."""
+"""Word, PowerPoint and Excel files, read with mammoth, python-pptx and openpyxl. The unpacked size of their ZIP is
+limited."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from cacheblend_cli.corpus.converters.html import html_text
 from cacheblend_cli.corpus.converters.tables import row_text
 from cacheblend_cli.corpus.layout import Converted, Mark
 
-_MOST = 512 << 20  # bytes unpacked
-_MOST_ROWS = 1 << 20  # of a sheet in Excel
+_MOST = 512 << 20  # maximum unpacked bytes
+_MOST_ROWS = 1 << 20  # maximum rows of an Excel sheet
 
 
 def opened(data: bytes, what: str) -> zipfile.ZipFile:
-    """Open the archive. Raises NoDocument if it is not a ZIP archive or unpacks to too much."""
+    """Open the archive. Raises NoDocument if it is not a ZIP archive or is too large unpacked."""
     try:
         archive = zipfile.ZipFile(io.BytesIO(data))
     except (zipfile.BadZipFile, ValueError, OSError) as error:
@@ -28,7 +29,7 @@ def opened(data: bytes, what: str) -> zipfile.ZipFile:
 
 
 def from_docx(data: bytes) -> Converted:
-    """Headings, lists and tables, without pictures. A .docx has no page ends."""
+    """Convert headings, lists, tables and text, without pictures. A .docx has no page breaks."""
     with parsing("mammoth", what := "a Word document"):
         import mammoth
 
@@ -42,7 +43,7 @@ def _no_image(image: Any) -> list[Any]:
 
 
 def from_pptx(data: bytes) -> Converted:
-    """Text, tables and notes of each slide."""
+    """Convert the text, tables and notes of each slide."""
     with parsing("python-pptx", what := "a presentation"):
         from pptx import Presentation
 
@@ -75,7 +76,7 @@ def _shape(shape: Any) -> Iterator[str]:
 
 
 def from_xlsx(data: bytes) -> Converted:
-    """A line a row of each sheet, with the values that formulas had when the file was saved."""
+    """Convert each row of each sheet to one line. Formulas have the values that were saved with the file."""
     with parsing("openpyxl", what := "a workbook"):
         from openpyxl import load_workbook
 
@@ -88,7 +89,7 @@ def from_xlsx(data: bytes) -> Converted:
 def _rows(sheet: Any) -> Iterator[str]:
     names: list[str] | None = None
     for number, values in enumerate(sheet.iter_rows(values_only=True), 1):
-        if number > _MOST_ROWS:  # rows that are not in the file are counted, too
+        if number > _MOST_ROWS:  # the count includes rows missing in the file
             raise NoDocument(f"a sheet has more than {_MOST_ROWS:,} rows", "damaged or locked")
         row = ["" if value is None else str(value) for value in values]
         if any(cell.strip() for cell in row):

@@ -1,4 +1,4 @@
-"""PDF, by pypdf, page by page. Pages without text (scans) are reported."""
+"""PDF, read page by page with pypdf. Pages without text (scans) are reported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def from_pdf(data: bytes) -> Converted:
         from pypdf import PdfReader
         from pypdf.errors import DependencyError, FileNotDecryptedError
 
-        logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it warns of much that does not matter
+        logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it warns about many harmless things
         try:
             reader = PdfReader(io.BytesIO(data))
             pages = [_text(page) for page in reader.pages]

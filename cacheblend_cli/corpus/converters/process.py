@@ -1,7 +1,9 @@
-"""A process that converts files within limits of memory and CPU time, so that a hostile or broken file ends it and not its caller.
+"""Convert files in a separate process with memory and CPU limits. A hostile or broken file kills that process, not the
+caller.
 
-Parsers of PDF, Office, HTML and e-mail take hours or all memory for some files of a few kilobytes. `ConverterProcess` sends a
-file's bytes to `python -m` this module and receives the text; only plain text is decoded in the caller's own process.
+Parsers of PDF, Office, HTML and e-mail can take hours or all memory for some files of a few kilobytes.
+`ConverterProcess` sends the bytes of a file to `python -m` this module and receives the text. Only plain text is
+decoded in the caller's process.
 """
 
 from __future__ import annotations
@@ -25,20 +27,19 @@ from cacheblend_cli.corpus.layout import Converted
 
 MIB = 1 << 20
 _SIZE = 8
-"""Bytes that hold a message's length."""
+"""Bytes of a message's length field."""
 _KEPT_MIB = 512
-"""Resident memory with which the process goes on to the next file."""
+"""Peak resident memory (MiB) above which the process ends after a file."""
 
 
 class ConversionLimits(msgspec.Struct, frozen=True):
-    """What converting a file may take, for a file of `size` bytes. seconds: CPU time, and seconds_per_mib more for each MiB of it.
-    memory: address space in bytes, and memory_per_byte more for each byte. characters: of the text."""
+    """Limits for converting one file."""
 
-    seconds: float = 120
-    seconds_per_mib: float = 10
-    memory: int = 1 << 30
-    memory_per_byte: int = 8
-    characters: int = 64 * MIB
+    seconds: float = 120  # CPU time
+    seconds_per_mib: float = 10  # additional CPU time per MiB of the file
+    memory: int = 1 << 30  # address space, bytes
+    memory_per_byte: int = 8  # additional address space per byte of the file
+    characters: int = 64 * MIB  # of the converted text
 
     def seconds_for(self, size: int) -> float:
         return self.seconds + self.seconds_per_mib * size / MIB
@@ -54,17 +55,18 @@ class _Job(msgspec.Struct):
 
 
 class _Result(msgspec.Struct):
-    """converted, or the reason for none. ends: the process ends after it, to give its memory back."""
+    """Converted text, or the arguments of a NoDocument."""
 
     converted: Converted | None = None
     reason: str = ""
     group: str = ""
     unread: bool = False
-    ends: bool = False
+    ends: bool = False  # the process should end now, to free its memory
 
 
 class ConverterProcess:
-    """Converts files in another process, which starts with the first file that needs it and ends with this object."""
+    """Converts files in another process. The process starts with the first file that needs it and ends with this
+    object."""
 
     def __init__(self, limits: ConversionLimits | None = None) -> None:
         self._limits = limits or ConversionLimits()
@@ -73,7 +75,8 @@ class ConverterProcess:
         self._owner = 0
 
     def convert(self, name: str, data: bytes) -> Converted:
-        """Convert the bytes of a file; its name says what kind it is, an unknown one is plain text. Raises NoDocument."""
+        """Convert the bytes of a file. The name selects the converter; unknown names are plain text. Raises
+        NoDocument."""
         converter = converter_of(name) or from_plain
         if converter in PLAIN:
             return converter(data)
@@ -101,7 +104,7 @@ class ConverterProcess:
         return answer.converted
 
     def _refusal(self, status: int, size: int) -> NoDocument:
-        """The reason for which the process has ended without an answer."""
+        """Return the error for a process that ended without an answer."""
         if status == -signal.SIGPROF:
             seconds = self._limits.seconds_for(size)
             return NoDocument(
@@ -111,8 +114,8 @@ class ConverterProcess:
         return NoDocument(f"its converter crashed ({how}); store its text instead", "damaged or locked")
 
     def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._owner != os.getpid():  # a fork's pipes are its parent's
-            # -P: a module in the current directory, which may be one of documents, is not imported
+        if self._process is None or self._owner != os.getpid():  # after a fork the pipes belong to the parent
+            # -P: do not import modules from the current directory, which may be a folder of documents
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__],
                 stdin=subprocess.PIPE,
@@ -129,7 +132,7 @@ class ConverterProcess:
 
 
 def _ended(process: subprocess.Popen[bytes]) -> int:
-    """Close the process's pipes, upon which it ends, and return its exit status."""
+    """Close the process's pipes, which ends it, and return its exit status."""
     for pipe in (process.stdin, process.stdout):
         with suppress(OSError):
             if pipe is not None:
@@ -144,7 +147,7 @@ def _send(stream: IO[bytes], message: bytes) -> None:
 
 
 def _receive(stream: IO[bytes]) -> bytes:
-    """Raises EOFError at the stream's end."""
+    """Read one message. Raises EOFError at the end of the stream."""
     head = stream.read(_SIZE)
     message = stream.read(int.from_bytes(head, "big")) if len(head) == _SIZE else b""
     if not head or len(message) != int.from_bytes(head, "big"):
@@ -153,7 +156,7 @@ def _receive(stream: IO[bytes]) -> bytes:
 
 
 def _convert(job: _Job) -> _Result:
-    """Convert within the limits. SIGPROF ends the process when the CPU time is over, in C code, too."""
+    """Convert within the limits. SIGPROF ends the process when its CPU time is used up, even inside C code."""
     memory = job.limits.memory_for(len(job.data))
     converter = converter_of(job.name)
     assert converter is not None
@@ -179,7 +182,7 @@ def _convert(job: _Job) -> _Result:
 
 
 def peak_mib() -> float:
-    """Peak resident memory of this process in MiB."""
+    """Return the peak resident memory of this process in MiB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (MIB if sys.platform == "darwin" else 1 << 10)
 

@@ -1,4 +1,4 @@
-"""Tables: one line for each row, with column names before the values, so that a row can be read on its own."""
+"""Tables: one line per row, with column names before the values, so that each row can be understood alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LONGEST_CELL = 16 << 20
 
 
 def from_csv(data: bytes) -> Converted:
-    """The delimiter is found out from the first lines: comma, semicolon, tab or bar."""
+    """Convert a table. The delimiter (comma, semicolon, tab or bar) is detected from the first lines."""
     text = decoded(data)
     return _table(text, _delimiter(text))
 
@@ -32,7 +32,7 @@ def _table(text: str, delimiter: str) -> Converted:
 
 
 def _lines(text: str, delimiter: str) -> Iterator[tuple[str, int]]:
-    """The rows as text, each with the line of the file it begins in."""
+    """Yield (text, line in the file) of each row."""
     csv.field_size_limit(_LONGEST_CELL)
     reader = csv.reader(io.StringIO(text), delimiter=delimiter, strict=False)
     names: Sequence[str] | None = None
@@ -51,7 +51,7 @@ def _lines(text: str, delimiter: str) -> Iterator[tuple[str, int]]:
 
 
 def row_text(names: Sequence[str], row: Sequence[str]) -> str:
-    """ "name: Ada, city: Bergen"; a value beyond the named columns stands alone, an empty one is left out."""
+    """Return "name: Ada, city: Bergen". Values without a column name stand alone; empty ones are left out."""
     cells = [" ".join(cell.split()) for cell in row]
     named = (f"{names[i]}: {cell}" if i < len(names) and names[i] else cell for i, cell in enumerate(cells) if cell)
     return ", ".join(named)

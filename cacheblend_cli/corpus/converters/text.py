@@ -1,4 +1,4 @@
-"""Files that are text already: prose and source code. Their lines are the file's."""
+"""Files that are already text: prose and source code. Lines of the text are lines of the file."""
 
 from __future__ import annotations
 
