@@ -78,11 +78,11 @@ def steps_of(folder: Path, precision: str, store_folder: Path, tokens: int) -> t
     from cacheblend_store import ChunkStore
 
     from cacheblend_cli.engine.config import EngineConfig
-    from cacheblend_cli.engine.core import EngineCore, admit
+    from cacheblend_cli.engine.core.core import EngineCore, admit
+    from cacheblend_cli.engine.core.pools import pool_for
+    from cacheblend_cli.engine.core.sequence import RequestState
     from cacheblend_cli.engine.events import Limits
-    from cacheblend_cli.engine.pools import pool_for
     from cacheblend_cli.engine.runtime import Runtime
-    from cacheblend_cli.engine.sequence import RequestState
     from cacheblend_cli.evaluation.speed import Layout, SpeedPrompt, even_lengths, ordinary_ids, random_ids
     from cacheblend_cli.types import BlendParams, SamplingParams
 
@@ -114,9 +114,10 @@ def measure(folder: Path, precision: str, tokens: int, counted: bool) -> dict[st
     from cacheblend_kernels.torch_backend import TorchBackend
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from cacheblend_cli.engine import decode, output_processor
-    from cacheblend_cli.engine.output_processor import OutputProcessor
-    from cacheblend_cli.engine.scheduler import Scheduler
+    from cacheblend_cli.engine.core import output_processor
+    from cacheblend_cli.engine.core.output_processor import OutputProcessor
+    from cacheblend_cli.engine.core.scheduler import Scheduler
+    from cacheblend_cli.engine.worker import decode
     from cacheblend_cli.model import linear
 
     class Operations(TorchDispatchMode):

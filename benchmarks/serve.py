@@ -35,8 +35,8 @@ from serve_novel import measure_novel, write_novel
 from serve_report import table
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
-from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.core.async_engine import AsyncEngine
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Done, Event, Failed, Limits
 from cacheblend_cli.engine.request.resolve import Request, resolve

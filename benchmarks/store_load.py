@@ -25,7 +25,7 @@ from torch import Tensor
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk as TextChunk
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.measured_prefill import prefill
+from cacheblend_cli.engine.core.measured_prefill import prefill
 from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.kv.loading import make_loader

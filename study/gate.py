@@ -23,13 +23,13 @@ from sets import spellable_samples
 from torch import Tensor
 
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.decode import DecodeRunner
+from cacheblend_cli.engine.core.fidelity import teacher_forced
+from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
+from cacheblend_cli.engine.core.risk import fit_risk, signals_of
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.fidelity import teacher_forced
-from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.resolve import Request, resolve
-from cacheblend_cli.engine.risk import fit_risk, signals_of
 from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.worker.decode import DecodeRunner
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.continuation import Continuation, generate
 from cacheblend_cli.evaluation.risk import answer_risks

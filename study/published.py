@@ -21,7 +21,7 @@ from cacheblend_cli.blend.evidence import BeforeLayers
 from cacheblend_cli.blend.prefill import BlendSteps
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import SELECTORS, Candidates, Evidence, choose
-from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
+from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.evaluation.settings import Prefill, Setting

@@ -31,9 +31,9 @@ from torch import Tensor
 from cacheblend_cli.blend.evidence import attention_peaks
 from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.blend.selectors import Candidates
+from cacheblend_cli.engine.core.fidelity import divergence, log_distribution, teacher_forced
+from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.fidelity import divergence, log_distribution, teacher_forced
-from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.evaluation.bootstrap import Bootstrap, difference, mean
 from cacheblend_cli.evaluation.chunks import SampleChunks

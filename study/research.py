@@ -17,7 +17,7 @@ from cacheblend_cli.blend.corrections import CORRECTIONS, old_kv
 from cacheblend_cli.blend.evidence import AtCheckLayer, BeforeLayers, Look, attention_weights, run_fresh
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import SELECTORS, Candidates, Evidence, choose
-from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
+from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
 from cacheblend_cli.evaluation.settings import Prefill
 from cacheblend_cli.kv.forward import finish, run_layers, write_kv
 from cacheblend_cli.kv.rows import rows_of

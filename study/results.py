@@ -20,8 +20,8 @@ from cacheblend_store import ChunkStore
 from settings import DEFAULT
 
 from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.core.measured_prefill import prefill
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.evaluation.bootstrap import Bootstrap, Column, Interval, difference, mean
 from cacheblend_cli.evaluation.chunks import SampleChunks

@@ -13,7 +13,7 @@ from research import MeanShift
 from torch import Tensor
 
 from cacheblend_cli.blend.corrections import CORRECTIONS, old_kv
-from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
+from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
 from cacheblend_cli.evaluation.settings import Prefill
 from cacheblend_cli.kv import forward
 from cacheblend_cli.kv.rows import Rows

@@ -25,11 +25,11 @@ from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.decode import CAPTURABLE, DecodeRunner, EagerRunner, GraphRunner
-from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
-from cacheblend_cli.engine.memory import DeviceMemory
+from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.worker.decode import CAPTURABLE, DecodeRunner, EagerRunner, GraphRunner
+from cacheblend_cli.engine.worker.memory import DeviceMemory
 from cacheblend_cli.kv.loader import NothingToLoad
 from cacheblend_cli.kv.loading import make_loader
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt

@@ -22,21 +22,21 @@ from cacheblend_store import ChunkStore
 
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.texts import Putting, document_of, put_name
-from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.core.async_engine import AsyncEngine
+from cacheblend_cli.engine.core.sequence import RequestState
+from cacheblend_cli.engine.core.sequence_output import SequenceOutput
+from cacheblend_cli.engine.core.single import answer_one
 from cacheblend_cli.engine.events import Done, EngineStats, Event, Failed, Limits, OnEvent, Text, ignore
-from cacheblend_cli.engine.outer_ranks import outer_ranks
 from cacheblend_cli.engine.profile import own_blend
-from cacheblend_cli.engine.rank_worker import serve_rank
+from cacheblend_cli.engine.ranks.outer_ranks import outer_ranks
+from cacheblend_cli.engine.ranks.rank_worker import serve_rank
 from cacheblend_cli.engine.request.dry_run import plan
 from cacheblend_cli.engine.request.resolve import Request, resolve
 from cacheblend_cli.engine.request.retrieval import Retrieved, retrieve
 from cacheblend_cli.engine.request.stored_chunks import StoredChunks
 from cacheblend_cli.engine.runtime import Runtime, Say, load_worker_model
 from cacheblend_cli.engine.sampling import Draw, as_the_model, draws_of
-from cacheblend_cli.engine.sequence import RequestState
-from cacheblend_cli.engine.sequence_output import SequenceOutput
-from cacheblend_cli.engine.single import answer_one
 from cacheblend_cli.errors import CacheBlendError, QueueFull, UsageError
 from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.loading import LoadedModel

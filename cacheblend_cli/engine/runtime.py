@@ -18,14 +18,14 @@ from cacheblend_store import ChunkStore
 from cacheblend_store.format.blobs import CODECS
 
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.decode import DecodeRunner, EagerRunner
 from cacheblend_cli.engine.decode_with import decode_with
 from cacheblend_cli.engine.detokenizer import CLOSING_ROOM
-from cacheblend_cli.engine.driver import Driver, config_of_ranks
 from cacheblend_cli.engine.grammar import form_tokenizer
-from cacheblend_cli.engine.memory import DeviceMemory, reserve
-from cacheblend_cli.engine.outer_ranks import num_ranks
-from cacheblend_cli.engine.rank_group import group_of, rank_device
+from cacheblend_cli.engine.ranks.driver import Driver, config_of_ranks
+from cacheblend_cli.engine.ranks.outer_ranks import num_ranks
+from cacheblend_cli.engine.ranks.rank_group import group_of, rank_device
+from cacheblend_cli.engine.worker.decode import DecodeRunner, EagerRunner
+from cacheblend_cli.engine.worker.memory import DeviceMemory, reserve
 from cacheblend_cli.errors import PromptTooLong
 from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.kv.generic_check import check_once

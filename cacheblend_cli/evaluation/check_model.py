@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.demo import handbook_dir
+from cacheblend_cli.engine.core.measured_prefill import prefill
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.model.adapter import LoraAdapter
 from cacheblend_cli.model.checkpoint import quantisation_of, tensor_source

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cacheblend_cli.engine.decode import DecodeRunner
+from cacheblend_cli.engine.core.measured_prefill import Prefilled
+from cacheblend_cli.engine.core.sequence_output import SequenceOutput
 from cacheblend_cli.engine.events import OnEvent, ignore
-from cacheblend_cli.engine.measured_prefill import Prefilled
+from cacheblend_cli.engine.generation import Generation
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sequence_output import Generation, SequenceOutput
+from cacheblend_cli.engine.worker.decode import DecodeRunner
 from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.types import SamplingParams
 

@@ -10,8 +10,8 @@ from typing import Any
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.collect.settings import CollectSettings
+from cacheblend_cli.engine.core.measured_prefill import prefill
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.evaluation.chunks import SampleChunks

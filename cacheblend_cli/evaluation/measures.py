@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cacheblend_cli.engine.fidelity import Divergence, divergence, log_distribution, teacher_forced
-from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
+from cacheblend_cli.engine.core.fidelity import Divergence, divergence, log_distribution, teacher_forced
+from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
+from cacheblend_cli.engine.core.risk import signals_of
 from cacheblend_cli.engine.request.resolve import Request
-from cacheblend_cli.engine.risk import signals_of
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.evaluation.continuation import Continuation, generate
 from cacheblend_cli.evaluation.settings import Prefill
@@ -65,7 +65,7 @@ class Reference:
 class Measured:
     """A setting's greedy answer, its likelihood of the reference answer, and its distance from full prefill. Errors are relative
     RMSEs, one per layer: of K and V over the chunks' tokens, of the attention output over the rows that predict the answer's
-    tokens. signals: of these tokens, see engine/risk.py."""
+    tokens. signals: of these tokens, see engine/core/risk.py."""
 
     prefilled: Prefilled
     ttft_s: float

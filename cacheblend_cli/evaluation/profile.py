@@ -14,9 +14,9 @@ from cacheblend_store import ChunkStore
 from torch import Tensor
 
 from cacheblend_cli.corpus.vectors import sentences_of
+from cacheblend_cli.engine.core.fidelity import divergence, log_distribution, teacher_forced
+from cacheblend_cli.engine.core.measured_prefill import prefill
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.fidelity import divergence, log_distribution, teacher_forced
-from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.profile import Distance, Profile, conditions, stored_codec
 from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.engine.runtime import Runtime

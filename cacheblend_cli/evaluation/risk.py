@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cacheblend_cli.engine.core.risk import RiskFile, RiskFit, fit_risk
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.risk import RiskFile, RiskFit, fit_risk
 from cacheblend_cli.evaluation.records import Record
 from cacheblend_cli.evaluation.settings import Setting
 

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
-from cacheblend_cli.engine.measured_prefill import AutoPrefill as AutoPrefill
-from cacheblend_cli.engine.measured_prefill import Prefilled
+from cacheblend_cli.engine.core.measured_prefill import AutoPrefill as AutoPrefill
+from cacheblend_cli.engine.core.measured_prefill import Prefilled
 from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.types import BlendParams
 
 
 class Prefill(Protocol):
-    """Fills a prompt's KV: `cacheblend_cli.engine.measured_prefill.prefill`, or a variant of it."""
+    """Fills a prompt's KV: `cacheblend_cli.engine.core.measured_prefill.prefill`, or a variant of it."""
 
     def __call__(self, runtime: Runtime, request: Request, *, headroom: int = 0) -> Prefilled: ...
 

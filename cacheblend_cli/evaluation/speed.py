@@ -15,7 +15,7 @@ from torch import Tensor
 from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk
-from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
+from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.resolve import Request, resolve
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.evaluation.continuation import Continuation, generate

@@ -33,7 +33,7 @@ class ChunkUse:
     """Use of one chunk of the prompt. recomputed: its tokens whose KV was computed in the last layers. start: its
     first position. place, headings: where in the source a reader finds it, see the store's Locator. rank: its place
     among the chunks that were searched, from 1, None if it was named. attention: its share of the answer's attention to all
-    chunks, None if that was not watched (see engine/attention.py)."""
+    chunks, None if that was not watched (see engine/worker/attention.py)."""
 
     id: str
     source: str

@@ -239,7 +239,7 @@ def test_verify_says_where_the_answers_part(cli: Cli, stored: list[str]) -> None
 def test_an_answer_that_repeats_itself_is_stopped_and_that_is_said(
     cli: Cli, stored: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cacheblend_cli.engine.sequence_output.repeats_itself", lambda ids: len(ids) == 8)
+    monkeypatch.setattr("cacheblend_cli.engine.core.sequence_output.repeats_itself", lambda ids: len(ids) == 8)
     ask = ("ask", "who?", "--chunks", stored[0], "--max-tokens", "12")
     assert "the answer repeated itself and was stopped; --no-stop-repetition lets it go on" in cli(*ask).err
     [record] = cli(*ask, "--json").records

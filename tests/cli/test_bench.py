@@ -13,7 +13,7 @@ import pytest
 
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.memory import reserve
+from cacheblend_cli.engine.worker.memory import reserve
 from cacheblend_cli.evaluation.bench import bench, layout_of
 from cacheblend_cli.evaluation.settings import Setting
 from cacheblend_cli.evaluation.speed import ceiling, in_turn, ordinary_ids

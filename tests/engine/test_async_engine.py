@@ -11,10 +11,10 @@ import pytest
 from houses import SAMPLING, WAIT_S, House, Listener, open_house
 
 from cacheblend_cli.collect.collector import Collector
-from cacheblend_cli.engine.async_engine import AsyncEngine
+from cacheblend_cli.engine.core.async_engine import AsyncEngine
+from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.events import Done, Event, Failed, Limits, Started, Text
 from cacheblend_cli.engine.request.resolve import Request
-from cacheblend_cli.engine.sequence import RequestState
 from cacheblend_cli.errors import NotFoundError, QueueFull, UsageError
 from cacheblend_cli.types import AskRequest, BlendParams
 
@@ -225,7 +225,7 @@ def test_the_engines_thread_makes_the_device_its_own(house: House, monkeypatch: 
     """A GPU that is current is so for one thread, and events and graphs that name none are the current one's."""
     made: list[tuple[str, object]] = []
     monkeypatch.setattr(
-        "cacheblend_cli.engine.async_engine.make_current",
+        "cacheblend_cli.engine.core.async_engine.make_current",
         lambda device: made.append((threading.current_thread().name, device)),
     )
     AsyncEngine(house.engine.runtime).close()

@@ -13,9 +13,9 @@ from checkpoints import WORDS, write_checkpoint
 from transformers import AutoModelForCausalLM
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
-from cacheblend_cli.engine.attention import EVERY, _weights
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.worker.attention import EVERY, _weights
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 

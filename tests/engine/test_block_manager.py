@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cacheblend_cli.engine.block_manager import BlockManager
+from cacheblend_cli.engine.core.block_manager import BlockManager
 from cacheblend_cli.kv.block_allocator import Allocation
 from cacheblend_cli.kv.block_table import BlockTable
 from cacheblend_cli.kv.pool import KVPool, PagedSequence

@@ -9,7 +9,7 @@ import pytest
 from hearing import pieces_to
 from houses import House, Listener, open_house
 
-from cacheblend_cli.engine.async_engine import AsyncEngine
+from cacheblend_cli.engine.core.async_engine import AsyncEngine
 from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.types import AskOptions, BlendParams, SamplingParams

@@ -13,10 +13,10 @@ from decoding import decode_one_token
 from hearing import pieces_to
 
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.decode import DecodeRunner, EagerRunner, GraphRunner, bucket, make_runner
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.generation import Generation
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sequence_output import Generation
+from cacheblend_cli.engine.worker.decode import DecodeRunner, EagerRunner, GraphRunner, bucket, make_runner
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.evaluation.continuation import Continuation, generate
 from cacheblend_cli.kv.forward import forward

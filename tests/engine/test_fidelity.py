@@ -12,8 +12,8 @@ from checkpoints import write_checkpoint
 from decoding import decode_one_token
 
 from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.core.fidelity import divergence, log_distribution, teacher_forced
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.fidelity import divergence, log_distribution, teacher_forced
 from cacheblend_cli.kv.forward import Observer, forward
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
 from cacheblend_cli.kv.rows import rows_of

@@ -10,9 +10,9 @@ import torch
 from hearing import pieces_to
 from houses import House, Listener, open_house
 
-from cacheblend_cli.engine.async_engine import AsyncEngine
+from cacheblend_cli.engine.core.async_engine import AsyncEngine
+from cacheblend_cli.engine.core.risk import SIGNALS, RiskFile, RiskFit, fit_risk, signals_of
 from cacheblend_cli.engine.events import Failed, Limits
-from cacheblend_cli.engine.risk import SIGNALS, RiskFile, RiskFit, fit_risk, signals_of
 from cacheblend_cli.errors import CacheBlendError, UsageError
 from cacheblend_cli.types import Answer, AskRequest, BlendParams
 

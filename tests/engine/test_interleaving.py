@@ -9,10 +9,10 @@ from itertools import pairwise
 import pytest
 from houses import Bench, House, Listener, ids_of, open_house
 
-from cacheblend_cli.engine.controller import controller_of
+from cacheblend_cli.engine.auto.controller import controller_of
+from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.events import Done, Limits, Text
-from cacheblend_cli.engine.prefill import PrefillState
-from cacheblend_cli.engine.sequence import RequestState
+from cacheblend_cli.engine.worker.prefill import PrefillState
 from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.types import AskRequest, BlendParams
 
@@ -135,7 +135,7 @@ def test_a_chunk_that_turns_bad_during_the_pause_is_computed(house: House) -> No
 
 def test_the_machine_is_measured_at_the_first_auto(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     house.engine.runtime.controllers.clear()
-    monkeypatch.setattr("cacheblend_cli.engine.speeds.SpeedFile.read", lambda file: None)
+    monkeypatch.setattr("cacheblend_cli.engine.auto.speeds.SpeedFile.read", lambda file: None)
     bench = Bench(house, LIMITS)
     streaming, _ = bench.arrive(house.question("what keeps the parrot?", max_tokens=20))
     until_text(bench, streaming)

@@ -24,13 +24,13 @@ from cacheblend_cli.engine.connectors import llama_choice
 from cacheblend_cli.engine.connectors.llama_choice import DecodeSpeeds, llama_engine
 from cacheblend_cli.engine.connectors.llama_cpp import LlamaCpp
 from cacheblend_cli.engine.connectors.llama_library import LlamaError, library
+from cacheblend_cli.engine.core.fidelity import divergence, log_distribution
+from cacheblend_cli.engine.core.measured_prefill import prefill
+from cacheblend_cli.engine.core.sequence import Status
 from cacheblend_cli.engine.decode_with import DecodeWith, decode_with
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Limits
-from cacheblend_cli.engine.fidelity import divergence, log_distribution
-from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.request.resolve import resolve
-from cacheblend_cli.engine.sequence import Status
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.kv.export import export
 from cacheblend_cli.model import read_ahead

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from cacheblend_cli.blend.corrections import Regression
 from cacheblend_cli.collect import prefill as collect
-from cacheblend_cli.engine import slices
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.memory import Profile, blocks_that_fit, measure, reserve, warm_up
+from cacheblend_cli.engine.worker import slices
+from cacheblend_cli.engine.worker.memory import Profile, blocks_that_fit, measure, reserve, warm_up
 from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.model.device import check_room

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from houses import SAMPLING, Bench, House, ids_of, open_house
 
+from cacheblend_cli.engine.core.full_check import Check
+from cacheblend_cli.engine.core.risk import SIGNALS, RiskFile, RiskFit
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Limits
-from cacheblend_cli.engine.full_check import Check
-from cacheblend_cli.engine.risk import SIGNALS, RiskFile, RiskFit
 from cacheblend_cli.types import Answer, AskOptions, AskRequest, BlendParams
 
 FULL, BLEND = BlendParams(mode="full"), BlendParams(ratio=0.3)

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from houses import SAMPLING, Bench, House, Listener, ids_of, open_house
 
+from cacheblend_cli.engine.core.sequence import Status
 from cacheblend_cli.engine.events import Failed, Limits
-from cacheblend_cli.engine.prefill import PrefillOutput
-from cacheblend_cli.engine.sequence import Status
+from cacheblend_cli.engine.worker.prefill import PrefillOutput
 from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 

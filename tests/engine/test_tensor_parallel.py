@@ -25,14 +25,14 @@ from parity import PROMPT, QUESTION, write_documents
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.collect.precompute import PrecomputeOptions
-from cacheblend_cli.engine import driver, rank_group, rank_worker
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.driver import LoadModel, OtherRankFailed
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Limits
-from cacheblend_cli.engine.outer_ranks import TORCHRUN, outer_ranks
-from cacheblend_cli.engine.rank_group import RankGroup
-from cacheblend_cli.engine.rank_worker import Begin
+from cacheblend_cli.engine.ranks import driver, rank_group, rank_worker
+from cacheblend_cli.engine.ranks.driver import LoadModel, OtherRankFailed
+from cacheblend_cli.engine.ranks.outer_ranks import TORCHRUN, outer_ranks
+from cacheblend_cli.engine.ranks.rank_group import RankGroup
+from cacheblend_cli.engine.ranks.rank_worker import Begin
 from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.model.families import read_spec, spec_from_config
 from cacheblend_cli.model.parallel import Shard, check_divisible

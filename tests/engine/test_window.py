@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from houses import Bench, House, ids_of, open_house
 
+from cacheblend_cli.engine.core.sequence import Status
 from cacheblend_cli.engine.events import Limits
-from cacheblend_cli.engine.sequence import Status
 from cacheblend_cli.types import BlendParams
 
 WINDOW, SIZE = 24, 16

@@ -13,14 +13,14 @@ import torch
 from houses import Bench, House, open_house
 from torch import Tensor
 
-from cacheblend_cli.engine import pools
-from cacheblend_cli.engine.decode import BatchRunner
+from cacheblend_cli.engine.core import pools
+from cacheblend_cli.engine.core.measured_prefill import prefill
+from cacheblend_cli.engine.core.sequence import Status
 from cacheblend_cli.engine.events import Limits
-from cacheblend_cli.engine.measured_prefill import prefill
-from cacheblend_cli.engine.memory import DeviceMemory
-from cacheblend_cli.engine.prefill import PrefillInput, PrefillOutput
-from cacheblend_cli.engine.sequence import Status
-from cacheblend_cli.engine.worker import DecodeInput, DecodeOutput, TableInput, Worker
+from cacheblend_cli.engine.worker.decode import BatchRunner
+from cacheblend_cli.engine.worker.memory import DeviceMemory
+from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillOutput
+from cacheblend_cli.engine.worker.worker import DecodeInput, DecodeOutput, TableInput, Worker
 from cacheblend_cli.kv.export import export
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.source import KVSource

@@ -28,7 +28,7 @@ from cacheblend_cli.blend.selectors import make_selector
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.memory import warm_up
+from cacheblend_cli.engine.worker.memory import warm_up
 from cacheblend_cli.kv.loader import NothingToLoad
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.model import linear

@@ -15,8 +15,8 @@ from checkpoints import write_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
-from cacheblend_cli.engine import pools
 from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.core import pools
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.kv import loading

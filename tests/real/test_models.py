@@ -22,8 +22,8 @@ from cacheblend_cli.cli.main import run
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.connectors import llama_choice
+from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.model.gguf_files import reader  # noqa: F401 a subclass of GGUFReader: made before that is replaced below
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams

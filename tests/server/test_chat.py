@@ -13,8 +13,8 @@ import pytest
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.client import Client
+from cacheblend_cli.engine.core.risk import SIGNALS, RiskFile, RiskFit
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.risk import SIGNALS, RiskFile, RiskFit
 from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.types import PLAIN, AskRequest, BlendParams, SamplingParams, TextDocument
 

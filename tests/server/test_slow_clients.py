@@ -17,7 +17,7 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.server import ServerState
 
-from cacheblend_cli.engine import async_engine
+from cacheblend_cli.engine.core import async_engine
 from cacheblend_cli.server import run
 from cacheblend_cli.server.connections import ConnectionLimits, LimitedProtocol
 from cacheblend_cli.server.run import LoopErrors

@@ -16,8 +16,8 @@ from checkpoints import WORDS, write_checkpoint
 from cacheblend_cli.blend.corrections import CORRECTIONS
 from cacheblend_cli.blend.selectors import SELECTORS
 from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.evaluate import EvaluateOptions, evaluate

@@ -14,9 +14,9 @@ from cacheblend_store import ChunkStore
 from checkpoints import write_checkpoint
 
 from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.core.fidelity import teacher_forced
+from cacheblend_cli.engine.core.measured_prefill import prefill
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.fidelity import teacher_forced
-from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.request.resolve import Request, resolve
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.samples import Sample, pages

@@ -14,11 +14,11 @@ from checkpoints import WORDS, write_checkpoint
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core import EngineCore
+from cacheblend_cli.engine.core.core import EngineCore
+from cacheblend_cli.engine.core.sequence import RequestState, Status
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Done, Event, Failed, Limits, Text
 from cacheblend_cli.engine.request.resolve import Request
-from cacheblend_cli.engine.sequence import RequestState, Status
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True)

@@ -17,10 +17,10 @@ import torch
 from cacheblend_cli import user_cache
 from cacheblend_cli.engine.connectors.llama_cpp import LlamaCpp
 from cacheblend_cli.engine.connectors.llama_library import LlamaError, installed, library
-from cacheblend_cli.engine.pools import pool_for
+from cacheblend_cli.engine.core.pools import pool_for
+from cacheblend_cli.engine.core.sequence import Sequence
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sequence import Sequence
-from cacheblend_cli.engine.worker import TableInput, Worker
+from cacheblend_cli.engine.worker.worker import TableInput, Worker
 from cacheblend_cli.kv.export import export
 from cacheblend_cli.kv.forward import forward
 from cacheblend_cli.kv.pool import PagedSequence, upload

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cacheblend_cli.engine.controller import decided, kv_bytes
+from cacheblend_cli.engine.auto.controller import decided, kv_bytes
 from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.types import AskPlan

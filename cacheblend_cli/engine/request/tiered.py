@@ -13,8 +13,8 @@ from cacheblend_cli import user_cache
 from cacheblend_cli.blend.cost import Workload, estimate_full
 from cacheblend_cli.collect.collector import PlannedChunk, chunk_manifest, prefix_chunk
 from cacheblend_cli.corpus.chunker import Chunk
+from cacheblend_cli.engine.auto.speeds import SpeedFile, kv_share
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.speeds import SpeedFile, kv_share
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.source import TieredSource
 from cacheblend_cli.prompt.collection import Collection

@@ -13,11 +13,12 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from cacheblend_cli.engine.checks import Checks
-from cacheblend_cli.engine.fidelity import Divergence, divergence, log_distribution
+from cacheblend_cli.engine.core.checks import Checks
+from cacheblend_cli.engine.core.fidelity import Divergence, divergence, log_distribution
+from cacheblend_cli.engine.core.sequence import RequestState, Sequence, Sink
+from cacheblend_cli.engine.core.sequence_output import SequenceOutput
+from cacheblend_cli.engine.generation import Generation
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sequence import RequestState, Sequence, Sink
-from cacheblend_cli.engine.sequence_output import Generation, SequenceOutput
 from cacheblend_cli.types import Confirmation, Risk, Verification
 
 

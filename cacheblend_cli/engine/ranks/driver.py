@@ -13,8 +13,8 @@ import msgspec
 import torch
 
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.memory import DeviceMemory, reserve
-from cacheblend_cli.engine.rank_group import RankGroup
+from cacheblend_cli.engine.ranks.rank_group import RankGroup
+from cacheblend_cli.engine.worker.memory import DeviceMemory, reserve
 from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.model.decoder import Decoder

@@ -12,12 +12,12 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from cacheblend_cli.engine.core import EngineCore
+from cacheblend_cli.engine.core.core import EngineCore
+from cacheblend_cli.engine.core.output_processor import as_public_error
+from cacheblend_cli.engine.core.sequence import RequestState, Status
 from cacheblend_cli.engine.events import Done, EngineStats, Event, Failed, Limits, OnEvent
-from cacheblend_cli.engine.output_processor import as_public_error
 from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sequence import RequestState, Status
 from cacheblend_cli.errors import QueueFull, UsageError
 from cacheblend_cli.model.device import make_current
 from cacheblend_cli.types import Answer

@@ -13,11 +13,11 @@ from bisect import insort
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from cacheblend_cli.engine.block_manager import BlockManager
+from cacheblend_cli.engine.core.block_manager import BlockManager
+from cacheblend_cli.engine.core.sequence import RequestState, RunningPrefill, Sequence, Status, SwappedKV, provenance_of
 from cacheblend_cli.engine.events import EngineStats
-from cacheblend_cli.engine.sequence import RequestState, RunningPrefill, Sequence, Status, SwappedKV, provenance_of
-from cacheblend_cli.engine.slices import short_rows
-from cacheblend_cli.engine.worker import Swap, Worker
+from cacheblend_cli.engine.worker.slices import short_rows
+from cacheblend_cli.engine.worker.worker import Swap, Worker
 from cacheblend_cli.kv.block_allocator import Allocation
 from cacheblend_cli.kv.block_table import BlockTable
 from cacheblend_cli.kv.prefix_cache import Hit

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from cacheblend_cli.collect.prefill import CollectPieces, NewPlace, Places
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.decode import BatchRunner
-from cacheblend_cli.engine.driver import Calibrate, Driver, Drop, LoadModel, OtherRankFailed, Reserve, load_part
-from cacheblend_cli.engine.memory import DeviceMemory, reserve
-from cacheblend_cli.engine.prefill import PrefillInput, PrefillOutput
-from cacheblend_cli.engine.rank_group import STARTED, join
-from cacheblend_cli.engine.worker import DecodeInput, DecodeOutput, TableInput, Worker
+from cacheblend_cli.engine.ranks.driver import Calibrate, Driver, Drop, LoadModel, OtherRankFailed, Reserve, load_part
+from cacheblend_cli.engine.ranks.rank_group import STARTED, join
+from cacheblend_cli.engine.worker.decode import BatchRunner
+from cacheblend_cli.engine.worker.memory import DeviceMemory, reserve
+from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillOutput
+from cacheblend_cli.engine.worker.worker import DecodeInput, DecodeOutput, TableInput, Worker
 from cacheblend_cli.errors import CacheBlendError, ExitCode, UsageError
 from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.kv.export import KVReader

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from cacheblend_cli.engine.core import EngineCore, admit
+from cacheblend_cli.engine.core.core import EngineCore, admit
+from cacheblend_cli.engine.core.pools import pool_for
+from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.events import Done, Failed, Limits, OnEvent
-from cacheblend_cli.engine.pools import pool_for
 from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sequence import RequestState
 from cacheblend_cli.types import Answer
 
 _ALONE = Limits(max_sequences=128, enable_prefix_caching=False)  # for one request: all of its answers at once

@@ -5,47 +5,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor
 
-from cacheblend_cli.engine.attention import AttentionShares
 from cacheblend_cli.engine.detokenizer import Detokenizer
 from cacheblend_cli.engine.events import OnEvent, Reasoning, Text, Token, ignore
+from cacheblend_cli.engine.generation import Generation
 from cacheblend_cli.engine.grammar import Grammar, grammar_of
 from cacheblend_cli.engine.repetition import repeats_itself
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import Draw, Sampler, draw_together
+from cacheblend_cli.engine.worker.attention import AttentionShares
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.types import FinishReason, SamplingParams, TokenLogprob
-
-
-@dataclass
-class Generation:
-    """token_ids include the EOS that ended it, and the reasoning; text does not. reasoning_cut: its tokens were used up.
-    first_token_at: perf_counter when it was sampled. attention: of each chunk its share, see engine/attention.py."""
-
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    reasoning: str = ""
-    reasoning_tokens: int = 0
-    reasoning_cut: bool = False
-    finish_reason: FinishReason = "length"
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    first_token_at: float = 0.0
-    decode_s: float = 0.0
-    attention: list[float] | None = None
-
-    @property
-    def mean_logprob(self) -> float:
-        """Mean log-probability of the sampled tokens in nats, if log-probabilities were requested."""
-        return sum(p.logprob for p in self.logprobs) / max(1, len(self.logprobs))
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens after the first, over the time after the first."""
-        return (len(self.token_ids) - 1) / self.decode_s if self.decode_s > 0 and len(self.token_ids) > 1 else 0.0
+from cacheblend_cli.types import SamplingParams
 
 
 class SequenceOutput:

@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from cacheblend_cli.engine.outer_ranks import outer_ranks
+from cacheblend_cli.engine.ranks.outer_ranks import outer_ranks
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.model.ranks import RankLost, Ranks
 
@@ -120,7 +120,7 @@ class RankGroup:
     def _start(self, rank: int, port: int) -> subprocess.Popen[bytes]:
         own = loopback() | {"RANK": str(rank), "WORLD_SIZE": str(self.size), "MASTER_ADDR": "127.0.0.1",
                "MASTER_PORT": str(port), "LOCAL_RANK": str(rank), STARTED: "1"}  # fmt: skip
-        command = [sys.executable, "-P", "-m", "cacheblend_cli.engine.rank_worker"]
+        command = [sys.executable, "-P", "-m", "cacheblend_cli.engine.ranks.rank_worker"]
         return subprocess.Popen(command, env=os.environ | own, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
     def _join(self) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 from cacheblend_cli.blend.cost import AutoReport, Speeds, Workload, decide, estimate, estimate_full, learn
 from cacheblend_cli.blend.policy import policy_of
+from cacheblend_cli.engine.auto.speeds import SpeedFile, kv_share, measure_compute
 from cacheblend_cli.engine.prefill_report import PrefillReport
 from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.speeds import SpeedFile, kv_share, measure_compute
 from cacheblend_cli.errors import UsageError
 
 _LOAD_AGAIN = 16  # full prefills in a row

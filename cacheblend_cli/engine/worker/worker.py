@@ -1,6 +1,6 @@
 """Worker: all that runs on a device, behind inputs that are plain data.
 
-An engine's core (`engine/core.py`) schedules, owns blocks and their tables, and chooses tokens. A worker owns weights, the pool's
+An engine's core (`engine/core/core.py`) schedules, owns blocks and their tables, and chooses tokens. A worker owns weights, the pool's
 memory, the loader of stored KV, kernels and decode graphs. What goes in is token ids, positions, block tables, keys of stored KV and
 settings, so that workers on several devices can be given the same; what comes out is logits and figures.
 """
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cacheblend_cli.engine.attention import Watch
-from cacheblend_cli.engine.decode import EagerRunner
-from cacheblend_cli.engine.memory import DeviceMemory
-from cacheblend_cli.engine.prefill import PrefillInput, PrefillOutput, PrefillState, advance_together
+from cacheblend_cli.engine.worker.attention import Watch
+from cacheblend_cli.engine.worker.decode import EagerRunner
+from cacheblend_cli.engine.worker.memory import DeviceMemory
+from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillOutput, PrefillState, advance_together
 from cacheblend_cli.kv.block_table import BlockSpace, BlockTable
 from cacheblend_cli.kv.export import KVReader, export
 from cacheblend_cli.kv.pool import SequenceView, upload
@@ -89,7 +89,7 @@ class Worker(BlockSpace):
         return self._prefills[number].advance()
 
     def prefill_together(self, numbers: Sequence[int]) -> list[PrefillOutput]:
-        """Compute the only slice of several short prompts (`engine/slices.py: short_rows`) in one launch. Raises BadChunk; then each
+        """Compute the only slice of several short prompts (`engine/worker/slices.py: short_rows`) in one launch. Raises BadChunk; then each
         of them can still be computed alone."""
         return advance_together([self._prefills[number] for number in numbers])
 

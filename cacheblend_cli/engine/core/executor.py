@@ -9,11 +9,11 @@ from itertools import groupby
 
 from torch import Tensor
 
-from cacheblend_cli.engine.prefill import PrefillInput, PrefillOutput
+from cacheblend_cli.engine.core.scheduler import Step
+from cacheblend_cli.engine.core.sequence import Sequence
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.scheduler import Step
-from cacheblend_cli.engine.sequence import Sequence
-from cacheblend_cli.engine.worker import DecodeInput, DecodeOutput, TableInput, Worker
+from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillOutput
+from cacheblend_cli.engine.worker.worker import DecodeInput, DecodeOutput, TableInput, Worker
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,13 @@ import torch
 from cacheblend_kernels import KernelError
 from cacheblend_store import StoreError
 
-from cacheblend_cli.engine.attention import AttentionShares
+from cacheblend_cli.engine.auto.controller import learn_from
 from cacheblend_cli.engine.connectors.connector import Connector
-from cacheblend_cli.engine.controller import learn_from
+from cacheblend_cli.engine.core.executor import Decoded, StepOutput
+from cacheblend_cli.engine.core.full_check import Check, check_of
+from cacheblend_cli.engine.core.scheduler import Scheduler, Step
+from cacheblend_cli.engine.core.sequence import RequestState, Sequence, Status
+from cacheblend_cli.engine.core.sequence_output import SequenceOutput, draw_next
 from cacheblend_cli.engine.events import (
     Done,
     Early,
@@ -29,20 +33,16 @@ from cacheblend_cli.engine.events import (
     Token,
     ignore,
 )
-from cacheblend_cli.engine.executor import Decoded, StepOutput
-from cacheblend_cli.engine.full_check import Check, check_of
-from cacheblend_cli.engine.memory import out_of_memory
-from cacheblend_cli.engine.prefill import PrefillOutput
 from cacheblend_cli.engine.prefill_report import PrefillReport, PromptLogprobs
 from cacheblend_cli.engine.request.answer import answer_of
 from cacheblend_cli.engine.request.missing_chunks import has_missing, store_missing
 from cacheblend_cli.engine.request.tiered import remember_speed
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import Draw
-from cacheblend_cli.engine.scheduler import Scheduler, Step
-from cacheblend_cli.engine.sequence import RequestState, Sequence, Status
-from cacheblend_cli.engine.sequence_output import SequenceOutput, draw_next
-from cacheblend_cli.engine.worker import TableInput
+from cacheblend_cli.engine.worker.attention import AttentionShares
+from cacheblend_cli.engine.worker.memory import out_of_memory
+from cacheblend_cli.engine.worker.prefill import PrefillOutput
+from cacheblend_cli.engine.worker.worker import TableInput
 from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.kv.pool import upload
 from cacheblend_cli.kv.source import BadChunk

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-from cacheblend_cli.engine.decode import BatchRunner
 from cacheblend_cli.engine.events import Limits
-from cacheblend_cli.engine.memory import DeviceMemory
-from cacheblend_cli.engine.rank_worker import RankedWorker
+from cacheblend_cli.engine.ranks.rank_worker import RankedWorker
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.worker import Worker
+from cacheblend_cli.engine.worker.decode import BatchRunner
+from cacheblend_cli.engine.worker.memory import DeviceMemory
+from cacheblend_cli.engine.worker.worker import Worker
 from cacheblend_cli.kv.pool import KVPool, bytes_per_token
 
 FREE_SHARE = 0.25  # of a CPU's free memory, for an engine that many ask at once

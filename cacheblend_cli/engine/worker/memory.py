@@ -15,7 +15,7 @@ from cacheblend_cli.blend.prefill import blended_prefill
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import make_selector
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.decode import DecodeRunner, make_runner
+from cacheblend_cli.engine.worker.decode import DecodeRunner, make_runner
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.kv.loader import NothingToLoad
 from cacheblend_cli.kv.pool import KVPool, bytes_per_token

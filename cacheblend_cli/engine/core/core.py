@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 
-from cacheblend_cli.engine.block_manager import BlockManager
-from cacheblend_cli.engine.checks import Checks, seeded
-from cacheblend_cli.engine.controller import decided
+from cacheblend_cli.engine.auto.controller import decided
+from cacheblend_cli.engine.core.block_manager import BlockManager
+from cacheblend_cli.engine.core.checks import Checks, seeded
+from cacheblend_cli.engine.core.executor import Executor
+from cacheblend_cli.engine.core.output_processor import Events, OutputProcessor
+from cacheblend_cli.engine.core.pools import lasting_pool, worker_of
+from cacheblend_cli.engine.core.scheduler import Scheduler
+from cacheblend_cli.engine.core.sequence import RequestState, Sequence
 from cacheblend_cli.engine.events import EngineStats, Limits
-from cacheblend_cli.engine.executor import Executor
-from cacheblend_cli.engine.memory import DeviceMemory
-from cacheblend_cli.engine.output_processor import Events, OutputProcessor
-from cacheblend_cli.engine.pools import lasting_pool, worker_of
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.scheduler import Scheduler
-from cacheblend_cli.engine.sequence import RequestState, Sequence
+from cacheblend_cli.engine.worker.memory import DeviceMemory
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.block_allocator import Allocation
 from cacheblend_cli.kv.pool import bytes_per_token

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.blend.cost import AutoReport
-from cacheblend_cli.engine.controller import controller_of, decided
-from cacheblend_cli.engine.memory import out_of_memory
-from cacheblend_cli.engine.prefill import PrefillInput, PrefillState
+from cacheblend_cli.engine.auto.controller import controller_of, decided
 from cacheblend_cli.engine.prefill_report import PrefillReport
 from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.worker.memory import out_of_memory
+from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillState
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
 from cacheblend_cli.kv.source import BadChunk

@@ -1,0 +1,1 @@
+"""`--ratio auto`: speeds of this machine, and the controller that decides by them."""

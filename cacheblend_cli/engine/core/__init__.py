@@ -1,0 +1,1 @@
+"""The loop that generates answers: scheduler, executor, output processor, and the state of requests."""

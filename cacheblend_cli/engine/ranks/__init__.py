@@ -1,0 +1,1 @@
+"""Tensor parallelism: rank 0 and the processes beside it."""
