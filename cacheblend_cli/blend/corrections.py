@@ -26,7 +26,8 @@ class Correction(Protocol):
 
 
 def old_kv(layer: DecoderLayer, rows: Rows) -> tuple[Tensor, Tensor]:
-    """K before RoPE and V that the pool has of rows at a layer, fp32 [num_rows, num_kv_heads, head_dim]."""
+    """Read stored K (before RoPE) and V of `rows` from the pool at a layer, each fp32 [num_rows, num_kv_heads,
+    head_dim]."""
     k, v = rows.pool.read(layer.index, rows.slots)
     cos, sin = rows.cos_sin(layer)
     stretch = cos.square() + sin.square()  # the square of RoPE's attention factor (yarn, longrope), else 1
@@ -34,30 +35,33 @@ def old_kv(layer: DecoderLayer, rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 class Regression:
-    """Predict the change of a chunk's stale K and V from the changes of its recomputed tokens, by Gaussian process
+    """Predict the change of a chunk's stale K and V from the changes of its recomputed tokens: Gaussian process
     regression, one chunk and layer at a time, over K before RoPE and V together.
 
-    The prior correlates all tokens of a chunk (the mean shift), more strongly if they are close to each other or if their
-    old K and V are similar. Recomputed tokens that disagree reduce the shift; a chunk without any is not shifted.
+    The prior correlates all tokens of a chunk (the mean shift), more strongly if they are close to each other or if
+    their old K and V are similar. Recomputed tokens that disagree reduce the shift. A chunk without recomputed tokens
+    is not shifted.
 
-    K follows the mean change of its chunk and those before it by COMMON of its size only, V follows all of it: a shift that chunks share
-    makes every stale token harder to find, also the few that an answer copies (study/fidelity.md). With latent attention, whose
-    keys are in V too, K moves in full.
+    V follows the mean change of its chunk and the chunks before it in full, K only by the share COMMON: a shift that
+    chunks share makes every stale token harder to find, also the few that an answer copies (study/fidelity.md). With
+    latent attention the keys are part of V too, so K moves in full.
 
-    In layers with a sliding window V moves less the smaller it is. There, tokens in mid-text whose V is near zero take the attention
-    that would go to the beginning of the prompt; the common change would make them add a value of another size (study/fidelity.md).
+    In layers with a sliding window, a small V moves less. There, tokens in mid-text with V near zero take the attention
+    that would go to the beginning of the prompt; the common change would make them add a value of another size
+    (study/fidelity.md).
 
-    A token is shifted by later tokens of its own chunk too, never by a later chunk: causal per chunk, not per token.
+    Later tokens of the same chunk shift a token too, later chunks never do: causal per chunk, not per token.
     """
 
     def __init__(self, prompt: Prompt, every: Candidates, repaired: Candidates) -> None:
         self._pool = prompt.pool
         known = torch.isin(every.positions, repaired.positions).cpu()
         lengths = torch.unique_consecutive(every.chunk.cpu(), return_counts=True)[1].tolist()
-        number = known.cumsum(0) - 1  # for each recomputed token of these chunks
+        number = known.cumsum(0) - 1  # index among the recomputed tokens, where known
         self._repaired = prompt.rows(repaired.positions)
         _, chunk, counts = torch.unique_consecutive(repaired.chunk, return_inverse=True, return_counts=True)
-        self._so_far = counts.cumsum(0)[chunk]  # of each, those of its chunk and of the chunks before it
+        # per recomputed token: number of them in its chunk and the chunks before it
+        self._so_far = counts.cumsum(0)[chunk]
         of_size: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
         for tokens, there in zip(torch.arange(len(known)).split(lengths), known.split(lengths), strict=True):
             if 0 < (count := int(there.sum())) < len(tokens):
@@ -72,8 +76,8 @@ class Regression:
                 self._parts.append(_Part.of(prompt, every, number, chunks[start : start + at_once]))
 
     def apply(self, layer: DecoderLayer, k: Tensor, v: Tensor) -> None:
-        """Move the layer's stale rows. k before RoPE, v: fresh, of the repaired tokens, which the pool still has old and
-        gets afterwards; [num_repaired, num_kv_heads, head_dim]."""
+        """Correct the layer's stale rows in the pool. k (before RoPE), v: fresh values of the repaired tokens,
+        [num_repaired, num_kv_heads, head_dim]; the pool still holds their old values and is updated afterwards."""
         pairs = zip((k, v), old_kv(layer, self._repaired), strict=True)
         change = torch.cat([(fresh.float() - old).flatten(1) for fresh, old in pairs], -1)
         sizes = _over_heads(layer, torch.linalg.vector_norm(change, dim=-1).square_())
@@ -84,35 +88,31 @@ class Regression:
             part.move(self._pool, layer, change, sizes)
 
     def _common(self, change: Tensor) -> Tensor:
-        """For each repaired token the mean change of those of its chunk and of the chunks before it. change: fp32 [num_repaired, width]."""
+        """Return, for each repaired token, the mean change over its chunk and the chunks before it. change: fp32
+        [num_repaired, width]."""
         return change.cumsum(0)[self._so_far - 1] / self._so_far[:, None]
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A batch of C chunks of similar size: S stale tokens each, followed by M recomputed (known) ones, R together.
+    """A batch of C chunks of similar size: S stale tokens each, followed by M recomputed (known) ones; R = S + M.
 
     Smaller chunks are padded with one of their known tokens, treated as uncorrelated with everything; its slot is
     overwritten anyway.
-
-    slots: [C, R] int64. back: cos and sin of each RoPE, [C * R, head_dim], that undo the rotation of old K; forth: those
-    that rotate the K of stale tokens to their positions. own: [C, M] int64, indexes of the known tokens among all
-    recomputed ones. share: fp32 [C, 1, R], weight of a token in its chunk's mean. unlike: fp32 [C, R, 1], infinite for
-    padding. placed: fp32 [C, M, R], correlation by distance.
     """
 
-    slots: Tensor
-    back: tuple[CosSin, ...]
-    forth: tuple[CosSin, ...]
-    own: Tensor
-    share: Tensor
-    unlike: Tensor
-    placed: Tensor
+    slots: Tensor  # [C, R] int64
+    back: tuple[CosSin, ...]  # cos and sin [C * R, head_dim] of each RoPE, which undo the rotation of old K
+    forth: tuple[CosSin, ...]  # cos and sin of each RoPE, which rotate the K of stale tokens to their positions
+    own: Tensor  # [C, M] int64, indexes of the known tokens among all recomputed ones
+    share: Tensor  # fp32 [C, 1, R], weight of a token in its chunk's mean
+    unlike: Tensor  # fp32 [C, R, 1], infinite for padding
+    placed: Tensor  # fp32 [C, M, R], correlation by distance
 
     @classmethod
     def of(cls, prompt: Prompt, every: Candidates, number: Tensor, chunks: Sequence[tuple[Tensor, Tensor]]) -> _Part:
-        """chunks: the stale and the known of each, as indexes of `every`, on the host; number: [n] int64, which recomputed
-        token a known one is."""
+        """Build a part. chunks: (stale, known) tokens of each chunk, as indexes of `every`, on the host; number: [n]
+        int64, index of a known token among the recomputed ones."""
         stale, known = (max(len(chunk[i]) for chunk in chunks) for i in (0, 1))
         index = torch.stack([chunk[1][:1].expand(stale + known) for chunk in chunks])
         real = torch.zeros(index.shape, dtype=torch.bool)
@@ -122,7 +122,8 @@ class _Part:
         device = every.positions.device
         own, real, tokens = number[index[:, stale:]].to(device), real.to(device), every.take(index.to(device))
         rows = prompt.rows(tokens.positions.flatten())
-        squares = [cos.square() + sin.square() for cos, sin in rows.rotations]  # of RoPE's attention factor, else 1
+        # square of RoPE's attention factor, else 1
+        squares = [cos.square() + sin.square() for cos, sin in rows.rotations]
         back = [(cos / s, -sin / s) for (cos, sin), s in zip(rows.rotations, squares, strict=True)]
         first = [(t.view(*index.shape, -1)[:, :stale].flatten(0, 1) for t in pair) for pair in rows.rotations]
         apart = (tokens.offset[:, stale:, None] - tokens.offset[:, None]).abs()
@@ -139,8 +140,9 @@ class _Part:
         )
 
     def move(self, pool: KVPool, layer: DecoderLayer, change: Tensor, sizes: Tensor) -> None:
-        """change: by which K before RoPE and V follow all recomputed tokens, fp32 [num_repaired, numbers of K and of V]. sizes: squared
-        norms of their own changes, [num_repaired]."""
+        """Correct the stale rows of these chunks in the pool. change: changes of all recomputed tokens to follow, K
+        before RoPE and V, fp32 [num_repaired, elements of K and V]. sizes: squared norms of the tokens' own changes,
+        [num_repaired]."""
         (num_chunks, num_rows), num_known = self.slots.shape, self.own.shape[1]
         stale, known = slice(num_rows - num_known), slice(num_rows - num_known, None)
         old_k, old_v = pool.read(layer.index, self.slots.flatten())
@@ -151,7 +153,7 @@ class _Part:
         parts = apart.split(widths, -1)
         squares = torch.stack([torch.linalg.vector_norm(part, dim=-1) for part in parts], -1).square_()
         squares = _over_heads(layer, squares)
-        unit = (self.share @ squares).clamp_min_(1e-30)  # their mean squared distance from their mean
+        unit = (self.share @ squares).clamp_min_(1e-30)  # mean squared distance from the mean
         far = torch.baddbmm(self.unlike, squares, 0.5 / unit.mT)
         near = torch.cat([part[:, known] / unit[..., i, None] for i, part in enumerate(parts)], -1)
         if layer.shard is None:
@@ -171,13 +173,14 @@ class _Part:
         layer.kernels.rope_and_cache(None, k, v, pool.layers[layer.index], slots)
 
     def _relative_size(self, layer: DecoderLayer, v: Tensor) -> Tensor:
-        """Size of each V over its chunk's mean, at most 1, fp32 [C, R, 1]. v: old, fp32 [C, R, numbers of V]."""
+        """Return the norm of each V relative to its chunk's mean, at most 1, fp32 [C, R, 1]. v: old V, fp32 [C, R,
+        elements of V]."""
         size = _over_heads(layer, torch.linalg.vector_norm(v, dim=-1).square_()).sqrt_()[..., None]
         return (size / (self.share @ size).clamp_min(1e-30)).clamp_max_(1)
 
 
 def _solved(lower: Tensor, b: Tensor) -> Tensor:
-    """(lower lower^T)^-1 b, by a Cholesky factor: fp32 [C, M, M] and [C, M, width].
+    """Return (lower lower^T)^-1 b. lower: Cholesky factor, fp32 [C, M, M]; b: fp32 [C, M, width].
 
     LU (solve, inv_ex) is faster, but MKL's batched LU fails or hangs with several threads and M of about 200.
     """
@@ -192,30 +195,32 @@ def _by_triangles(lower: Tensor, b: Tensor) -> Tensor:
 
 
 def _over_heads(layer: DecoderLayer, x: Tensor) -> Tensor:
-    """Sums over the KV heads of all ranks, of sums over those of this one."""
+    """Sum over the KV heads of all ranks. x: sums over this rank's heads."""
     return x if layer.shard is None else layer.shard.sum_of_kv(x, layer.index)
 
 
 def _noise(size: Tensor, share: Tensor) -> Tensor:
-    """Noise variance of each known token's change, fp32 [C, M].
+    """Return the noise variance of each known token's change, fp32 [C, M].
 
-    Proportional to its square, so that a few tokens that change far more than the others (attention sinks) do not
-    dominate. size: these squares, [C, M]; share: [C, M], 0 for padding.
+    Proportional to the squared change, so that a few tokens that change far more than the others (attention sinks) do
+    not dominate. size: squared changes, [C, M]; share: [C, M], 0 for padding.
     """
     mean = (size * share).sum(1, keepdim=True) / share.sum(1, keepdim=True)
     return NOISE * (size / mean.clamp_min(1e-30)).clamp_min_(LEAST_NOISE)
 
 
 NUMBERS_AT_ONCE, GPU_NUMBERS_AT_ONCE = 1 << 22, 1 << 24
-"""Of K and V in a part of more than one chunk: 16 MiB in fp32, and a handful of tensors as large beside them. On a GPU, where each
-part costs some thirty launches a layer, 64 MiB."""
+"""Maximum elements of K and V in a part with several chunks: 16 MiB in fp32, plus a handful of temporaries of that
+size. 64 MiB on a GPU, where each part costs about thirty launches per layer."""
 
 CHUNK, NEAR, LENGTHS, NOISE, LEAST_NOISE = 2.0, 0.3, (8.0, 30.0), 0.5, 0.1
-"""How much two tokens' changes are alike: of one chunk, near each other (falling with these lengths, tokens), against 1 for
-the same old K and V; what of a change of mean size is a token's own, and the least share of that. What is left unexplained hardly changes with twice or half of any."""
+"""Parameters of the prior, relative to 1 for tokens with the same old K and V. CHUNK: correlation of two tokens of a
+chunk. NEAR: of close tokens, decaying over LENGTHS (tokens). NOISE: a token's own part of a change of mean size.
+LEAST_NOISE: minimum of that part. Doubling or halving any of them hardly changes the unexplained rest."""
 
 COMMON = 0.8
-"""Share of the chunks' common change by which K moves. 1 leaves larger outliers on long chunks, .65 is farther on short ones (study/fidelity.md)."""
+"""Share of the chunks' common change that K follows. 1 leaves larger outliers on long chunks, 0.65 is less accurate on
+short ones (study/fidelity.md)."""
 
 CorrectionKind = Callable[[Prompt, Candidates, Candidates], Correction]
 CORRECTIONS: dict[str, CorrectionKind] = {"regression": Regression}

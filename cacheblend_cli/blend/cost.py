@@ -31,81 +31,70 @@ FULL, BLEND = "full", "blend"
 
 @dataclass(frozen=True)
 class Speeds:
-    """Measured speeds of a machine for a model. Seconds: per layer independent of rows, per row, per (row, key) pair, of
-    the output head, and from the end of the prefill to the first token.
+    """Measured speeds of a machine for a model."""
 
-    bytes_per_s: KV from the store into the pool: read, checked and placed; inf until a prompt has loaded some. prefills:
-    number of prefills learnt from; not_loaded: how many of the latest in a row loaded nothing, so that nothing was learnt
-    about loading. moved_s: per corrected row and layer.
-    """
-
-    layer_s: float
-    row_s: float
-    pair_s: float
-    head_s: float
-    rest_s: float = 0.0
+    layer_s: float  # seconds per layer, independent of rows
+    row_s: float  # seconds per row and layer
+    pair_s: float  # seconds per (row, key) pair and layer
+    head_s: float  # seconds of the output head
+    rest_s: float = 0.0  # seconds from the end of the prefill to the first token
+    # KV from the store into the pool: read, checked and placed; inf until a prompt has loaded some
     bytes_per_s: float = math.inf
-    prefills: int = 0
+    prefills: int = 0  # number of prefills learnt from
+    # number of latest prefills in a row that loaded nothing, so that nothing was learnt about loading
     not_loaded: int = 0
-    moved_s: float = 0.0
+    moved_s: float = 0.0  # seconds per corrected row and layer
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One prompt. inexact: cached tokens whose KV needs repair; fresh: tokens computed in any case; *_keys: the mean number
-    of keys one of them sees.
-
-    kv_bytes: to load, all layers. kv_share: the share of K and V in a row's work per layer. check_layer: 0 for a selector
-    that needs none. layer0_exact: stored K and V of layer 0 are exact. probe_layers: the first layers, which the fresh
-    rows pass through before tokens are chosen. corrected: KV that is not recomputed is corrected. tier_bytes: part of kv_bytes that a shared tier has, at the speed
-    tier_bytes_per_s, tier_latency_s after it is asked for.
-    """
+    """Workload of one prompt."""
 
     num_layers: int
-    total: int
-    inexact: int
-    inexact_keys: float
-    fresh: int
-    fresh_keys: float
-    kv_bytes: int
-    kv_share: float
-    check_layer: int = 1
-    layer0_exact: bool = True
-    probe_layers: int = 0
-    corrected: bool = False
-    tier_bytes: int = 0
+    total: int  # tokens
+    inexact: int  # cached tokens whose KV needs repair
+    inexact_keys: float  # mean number of keys that an inexact token sees
+    fresh: int  # tokens computed in any case
+    fresh_keys: float  # mean number of keys that a fresh token sees
+    kv_bytes: int  # KV to load, all layers
+    kv_share: float  # share of K and V in a row's work per layer
+    check_layer: int = 1  # 0 for a selector without a check layer
+    layer0_exact: bool = True  # stored K and V of layer 0 are exact
+    probe_layers: int = 0  # number of first layers that fresh rows pass through before tokens are chosen
+    corrected: bool = False  # KV that is not recomputed is corrected
+    tier_bytes: int = 0  # part of kv_bytes that comes from a shared tier
     tier_bytes_per_s: float = math.inf
-    tier_latency_s: float = 0.0
+    tier_latency_s: float = 0.0  # seconds from the request to the first byte of the tier
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a prefill. compute_s and load_s overlap; stall_s: time that computing waits for KV."""
+    """Estimated seconds of a prefill. Computing and loading overlap."""
 
     prefill_s: float
     compute_s: float
     load_s: float
-    stall_s: float
+    stall_s: float  # time that computing waits for KV
 
 
 @dataclass(frozen=True)
 class Decision:
-    """mode: "blend" at `ratio`, or "full" (ratio 1). layer_compute_s at that ratio after the check layer, layer_load_s: the
-    two sides of the trade-off. chosen, full: the estimates for the decision and for a full prefill."""
+    """The controller's decision for a prompt."""
 
-    mode: str
+    mode: str  # "blend" at `ratio`, or "full" (ratio 1)
     ratio: float
-    floor: float
-    layer_compute_s: float
-    layer_load_s: float
-    chosen: Estimate
-    full: Estimate
+    floor: float  # minimum ratio
+    layer_compute_s: float  # compute time of a layer after the check layer, at `ratio`
+    layer_load_s: float  # load time of a layer, which layer_compute_s is weighed against
+    chosen: Estimate  # estimate for the decision
+    full: Estimate  # estimate for a full prefill
 
 
 def decide(speeds: Speeds, work: Workload, floor: float) -> Decision:
     """Return the largest ratio that is free, at least `floor`; or a full prefill if it is estimated to be no slower.
 
-    With nothing cached the two are the same, and the mode is blend: chunks that had to be computed are stored afterwards.
+    With nothing cached the two are the same, and the mode is blend: chunks that had to be computed are stored
+    afterwards.
     """
     ratio = min(1.0, max(floor, free_ratio(speeds, work)))
     blend, full = estimate(speeds, work, ratio), estimate_full(speeds, work)
@@ -118,9 +107,10 @@ def decide(speeds: Speeds, work: Workload, floor: float) -> Decision:
 
 
 def free_ratio(speeds: Speeds, work: Workload) -> float:
-    """The largest share of the inexact tokens whose recomputation in a layer is hidden by loading the next one.
+    """Return the largest share of the inexact tokens whose recomputation in a layer is hidden by loading the next one.
 
-    Counts what is still to load when tokens are chosen; 0 if the fresh rows alone take longer, or nothing needs repair.
+    Counts only KV still to load when tokens are chosen. 0 if the fresh rows alone take longer, or if nothing needs
+    repair.
     """
     if not work.inexact:
         return 0.0
@@ -131,7 +121,7 @@ def free_ratio(speeds: Speeds, work: Workload) -> float:
         - _layer_s(speeds, work.fresh, work.fresh * work.fresh_keys)
     )
     each = speeds.row_s + work.inexact_keys * speeds.pair_s
-    if work.corrected:  # a row is recomputed or moved
+    if work.corrected:  # each row is recomputed or corrected
         room, each = room - work.inexact * speeds.moved_s, each - speeds.moved_s
     if room <= 0:
         return 0.0
@@ -141,7 +131,7 @@ def free_ratio(speeds: Speeds, work: Workload) -> float:
 def estimate(speeds: Speeds, work: Workload, ratio: float) -> Estimate:
     """Estimate a blended prefill. A layer starts when the previous one is computed and its own KV is loaded."""
     chosen, load = _chosen(work, ratio), _layer_load_s(speeds, work)
-    checked = work.check_layer if 0 < chosen < work.inexact else 0  # ratio 0 and 1: nothing to choose
+    checked = work.check_layer if 0 < chosen < work.inexact else 0  # at ratios 0 and 1 there is nothing to choose
     now, compute = _probe_s(speeds, work) if 0 < chosen < work.inexact else (0.0, 0.0)
     for layer in range(work.num_layers):
         seconds = _layer_s(speeds, *_rows(work, chosen, layer, checked))
@@ -164,7 +154,7 @@ def learn(speeds: Speeds, predicted_s: float, computed_s: float, kv_bytes: int, 
     """Return the speeds updated with one more prefill, as running averages.
 
     predicted_s and computed_s: estimated and measured compute time; kv_bytes, load_s: bytes loaded and seconds (0:
-    nothing); rest_s: from its end to the first token.
+    nothing loaded); rest_s: from the end of the prefill to the first token.
     """
     share = max(_NEW, 1 / (speeds.prefills + 2))  # the measurement counts as one prefill
     factor = (computed_s / predicted_s) if predicted_s > 0 and computed_s > 0 else 1.0
@@ -196,7 +186,7 @@ def _chosen(work: Workload, ratio: float) -> int:
 
 def _layer_load_s(speeds: Speeds, work: Workload) -> float:
     local = work.kv_bytes / speeds.bytes_per_s
-    if work.tier_bytes:  # placed in the pool as the others are, after it came
+    if work.tier_bytes:  # tier KV is placed in the pool like other KV after it has arrived
         local = max(local, work.tier_bytes / work.tier_bytes_per_s)
     return local / work.num_layers
 
@@ -206,7 +196,8 @@ def _latency_s(work: Workload) -> float:
 
 
 def _probe_s(speeds: Speeds, work: Workload) -> tuple[float, float]:
-    """(time at which tokens are chosen, computing until then), seconds. A probe layer starts when its KV is loaded."""
+    """Return (time at which tokens are chosen, computing until then), seconds. A probe layer starts when its KV is
+    loaded."""
     seconds, load = _layer_s(speeds, work.fresh, work.fresh * work.fresh_keys), _layer_load_s(speeds, work)
     now = 0.0
     for layer in range(work.probe_layers):
@@ -219,7 +210,8 @@ def _layer_s(speeds: Speeds, rows: float, pairs: float) -> float:
 
 
 def _moved_s(speeds: Speeds, work: Workload, chosen: int) -> float:
-    """Seconds a layer spends on correcting rows after the choice; 0 if nothing is recomputed, since nothing is learnt then."""
+    """Return the seconds a layer spends on correcting rows after the choice; 0 if nothing is recomputed, since there is
+    nothing to learn from."""
     return speeds.moved_s * (work.inexact - chosen) if work.corrected and chosen else 0.0
 
 
@@ -228,7 +220,8 @@ def _full_rows(work: Workload) -> tuple[float, float]:
 
 
 def _rows(work: Workload, chosen: int, layer: int, check: int = 0) -> tuple[float, float]:
-    """(rows, pairs) of a layer, rows in units of one row's work. check: the layer at which tokens are chosen, 0: before all."""
+    """Return (rows, pairs) of a layer, rows in units of one row's work. check: layer at which tokens are chosen, 0:
+    before all."""
     candidates = work.inexact if check and layer <= check else chosen
     done = work.inexact if layer < check else chosen
     kv_rows = candidates + work.fresh
@@ -243,16 +236,16 @@ def _rows(work: Workload, chosen: int, layer: int, check: int = 0) -> tuple[floa
 
 @dataclass(frozen=True)
 class AutoReport:
-    """Prediction and outcome of one prompt. before_s: from the known question to the decision.
+    """Prediction and outcome of one prompt.
 
-    The JSON form has seconds: predicted_ttft_s and ttft_s, those of a full prefill, a layer's recompute and load (the two that are
-    weighed), all of computing and loading, and the speeds behind them.
+    The JSON form has seconds: predicted_ttft_s, ttft_s, and the prediction for a full prefill; a layer's recompute and
+    load time, which are weighed against each other; the totals of computing and loading; and the speeds behind them.
     """
 
     decision: Decision
     speeds: Speeds
     work: Workload
-    before_s: float
+    before_s: float  # seconds from the known question to the decision
     predicted_ttft_s: float
     predicted_full_ttft_s: float
     ttft_s: float | None = None

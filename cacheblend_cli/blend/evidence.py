@@ -24,17 +24,18 @@ from cacheblend_cli.kv.rows import Rows, positions_of
 from cacheblend_cli.model.decoder import Decoder, DecoderLayer
 
 LOGITS_AT_ONCE = 1 << 25
-"""Numbers of a probe layer that a GPU holds at once, 128 MiB: all its heads in one product where the prompt is not long. On
-a CPU heads take turns, and what one head makes stays in its cache."""
+"""Maximum elements of a probe layer's logits that a GPU holds at once (128 MiB): one product for all heads unless the
+prompt is long. On a CPU each head is a product of its own, and its results stay in cache."""
 
-LATENT_HEADS_AT_ONCE = 8  # query heads whose logits over the one shared key are made together
+LATENT_HEADS_AT_ONCE = 8  # query heads whose logits over the one shared key are computed together
 
 
 class BeforeLayers:
     """Evidence available before layer 0: attention of the question, run alone over the stored KV.
 
-    The fresh rows (suffix and missing chunks) pass through the layers over the loaded pool. Their KV is overwritten by
-    the blended prefill. prompt, probe_layers (layers whose attention counts): also for selectors that compute their own evidence.
+    The fresh rows (suffix and missing chunks) pass through the layers over the loaded pool. The blended prefill
+    overwrites their KV. Selectors that compute their own evidence may read prompt and probe_layers (layers whose
+    attention counts).
     """
 
     def __init__(self, prompt: Prompt, probe_layers: Sequence[int]) -> None:
@@ -42,17 +43,18 @@ class BeforeLayers:
         self._found: Tensor | None = None
 
     def probe(self, candidates: Candidates) -> Pass[None]:
-        """Compute `attention`, which the selector will ask for, with pauses between layers."""
+        """Compute `attention` with pauses between layers, before the selector asks for it."""
         self._found = yield from self._attention(candidates)
 
     def deviation(self, candidates: Candidates) -> Tensor:
         raise AssertionError("a selector that compares fresh with old KV needs a check layer")
 
     def attention(self, candidates: Candidates) -> Tensor:
-        """The largest attention weight on each candidate [n] fp32, over the suffix's rows, the probe layers and their heads.
+        """Return the largest attention weight on each candidate, [n] fp32, over the suffix's rows, the probe layers and
+        their heads.
 
-        (ProphetKV, arXiv 2602.02579, and InfoFlow, arXiv 2603.05353, sum where this takes the largest: one head that
-        looks a value up counts for more than many that look at everything a little.)
+        ProphetKV (arXiv 2602.02579) and InfoFlow (arXiv 2603.05353) sum over heads. The maximum is used here because
+        one head that looks a value up counts for more than many that look at everything a little.
         """
         return finish(self._attention(candidates)) if self._found is None else self._found
 
@@ -70,9 +72,9 @@ def run_fresh(prompt: Prompt, look: Look) -> Pass[Hidden | None]:
 
 
 class Look(Observer):
-    """Attention of the last rows of a pass (at most as many as the suffix has) in the probe layers.
+    """Observe the attention of a pass's last rows (at most as many as the suffix has) in the probe layers.
 
-    found: the largest attention weight on each candidate so far, [n] fp32. stop: the last layer whose queries are needed.
+    found: largest attention weight on each candidate so far, [n] fp32. stop: last layer whose queries are needed.
     """
 
     def __init__(
@@ -98,9 +100,9 @@ class Look(Observer):
 class AtCheckLayer:
     """Evidence at a check layer, before its fresh K and V overwrite the old.
 
-    fresh: all rows; candidate_index, suffix_index: rows of the candidates and of the suffix. kind: what `deviation`
-    compares, "k", "v" or "kv". prompt, layer, rows, k (after RoPE) and v of the candidates, `suffix_queries`: also for selectors
-    that compute their own evidence.
+    fresh: all rows; candidate_index, suffix_index: rows of the candidates and of the suffix. kind: "k", "v" or "kv",
+    compared by `deviation`. Selectors that compute their own evidence may also read prompt, layer, rows,
+    `suffix_queries`, and the candidates' k (after RoPE) and v.
     """
 
     def __init__(
@@ -113,9 +115,10 @@ class AtCheckLayer:
         self.v = fresh.v[candidate_index]
 
     def deviation(self, candidates: Candidates) -> Tensor:
-        """Squared distance of fresh from old K, V or both, [n] fp32 (CacheBlend, arXiv 2405.16444, section 4.3).
+        """Return the squared distance of fresh from old K, V or both, [n] fp32 (CacheBlend, arXiv 2405.16444, section
+        4.3).
 
-        Of latent attention, where K is made of both, "k" compares position key and latent, and "v" the latent.
+        With latent attention "k" compares position key and latent, since K is made from both, and "v" only the latent.
         """
         cache, kind = self.prompt.pool.layers[self.layer.index], self._kind
         if self.layer.latent_heads is not None and kind == "k":
@@ -125,7 +128,7 @@ class AtCheckLayer:
         return own if shard is None else shard.sum_of_kv(own, self.layer.index)
 
     def attention(self, candidates: Candidates) -> Tensor:
-        """The largest attention weight of the suffix at this layer on the old KV of each candidate, [n] fp32."""
+        """Return the suffix's largest attention weight on the old KV of each candidate at this layer, [n] fp32."""
         q, positions = self.suffix_queries()
         keys = self.prompt.keys(self.layer.index, self.prompt.plan.num_tokens)
         peaks = attention_peaks(self.layer, q, positions, keys, candidates)
@@ -137,17 +140,18 @@ class AtCheckLayer:
 
 
 def largest_over_ranks(decoder: Decoder, found: Tensor) -> Tensor:
-    """The maximum of what each rank has found with its heads."""
+    """Return the maximum over all ranks. found: maximum over this rank's heads."""
     return found if decoder.shard is None else decoder.shard.ranks.largest(found)
 
 
 def attention_peaks(layer: DecoderLayer, q: Tensor, positions: Tensor, keys: Tensor, candidates: Candidates) -> Tensor:
-    """The largest softmax weight of rotated q [num_rows, num_heads, head_dim] on each candidate, [n] fp32.
+    """Return the largest softmax weight of rotated q [num_rows, num_heads, head_dim] on each candidate, [n] fp32.
 
-    positions: of the rows, [num_rows] int64; keys: `KVPool.keys` of positions 0 on, fp32 [kv_len, num_kv_heads, dim].
+    positions: [num_rows] int64, the rows' positions; keys: `KVPool.keys` from position 0 on, fp32 [kv_len,
+    num_kv_heads, dim].
     """
     q, found = layer.to_keys(q), torch.zeros(len(keys), device=q.device)
-    # of latent attention all heads share one key: some at a time
+    # with latent attention all heads share one key: compute a few heads at a time
     parts = (q,) if layer.latent_heads is None else q.split(LATENT_HEADS_AT_ONCE, 1)
     for part in parts:
         at_once = heads_at_once(q.device, part.shape[1] // keys.shape[1] * len(q) * len(keys))
@@ -178,7 +182,7 @@ def attention_weights(
         if params.alibi is not None:
             logits += params.alibi.view(num_kv_heads, -1, 1, 1)[heads] * (key_at - positions[:, None])
         logits.masked_fill_(hidden, float("-inf"))
-        if params.sinks is not None:  # keys without a value
+        if params.sinks is not None:  # logits without a key
             sinks = params.sinks.view(num_kv_heads, -1, 1, 1)[heads]
             logits = torch.cat((logits, sinks.expand(*logits.shape[:3], 1)), -1)
         torch.softmax(logits, -1, out=logits)  # in place: fresh memory of this size costs more than the products
@@ -186,5 +190,5 @@ def attention_weights(
 
 
 def heads_at_once(device: torch.device, numbers: int) -> int:
-    """KV heads per product. numbers: elements of one head's logits."""
+    """Return the KV heads per product. numbers: elements of one head's logits."""
     return max(1, LOGITS_AT_ONCE // numbers) if device.type == "cuda" else 1

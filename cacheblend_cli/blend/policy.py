@@ -24,34 +24,29 @@ from cacheblend_cli.types import BlendParams
 
 @dataclass(frozen=True)
 class BlendPolicy:
-    """Choice of the tokens to recompute.
-
-    checks: (layer, ratio) pairs, layers ascending and ratios descending (gradual filtering); a selector that needs no
-    check layer uses the first ratio before layer 0. deviation: "v", "k" or "kv". block: see `selectors.choose`.
-    probe_layers: layers probed by selectors that follow the question's attention. correction: of KV that is not
-    recomputed, None for none. layer0_exact: the stored K and V of layer 0 are what this run would compute (a lossless
-    codec). row_tile: see `row_tile_of`.
-    """
+    """How to choose the tokens to recompute."""
 
     selector: Selector
+    # (layer, ratio), layers ascending, ratios descending (gradual filtering); without a check layer the first ratio
+    # applies before layer 0
     checks: tuple[tuple[int, float], ...]
-    deviation: str = "k"
-    block: int = 1
-    probe_layers: tuple[int, ...] = (0,)
-    correction: CorrectionKind | None = None
-    layer0_exact: bool = True
-    row_tile: int = 1
+    deviation: str = "k"  # "v", "k" or "kv"
+    block: int = 1  # run length in tokens, see `selectors.choose`
+    probe_layers: tuple[int, ...] = (0,)  # layers probed by selectors that follow the question's attention
+    correction: CorrectionKind | None = None  # correction of KV that is not recomputed; None: no correction
+    layer0_exact: bool = True  # stored K and V of layer 0 equal what this run would compute (lossless codec)
+    row_tile: int = 1  # see `row_tile_of`
 
     @property
     def needs_check_layer(self) -> bool:
-        """False at ratios 0 and 1 too: there is nothing to choose, so no layer is spent on checking."""
+        """Return whether a layer is spent on checking. False at ratios 0 and 1 too: there is nothing to choose."""
         trivial = all(ratio in (0.0, 1.0) for _, ratio in self.checks)
         return self.selector.needs_check_layer and not trivial
 
     @property
     def probes(self) -> bool:
         """Return whether the question runs alone before layer 0, for its attention."""
-        if self.selector.needs_check_layer:  # then its attention is taken there
+        if self.selector.needs_check_layer:  # the question's attention is then taken at the check layer
             return False
         selector = self.selector
         every = [selector.last, *(s for s, _ in selector.parts)] if isinstance(selector, Combined) else [selector]
@@ -67,8 +62,8 @@ class BlendPolicy:
         return count + -(count + fresh) % self.row_tile if count else 0
 
     def select(self, ratio: float, total: int, candidates: Candidates, evidence: Evidence, fresh: int = 0) -> Tensor:
-        """Indexes of the candidates to recompute: `ratio` of all `total` candidates, rounded up to fill the row tile together
-        with the `fresh` rows that are computed in any case."""
+        """Indexes of the candidates to recompute: `ratio` of all `total` candidates, rounded up to fill the row tile
+        together with the `fresh` rows that are computed in any case."""
         count = self._count(ratio, total, fresh)
         if not self.is_scored(ratio, total, len(candidates), fresh):
             return torch.arange(min(count, len(candidates)), device=candidates.positions.device)
@@ -79,8 +74,8 @@ class BlendPolicy:
 
 
 def row_tile_of(device: torch.device) -> int:
-    """Row count granularity of recomputation. A GPU's matrix products work in tiles of 128 rows: filling the last tile takes
-    no extra time and repairs more tokens. 1 on a CPU, where every row counts."""
+    """Return the row count granularity of recomputation: 128 on a GPU, 1 on a CPU. A GPU's matrix products work in
+    tiles of 128 rows, so filling the last tile takes no extra time and repairs more tokens."""
     return 128 if device.type == "cuda" else 1
 
 
@@ -122,7 +117,8 @@ def policy_of(params: BlendParams, num_layers: int, layer0_exact: bool, row_tile
 
 
 def _probed(params: BlendParams, num_layers: int) -> tuple[int, ...]:
-    """Middle layers retrieve; the first ones attend to neighbours, the last ones predict the next token."""
+    """Return the layers to probe, by default middle ones: they retrieve, while the first layers attend to neighbours
+    and the last ones predict the next token."""
     first, last = params.probe_layers or (round(num_layers / 3), max(0, round(num_layers * 5 / 6) - 1))
     if not 0 <= first <= last < num_layers:
         raise UsageError(f"--probe-layers {first}-{last} are not among layers 0 to {num_layers - 1}", "for example 2-4")

@@ -35,10 +35,10 @@ from cacheblend_cli.types import LayerReport, Status
 
 @dataclass
 class PrefillResult:
-    """logits: fp32 [len(output positions), vocab_size]. chosen: sorted positions recomputed in the last layers."""
+    """Result of a blended prefill."""
 
-    logits: Tensor
-    chosen: Tensor
+    logits: Tensor  # fp32 [number of output positions, vocab_size]
+    chosen: Tensor  # sorted positions that were recomputed in the last layers
     layers: list[LayerReport] = field(default_factory=list)
 
     @property
@@ -82,7 +82,7 @@ class BlendSteps(Observer):
         self._last_check = max(self._ratios, default=-1)
         self._last_layer = (
             prompt.decoder.spec.num_kv_layers - 1
-        )  # behind its K and V only the rows that are asked for go on
+        )  # after the K and V of this layer only output rows go on
         self.reports: list[LayerReport] = []
         self._keep(self._all)
 
@@ -129,7 +129,7 @@ class BlendSteps(Observer):
     def _choose(self, ratio: float, evidence: Evidence) -> None:
         kept = self._policy.select(ratio, len(self._all), self.candidates, evidence, len(self._fresh))
         shard = self._prompt.decoder.shard
-        if shard is not None:  # one rank chooses: rounding cannot split them
+        if shard is not None:  # one rank chooses for all: rounding differences must not split them
             kept = shard.ranks.of_first(kept)
         self._keep(self.candidates.take(kept))
 
@@ -154,7 +154,7 @@ class BlendSteps(Observer):
 
 
 def _split(plan: PromptPlan, device: torch.device) -> tuple[Candidates, Tensor]:
-    """The candidates of the plan and the positions that are fresh whatever is chosen."""
+    """Return the plan's candidates, and the positions that are always computed."""
     blended = [(i, s) for i, s in enumerate(plan.segments) if s.status == "blended"]
     computed = [s for s in plan.segments if s.status == "computed"]
 

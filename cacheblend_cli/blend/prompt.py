@@ -20,7 +20,7 @@ class Prompt:
 
     decoder: Decoder
     plan: PromptPlan
-    sequence: PagedSequence
+    sequence: PagedSequence  # has capacity for at least the plan's tokens
     loader: KVLoader
 
     @property
@@ -29,13 +29,13 @@ class Prompt:
 
     @cached_property
     def token_ids(self) -> Tensor:
-        """[num_tokens] int64, on the device."""
+        """Token ids, [num_tokens] int64, on the device."""
         return upload(self.plan.token_ids, self.decoder.device)
 
     def rows(self, positions: Tensor) -> Rows:
-        """Rows at `positions` (sorted int64)."""
+        """Return the rows at `positions` (sorted int64)."""
         return rows_of(self.decoder, self.sequence, positions, self.plan.num_tokens, self.plan.num_tokens)
 
     def keys(self, layer: int, kv_len: int) -> Tensor:
-        """`KVPool.keys` of positions 0:kv_len at a layer."""
+        """Return `KVPool.keys` of positions 0:kv_len at a layer."""
         return self.pool.keys(layer, self.sequence.slots_to(kv_len))

@@ -1,4 +1,4 @@
-"""Selectors: which of the reusable, inexact tokens to recompute. Each policy is a small class that scores tokens.
+"""Selectors choose which of the reusable, inexact tokens to recompute. Each is a small class that scores tokens.
 
 To add one: write the class and name it in SELECTORS. docs/selectors.md has an example.
 """
@@ -18,14 +18,11 @@ from cacheblend_cli.errors import UsageError
 
 @dataclass(frozen=True)
 class Candidates:
-    """Reusable, inexact tokens that may be recomputed.
+    """Reusable, inexact tokens that may be recomputed."""
 
-    positions: [n] int64, sorted; chunk: [n] int64, index of the prompt's chunk; offset: [n] int64, position in its chunk.
-    """
-
-    positions: Tensor
-    chunk: Tensor
-    offset: Tensor
+    positions: Tensor  # [n] int64, sorted
+    chunk: Tensor  # [n] int64, index of the prompt's chunk
+    offset: Tensor  # [n] int64, position in the chunk
 
     def __len__(self) -> int:
         return int(self.positions.shape[0])
@@ -42,17 +39,18 @@ class Evidence(Protocol):
 
 
 class Selector(Protocol):
-    """`needs_check_layer`: compares fresh with old KV, so tokens are chosen at the check layer; otherwise before layer 0."""
+    """A selection policy."""
 
+    # compares fresh with old KV, so tokens are chosen at the check layer; False: before layer 0
     needs_check_layer: bool
 
     def scores(self, candidates: Candidates, evidence: Evidence) -> Tensor:
-        """[n] fp32, not negative; higher is recomputed first."""
+        """Return scores [n] fp32, not negative; the highest are recomputed first."""
         ...
 
 
 class HighestDeviation:
-    """`hkvd`: the tokens whose fresh KV differs most from the old (CacheBlend, arXiv 2405.16444, section 4.3)."""
+    """`hkvd`: tokens whose fresh KV differs most from the old (CacheBlend, arXiv 2405.16444, section 4.3)."""
 
     needs_check_layer = True
 
@@ -70,7 +68,7 @@ class FirstOfChunk:
 
 
 class QueryAttention:
-    """`query`: the tokens the question attends to (ProphetKV, arXiv 2602.02579; FusionRAG, arXiv 2601.12904)."""
+    """`query`: tokens the question attends to (ProphetKV, arXiv 2602.02579; FusionRAG, arXiv 2601.12904)."""
 
     needs_check_layer = False
 
@@ -79,7 +77,7 @@ class QueryAttention:
 
 
 class RandomTokens:
-    """`random`: a baseline."""
+    """`random`: random tokens, a baseline."""
 
     needs_check_layer = False
 
@@ -92,7 +90,8 @@ class RandomTokens:
 
 
 class Combined:
-    """`first:4+query`: the best `count` tokens of every chunk by each of `parts`, then the rest of the budget by `last`."""
+    """`first:4+query`: the best `count` tokens of every chunk by each of `parts`, then the rest of the budget by
+    `last`."""
 
     def __init__(self, parts: Sequence[tuple[Selector, int]], last: Selector) -> None:
         self.parts, self.last = parts, last
@@ -102,7 +101,7 @@ class Combined:
         return self.last.scores(candidates, evidence)
 
     def required(self, candidates: Candidates, evidence: Evidence) -> Tensor:
-        """[n] bool: what the parts want."""
+        """Return the tokens chosen by the parts, [n] bool."""
         wanted = torch.zeros(len(candidates), dtype=torch.bool, device=candidates.positions.device)
         for selector, count in self.parts:
             wanted |= _rank_in_chunk(selector.scores(candidates, evidence), candidates) < count
@@ -114,12 +113,12 @@ SELECTORS: dict[str, Callable[[int], Selector]] = {
     "first": lambda seed: FirstOfChunk(),
     "query": lambda seed: QueryAttention(),
     "random": RandomTokens,
-    "all": lambda seed: FirstOfChunk(),  # ratio 1 of any
-    "none": lambda seed: FirstOfChunk(),  # ratio 0 of any
+    "all": lambda seed: FirstOfChunk(),  # any selector, at ratio 1
+    "none": lambda seed: FirstOfChunk(),  # any selector, at ratio 0
 }
 
 
-_DIGITS = 9  # of a COUNT
+_DIGITS = 9  # maximum digits of COUNT
 
 
 def make_selector(name: str, seed: int = 0) -> Selector:
@@ -151,11 +150,11 @@ def choose(
     block: int = 1,
     required: Tensor | None = None,
 ) -> Tensor:
-    """Indexes [<= count] of the tokens with the highest scores, sorted. Ties go to the earlier token.
+    """Return the indexes [<= count] of the tokens with the highest scores, sorted. Ties go to the earlier token.
 
-    block > 1 averages the scores over runs of `block` tokens of a chunk and takes run by run, truncating the last one to
-    `count`: a token recomputed among stale neighbours is repaired worse than a run (arXiv 2609.17983). required [n] bool:
-    tokens taken first.
+    block > 1 averages the scores over runs of `block` tokens of a chunk and takes whole runs, truncating the last one
+    to `count`: a token recomputed among stale neighbours is repaired worse than a run (arXiv 2609.17983). required: [n]
+    bool, tokens to take first.
     """
     count = min(count, scores.shape[0])
     if count == 0:
@@ -173,17 +172,17 @@ def choose(
 
 
 def budget(ratio: float, num_candidates: int) -> int:
-    """Number of tokens for a ratio, rounded up, so that any ratio above 0 repairs something."""
+    """Return the number of tokens for a ratio, rounded up, so that any ratio above 0 repairs something."""
     return min(num_candidates, math.ceil(ratio * num_candidates - 1e-9))
 
 
 def _rank_in_chunk(scores: Tensor, candidates: Candidates) -> Tensor:
-    """[n] int64: the number of tokens of the same chunk with a higher score."""
+    """Return [n] int64: number of tokens of the same chunk with a higher score."""
     order = torch.argsort(scores, descending=True, stable=True)
     by_chunk = order[torch.argsort(candidates.chunk[order], stable=True)]
     chunk = candidates.chunk[by_chunk]
     place = torch.arange(len(candidates), device=scores.device)
-    start = torch.searchsorted(chunk, chunk)  # the first place of each chunk
+    start = torch.searchsorted(chunk, chunk)  # index of each chunk's first token
     rank = torch.empty_like(place)
     rank[by_chunk] = place - start
     return rank

@@ -1,1 +1,1 @@
-"""The paged KV cache: pool, blocks, rows, the forward pass over it, and the sources stored KV comes from."""
+"""The paged KV cache: pool, blocks, rows, the forward pass over it, and sources of stored KV."""

@@ -1,4 +1,5 @@
-"""Batches of stored KV on the way to a device: chunks of a layer that are copied together, and their layout in a buffer."""
+"""Batches of stored KV on the way to a device: chunks of a layer that are copied together, and their layout in a
+buffer."""
 
 from __future__ import annotations
 
@@ -16,17 +17,17 @@ ALIGNMENT = 512
 
 
 class KVBatch:
-    """Chunks of one layer that are copied and placed together; the chunks of the batches are the same for every layer.
+    """Chunks of one layer that are copied and placed together. The batches group the same chunks at every layer.
 
-    The buffer holds the tensors of the codec one after another, each for all chunks in order: k of every chunk, then v.
-    So chunks stored without scales become one tensor; a chunk with scales is a batch of its own.
+    The buffer holds the codec's tensors one after another, each for all chunks in order: k of every chunk, then v. So
+    chunks stored without scales become one tensor; a chunk with scales is a batch of its own.
     """
 
     def __init__(self, first: int, spans: Sequence[StoredSpan], *heads: int) -> None:
-        """heads: as `blob_spec` takes it: KV heads, head_dim, V's head_dim."""
+        """heads: KV heads, head_dim and V's head_dim, as in `blob_spec`."""
         self.first, self.spans = first, tuple(spans)
         specs = [blob_spec(s.codec, s.num_tokens, *heads) for s in spans]
-        self._parts: dict[str, tuple[torch.dtype, list[int], list[int]]] = {}  # dtype, shape, where each chunk's begins
+        self._parts: dict[str, tuple[torch.dtype, list[int], list[int]]] = {}  # dtype, shape, start of each chunk
         self.num_bytes = 0
         for name, spec in specs[0].items():
             bounds = list(accumulate((s[name].num_bytes for s in specs), initial=self.num_bytes))
@@ -48,8 +49,11 @@ class KVBatch:
 def batches_of(
     spans: Sequence[StoredSpan], shapes: Sequence[tuple[int, ...]], most_bytes: int
 ) -> list[dict[tuple[int, ...], KVBatch]]:
-    """Group adjacent chunks of one plain codec, up to most_bytes; every other chunk is a batch of its own. A batch is one for each
-    of the layers' shapes (KV heads, head_dim), of which the largest decides."""
+    """Group adjacent chunks with the same plain codec, up to most_bytes; every other chunk is a batch of its own.
+
+    Returns, per group, a batch for each of the layers' shapes (KV heads, head_dim). The largest shape decides the size
+    of a group.
+    """
     largest = max(shapes, key=lambda heads: heads[0] * (heads[1] + heads[-1]))
     groups: list[list[StoredSpan]] = []
     room = 0

@@ -1,4 +1,4 @@
-"""Blocks of the paged KV cache: who owns which, counted by references.
+"""Reference-counted blocks of the paged KV cache.
 
 Ranges and owners: a block is in one of three places, and free + cached + used = total.
 
@@ -34,12 +34,12 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks))  # sorted
         self._refs: dict[int, int] = {}
-        self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
-        self._forget: dict[int, Callable[[int], None]] = {}  # of blocks whose KV somebody may want again
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._forget: dict[int, Callable[[int], None]] = {}  # called when a cached block is reused
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be had: cached ones too."""
+        """Blocks that can be allocated, cached ones included."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -51,13 +51,15 @@ class BlockAllocator:
         return len(self._refs)
 
     def can_append(self, count: int) -> bool:
-        """Return whether so many blocks are free."""
+        """Return whether `count` blocks can be allocated."""
         return count <= self.num_free
 
     def allocate(self, count: int, *, behind: int | None = None, headroom: int = 0) -> list[int]:
-        """`count` blocks, adjacent when there is such a run (the CPU path then attends over a view). Raises DeviceError.
+        """Allocate `count` blocks, adjacent if possible (the CPU path then attends over a view). Raises DeviceError if
+        too few are free.
 
-        behind: where they best begin, right behind this block. headroom: blocks that best stay free behind them, to grow into.
+        behind: preferred place, directly after this block. headroom: blocks to leave free after them if possible, to
+        grow into.
         """
         if count > self.num_free:
             raise DeviceError(
@@ -74,7 +76,7 @@ class BlockAllocator:
         return taken
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One more owner of each block, which has one or is cached."""
+        """Add an owner to each block. A block has an owner already, or is cached."""
         for block in blocks:
             if block in self._cached:
                 del self._cached[block]
@@ -87,12 +89,12 @@ class BlockAllocator:
         return block in self._refs
 
     def keep(self, block: int, forget: Callable[[int], None]) -> None:
-        """Keep a used block's contents after its last owner is gone. forget: called when the block is reused."""
+        """Keep a used block's contents after its last owner drops it. forget: called when the block is reused."""
         assert block in self._refs
         self._forget[block] = forget
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of each block; the last one frees it. Of those that are kept the last is given away first."""
+        """Drop one reference to each block; the last one frees it. Of kept blocks, the last is reused first."""
         for block in reversed(blocks):
             self._refs[block] -= 1
             if self._refs[block] == 0:
@@ -103,7 +105,8 @@ class BlockAllocator:
                     bisect.insort(self._free, block)
 
     def check_integrity(self) -> None:
-        """free + cached + used = total, no block in two places, no block lost. Raises AssertionError: it is our own bug."""
+        """free + cached + used = total, no block in two places, no block lost. Raises AssertionError: it is our own
+        bug."""
         assert len(self._free) + len(self._cached) + len(self._refs) == self.num_blocks
         assert set(self._free) | set(self._cached) | set(self._refs) == set(range(self.num_blocks))
         assert self._free == sorted(self._free)
@@ -116,7 +119,7 @@ class BlockAllocator:
         bisect.insort(self._free, block)
 
     def _place(self, count: int, behind: int | None, headroom: int) -> int:
-        """Index in the free list where `count` blocks are taken."""
+        """Return the index in the free list from which `count` blocks are taken."""
         if behind is not None:
             i = bisect.bisect_left(self._free, behind + 1)
             if (
@@ -129,7 +132,7 @@ class BlockAllocator:
         return (self._adjacent(count) or 0) if found is None else found
 
     def _adjacent(self, count: int) -> int | None:
-        """Index in the free list of the first run of `count` adjacent blocks."""
+        """Return the index in the free list of the first run of `count` adjacent blocks."""
         run = 0
         for i, block in enumerate(self._free):
             run = run + 1 if i and block == self._free[i - 1] + 1 else 1

@@ -1,4 +1,4 @@
-"""Block tables: which blocks of a pool hold the positions of a sequence. On the host; no tensor is needed for it."""
+"""Block tables: which blocks of a pool hold the positions of a sequence. They live on the host and need no tensor."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ from cacheblend_cli.kv.block_allocator import BlockAllocator
 
 
 class BlockSpace(ABC):
-    """Blocks that sequences share: of a pool here, or of one that a worker has."""
+    """Blocks that sequences share: of a pool in this process, or of a worker's pool."""
 
     block_size: int
     allocator: BlockAllocator
 
     @abstractmethod
     def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Copy whole blocks of every layer. None is in both."""
+        """Copy whole blocks of every layer. `source` and `target` are disjoint."""
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
 
 class BlockTable:
-    """The blocks of one sequence, position p in blocks[p // block_size].
+    """The blocks of one sequence; position p is in blocks[p // block_size].
 
-    gone: how many of the first ones were given back, since no layer looks at their positions any more. Something stands in
-    their place that is somebody else's, and is neither read nor written."""
+    gone: number of leading blocks given back because no layer attends to their positions any more. Their entries are
+    placeholders that are neither read nor written.
+    """
 
     def __init__(self, space: BlockSpace, blocks: list[int], gone: int = 0) -> None:
         self._space, self.blocks, self.gone = space, blocks, gone
         self._changed()
 
     def _changed(self) -> None:
-        """Called whenever the blocks are others."""
+        """Called whenever `blocks` changes."""
 
     @property
     def owned(self) -> list[int]:
-        """The blocks it has a reference to."""
+        """Blocks it holds a reference to."""
         return self.blocks[self.gone :]
 
     @property
@@ -54,19 +55,19 @@ class BlockTable:
             self._changed()
 
     def fork(self) -> Self:
-        """A second owner of the same blocks; whoever writes first copies (`make_writable`)."""
+        """Return a second owner of the same blocks; the first to write copies (`make_writable`)."""
         self._space.allocator.share(self.owned)
         return type(self)(self._space, list(self.blocks), self.gone)
 
     def give_back(self, count: int) -> None:
-        """Its first `count` blocks, but not all, are others' from now on."""
+        """Give back the first `count` blocks, at least one fewer than all."""
         self._space.allocator.free(self.blocks[self.gone : count])
         self.blocks[:count] = [self.blocks[count]] * count
         self.gone = count
         self._changed()
 
     def make_writable(self, start: int, end: int) -> None:
-        """Copy on write: the blocks of positions start:end belong to this sequence alone afterwards."""
+        """Copy on write: afterwards this sequence alone owns the blocks of positions start:end."""
         allocator, size = self._space.allocator, self._space.block_size
         indexes = [i for i in range(start // size, -(-end // size)) if allocator.is_shared(self.blocks[i])]
         if not indexes:

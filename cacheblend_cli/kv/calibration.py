@@ -2,8 +2,8 @@
 
 e4m3 (arXiv 2209.05433) has the same relative precision over seventeen binades, so the scale need not be tight, only
 large enough: HEADROOM times the largest value seen almost never saturates, and costs no precision above 1/7000 of that
-value. The tokens are the prompt's prefix and a sample of the vocabulary, so the scales depend on model and template
-alone, and an answer does not depend on earlier questions.
+value. The tokens are the prompt's prefix and a sample of the vocabulary. So the scales depend only on model and
+template, and an answer does not depend on earlier questions.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from cacheblend_cli.model.kv_scales import KVScales
 
 SAMPLE = 256
 HEADROOM = 4.0
-LARGEST = 448.0  # of float8_e4m3fn
+LARGEST = 448.0  # largest float8_e4m3fn
 
 
 @torch.inference_mode()
 def calibrate(decoder: Decoder, prefix_ids: Sequence[int], block_size: int) -> KVScales:
-    """Compute the scales for this decoder. prefix_ids: the start of every prompt. Takes a prefill of at most SAMPLE tokens."""
+    """Compute the scales for this decoder. prefix_ids: the start of every prompt. Takes a prefill of at most SAMPLE
+    tokens."""
     ids = _sample(prefix_ids, decoder.spec.vocab_size, min(SAMPLE, decoder.spec.max_context))
     pool = KVPool(decoder.own_spec, -(-len(ids) // block_size), block_size, decoder.dtype, decoder.device)
     sequence = pool.new_sequence(len(ids))
@@ -44,7 +45,7 @@ class _Sizes(Observer):
 
     def fresh(self, fresh: FreshKV) -> None:
         k, half = fresh.k, fresh.k.shape[-1] // 2
-        turned = torch.hypot(k[..., :half].float(), k[..., half:].float())  # the most a rotation can make of it
+        turned = torch.hypot(k[..., :half].float(), k[..., half:].float())  # the maximum over all rotations
         cos, sin = fresh.rows.cos_sin(fresh.layer)
         stretch = (cos.square() + sin.square()).max().sqrt()  # not 1 under YaRN and LongRoPE
         self.k_scales.append(_scale(turned * stretch))
@@ -52,12 +53,12 @@ class _Sizes(Observer):
 
 
 def _scale(size: Tensor) -> Tensor:
-    """size: [num_rows, num_kv_heads, n] fp32, not negative -> [num_kv_heads]."""
+    """Return scales [num_kv_heads]. size: [num_rows, num_kv_heads, n] fp32, not negative."""
     return size.amax(dim=(0, 2)).clamp_min(1e-6) * (HEADROOM / LARGEST)
 
 
 def _sample(prefix_ids: Sequence[int], vocab_size: int, count: int) -> list[int]:
-    """The start of every prompt, then tokens spread over the vocabulary."""
+    """Return the start of every prompt, then tokens spread over the vocabulary."""
     begin = list(prefix_ids)[: count // 2]
     rest = count - len(begin)
     return begin + [i * vocab_size // rest for i in range(rest)]

@@ -1,4 +1,4 @@
-"""KV of a prefilled prompt as other engines store it: K rotated, channels of a head in the checkpoint's order."""
+"""KV of a prefilled prompt in the layout of other engines: K rotated, channels of a head in the checkpoint's order."""
 
 from __future__ import annotations
 
@@ -17,35 +17,31 @@ from cacheblend_cli.model.weights import head_order
 
 @dataclass(frozen=True)
 class LayerKV:
-    """KV of a layer at positions start to start + n: k (rotated) and v, each [n, num_kv_heads, head_dim].
-
-    window: positions that the layer's attention covers, None for all. The tensors may be the pool's memory: copy what
-    outlives the sequence.
-    """
+    """KV of a layer at positions start to start + n. The tensors may be the pool's memory: copy what outlives the
+    sequence."""
 
     start: int
-    k: Tensor
-    v: Tensor
-    window: int | None = None
+    k: Tensor  # rotated, [n, num_kv_heads, head_dim]
+    v: Tensor  # [n, num_kv_heads, head_dim]
+    window: int | None = None  # positions that the layer's attention covers; None: all
 
 
 @dataclass(frozen=True)
 class KVReader:
-    """KV of positions 0 to num_tokens, layer by layer, valid while the sequence holds its blocks. Iterates over the layers.
-
-    order: index of each of the checkpoint's head channels among ours, [head_dim] int64; None for the identity. further: for each
-    layer what the other engine's RoPE turns our channels further, radians a position [head_dim] fp32; None for nothing.
-    """
+    """KV of positions 0 to num_tokens, layer by layer, valid while the sequence holds its blocks. Iterates over the
+    layers."""
 
     decoder: Decoder
     sequence: PagedSequence
     num_tokens: int
+    # [head_dim] int64, index of each of the checkpoint's head channels among ours; None: the same order
     order: Tensor | None
+    # per layer, extra rotation of the other engine's RoPE: radians per position, fp32 [head_dim]; None: no difference
     further: Sequence[Tensor | None] = ()
 
     @property
     def num_layers(self) -> int:
-        """Layers with K and V of their own: the first ones."""
+        """Number of layers with K and V of their own, which come first."""
         return self.decoder.spec.num_kv_layers
 
     @property
@@ -74,17 +70,18 @@ class KVReader:
 
 
 def check_exportable(spec: ModelSpec, to: str) -> None:
-    """Raise UsageError for a model whose KV no connector writes. to: the engine that would take it."""
+    """Raise UsageError for a model whose KV no connector can write. to: the receiving engine."""
     if spec.latent is not None:
         raise UsageError(
-            f"the KV of a {spec.architecture} is not handed to {to}: latents and position keys (MLA) lie in another way in each "
-            "engine and release",
+            f"the KV of a {spec.architecture} cannot be handed to {to}: the layout of latents and position keys (MLA) differs between "
+            "engines and releases",
             "let cacheblend decode",
         )
 
 
 def export(decoder: Decoder, sequence: PagedSequence, num_tokens: int) -> KVReader:
-    """Return a reader of the KV of the sequence's first num_tokens positions. Nothing is copied before a layer is read."""
+    """Return a reader of the KV of the sequence's first num_tokens positions. Nothing is copied before a layer is
+    read."""
     order = head_order(decoder.spec)
     index = None if order is None else torch.tensor(order, device=sequence.pool.device).argsort()
     return KVReader(decoder, sequence, num_tokens, index)

@@ -1,8 +1,8 @@
 """The one forward pass: rows through the layers over the paged KV cache.
 
 `LayerStep` says, per layer, which rows get fresh K and V and which rows continue. Full prefill, collect, the four
-statuses of a blended prefill, the question's probe and decoding differ only in their steps; anything else they need
-from a pass they observe (`Observer`). A pass can pause between two layers (`layer_by_layer`).
+statuses of a blended prefill, the question's probe and decoding differ only in their steps. An `Observer` reads
+anything else they need from a pass. A pass can pause between two layers (`layer_by_layer`).
 """
 
 from __future__ import annotations
@@ -19,36 +19,31 @@ from cacheblend_cli.model.decoder import Decoder, DecoderLayer
 
 T = TypeVar("T")
 Pass = Generator[int, None, T]
-"""A computation that pauses between layers: yields the number of rows of the layer just computed, returns its result."""
+"""A computation that pauses between layers: yields the number of rows of the layer just computed, returns its
+result."""
 
 
 @dataclass(frozen=True)
 class FreshKV:
-    """Results of a layer before they are written to the pool.
-
-    h: the rows' normed input [num_rows, hidden_size]. k (before RoPE), v: [n, num_kv_heads, head_dim] of the rows that
-    get fresh K and V; of latent attention position keys [n, 1, rope_dim] and latents [n, 1, rank].
-    """
+    """Results of a layer before they are written to the pool. Only some of the rows may get fresh K and V: n of
+    num_rows."""
 
     layer: DecoderLayer
     rows: Rows
-    h: Tensor
-    k: Tensor
-    v: Tensor
+    h: Tensor  # normed input of the rows, [num_rows, hidden_size]
+    k: Tensor  # before RoPE, [n, num_kv_heads, head_dim]; with latent attention position keys [n, 1, rope_dim]
+    v: Tensor  # [n, num_kv_heads, head_dim]; with latent attention latents [n, 1, rank]
 
 
 @dataclass(frozen=True)
 class LayerStep:
-    """Rows processed by one layer. An index is [n] int64, sorted, into the incoming rows.
+    """Rows processed by one layer. An index is [n] int64, sorted, into the incoming rows."""
 
-    kv_rows: rows that get fresh K and V, None = all; other rows keep their stored KV. next_rows: rows that continue to Q,
-    attention and MLP, None = all, empty ends the pass; a function of the fresh K and V where it depends on them. stop: end
-    the pass after the queries were observed.
-    """
-
-    kv_rows: Tensor | None = None
+    kv_rows: Tensor | None = None  # rows that get fresh K and V; None = all; other rows keep their stored KV
+    # rows that continue to Q, attention and MLP; None = all; empty ends the pass; a function if it depends on the fresh
+    # K and V
     next_rows: Tensor | Callable[[FreshKV], Tensor] | None = None
-    stop: bool = False
+    stop: bool = False  # end the pass after the queries were observed
 
 
 class Steps(Protocol):
@@ -61,13 +56,15 @@ class Observer:
     """Observer of a pass. Every method is called once per layer; the defaults do nothing."""
 
     def fresh(self, fresh: FreshKV) -> None:
-        """K and V are computed; the pool still holds the old values. Not called in a layer that uses another layer's."""
+        """Called when K and V are computed; the pool still holds the old values. Not called in a layer that uses
+        another layer's."""
 
     def queries(self, layer: DecoderLayer, q: Tensor, rows: Rows) -> None:
-        """q: rotated, [num_rows, num_heads, head_dim], of the rows that continue. Their K and V are in the pool."""
+        """Called when K and V are in the pool. q: rotated, [num_rows, num_heads, head_dim], of the rows that
+        continue."""
 
     def attended(self, layer: DecoderLayer, output: Tensor) -> None:
-        """output: attention output before o_proj, [num_rows, num_heads, head_dim]."""
+        """Called after attention. output: before o_proj, [num_rows, num_heads, head_dim]."""
 
 
 class AllRows:
@@ -91,13 +88,13 @@ class KVOnly:
 
 @dataclass(frozen=True)
 class Hidden:
-    """End of a pass: the residual stream [num_rows, hidden_size], and the last layer's addition to it."""
+    """End of a pass."""
 
-    delta: Tensor
-    residual: Tensor
+    delta: Tensor  # the last layer's addition to the residual stream, [num_rows, hidden_size]
+    residual: Tensor  # residual stream, [num_rows, hidden_size]
 
     def logits(self, decoder: Decoder, rows: slice | Tensor = slice(None)) -> Tensor:
-        """fp32 [num_rows, vocab_size]."""
+        """Return logits, fp32 [num_rows, vocab_size]."""
         return decoder.logits(self.delta[rows], self.residual[rows])
 
 
@@ -114,12 +111,13 @@ def forward(decoder: Decoder, rows: Rows, token_ids: Tensor, observer: Observer 
 def run_layers(
     decoder: Decoder, rows: Rows, token_ids: Tensor, steps: Steps, observer: Observer | None = None
 ) -> Hidden | None:
-    """Run rows through the layers as directed by `steps`, writing fresh K and V to the pool. None if a step ended the pass."""
+    """Run rows through the layers as directed by `steps`, writing fresh K and V to the pool. None if a step ended the
+    pass."""
     return finish(layer_by_layer(decoder, rows, token_ids, steps, observer))
 
 
 def finish(run: Generator[Any, None, T]) -> T:
-    """Run what pauses to its end, and return its result."""
+    """Run a paused computation to its end and return its result."""
     while True:
         try:
             next(run)
@@ -131,7 +129,7 @@ def finish(run: Generator[Any, None, T]) -> T:
 def layer_by_layer(
     decoder: Decoder, rows: Rows, token_ids: Tensor, steps: Steps, observer: Observer | None = None
 ) -> Pass[Hidden | None]:
-    """`run_layers`, with a pause after every layer but the last. While it pauses, other sequences may be computed."""
+    """`run_layers` with a pause after every layer but the last, so that other sequences can be computed meanwhile."""
     delta, residual, num_rows = decoder.embed(token_ids), None, 0
     rows = replace(rows, token_ids=token_ids)
     for layer in decoder.layers:
@@ -139,7 +137,7 @@ def layer_by_layer(
             yield num_rows
         step, num_rows = steps.at(layer), len(rows)
         h, residual = decoder.input_norm(layer, delta, residual)
-        del delta  # what is not needed any more goes before attention and MLP: activations are most of a pass's memory
+        del delta  # free tensors before attention and MLP: activations are most of a pass's memory
         q, rows, residual = _project(layer, h, residual, rows, step, observer)
         del h
         if q is None:
@@ -161,7 +159,8 @@ def layer_by_layer(
 def _project(
     layer: DecoderLayer, h: Tensor, residual: Tensor, rows: Rows, step: LayerStep, observer: Observer | None
 ) -> tuple[Tensor | None, Rows, Tensor]:
-    """Project, and write K and V. Returns the rotated q of the rows that continue (None: none do), these rows, their residual."""
+    """Project, and write K and V. Returns the rotated q of the rows that continue (None: none do), these rows, and
+    their residual."""
     if not layer.own_kv:
         if step.next_rows is not None:
             assert not callable(step.next_rows), "there is no fresh KV to choose by"
@@ -191,8 +190,8 @@ def _project(
 
 
 def attend(layer: DecoderLayer, q: Tensor, rows: Rows) -> Tensor:
-    """Attention of rotated q [num_rows, num_heads, head_dim] over the layer's pool, causal by position. [num_rows, num_heads, size of
-    a head's value]."""
+    """Attention of rotated q [num_rows, num_heads, head_dim] over the layer's pool, causal by position. Returns
+    [num_rows, num_heads, head_dim of V]."""
     cache, latent = rows.pool.layers[layer.index], layer.latent_heads
     if latent is not None:
         return layer.kernels.latent_attention(q, cache, rows.attention, layer.attention, latent)
@@ -202,12 +201,13 @@ def attend(layer: DecoderLayer, q: Tensor, rows: Rows) -> Tensor:
 
 
 def queries(layer: DecoderLayer, h: Tensor, rows: Rows) -> Tensor:
-    """q [num_rows, num_heads, head_dim] of the rows' normed input, as attention takes it."""
+    """Return q [num_rows, num_heads, head_dim] of the rows' normed input, ready for attention."""
     return layer.scale_queries(rotate(layer, layer.project_q(h), rows), rows.positions)
 
 
 def rotate(layer: DecoderLayer, x: Tensor, rows: Rows) -> Tensor:
-    """q or K of the rows [num_rows, heads, head_dim], rotated to their positions; of a wider q its last channels."""
+    """Rotate q or K [num_rows, heads, head_dim] to the rows' positions. Of a wider q only the last channels are
+    rotated."""
     rest = 0 if layer.latent_heads is None else x.shape[-1] - layer.head_dim
     if not rest:
         return layer.kernels.rope(x, *rows.cos_sin(layer))
@@ -215,14 +215,14 @@ def rotate(layer: DecoderLayer, x: Tensor, rows: Rows) -> Tensor:
 
 
 def write_kv(layer: DecoderLayer, k: Tensor, v: Tensor, rows: Rows) -> None:
-    """Rotate K and write both to the rows' slots of the layer."""
+    """Rotate K, and write K and V to the rows' slots of the layer."""
     rotate_and_write(layer, None, k, v, rows)
 
 
 def rotate_and_write(layer: DecoderLayer, q: Tensor | None, k: Tensor, v: Tensor, rows: Rows) -> Tensor | None:
-    """The rotated q; K, rotated, and V are in the rows' slots of the layer."""
+    """Return the rotated q. Writes K (rotated) and V to the rows' slots of the layer."""
     slots = rows.mappings[layer.rope]
-    if q is not None and layer.latent_heads is not None:  # of which RoPE turns a part
+    if q is not None and layer.latent_heads is not None:  # RoPE rotates only a part of it
         layer.kernels.rope_and_cache(None, k, v, rows.pool.layers[layer.index], slots)
         return rotate(layer, q, rows)
     return layer.kernels.rope_and_cache(q, k, v, rows.pool.layers[layer.index], slots)

@@ -1,4 +1,4 @@
-"""Check of models on the generic path against transformers, on random tokens, when a model is first loaded.
+"""Check models on the generic path against transformers, on random tokens, when a model is first loaded.
 
 Finds what no config states, for any architecture: rows that depend on their neighbours, positions added to tokens,
 scores changed by something outside attention's arguments. A model that fails is refused.
@@ -20,18 +20,18 @@ from cacheblend_cli.model.generic.decoder import GenericDecoder, GenericLayer
 from cacheblend_cli.model.generic.measure import is_close, probed_positions, reordered, turned_as_ours
 from cacheblend_cli.model.generic.parts import Call
 
-FORMAT = 1  # of the check: one more where it looks at more
+FORMAT = 1  # version of the check: increase it when the check covers more
 PASSED = "passed"
 TOKENS, BLOCK_SIZE = 24, 16
-FAR = 1 << 16  # where scores that grow with positions have grown
-SHARE = 1e-4  # of what a layer adds at most: what rounding in fp32 explains
-STREAM = 1e-6  # of the residual stream, which may be far larger than what a layer adds to it
-SAME = 2e-2  # of the largest logit, where the same products are made of other numbers of rows in bf16
+FAR = 1 << 16  # shift to far positions, where position-dependent scores have grown
+SHARE = 1e-4  # tolerance relative to the largest change by a layer: rounding in fp32
+STREAM = 1e-6  # tolerance relative to the residual stream, which may be far larger than a layer's change
+SAME = 2e-2  # tolerance relative to the largest logit: the same products over other numbers of rows in bf16
 
 
 def check_once(decoder: GenericDecoder, fingerprint: str) -> None:
-    """`check_generic`, whose good end is remembered in the user's cache: for a model of some billion weights it takes as long
-    as a prompt of some 200 tokens. fingerprint: of the model, its dtype included."""
+    """Run `check_generic` and cache success in the user's cache. For a model of a few billion weights the check takes
+    as long as a prompt of about 200 tokens. fingerprint: identifies the model, dtype included."""
     versions = [importlib.metadata.version(name) for name in ("cacheblend", "transformers", "torch")]
     passed = user_cache.place("generic", FORMAT, fingerprint, decoder.device.type, decoder.kernels.name, *versions)
     if user_cache.recall(passed) == PASSED:
@@ -42,8 +42,11 @@ def check_once(decoder: GenericDecoder, fingerprint: str) -> None:
 
 @torch.inference_mode()
 def check_generic(decoder: GenericDecoder) -> None:
-    """Raises UsageError, with the reason, if a full prefill, or one of some rows over the KV of the others, is not what
-    transformers computes. The layers are compared one by one, in fp32 whatever the model's dtype."""
+    """Compare with transformers: a full prefill, and a prefill of some rows over the KV of the others. Raises
+    UsageError with the reason if they differ.
+
+    Layers are compared one by one, in fp32 whatever the model's dtype.
+    """
     parts, device = decoder.parts, decoder.device
     count = min(TOKENS, decoder.spec.max_context)
     ids = torch.randint(decoder.spec.vocab_size, (count,), generator=torch.Generator().manual_seed(0)).to(device)
@@ -75,8 +78,8 @@ def check_generic(decoder: GenericDecoder) -> None:
 
 
 def _by_transformers(decoder: GenericDecoder, ids: Tensor) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Its own forward pass: the rows [num_rows, hidden_size] that came into each layer and that went out of it, and the logits
-    [num_rows, vocab_size]."""
+    """Run transformers' own forward pass. Returns inputs and outputs of each layer [num_rows, hidden_size], and the
+    logits [num_rows, vocab_size]."""
     came: list[Tensor] = []
     went: list[Tensor] = []
 
@@ -98,14 +101,14 @@ def _by_transformers(decoder: GenericDecoder, ids: Tensor) -> tuple[list[Tensor]
 
 
 def _check_layer(decoder: GenericDecoder, layer: GenericLayer, came: Tensor, call: Call, shift: int) -> None:
-    """call: of the layer where its rows stand at positions shift, shift + 1, ..."""
+    """Compare one layer. call: the layer's arguments with rows at positions shift, shift + 1, ..."""
     with decoder.parts.attention("eager"):
         theirs = layer.module.whole(came, call)
     one = replace(decoder.spec, num_layers=layer.index + 1)
     pool = KVPool(one, -(-len(came) // BLOCK_SIZE), BLOCK_SIZE, torch.float32, decoder.device)
     sequence, count = pool.new_sequence(len(came)), len(came)
 
-    def computed(positions: Tensor) -> Tensor:  # our layer's output of some rows, over what the pool has of the others
+    def computed(positions: Tensor) -> Tensor:  # our output of some rows, over the pool's KV of the others
         h, turns = came[positions], decoder.rope.at(positions + shift, count + shift)
         rows = replace(rows_of(decoder, sequence, positions, count, count), rotations=turns)
         _, k, v = layer.project_qkv(h)
@@ -122,7 +125,7 @@ def _check_layer(decoder: GenericDecoder, layer: GenericLayer, came: Tensor, cal
 
 
 def _check_turns(decoder: GenericDecoder, layer: GenericLayer, came: Tensor, call: Call, positions: Tensor) -> None:
-    """Raise what `_demand` raises unless q and k at far positions are turned as by our RoPE."""
+    """Refuse the model unless its RoPE rotates q and k at far positions as ours does."""
     h = came[torch.arange(len(positions), device=came.device) % len(came)]
     plain, turned = layer.module.project(h), layer.module.project(h, call["position_embeddings"])
     ours = turned_as_ours(decoder.spec, layer.index, plain, positions)
@@ -133,7 +136,7 @@ def _check_turns(decoder: GenericDecoder, layer: GenericLayer, came: Tensor, cal
 
 def _is_same(ours: Tensor, theirs: Tensor, came: Tensor) -> bool:
     allowed = SHARE * float((theirs - came).abs().max()) + STREAM * float(theirs.abs().max())
-    return float((ours - theirs).abs().max()) <= allowed  # not so where anything is NaN
+    return float((ours - theirs).abs().max()) <= allowed  # False if anything is NaN
 
 
 def _demand(decoder: GenericDecoder, holds: bool, reason: str) -> None:

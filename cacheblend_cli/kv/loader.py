@@ -16,11 +16,14 @@ from cacheblend_cli.kv.source import BadChunk
 
 
 class KVLoader(ABC):
-    """Loads layer by layer, ahead of compute, while its context is entered.
+    """Load KV layer by layer, ahead of compute, while the context is entered.
 
-    num_bytes: read from the source. load_s: from the start until the last layer was loaded. stall_s: how much of that
-    computing waited for. All three are final after the last wait; on a GPU, reading the seconds synchronises. bad: with tensor
-    parallelism, a chunk that this rank could not read, in whose place zeros are.
+    The figures are final after the last wait. On a GPU, reading the seconds synchronises.
+
+    - num_bytes: bytes read from the source
+    - load_s: seconds from the start until the last layer was loaded
+    - stall_s: seconds of load_s that computing waited
+    - bad: with tensor parallelism, a chunk that this rank could not read; its KV is zeros
     """
 
     num_bytes = 0
@@ -42,7 +45,8 @@ class KVLoader(ABC):
 
     @abstractmethod
     def wait(self, layer: int) -> None:
-        """Return when the layer's KV is in the pool for the work queued next. Raises BadChunk, without tensor parallelism."""
+        """Return when the layer's KV is in the pool for the work queued next. Raises BadChunk, except with tensor
+        parallelism."""
 
 
 class NothingToLoad(KVLoader):
@@ -67,7 +71,7 @@ class LoadQueue:
         self._changed = threading.Condition()
 
     def take(self) -> tuple[int, int] | None:
-        """The next (layer, part); None when nothing is left to do."""
+        """Return the next (layer, part), or None when nothing is left to do."""
         with self._changed:
             if self._stopped or self._taken == self._num_layers * self._num_parts:
                 return None
@@ -82,7 +86,7 @@ class LoadQueue:
                 self._changed.notify_all()
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Hand out no more parts. Waiters get the first error."""
+        """Stop handing out parts. Waiters get the first error."""
         with self._changed:
             self._stopped, self._error = True, self._error or error
             self._changed.notify_all()
@@ -104,7 +108,7 @@ class Workers:
     def __init__(self, count: int) -> None:
         self.count = count
         self._pool = ThreadPoolExecutor(count, "kv-loader")
-        begun = threading.Barrier(count + 1)  # each thread holds one task: no thread runs two of them
+        begun = threading.Barrier(count + 1)  # each thread holds one task, so that no thread runs two of them
         before = torch.get_num_threads()
         for _ in range(count):
             self._pool.submit(_alone, begun)
@@ -129,9 +133,9 @@ def workers(count: int) -> Workers:
 
 
 def num_workers(at_most: int) -> int:
-    """Half of the cores; the others compute."""
+    """Half of the cores; the other half computes."""
     return max(1, min(at_most, (os.cpu_count() or 1) // 2))
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=workers.cache_clear)  # threads are not forked
+    os.register_at_fork(after_in_child=workers.cache_clear)  # fork does not copy threads

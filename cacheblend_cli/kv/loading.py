@@ -22,9 +22,12 @@ from cacheblend_cli.prompt.plan import PromptPlan
 
 
 class StoredLoader(KVLoader):
-    """Workers take one batch after another, layer by layer. Each waits for a free buffer of the transfer, copies the batch's
-    blobs into it (still compressed) with a reader of its own, which checks them, and sends it: dequantised and rotated,
-    its rows go to their slots. The computing thread waits until the whole layer is sent, and then for the transfer."""
+    """Load stored KV with worker threads, one batch after another, layer by layer.
+
+    A worker waits for a free buffer of the transfer, copies the batch's blobs into it (still compressed, checked by its
+    own reader) and sends it. The transfer dequantises, rotates and writes the rows to their slots. The computing thread
+    waits until the whole layer is sent, and then for the transfer.
+    """
 
     def __init__(self, stored: StoredPrompt, transfer: Transfer) -> None:
         self._stored, self._transfer = stored, transfer
@@ -60,14 +63,14 @@ class StoredLoader(KVLoader):
         for running in self._running:
             running.result()
         self._transfer.close()
-        self._slots = []  # loaders are kept for their figures: drop the tables
+        self._slots = []  # a loader outlives the load because of its figures: drop the tables
 
     def wait(self, layer: int) -> None:
         self._transfer.arrive(layer)
         self._queue.wait(layer)
         self._transfer.join(layer)
 
-    @torch.inference_mode()  # per thread, and the pool may have been created under it
+    @torch.inference_mode()  # inference mode is per thread, and the pool may be an inference tensor
     def _work(self) -> None:
         try:
             with self._stored.source.read() as reader:
@@ -94,7 +97,7 @@ class StoredLoader(KVLoader):
                 bad = self._stored.bad(batch.first + index, error)
                 if self._stored.decoder.shard is None:
                     raise bad from error
-                self.bad = bad  # the other ranks know nothing of it: the pass goes on
+                self.bad = bad  # the other ranks do not know of it, so the pass goes on
                 for target in batch.targets(index, memory).values():
                     target[:] = bytes(len(target))
 
@@ -116,7 +119,7 @@ def make_loader(decoder: Decoder, source: KVSource | None, sequence: PagedSequen
         stored, missing = None, error
     if stored is None and missing is None:
         key = next(s.key for s in plan.segments if s.cached and s.token_ids)
-        assert key is not None, "what is cached has a key"
+        assert key is not None, "a cached segment has a key"
         missing = BadChunk(key, "the store cannot be read")
     agree(decoder, plan, missing)
     assert stored is not None
@@ -124,7 +127,8 @@ def make_loader(decoder: Decoder, source: KVSource | None, sequence: PagedSequen
 
 
 def agree(decoder: Decoder, plan: PromptPlan, bad: BadChunk | None) -> None:
-    """Raise BadChunk on all ranks where one of them could not read a chunk. bad: what this one could not read."""
+    """Raise BadChunk on all ranks if one of them could not read a chunk. bad: the chunk that this rank could not
+    read."""
     shard = decoder.shard
     if shard is None:
         if bad is not None:

@@ -17,11 +17,11 @@ from cacheblend_cli.model.spec import ModelSpec
 
 
 class KVPool(BlockSpace):
-    """K and V of every layer, each [num_blocks, block_size, num_kv_heads, head_dim]. xformers wants block_size % 64 = 0. Of latent
-    attention K is the position key and V the latent.
+    """K and V of every layer, each [num_blocks, block_size, num_kv_heads, head_dim]. xformers requires block_size % 64
+    = 0. With latent attention K is the position key and V the latent.
 
-    With scales the pool is of float8_e4m3fn, whatever dtype says. layers: what kernels take, one a layer; a layer that uses another
-    layer's K and V has that layer's.
+    With scales the pool is float8_e4m3fn, whatever dtype says. layers: one `LayerCache` per layer, as kernels take it;
+    a layer that uses another layer's K and V has that layer's.
     """
 
     def __init__(
@@ -51,23 +51,23 @@ class KVPool(BlockSpace):
 
     @classmethod
     def of(cls, decoder: Decoder, num_blocks: int, block_size: int) -> KVPool:
-        """A pool to answer in: of the decoder's dtype, or float8 where it has scales."""
+        """Create a pool for answering, in the decoder's dtype, or float8 if the decoder has KV scales."""
         return cls(decoder.own_spec, num_blocks, block_size, decoder.dtype, decoder.device, decoder.kv_scales)
 
     def read(self, layer: int, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
-        """K (rotated) and V of slots [n] int64 at a layer, fp32 [n, num_kv_heads, head_dim]; of a slice of an fp32 pool they are
-        the pool's own memory."""
+        """Return K (rotated) and V of slots [n] int64 at a layer, fp32 [n, num_kv_heads, head_dim]. A slice of an fp32
+        pool returns views of the pool."""
         cache = self.layers[layer]
         return self.read_k(layer, slots), _values(cache.v, cache.v_scale, slots)
 
     def read_k(self, layer: int, slots: slice | Tensor) -> Tensor:
-        """K as `read` gives it."""
+        """Return K as in `read`."""
         cache = self.layers[layer]
         return _values(cache.k, cache.k_scale, slots)
 
     def keys(self, layer: int, slots: slice | Tensor) -> Tensor:
-        """Keys that `DecoderLayer.to_keys` of a query is multiplied with, fp32 [n, num_kv_heads, dim]: K (rotated), and of latent attention
-        the position key and the latent."""
+        """Return the keys to multiply with `DecoderLayer.to_keys` of a query, fp32 [n, num_kv_heads, dim]: K (rotated);
+        with latent attention the position key and the latent."""
         return torch.cat(self.read(layer, slots), -1) if self._is_latent else self.read_k(layer, slots)
 
     @property
@@ -77,22 +77,23 @@ class KVPool(BlockSpace):
 
     @property
     def raw(self) -> list[Tensor]:
-        """`tensors`, float8 ones as bytes: not every operation knows them."""
+        """Return `tensors`, with float8 viewed as bytes: not every operation supports float8."""
         return [t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t for t in self.tensors]
 
     def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Copy whole blocks of every layer. None is in both."""
+        """Copy whole blocks of every layer. `source` and `target` are disjoint."""
         src, dst = upload(source, self.device), upload(target, self.device)
         for held in self.raw:
             held.index_copy_(0, dst, held.index_select(0, src))
 
     def new_sequence(self, num_tokens: int) -> PagedSequence:
-        """A sequence with room for num_tokens. Raises DeviceError when the pool is too small, with what fits."""
+        """Return a sequence with room for num_tokens. Raises DeviceError, naming what fits, when the pool is too
+        small."""
         self.check_fits(num_tokens)
         return PagedSequence(self, self.allocator.allocate(self.blocks_for(num_tokens)))
 
     def check_fits(self, num_tokens: int) -> None:
-        """Raises DeviceError when the pool has no room for num_tokens, with what fits."""
+        """Raise DeviceError, naming what fits, when the pool has no room for num_tokens."""
         if not self.allocator.can_append(self.blocks_for(num_tokens)):
             raise DeviceError(
                 f"prompt and answer take {num_tokens} tokens of KV, and {self.allocator.num_free * self.block_size} fit in "
@@ -108,13 +109,13 @@ def _values(held: Tensor, scale: Tensor | None, slots: slice | Tensor) -> Tensor
 
 
 def bytes_per_token(decoder: Decoder) -> float:
-    """Bytes per token of a pool, all layers."""
+    """Return the bytes per token of a pool, all layers."""
     return decoder.own_spec.kv_bytes_per_token(decoder.dtype.itemsize if decoder.kv_scales is None else 1)
 
 
 class PagedSequence(BlockTable):
-    """A block table, and where its positions are on the pool's device: position p lives in slot
-    blocks[p // block_size] * block_size + p % block_size."""
+    """A block table and its slots on the pool's device: position p is in slot blocks[p // block_size] * block_size + p
+    % block_size."""
 
     def __init__(self, pool: KVPool, blocks: list[int], gone: int = 0) -> None:
         self.pool = pool
@@ -129,13 +130,13 @@ class PagedSequence(BlockTable):
 
     @property
     def block_table(self) -> Tensor:
-        """[num_blocks] int32."""
+        """Block table on the device, [num_blocks] int32."""
         if self._block_table is None:
             self._block_table = upload(self.blocks, self.pool.device, torch.int32)
         return self._block_table
 
     def slots(self, positions: Tensor) -> Tensor:
-        """Slot mapping of positions [n] int64."""
+        """Return the slot mapping of positions [n] int64."""
         if self.contiguous_slot >= 0:
             return positions + self.contiguous_slot
         size = self.pool.block_size
@@ -150,7 +151,7 @@ class PagedSequence(BlockTable):
 
 
 class SequenceView(PagedSequence):
-    """Blocks of somebody else, who grows and frees them, and shares none that is written to."""
+    """Non-owning view of blocks. The owner grows and frees them, and never shares a block that is written to."""
 
     def ensure(self, num_tokens: int) -> None:
         assert num_tokens <= self.capacity
@@ -160,7 +161,8 @@ class SequenceView(PagedSequence):
 
 
 def upload(values: Sequence[int] | Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Host values [n] as a tensor on `device`. On CUDA through pinned memory: the copy is queued, nothing waits."""
+    """Return host values [n] as a tensor on `device`. On CUDA the copy goes through pinned memory and is queued;
+    nothing waits."""
     if device.type != "cuda":
         return torch.as_tensor(values, dtype=dtype, device=device)
     return torch.as_tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)

@@ -1,7 +1,8 @@
-"""Prefix cache: full blocks whose KV stays in the pool after their sequence, found by their token ids and by how it was computed.
+"""Prefix cache: full blocks whose KV stays in the pool after their sequence ends, found by token ids and KV provenance.
 
-A block is known by a digest of the block before it, its token ids and how its slice of the prompt was filled; token ids are compared
-on every hit. A prompt finds only KV that it would compute to the same bits: whole slices, cut and filled alike.
+A block's key is a digest of the block before it, its token ids and how its slice of the prompt was filled. Token ids
+are compared on every hit. A prompt finds only KV that it would compute to the same bits: whole slices, with the same
+boundaries and filled in the same way.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from cacheblend_cli.kv.block_table import BlockSpace, BlockTable
 class KVProvenance:
     """Provenance of the exact KV at the beginning of a prompt."""
 
-    root: bytes  # common to all of it, such as the tenant
+    root: bytes  # common to the whole prompt, such as the tenant
     slices: tuple[bytes, ...]  # how each whole slice is filled
     slice_rows: int  # positions of a slice, a multiple of the block size
 
     @property
     def num_tokens(self) -> int:
-        """Leading positions that may serve another prompt."""
+        """Number of leading positions that may serve another prompt."""
         return len(self.slices) * self.slice_rows
 
 
 @dataclass(frozen=True)
 class Hit:
-    """KV of a prompt's first num_tokens positions, in these blocks."""
+    """Cached KV of a prompt's first num_tokens positions."""
 
     blocks: tuple[int, ...] = ()
     num_tokens: int = 0
@@ -44,7 +45,7 @@ class _Kept:
 
 
 class PrefixCache:
-    """The index of a pool's kept blocks. It owns no reference: the allocator says when a block is given away."""
+    """Index of a pool's kept blocks. It owns no references: the allocator reports when a block is reused."""
 
     def __init__(self, space: BlockSpace) -> None:
         self._space, self._size = space, space.block_size
@@ -52,7 +53,7 @@ class PrefixCache:
         self._kept: dict[int, _Kept] = {}
 
     def find(self, token_ids: Sequence[int], origin: KVProvenance) -> list[int]:
-        """Blocks of the longest run of leading tokens whose KV is there, of this origin."""
+        """Return the blocks of the longest run of leading tokens with cached KV of this origin."""
         blocks: list[int] = []
         parent, size = origin.root, self._size
         for start in range(0, origin.num_tokens, size):
@@ -65,7 +66,8 @@ class PrefixCache:
         return blocks
 
     def keep(self, table: BlockTable, token_ids: Sequence[int], origin: KVProvenance) -> None:
-        """Keep the blocks of these leading tokens, which are not written to any more, unless they are kept already."""
+        """Keep the blocks of these leading tokens unless they are kept already. The blocks are not written to any
+        more."""
         parent, size = origin.root, self._size
         for start in range(0, min(len(token_ids), origin.num_tokens) // origin.slice_rows * origin.slice_rows, size):
             ids, index = tuple(token_ids[start : start + size]), start // size
@@ -76,10 +78,10 @@ class PrefixCache:
                 self._space.allocator.keep(block, self._forget)
 
     def take(self, hit: Hit, num_tokens: int, headroom: int = 0) -> BlockTable:
-        """Return a table with room for num_tokens that begins with the hit's blocks. headroom: tokens it may grow by. Raises
-        DeviceError when the pool is too small."""
+        """Return a table with room for num_tokens that begins with the hit's blocks. headroom: tokens it may grow by.
+        Raises DeviceError when the pool is too small."""
         space = self._space
-        space.allocator.share(hit.blocks)  # so that none of them is given away for those to come
+        space.allocator.share(hit.blocks)  # first, so that allocating the rest evicts none of them
         try:
             count = space.blocks_for(num_tokens) - len(hit.blocks)
             fresh = space.allocator.allocate(count, headroom=space.blocks_for(headroom))

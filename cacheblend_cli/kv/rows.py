@@ -1,4 +1,4 @@
-"""Rows of one launch: the positions to compute, and the batch metadata a layer needs."""
+"""Rows of one launch: positions to compute, and the batch metadata a layer needs."""
 
 from __future__ import annotations
 
@@ -20,20 +20,15 @@ from cacheblend_cli.prompt.plan import Segment
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one launch.
+    """Rows of one launch."""
 
-    pool: destination of their K and V. positions, slots: [num_rows] int64; rotations: cos and sin [num_rows, head_dim]
-    fp32 of each RoPE of the model; attention: the kernel's metadata. decode: one row per sequence, after all its tokens.
-    token_ids: [num_rows] int64, set in a pass.
-    """
-
-    pool: KVPool
-    positions: Tensor
-    slots: Tensor
-    rotations: tuple[CosSin, ...]
-    attention: AttentionMetadata
-    decode: bool = False
-    token_ids: Tensor | None = None
+    pool: KVPool  # where K and V of the rows are written
+    positions: Tensor  # [num_rows] int64
+    slots: Tensor  # [num_rows] int64
+    rotations: tuple[CosSin, ...]  # cos and sin [num_rows, head_dim] fp32 of each RoPE of the model
+    attention: AttentionMetadata  # batch metadata for attention kernels
+    decode: bool = False  # one row per sequence, after all its tokens
+    token_ids: Tensor | None = None  # [num_rows] int64, set in a pass
 
     def __len__(self) -> int:
         return int(self.positions.shape[0])
@@ -44,7 +39,7 @@ class Rows:
         return tuple(Slots(self.slots, cos, sin) for cos, sin in self.rotations)
 
     def cos_sin(self, layer: DecoderLayer) -> CosSin:
-        """cos and sin of the layer's RoPE."""
+        """Return cos and sin of the layer's RoPE."""
         return self.rotations[layer.rope]
 
     def take(self, index: Tensor) -> Rows:
@@ -63,12 +58,13 @@ class Rows:
 
 
 def rows_of(decoder: Decoder, sequence: PagedSequence, positions: Tensor, kv_len: int, rope_len: int) -> Rows:
-    """Rows at `positions` (sorted int64) of one sequence holding kv_len positions. rope_len: the length passed to RoPE."""
+    """Return rows at `positions` (sorted int64) of one sequence holding kv_len positions. rope_len: length passed to
+    RoPE."""
     return packed_rows(decoder, [(sequence, positions, kv_len)], rope_len)
 
 
 def packed_rows(decoder: Decoder, parts: Sequence[tuple[PagedSequence, Tensor, int]], rope_len: int) -> Rows:
-    """Rows of several sequences in one launch; parts: (sequence, its positions, its kv_len). Does not synchronise."""
+    """Return rows of several sequences in one launch; parts: (sequence, positions, kv_len). Does not synchronise."""
     device = parts[0][1].device
     positions = torch.cat([p for _, p, _ in parts]) if len(parts) > 1 else parts[0][1]
     slots = torch.cat([s.slots(p) for s, p, _ in parts]) if len(parts) > 1 else parts[0][0].slots(positions)
@@ -85,7 +81,7 @@ def packed_rows(decoder: Decoder, parts: Sequence[tuple[PagedSequence, Tensor, i
 
 
 def next_rows(decoder: Decoder, sequences: Sequence[PagedSequence], kv_lens: Sequence[int]) -> Rows:
-    """Rows of the token after the kv_lens tokens of each sequence; blocks are allocated and made writable."""
+    """Return the rows of the token after the kv_len tokens of each sequence; blocks are allocated and made writable."""
     parts = []
     for sequence, kv_len in zip(sequences, kv_lens, strict=True):
         sequence.ensure(kv_len + 1)
@@ -113,7 +109,7 @@ def filled(decoder: Decoder, rows: Rows, count: int, spare: int) -> Rows:
 
 
 def positions_of(segments: Sequence[Segment], device: torch.device) -> Tensor:
-    """Positions of the segments, int64."""
+    """Return the positions of the segments, int64."""
     return joined([torch.arange(s.start, s.end) for s in segments], device)
 
 
@@ -123,7 +119,7 @@ def joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def block_tables(sequences: Sequence[PagedSequence], device: torch.device) -> Tensor:
-    """[num_seqs, max_blocks] int32; short rows end in zeros."""
+    """Return [num_seqs, max_blocks] int32; short rows end in zeros."""
     if len(sequences) == 1:
         return sequences[0].block_table[None]
     own = [torch.tensor(s.blocks, dtype=torch.int32) for s in sequences]

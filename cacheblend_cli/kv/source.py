@@ -1,4 +1,4 @@
-"""Sources of stored KV. A chunk store is one; anything else that keeps chunks can be another."""
+"""Sources of stored KV: a chunk store, or anything else that keeps chunks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class KVReader(Protocol):
 
 
 class KVSource(Protocol):
-    """Read by several loader threads at once. `ChunkStore` is one."""
+    """A source of stored KV, read by several loader threads at once. `ChunkStore` is one."""
 
     def read(self) -> AbstractContextManager[KVReader]:
         """Return a reader for the calling thread."""
@@ -42,8 +42,10 @@ class KVSource(Protocol):
 
 
 class BadChunk(Exception):
-    """A cached chunk whose KV cannot be used: missing, damaged or foreign. The caller computes it instead. is_agreed: with tensor
-    parallelism all ranks raise it, see `loading.agree`."""
+    """A cached chunk whose KV cannot be used: missing, damaged or foreign. The caller computes it instead.
+
+    is_agreed: with tensor parallelism all ranks raise it, see `loading.agree`.
+    """
 
     is_agreed = True
 
@@ -53,19 +55,18 @@ class BadChunk(Exception):
 
 
 class TierUse(NamedTuple):
-    """Counts of a tier for one prompt. asked: chunks without KV in the store; found: of these in the tier; taken: loaded whole;
-    lost: found, but late, unreadable or damaged. num_bytes, seconds: of the requests, from the first one to the last answer."""
+    """Counts of a tier for one prompt."""
 
-    asked: int
-    found: int
-    taken: int
-    lost: int
+    asked: int  # chunks without KV in the store
+    found: int  # of the asked chunks, those in the tier
+    taken: int  # chunks loaded whole
+    lost: int  # chunks found, but late, unreadable or damaged
     num_bytes: int
-    seconds: float
+    seconds: float  # from the first request to the last answer
 
 
 class _TierChunk:
-    """A chunk that the tier has. manifest: what is expected of it. futures: of its groups, once they are asked for."""
+    """A chunk in the tier. manifest: the expected one. futures: reads of its groups, once requested."""
 
     def __init__(self, manifest: ChunkManifest, layout: Layout) -> None:
         self.manifest, self.layout, self.groups = manifest, layout, layout.groups()
@@ -82,21 +83,21 @@ class _TierChunk:
 class TieredSource:
     """The store's chunks, and those of one prompt that only its tier has.
 
-    Reading begins with the first layer that is asked for: layer 0 of every chunk first, then the next. A chunk that does not come,
-    or is not what was expected, raises StoreError, and with it all that did not come in time are `lost`. What is read stays in
-    memory, for `blobs`.
+    Reading begins with the first layer that is requested: layer 0 of every chunk first, then the next. A chunk that
+    does not arrive, or differs from the expected one, raises StoreError. When time is up, all chunks that did not
+    arrive are `lost` too. Data that was read stays in memory, for `blobs`.
     """
 
     def __init__(
         self, store: ChunkStore, tier: SharedTier, chunks: Sequence[ChunkManifest], patience_s: float, find_s: float | None = None
     ) -> None:  # fmt: skip
-        """Ask the tier which of the chunks it has. patience_s: longest wait for their KV, from the first read. find_s: to find out
-        what is there, by default the tier's deadline."""
+        """Ask the tier which of the chunks it has. patience_s: longest wait for their KV, from the first read. find_s:
+        longest wait for the list of chunks, by default the tier's deadline."""
         self._store, self._tier, self._patience_s = store, tier, max(patience_s, tier.deadline_s)
         shapes = {chunk.key: chunk for chunk in chunks}
         self._chunks = {key: _TierChunk(shapes[key], layout) for key, layout in tier.find(chunks, find_s).items()}
         self.lost: set[bytes] = set()
-        self._asked, self._lock = len(shapes), threading.RLock()  # a future that is done calls back at once
+        self._asked, self._lock = len(shapes), threading.RLock()  # re-entrant: a finished future calls back at once
         self._wanted: dict[bytes, _TierChunk] = {}
         self._until: float | None = None
         self._begun = self._seconds = 0.0
@@ -104,7 +105,7 @@ class TieredSource:
 
     @property
     def found(self) -> Set[bytes]:
-        """Keys of the chunks that the tier has and that were not lost."""
+        """Keys of chunks that the tier has and that were not lost."""
         return self._chunks.keys() - self.lost
 
     @property
@@ -118,7 +119,8 @@ class TieredSource:
             yield _TieredReader(self, reader)
 
     def expected(self, key: bytes) -> ChunkManifest | None:
-        """Return the manifest to expect of a chunk of the tier, and read it with the next `layer`; None if there is none."""
+        """Return the manifest expected of a chunk of the tier, and read it with the next `layer`. None if the tier does
+        not have it."""
         if key not in self.found:
             return None
         with self._lock:
@@ -128,7 +130,7 @@ class TieredSource:
         return manifest.key in self._wanted and self._wanted[manifest.key].manifest is manifest
 
     def layer(self, key: bytes, layer: int) -> bytes | memoryview:
-        """Return a layer's blob, checked. Raises StoreError if it does not come in time, or cannot be used."""
+        """Return a layer's blob, checked. Raises StoreError if it does not arrive in time or cannot be used."""
         chunk = self._chunks[key]
         self._begin()
         try:
@@ -145,7 +147,8 @@ class TieredSource:
             raise
 
     def take(self, key: bytes) -> list[bytes] | None:
-        """Return all layers of a chunk of the tier, reading it and the others it has; None if it is not there or cannot be used."""
+        """Return all layers of a chunk of the tier, reading it and the tier's other chunks. None if it is missing or
+        cannot be used."""
         for other in self.found:
             self.expected(other)
         if key not in self.found:
@@ -155,7 +158,7 @@ class TieredSource:
         return self.blobs(key)
 
     def blobs(self, key: bytes) -> list[bytes] | None:
-        """Return all layers of a chunk whose KV came and was used, None of any other."""
+        """Return all layers of a chunk whose KV arrived and was used, None for any other chunk."""
         chunk = self._chunks.get(key)
         if chunk is None or key in self.lost or chunk.head is None or not chunk.arrived:
             return None
@@ -165,7 +168,7 @@ class TieredSource:
             return None
 
     def _begin(self) -> None:
-        """Ask for the groups of all chunks that are wanted, in the order of their layers."""
+        """Request the groups of all wanted chunks, in the order of their layers."""
         with self._lock:
             now = time.monotonic()
             if self._until is None:
@@ -195,7 +198,7 @@ class TieredSource:
             raise TierError("its KV did not come from the tier in time") from None
 
     def _head(self, chunk: _TierChunk) -> Head:
-        """Return the chunk's head. Raises BadBlob unless it is of the tokens and the shape that are expected."""
+        """Return the chunk's head. Raises BadBlob unless it has the expected tokens and shape."""
         if chunk.head is None:
             wanted = chunk.manifest
             head = self._tier.tier.head(wanted.collection, wanted.key, self._data(chunk, 0))
@@ -203,12 +206,12 @@ class TieredSource:
             if head.num_bytes != chunk.layout.head_bytes or any(
                 getattr(head.manifest, name) != getattr(wanted, name) for name in fields
             ):
-                raise BadBlob("its object is of other tokens or another model", key=wanted.key)
+                raise BadBlob("its object has other tokens or is from another model", key=wanted.key)
             chunk.head = head
         return chunk.head
 
     def _give_up(self, key: bytes) -> None:
-        """Count this chunk, and where time is up all that did not arrive, as lost."""
+        """Count this chunk as lost, and if time is up also every chunk that did not arrive."""
         with self._lock:
             late = self._until is not None and time.monotonic() >= self._until
             lost = {key} | ({k for k, c in self._wanted.items() if not c.arrived} if late else set())

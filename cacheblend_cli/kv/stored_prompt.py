@@ -38,14 +38,14 @@ class StoredSpan:
 
 @dataclass(frozen=True)
 class StoredPrompt:
-    """The chunks of a prompt whose KV is stored, in order: manifests[i] describes spans[i]. rope_len: length passed to RoPE."""
+    """Chunks of a prompt whose KV is stored, in order."""
 
     decoder: Decoder
     source: KVSource
     sequence: PagedSequence
     manifests: tuple[ChunkManifest, ...]
-    spans: tuple[StoredSpan, ...]
-    rope_len: int
+    spans: tuple[StoredSpan, ...]  # manifests[i] describes spans[i]
+    rope_len: int  # length passed to RoPE
 
     @classmethod
     def find(cls, decoder: Decoder, source: KVSource, sequence: PagedSequence, plan: PromptPlan) -> StoredPrompt:
@@ -67,7 +67,8 @@ class StoredPrompt:
         return sum(tensor.num_bytes for blob in blobs for tensor in blob.values())
 
     def slots(self, spans: Sequence[StoredSpan]) -> tuple[Slots, ...]:
-        """Slots of the spans' rows, one span after another, for each RoPE of the model; created on the current stream."""
+        """Return the slots of the spans' rows, one span after another, for each RoPE of the model; created on the
+        current stream."""
         return slots_of(self.decoder, self.sequence, spans, self.rope_len)
 
     def place(self, layer: int, codec: str, tensors: Mapping[str, Tensor], slots: tuple[Slots, ...]) -> None:
@@ -83,7 +84,7 @@ class StoredPrompt:
 
 
 def stored_kv(codec: str, tensors: Mapping[str, Tensor], *dims: int) -> StoredKV:
-    """Return stored rows as kernels take them. tensors: see `blobs.blob_spec`; dims: head_dim of K and V."""
+    """Return stored rows in the form kernels take. tensors: see `blobs.blob_spec`; dims: head_dim of K and V."""
     if codec not in BITS:
         return StoredKV(**tensors)
     k_levels, v_levels = (_levels(bits, tensors["k"].device) for bits in bits_of(codec, *dims))
@@ -98,7 +99,8 @@ def _levels(bits: int, device: torch.device) -> Tensor:
 def slots_of(
     decoder: Decoder, sequence: PagedSequence, spans: Sequence[StoredSpan], rope_len: int
 ) -> tuple[Slots, ...]:
-    """Slots of the spans' rows in a sequence, for each RoPE. For one contiguous run, cos and sin are views of its table."""
+    """Return the slots of the spans' rows in a sequence, for each RoPE. For one contiguous run, cos and sin are views
+    of its table."""
     tables = decoder.rope.tables(rope_len)
     if all(a.end == b.start for a, b in pairwise(spans)):
         start, end = spans[0].start, spans[-1].end
@@ -111,7 +113,8 @@ def slots_of(
 
 
 def _manifest(reader: KVReader, segment: Segment, spec: ModelSpec) -> ChunkManifest:
-    """Return the segment's manifest after comparing its token ids: a key is a digest, and equality of digests is not trusted."""
+    """Return the segment's manifest after comparing its token ids: a key is a digest, and equality of digests is not
+    trusted."""
     assert segment.key is not None
     try:
         manifest = reader.manifest(segment.key)
@@ -120,5 +123,5 @@ def _manifest(reader: KVReader, segment: Segment, spec: ModelSpec) -> ChunkManif
     if manifest is None:
         raise BadChunk(segment.key, "it is no longer in the store")
     if manifest.token_ids != segment.token_ids or manifest.shapes != spec.kv_shapes:
-        raise BadChunk(segment.key, "its record is of other tokens or another model")
+        raise BadChunk(segment.key, "its record has other tokens or is from another model")
     return manifest

@@ -1,6 +1,6 @@
 """Transfer from the loader threads to the computing device.
 
-A buffer has one owner at a time: the worker that fills it; from `send` on the device, until it has copied it; then the
+A buffer has one owner at a time: the worker that fills it; after `send` the device, until it has copied it; then the
 next worker, which waits for that in `memory`.
 """
 
@@ -17,7 +17,8 @@ from torch import Tensor
 
 
 class Transfer(Protocol):
-    """Moves buffers filled by workers to the device. Workers call `memory` and `send`; the computing thread calls the rest.
+    """Moves buffers filled by workers to the device. Workers call `memory` and `send`; the computing thread calls the
+    rest.
 
     A buffer holds one batch: up to batch_bytes, or one chunk.
     """
@@ -51,15 +52,16 @@ class Transfer(Protocol):
         ...
 
     def seconds(self) -> tuple[float, float]:
-        """(seconds from `open` until the last layer's KV was there, seconds of it that computing waited). Synchronises."""
+        """Return (seconds from `open` until the last layer's KV arrived, seconds of it that computing waited).
+        Synchronises."""
         ...
 
 
 class HostTransfer:
-    """Transfer to a pool in host memory: the worker itself writes what it loaded into the pool."""
+    """Transfer to a pool in host memory: the worker itself writes the loaded KV into the pool."""
 
     most_workers, buffers_a_worker = 4, 1
-    batch_bytes = 0  # each chunk by itself: it is still in the processor's cache
+    batch_bytes = 0  # each chunk by itself, while it is still in the CPU's cache
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
@@ -104,9 +106,12 @@ class StagedTransfer(HostTransfer):
 
 @cache
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Copy and write streams, created once. PyTorch hands out the same 32 streams in turn, and work another thread queues on
-    the stream of a graph capture would become part of the graph. The write stream has priority over the compute stream: the
-    next layer needs its KV soon."""
+    """Return the copy and write streams, created once.
+
+    PyTorch hands out the same 32 streams in turn, and work that another thread queues on the stream of a graph capture
+    would become part of the graph. The write stream has priority over the compute stream: the next layer needs its KV
+    soon.
+    """
     return torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)
 
 
@@ -116,7 +121,7 @@ class CudaTransfer:
     Pinned and device buffers come from PyTorch's caching allocators, so a second prompt allocates none.
     """
 
-    most_workers, buffers_a_worker = 8, 2  # one is filled while the other is being copied
+    most_workers, buffers_a_worker = 8, 2  # one buffer is filled while the other is copied
     batch_bytes = 6 << 20  # several chunks per copy and launch, and still several batches per layer
 
     def __init__(self, device: torch.device) -> None:
@@ -126,7 +131,7 @@ class CudaTransfer:
         self._sending = threading.Lock()
         self._host: list[Tensor] = []
         self._staged: list[Tensor] = []
-        self._copied: list[torch.cuda.Event | None] = []  # of what was sent of each buffer last
+        self._copied: list[torch.cuda.Event | None] = []  # per buffer, the end of its last copy
         self._placed: list[torch.cuda.Event | None] = []
         self._layers: dict[int, torch.cuda.Event] = {}
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -172,8 +177,8 @@ class CudaTransfer:
         self._waits.append((self._arrived, self._timed(self._compute)))
 
     def close(self) -> None:
-        """Device buffers were allocated on the compute stream, so their next user is ordered after the waits here. PyTorch
-        records events for the copies that read pinned buffers."""
+        """Device buffers were allocated on the compute stream, so their next use is ordered after the waits here.
+        PyTorch records events for the copies that read pinned buffers."""
         self._compute.wait_stream(self._copy)
         self._compute.wait_stream(self._place)
         self._host, self._staged = [], []

@@ -34,12 +34,12 @@ class ZeroLoader(KVLoader):
         for of_heads, slots in self._rows:
             stored = of_heads[self._heads[layer]]
             own = slots[self._rope_of[layer]]
-            for where in (own, replace(own, first_slot=-1)):  # as a run, and as slots that are none
+            for where in (own, replace(own, first_slot=-1)):  # consecutive slots, and scattered ones
                 self._kernels.load_kv(stored, self._pool.layers[layer], where)
 
 
 def zeros(span: StoredSpan, heads: tuple[int, ...], device: torch.device) -> StoredKV:
-    """Stored KV of zeros in the span's codec, of a layer of these (KV heads, head_dim)."""
+    """Return stored KV of zeros in the span's codec. heads: (KV heads, head_dim) of the layer."""
     tensors = blob_spec(span.codec, span.num_tokens, *heads)
     stored = {name: torch.zeros(t.shape, dtype=DTYPES[t.dtype], device=device) for name, t in tensors.items()}
     return stored_kv(span.codec, stored, *heads[1:])

@@ -107,9 +107,9 @@ def test_what_is_lost_on_the_way_is_computed(stored: Stored, way: str) -> None:
     ("other", "reason"),
     [
         (None, "no longer in the store"),
-        ({"token_ids": (1, 2, 3)}, "of other tokens or another model"),
-        ({"num_kv_heads": 7}, "of other tokens or another model"),
-        ({"num_layers": 1}, "of other tokens or another model"),
+        ({"token_ids": (1, 2, 3)}, "other tokens or is from another model"),
+        ({"num_kv_heads": 7}, "other tokens or is from another model"),
+        ({"num_layers": 1}, "other tokens or is from another model"),
     ],
 )
 def test_a_record_that_is_gone_or_foreign_is_not_used(stored: Stored, other: dict | None, reason: str) -> None:
