@@ -1,1 +1,1 @@
-"""Documents to stored chunks."""
+"""Turn documents into stored chunks."""

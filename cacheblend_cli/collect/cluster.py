@@ -1,10 +1,10 @@
 """Collect chunks on the workers of a Ray cluster.
 
-The driver reads and cuts documents and commits their records; workers get chunks as records without KV, put the KV to the tier
-themselves, and return manifests. Nothing remembers what was computed but the tier: a run asks it first.
+The driver reads and cuts documents and commits their records. Workers receive chunks as records without KV, upload the
+KV to the tier, and return manifests. Only the tier knows what is already computed, so a run queries it first.
 
-Ray's actors and not Ray Data: its sources are read by tasks on the cluster, or are lists that the driver has whole. Here the
-documents, and the store that says which of them changed, are the driver's, which hands out a batch at a time.
+We use Ray actors, not Ray Data: its sources are either read by tasks on the cluster or held whole by the driver. Here
+only the driver has the documents and the store that knows which of them changed, and it hands out one batch at a time.
 """
 
 from __future__ import annotations
@@ -30,27 +30,23 @@ if TYPE_CHECKING:
     from cacheblend_store.tier import Tier
 
 LOCAL = "local"
-_PACKS = 4  # prefill launches of one request to a worker
-_RESTARTS = 3  # of a worker that died, and tries of its request
-_LOOK_UPS = 32  # of the tier, side by side
+_PACKS = 4  # prefill launches per request to a worker
+_RESTARTS = 3  # restarts of a worker that died, and retries of its request
+_LOOK_UPS = 32  # concurrent look-ups in the tier
 
 
 @dataclass
 class Cluster:
-    """Workers of a Ray cluster, started for the first chunks that are missing. Use as a context manager.
+    """Workers of a Ray cluster, started when the first chunks are missing. Use as a context manager."""
 
-    address: of the cluster, or LOCAL to start one on this machine. tier: as the driver opened it.
-    cpus, gpus: that each worker takes. sent_bytes, returned_bytes: records that went to workers and came back.
-    """
-
-    address: str
+    address: str  # of the cluster, or LOCAL to start one on this machine
     workers: int
     job: RemoteJob
-    tier: Tier
-    cpus: int = 1
-    gpus: int = 0
-    sent_bytes: int = 0
-    returned_bytes: int = 0
+    tier: Tier  # opened by the driver
+    cpus: int = 1  # per worker
+    gpus: int = 0  # per worker
+    sent_bytes: int = 0  # records sent to workers
+    returned_bytes: int = 0  # records received from workers
     _actors: list[Any] = field(default_factory=list)
 
     def __enter__(self) -> Cluster:
@@ -66,8 +62,10 @@ class Cluster:
         return ClusterCollector(collection, store, self)
 
     def collect(self, groups: Iterator[RemoteChunks]) -> Iterator[list[Record]]:
-        """Yield the manifests of each group as its KV is in the tier, in any order. Raises what a worker raised, and DeviceError
-        when workers die again and again."""
+        """Yield the manifests of each group once its KV is in the tier, in any order.
+
+        Raises the errors of a worker, and DeviceError if workers keep dying.
+        """
         import ray
         from ray.util import ActorPool
 
@@ -84,7 +82,7 @@ class Cluster:
             except ray.exceptions.RayActorError as error:
                 raise DeviceError(
                     f"a worker died {_RESTARTS + 1} times: {str(error).splitlines()[0]}",
-                    "see Ray's logs; what is in the tier stays, run the command again to go on",
+                    "see Ray's logs; KV in the tier is kept, run the command again to continue",
                 ) from error
             self.returned_bytes += sum(len(record) for _, record in records)
             return records
@@ -98,13 +96,13 @@ class Cluster:
             yield finished()
 
     def _start(self) -> list[Any]:
-        """Connect, and start the workers. Raises DeviceError for a cluster that cannot be reached or is too small."""
+        """Connect and start the workers. Raises DeviceError if the cluster cannot be reached or is too small."""
         import ray
 
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would report to Ray's makers
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry
         try:
             ray.init(address=self.address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-        except Exception as error:  # ray raises bare ones, too
+        except Exception as error:  # ray also raises bare exceptions
             raise DeviceError(
                 f"the Ray cluster at {self.address} cannot be used: {str(error).splitlines()[0]}",
                 "start it: ray start --head; --ray local starts one on this machine",
@@ -125,19 +123,19 @@ class Cluster:
 
 
 class ClusterCollector(Collector):
-    """Collects chunks on a cluster. The store gets no KV of them, which is in the tier."""
+    """Collects chunks on a cluster. Their KV goes to the tier, not to the store."""
 
     def __init__(self, collection: Collection, store: ChunkStore, cluster: Cluster) -> None:
         super().__init__(collection, store)
         self._cluster = cluster
 
     def present(self, chunks: Sequence[PlannedChunk]) -> set[bytes]:
-        """Return the keys of the chunks that the tier has. Raises TierError."""
+        """Return the keys of the chunks in the tier. Raises TierError."""
 
         def there(planned: PlannedChunk) -> bool:
             manifest, tier = chunk_manifest(self.collection, planned), self._cluster.tier
             size = tier.size(manifest.collection, manifest.key)
-            with suppress(BadBlob):  # not this chunk's object: it is put again
+            with suppress(BadBlob):  # the object belongs to another chunk: upload again
                 return size is not None and bool(tier.layout(manifest, size))
             return False
 
@@ -145,7 +143,7 @@ class ClusterCollector(Collector):
             return {c.key for c, found in zip(chunks, pool.map(there, chunks), strict=True) if found}
 
     def convert(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
-        return iter(())  # what is in this machine's store does not reach the tier
+        return iter(())  # KV in this machine's store is not uploaded to the tier
 
     def fetch(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
         """Yield nothing: KV stays in the tier."""
@@ -160,7 +158,8 @@ class ClusterCollector(Collector):
                 yield key, "new"
 
     def _groups(self, chunks: Sequence[PlannedChunk]) -> Iterator[RemoteChunks]:
-        """Yield some launches' chunks at a time. Chunks of one window stay together, so that its left context is computed once."""
+        """Yield groups of chunks, a few launches each. Chunks of one window stay together, to compute the left context
+        once."""
         collection = self.collection
         most = _PACKS * pack_tokens(collection.model.decoder.device)
         group, tokens, follows = list[Record](), 0, tuple[int, ...]()

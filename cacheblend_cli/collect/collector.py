@@ -1,4 +1,4 @@
-"""Collect chunks behind the prefix, encode their KV and store it."""
+"""Collect chunks: compute their KV after the prefix, encode and store it."""
 
 from __future__ import annotations
 
@@ -21,29 +21,26 @@ from cacheblend_cli.kv.source import TieredSource
 from cacheblend_cli.prompt.collection import Collection
 
 PREFIX_SOURCE = "(prefix)"
-_TEXTS = 1024  # records a transaction
-_TIER_BYTES = 64 << 20  # of chunks that are read from a tier side by side
-_FIND_S, _READ_S = 2.0, 30.0  # to wait for a tier
+_TEXTS = 1024  # records per transaction
+_TIER_BYTES = 64 << 20  # bytes of chunks read from a tier concurrently
+_FIND_S, _READ_S = 2.0, 30.0  # timeouts of a tier, seconds
 
 
 @dataclass(frozen=True)
 class PlannedChunk:
-    """A chunk to collect, or one found in the store.
-
-    source: its document's name, see corpus/places.py. left: token ids between the prefix and the chunk.
-    """
+    """A chunk to collect, or a chunk in the store."""
 
     key: bytes
-    source: str
+    source: str  # document name, see corpus/places.py
     chunk: Chunk
-    left: tuple[int, ...]
-    context: str
+    left: tuple[int, ...]  # left context: token ids between the prefix and the chunk
+    context: str  # kind of left context, see corpus/contexts.py
 
 
 class Collector:
-    """Collects chunks of one collection behind its prefix, whose KV is computed when it is first needed.
+    """Collects chunks of one collection after its prefix. The KV of the prefix is computed on first use.
 
-    keep: keys of chunks that are not evicted to make room.
+    keep: keys of chunks that must not be evicted to make room.
     """
 
     def __init__(
@@ -57,11 +54,13 @@ class Collector:
         return collect_prefix(collection.model.decoder, collection.prefix_ids, collection.prefix_key)
 
     def collect(self, chunks: Sequence[PlannedChunk]) -> Iterator[ChunkKV]:
-        """Yield the KV of every chunk, in order. Raises DeviceError if the device has too little memory for one."""
+        """Yield the KV of every chunk, in order. Raises DeviceError if the device runs out of memory for a single
+        chunk."""
         yield from collect(self.collection.model.decoder, self.prefix, collect_sequences(chunks))
 
     def present(self, chunks: Sequence[PlannedChunk]) -> set[bytes]:
-        """Return the keys of those chunks, of which the store has no KV, that need not be computed for another reason."""
+        """Return the keys of chunks that need no computation although the store lacks their KV. A subclass may know
+        some."""
         return set()
 
     def store(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
@@ -71,7 +70,8 @@ class Collector:
         yield from commit(self._store, (self._whole(planned, kv) for planned, kv in collected), self._keep)
 
     def convert(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
-        """Commit the chunks whose KV the store has in a finer codec, converted. Yields the key and status of each once it is durable."""
+        """Convert the chunks that the store has in a finer codec, and commit them. Yields each key and status once
+        durable."""
         assert self._store is not None, "a collector that stores has a store"
         yield from commit(self._store, self._converted(self._store, chunks), self._keep)
 
@@ -86,13 +86,13 @@ class Collector:
                 yield self._whole(planned, kv)
 
     def fetch(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
-        """Commit the chunks that the store's tier has, and wait for these; any thread. Yields the key and status of each once it is
+        """Read chunks from the store's tier and commit them; any thread. Yields each key and status once it is
         durable."""
         assert self._store is not None, "a collector that stores has a store"
         yield from commit(self._store, self._from_tier(self._store, chunks), self._keep)
 
     def _from_tier(self, store: ChunkStore, chunks: Sequence[PlannedChunk]) -> Iterator[Whole]:
-        """Yield the chunks that the tier has, a few of them in memory at a time."""
+        """Yield the chunks in the tier, with at most about _TIER_BYTES of KV in memory."""
         if store.tier is None:
             return
         waiting = {planned.key: chunk_manifest(self.collection, planned) for planned in chunks}
@@ -108,12 +108,11 @@ class Collector:
                     yield manifest, blobs
 
     def store_prefix(self) -> None:
-        """Store the prefix's KV as a chunk of its own, so that `ask` loads it instead of computing it."""
+        """Store the KV of the prefix as a separate chunk, so that `ask` loads it instead of computing it."""
         ids = self.prefix.token_ids
         if ids:
-            self.put(
-                prefix_chunk(self.collection), self.prefix.kv
-            )  # unchanged if it is stored, repaired if it is damaged
+            # No change if it is already stored; repairs damaged KV.
+            self.put(prefix_chunk(self.collection), self.prefix.kv)
 
     def put(self, planned: PlannedChunk, kv: ChunkKV) -> None:
         """Encode and commit the KV of one chunk."""
@@ -121,7 +120,7 @@ class Collector:
         self._store.put_chunks([self._whole(planned, kv)], self._keep)
 
     def store_texts(self, chunks: Sequence[PlannedChunk]) -> None:
-        """Store chunks that are missing without KV, so that they are listed, found and cited."""
+        """Store missing chunks without KV, so that they can be listed, found and cited."""
         assert self._store is not None, "a collector that stores has a store"
         for start in range(0, len(chunks), _TEXTS):
             texts = [chunk_manifest(self.collection, planned) for planned in chunks[start : start + _TEXTS]]
@@ -134,7 +133,7 @@ class Collector:
 
 
 def _layers(store: ChunkStore, key: bytes, planned: PlannedChunk) -> list[tuple[Tensor, Tensor]] | None:
-    """Return stored K and V of each layer in fp32; None if they are missing, damaged, or other tokens'."""
+    """Return stored K and V of each layer in fp32; None if they are missing, damaged, or for different tokens."""
     with store.read() as reader:
         manifest = reader.undamaged(key)
         if manifest is None or not manifest.has_kv or manifest.token_ids != planned.chunk.token_ids:
@@ -153,14 +152,14 @@ def _layers(store: ChunkStore, key: bytes, planned: PlannedChunk) -> list[tuple[
 
 
 def prefix_chunk(collection: Collection) -> PlannedChunk:
-    """Return the prompt's prefix as a chunk of its own."""
+    """Return the prefix of the prompt as a separate chunk."""
     ids = collection.prefix_ids
     text = collection.model.tokenizer.decode(ids, skip_special_tokens=False)
     return PlannedChunk(collection.prefix_key, PREFIX_SOURCE, Chunk(0, text, ids, 0, len(text)), (), "prefix")
 
 
 def chunk_manifest(collection: Collection, planned: PlannedChunk) -> ChunkManifest:
-    """Return the manifest of a chunk, without sizes and digests of blobs."""
+    """Return the manifest of a chunk, without blob sizes and digests."""
     chunk, model = planned.chunk, collection.model
     before = 0 if planned.context == "prefix" else len(collection.prefix_ids) + len(planned.left)
     return ChunkManifest(
@@ -183,9 +182,7 @@ def chunk_manifest(collection: Collection, planned: PlannedChunk) -> ChunkManife
         source=planned.source,
         index=chunk.index,
         span=(chunk.start, chunk.end),
-        created=float(
-            int(time.time())
-        ),  # whole seconds, so that `record_bytes` knows the record's size before it is written
+        created=float(int(time.time())),  # whole seconds, so that `record_bytes` can predict the size of the record
     )
 
 
@@ -196,20 +193,24 @@ def planned_of(manifest: ChunkManifest) -> PlannedChunk:
 
 
 def record_bytes(collection: Collection, planned: PlannedChunk) -> int:
-    """Return the bytes of a chunk's record once it has KV."""
+    """Return the size in bytes of a chunk's record with KV."""
     manifest = chunk_manifest(collection, planned).without_kv()
     return record_bytes_with_kv(collection, manifest, len(encode_manifest(manifest)))
 
 
 def record_bytes_with_kv(collection: Collection, manifest: ChunkManifest, num_bytes: int) -> int:
-    """Return the bytes of a record of num_bytes bytes once its chunk has KV: without KV its blob sizes are 0."""
+    """Return the size in bytes of a record once its chunk has KV. Without KV, the record holds a 0 for each blob size.
+
+    num_bytes: current size of the record.
+    """
     if manifest.has_kv:
         return num_bytes
     return num_bytes + sum(len(str(size)) - 1 for size in collection.blob_sizes(manifest.num_tokens))
 
 
 def collect_sequences(chunks: Sequence[PlannedChunk]) -> list[CollectSequence]:
-    """Return the sequences to prefill. Consecutive chunks of one window share a sequence: each sees those before it."""
+    """Return the sequences to prefill. Consecutive chunks of one window share a sequence: each attends to the ones
+    before."""
     out: list[CollectSequence] = []
     for planned in chunks:
         ids = (*planned.left, *planned.chunk.token_ids)

@@ -1,4 +1,4 @@
-"""Commit collected chunks, several in one transaction if they come faster than the disk syncs."""
+"""Commit collected chunks, in groups if they come faster than the disk can sync."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from cacheblend_store.store import PutStatus
 
 GROUP_BYTES = 128 << 20
 GROUP_SECONDS = 1.0
-# A commit into a large store takes seconds: the next one waits this many times as long, at most this many GROUP_SECONDS.
+# A commit into a large store takes seconds. Wait _COMMIT_SHARE times as long before the next, at most _MOST *
+# GROUP_SECONDS.
 _COMMIT_SHARE, _MOST = 4, 5
 Whole = tuple[ChunkManifest, Sequence[bytes]]
 """A chunk with its blobs, one per layer."""
@@ -19,11 +20,13 @@ Whole = tuple[ChunkManifest, Sequence[bytes]]
 def commit(
     store: ChunkStore, chunks: Iterable[Whole], keep: Container[bytes] = frozenset()
 ) -> Iterator[tuple[bytes, PutStatus]]:
-    """Store the chunks. Yields the key and status of each once it is durable.
+    """Store the chunks. Yields each key and status once it is durable. Raises the errors of `ChunkStore.put_chunks`.
 
-    keep: keys of chunks that are not evicted to make room. Raises as `ChunkStore.put_chunks` does. Chunks are held until the
-    last commit is GROUP_SECONDS old (up to five times that if commits are slow), or they take GROUP_BYTES: a slow computation
-    commits every chunk at once, a fast one does not wait for the disk after each.
+    Chunks wait until the last commit is GROUP_SECONDS old (up to five times that if commits are slow) or they reach
+    GROUP_BYTES. A slow computation so commits every chunk at once, and a fast one does not wait for the disk after
+    each.
+
+    keep: keys of chunks that must not be evicted to make room.
     """
     waiting, num_bytes, committed_at, least = list[Whole](), 0, time.monotonic(), GROUP_SECONDS
     for chunk in chunks:
@@ -46,7 +49,7 @@ def _put(store: ChunkStore, group: Sequence[Whole], keep: Container[bytes]) -> I
     except (StoreFull, StoreNoSpace):
         if len(group) == 1:
             raise
-        for one in group:  # no room for all at once: one by one, each evicting others
+        for one in group:  # no room for all at once: put them one by one, each evicting others
             yield from _put(store, [one], keep)
     else:
         yield from zip((manifest.key for manifest, _ in group), statuses, strict=True)

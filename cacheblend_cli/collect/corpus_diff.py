@@ -1,4 +1,4 @@
-"""Compare the documents on disk with what the store holds of them for the model, in any codec and context."""
+"""Compare the documents on disk with the store's records for the model, in any codec and context."""
 
 from __future__ import annotations
 
@@ -28,35 +28,28 @@ from cacheblend_cli.prompt.wording import Wording
 
 @dataclass(frozen=True)
 class CorpusDiff:
-    """Documents found on disk beside the records in the store.
+    """Documents on disk next to the records in the store."""
 
-    collection: in any codec. paths: name of each given path -> project from which a link below that project leads to it, if
-    any. documents: those found, in order, without their text. digests: name -> digest of each document found, "" if it could not
-    be read. stored: key -> record, under the document's current name. gone: key -> record of documents that no longer exist, for
-    any model or salt. codecs: collection id -> codec. worded: name of each document stored behind another wording of the prompt
-    -> latest such wording; these records stay. earlier: collection id -> earlier date behind which documents are stored, None
-    if an earlier version stored them; they are stored again. source_settings: settings the store remembers. selections: name of
-    each given path -> files taken below it. conversions: cache of converted files. name: name under which --collection finds the
-    paths.
-    """
-
-    collection: Collection
-    paths: dict[str, str | None]
-    documents: list[DocumentFile]
-    digests: dict[str, str]
-    stored: dict[bytes, StoredDocument]
-    gone: dict[bytes, StoredDocument]
-    codecs: dict[str, str]
+    collection: Collection  # in any codec
+    paths: dict[str, str | None]  # name of each given path -> project with a link to it, None without one
+    documents: list[DocumentFile]  # found on disk, in order, without their text
+    digests: dict[str, str]  # name -> digest of each document on disk; "" if it could not be read
+    stored: dict[bytes, StoredDocument]  # key -> record, under the current name of the document
+    gone: dict[bytes, StoredDocument]  # key -> record of a document that no longer exists, for any model or salt
+    codecs: dict[str, str]  # collection id -> codec
+    # Name of each document that is stored with a different prompt wording -> latest such wording. These records stay.
     worded: dict[str, Wording]
+    # Collection id -> earlier date in its prefix, or None if an earlier version stored it. Its documents are stored
+    # again.
     earlier: dict[str, date | None]
-    source_settings: SourceSettings
-    selections: dict[str, Selection]
-    conversions: Conversions
-    name: str = ""
+    source_settings: SourceSettings  # remembered by the store
+    selections: dict[str, Selection]  # name of each given path -> which files below it to read
+    conversions: Conversions  # cache of converted files
+    name: str = ""  # name for the paths, to use with --collection
 
     @cached_property
     def linked(self) -> dict[str, set[str]]:
-        """Root -> names of documents outside it that links below it lead to."""
+        """Root -> names of documents outside the root, reached through links below it."""
         found: dict[str, set[str]] = {}
         for document in self.documents:
             if not is_within(document.source, document.root):
@@ -72,7 +65,8 @@ class CorpusDiff:
 
     @cached_property
     def left_behind(self) -> set[str]:
-        """Names of documents outside this run that questions do not find, because they are stored behind an earlier date."""
+        """Names of documents outside this run that `ask` does not find, because they are stored with an earlier
+        date."""
         ending = {record.source for record in self.gone.values()}
         current = {r.source for r in self.stored.values() if r.collection not in self.earlier}
         names = {r.source for r in self.stored.values() if r.collection in self.earlier}
@@ -83,7 +77,8 @@ class CorpusDiff:
         return self._by_name.get(name, [])
 
     def replaced(self, name: str, collection: Collection, context: str) -> list[StoredDocument]:
-        """Return the records of a document in a codec and context, including those behind an earlier date or in an earlier encoding."""
+        """Return the records of a document in a codec and context, also with an earlier date or from an earlier
+        version."""
         return [
             r
             for r in self.versions(name)
@@ -95,20 +90,20 @@ class CorpusDiff:
         ]
 
     def is_outdated(self, record: StoredDocument | DocumentRecord) -> bool:
-        """Return whether the document has changed since, or its record is behind an earlier date."""
+        """Return whether the document has changed, or its record has an earlier date."""
         digest = self.digests.get(record.source)
         return bool(digest) and (record.content_digest != digest or record.collection in self.earlier)
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """Digest -> name of a document with that text."""
+        """Digest of a text -> name of a document with it."""
         return {document.digest: document.source for document in self.documents}
 
     def settings_of(self, name: str, root: str) -> CollectSettings:
         """Return the remembered settings of a document or root.
 
-        They are those of the nearest root in the store; without one, those of the latest record below the root, or of a record
-        whose document has moved there; else the defaults.
+        Source, in this order: the nearest root in the store, the latest record below the root, a record of a document
+        that has moved there, the defaults.
         """
         known = self.source_settings.nearest(name) or self.source_settings.nearest(root)
         if known is not None:
@@ -123,7 +118,7 @@ class CorpusDiff:
         return CollectSettings()
 
     def given_roots(self, given: Mapping[str, Any]) -> list[DocumentRoot]:
-        """Return the roots to remember for the given paths. given: settings that were asked for, by name."""
+        """Return the roots to remember for the given paths. given: settings from the command line, by name."""
         of = self.collection
         return [
             DocumentRoot(
@@ -147,8 +142,10 @@ def diff_corpus(
     on_skipped: Callable[[Skipped], None],
     records: Mapping[bytes, StoredDocument],
 ) -> CorpusDiff:
-    """Read the documents at and below the paths, unless they did not change since they were read, and compare them with the store.
-    on_skipped: called for files that are not documents. records: all documents of the store."""
+    """Read the documents at and below the paths, and compare them with the store. Unchanged files are not read again.
+
+    on_skipped: called for each file that is not a document. records: all documents in the store.
+    """
     names = {place_of(path): linked_from(path) for path in paths.all}
     source_settings = SourceSettings(collection, store)
     selections = {name: replace(source_settings.selection_of(name), **paths.select) for name in names}
@@ -206,7 +203,7 @@ def diff_corpus(
 def _unrecorded(
     store: ChunkStore, own: CollectionRecord, documents: Iterable[StoredDocument], known: Names[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield id and codec of each collection that an earlier version stored with this model, without a record."""
+    """Yield (id, codec) of each collection of this model without a record: an earlier version stored it."""
     first = {d.collection: d.chunk_keys[0] for d in documents if d.collection not in known and d.keys}
     with store.read() as reader:
         for name, key in first.items():
@@ -216,7 +213,7 @@ def _unrecorded(
 
 
 def _known_files(records: Mapping[bytes, StoredDocument]) -> dict[str, tuple[FileState, str]]:
-    """Return the latest known state of each document's file and its digest then, by the document's name."""
+    """Map document names to the latest known state of the file and the digest at that time."""
     found: dict[str, tuple[FileState, str]] = {}
     for record in records.values():
         known = found.get(record.source)

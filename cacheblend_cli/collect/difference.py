@@ -1,4 +1,4 @@
-"""Compare a plan with the store: what a run computes and removes, and why."""
+"""Compare a plan with the store: chunks that a run computes and removes, and the reasons."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from cacheblend_cli.prompt.collection import Collection
 
 @dataclass
 class Missing:
-    """Chunks to compute, of one collection. prefill_tokens: tokens of these, and of their left contexts except where a chunk follows
-    the one before it."""
+    """Chunks of one collection to compute."""
 
     collection: Collection
     chunks: int = 0
     tokens: int = 0
-    prefill_tokens: int = 0
+    prefill_tokens: int = 0  # tokens plus left contexts; a chunk right after the previous one shares its left context
     _end: int = 0
 
     def add(self, size: ChunkSize) -> None:
@@ -40,22 +39,18 @@ class Missing:
 
 @dataclass
 class Difference:
-    """Changes that a run makes to the store.
+    """Changes that a run makes to the store."""
 
-    new, replaced: chunks it computes, of documents that the store does not have in these settings, and of those it has.
-    removed: chunks it removes. changes: (flag as stored, flag as now) -> number of documents that are computed again because of
-    it, alone or among others. missing: chunks to compute, by collection. converted: chunks whose KV is stored in a finer codec, and
-    converted instead. seconds: estimate of the time that takes, if measured.
-    """
-
-    new: Amount = field(default_factory=Amount)
-    replaced: Amount = field(default_factory=Amount)
+    new: Amount = field(default_factory=Amount)  # chunks of documents that the store does not have in these settings
+    replaced: Amount = field(default_factory=Amount)  # chunks to compute of documents that it has
     unchanged: Amount = field(default_factory=Amount)
     removed: Amount = field(default_factory=Amount)
+    # (flag as stored, flag now) -> number of documents to compute again because of it. A document can count several
+    # times.
     changes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    missing: list[Missing] = field(default_factory=list)
-    converted: Amount = field(default_factory=Amount)
-    seconds: float = 0.0
+    missing: list[Missing] = field(default_factory=list)  # chunks to compute, per collection
+    converted: Amount = field(default_factory=Amount)  # chunks to convert from a finer codec instead of computing them
+    seconds: float = 0.0  # estimated time to compute the missing chunks; 0 if not measured
 
     @property
     def computed_tokens(self) -> int:
@@ -65,7 +60,7 @@ class Difference:
 def compare(
     store: ChunkStore | None, diff: CorpusDiff, plan: list[Part], room: Room, *, force: bool = False
 ) -> Difference:
-    """Return what storing the plan changes. room: the chunks that are to have KV. force: compute all of these."""
+    """Return the changes from storing the plan. room: chunks that should have KV. force: compute all of these again."""
     found, planned = Difference(), KeySet()
     for part in plan:
         for keys, tokens in part.settled.blocks():
@@ -105,7 +100,8 @@ def compare(
 
 
 def _finer(store: ChunkStore, diff: CorpusDiff, part: Part, document: PlannedDocument) -> list[bool]:
-    """Return, for each chunk of a document, whether its KV is stored in a finer codec; [] if the document is in none as it is now."""
+    """Return for each chunk of a document whether its KV is stored in a finer codec. Return [] if no finer codec has
+    the current version of the document."""
     collection, source = part.collection, document.file.source
     settings, found = record_settings(collection, part.settings), diff.versions(source)
     for codec in FINER.get(collection.codec, ()):
@@ -118,7 +114,7 @@ def _finer(store: ChunkStore, diff: CorpusDiff, part: Part, document: PlannedDoc
 
 
 def _changes(record: StoredDocument, diff: CorpusDiff, part: Part) -> list[tuple[str, str]]:
-    """Return the settings in which a document's record and this run differ: the flag as stored, and as now."""
+    """Return (flag as stored, flag now) for each setting that differs between a document's record and this run."""
     was: dict[str, Any] = {
         "overlap": 0,
         "head": "",
@@ -144,12 +140,12 @@ def _changes(record: StoredDocument, diff: CorpusDiff, part: Part) -> list[tuple
 
 
 def _as_flag(value: Any) -> Any:
-    """Return a value as it is written after its flag; a line of the prompt without its end."""
+    """Return a value as it is written after its flag. Prompt text is stripped and quoted."""
     return repr(value.strip()) if isinstance(value, str) and (not value or " " in value or "{" in value) else value
 
 
 def _leaving(diff: CorpusDiff, plan: list[Part]) -> dict[bytes, StoredDocument]:
-    """Return the records that the run replaces or removes, by their keys in the store."""
+    """Return the records that the run replaces or removes, by store key."""
     places = {(p.collection.id, d.file.source, p.settings.context) for p in plan for d in p.documents}
     ending = {record.place for record in diff.gone.values()}
 

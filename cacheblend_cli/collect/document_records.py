@@ -1,4 +1,4 @@
-"""Document records: what is stored of a document, whether it changed, and which documents are gone."""
+"""Document records: read them, tell whether a document changed, and find documents that are gone."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StoredDocument:
-    """A document record without its chunks' places. key: its key in the store. keys: its chunks' keys, joined. settings: shared by
-    documents that have the same. tokens: of a document with a summary, its chunks' numbers of tokens (uint32), joined; else None,
-    and chunks may be missing or lack KV. file: state of the file when it was read."""
+    """A document record without the places of its chunks."""
 
-    key: bytes
-    source: str
+    key: bytes  # of the record in the store
+    source: str  # document name, see corpus/places.py
     collection: str
     context: str
     content_digest: str
-    updated: float
-    settings: Mapping[str, Any]
-    keys: bytes
+    updated: float  # seconds since the epoch
+    settings: Mapping[str, Any]  # one object for all documents with the same settings
+    keys: bytes  # chunk keys, joined
+    # Token counts of the chunks (uint32), joined, if the document has a summary. None: chunks may be missing or lack
+    # KV.
     tokens: bytes | None = None
-    file: FileState | None = None
+    file: FileState | None = None  # when the file was read
 
     @property
     def place(self) -> tuple[str, str, str]:
@@ -61,25 +61,26 @@ def document_record(
 
 
 def record_settings(collection: Collection, settings: CollectSettings) -> dict[str, Any]:
-    """Return what a document's chunks depend on beside its text, context and codec, as it is recorded."""
+    """Return the settings that determine a document's chunks, apart from text, context and codec, in the form of a
+    record."""
     head = collection.template.wording.head
     return settings.of_record() | ({"head": head} if head else {}) | {"cut": CUT_VERSION}
 
 
 def is_current(record: StoredDocument | None, digest: str, settings: Mapping[str, Any]) -> bool:
-    """Return whether cutting the document again would give the record's chunks. settings: as `record_settings` gives."""
+    """Return whether cutting the document again would give the same chunks. settings: from `record_settings`."""
     return record is not None and record.content_digest == digest and record.settings == settings
 
 
 def is_news(record: DocumentRecord, old: DocumentRecord | None) -> bool:
-    """Return whether a record differs from the old one in more than the time it was written."""
+    """Return whether a record differs from the old one, ignoring the time it was written."""
     return old is None or replace(old, updated=record.updated) != record
 
 
 def document_summary(
     collection: Collection, file: DocumentFile, settings: CollectSettings, sizes: Iterable[tuple[bytes, int]]
 ) -> DocumentSummary:
-    """Return the summary of a document that is stored as the file is now. sizes: keys and numbers of tokens of its chunks."""
+    """Return the summary of a document whose current version is stored. sizes: (key, token count) of each chunk."""
     keys, tokens = zip(*sizes, strict=True)
     kept, state = record_settings(collection, settings), {} if file.state is None else file.state.record()
     return DocumentSummary(
@@ -88,10 +89,11 @@ def document_summary(
 
 
 def stored_documents(store: ChunkStore, *, trust: bool = True) -> dict[bytes, StoredDocument]:
-    """Return all documents by their records' keys in the store, under the documents' current names, sorted by place.
+    """Return all documents by record key, with current names, sorted by (name, collection, context).
 
-    A name changes when a link takes the place of a folder on its path. trust: take summaries for what they say; else records are
-    read, and what is damaged in the store shows.
+    A name changes if a folder on its path becomes a link.
+
+    trust: use summaries; False to read the records, which finds damage in the store.
     """
     folders: dict[str, str] = {}
     shared: dict[object, Any] = {}
@@ -124,8 +126,10 @@ def stored_documents(store: ChunkStore, *, trust: bool = True) -> dict[bytes, St
 
 
 def rename_documents(store: ChunkStore, stored: Mapping[bytes, StoredDocument]) -> bool:
-    """Store the records under their documents' current names. Of two records of one document the later one stays. Returns whether
-    there were any to rename."""
+    """Store records under the current names of their documents. If two records get the same name, the later one stays.
+
+    Return whether any record was renamed.
+    """
     latest = {d.place: d for d in sorted(stored.values(), key=lambda d: d.updated)}
     moved = {key: d.place for key, d in stored.items() if document_key(*d.place) != key}
     store.put_documents(list(_under_names(store, [latest[place] for place in sorted(set(moved.values()))])), moved)
@@ -133,7 +137,7 @@ def rename_documents(store: ChunkStore, stored: Mapping[bytes, StoredDocument]) 
 
 
 def _under_names(store: ChunkStore, documents: Iterable[StoredDocument]) -> Iterator[DocumentRecord]:
-    """Yield the documents' whole records, under the names that they have here."""
+    """Yield the complete records of documents, renamed to `StoredDocument.source`."""
     for document in documents:
         with store.read() as reader:
             record = reader.document(document.key)
@@ -142,7 +146,7 @@ def _under_names(store: ChunkStore, documents: Iterable[StoredDocument]) -> Iter
 
 
 def _name_now(name: str, folders: dict[str, str]) -> str:
-    """Return a document's current name. folders: cache of the names of folders."""
+    """Return a document's current name. folders: cache of directory names."""
     if not is_file(name) or is_stdin(name):
         return name
     folder, _, file = name.rpartition("/")
@@ -154,13 +158,14 @@ def _name_now(name: str, folders: dict[str, str]) -> str:
 def gone_documents(
     stored: Mapping[bytes, StoredDocument], digests: Mapping[str, str], no_documents: Names[str], roots: Names[str]
 ) -> dict[bytes, StoredDocument]:
-    """Return the stored documents (by key of their records) that no longer exist, in any collection and context.
+    """Return the stored documents that no longer exist, by record key, in any collection and context.
 
-    digests: name -> digest of the documents this run found. no_documents: names of files that are not documents any more.
-    roots: paths it looked below.
+    A document is gone if it is not on disk, and either is below one of the roots or was found under a different name. A
+    file that the walk skips, because the user has to name it, is not gone.
 
-    Gone is a document below one of the roots that is not on disk, and one anywhere that is not on disk and turned up under
-    another name. A file that the walk passed over, because only naming it brings it in, is not gone.
+    digests: name -> digest of the documents that this run found.
+    no_documents: names of files that are not documents any more.
+    roots: paths that this run searched.
     """
     found = set(digests.values())
 
@@ -176,9 +181,9 @@ def gone_documents(
 
 
 def renamed(store: ChunkStore, gone: Iterable[StoredDocument], names: Mapping[str, str]) -> list[DocumentRecord]:
-    """Return records of gone documents under the names that their texts have now, where the store has none yet.
+    """Return records of moved documents under their new names, except where the store already has a record.
 
-    So their chunks stay in the contexts and codecs that this run did not look at. names: digest -> current name.
+    This keeps their chunks in contexts and codecs that the run does not process. names: digest -> current name.
     """
     moved = (replace(d, source=names[d.content_digest]) for d in gone if d.content_digest in names)
     places = {d.place: d for d in moved}

@@ -1,4 +1,4 @@
-"""Estimate how long collecting chunks takes on this machine."""
+"""Estimate the time to collect chunks on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cacheblend_cli.prompt.collection import Collection
 
 
 def estimate_seconds(missing: Sequence[Missing]) -> float:
-    """Return the seconds that collecting these chunks takes, from a measured prefill of one pack in one sequence."""
+    """Estimate the seconds to collect these chunks, from a measured prefill of one sequence as long as a pack."""
     tokens = [(of.collection, of.prefill_tokens) for of in missing if of.chunks]
     return sum(_seconds_per_token(collection, count) * count for collection, count in tokens)
 

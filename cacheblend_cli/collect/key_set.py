@@ -1,4 +1,4 @@
-"""A set of chunk keys in eight bytes a key: a corpus has millions of them."""
+"""A set of chunk keys with eight bytes per key, for corpora of millions of chunks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _KEY = np.dtype([("number", "<u8"), ("rest", f"V{KEY_BYTES - 8}")])
 
 
 class KeySet:
-    """Chunk keys by their first 64 bits: of ten million keys two agree in these with a probability of 3e-6.
+    """Chunk keys by their first 64 bits. Among ten million keys, the probability of a collision is 3e-6.
 
-    Keys are in a sorted array, and the latest ones in a set until there are enough of them to sort.
+    Keys are in a sorted array; the latest ones are in a set until there are enough to merge.
     """
 
     def __init__(self, keys: Iterable[bytes] = ()) -> None:
@@ -38,7 +38,7 @@ class KeySet:
         return True
 
     def add_all(self, keys: bytes) -> NDArray[np.bool_]:
-        """Add joined keys. Returns which of them are new, each once."""
+        """Add joined keys. Return a mask [num_keys] of the first occurrence of each new key."""
         numbers = np.frombuffer(keys, _KEY)["number"]
         new = np.zeros(len(numbers), np.bool_)
         new[np.unique(numbers, return_index=True)[1]] = True

@@ -1,4 +1,4 @@
-"""Paths given to a run, and which files of folders are taken."""
+"""Paths given to a run, and the selection of files in folders."""
 
 from __future__ import annotations
 
@@ -11,18 +11,14 @@ from cacheblend_cli.corpus.conversions import Conversions
 
 @dataclass(frozen=True)
 class Paths:
-    """Documents to read.
+    """Documents to read."""
 
-    named: files and folders, "-" for stdin. listed: files of a list; those that no converter knows are skipped. select: fields
-    of a Selection that were asked for; the others are as the store remembers them for each path. collection: name to give the
-    documents, "" for none. conversions: cache of converted files, for several runs in one process.
-    """
-
-    named: Sequence[str]
-    listed: Sequence[str] = ()
+    named: Sequence[str]  # files and folders; "-" is stdin
+    listed: Sequence[str] = ()  # files from a list; files without a converter are skipped
+    # Selection fields from the command line; others are remembered
     select: Mapping[str, Any] = field(default_factory=dict)
-    collection: str = ""
-    conversions: Conversions = field(default_factory=Conversions)
+    collection: str = ""  # name for the documents, "" for none
+    conversions: Conversions = field(default_factory=Conversions)  # cache, for several runs in one process
 
     @property
     def all(self) -> list[str]:

@@ -1,4 +1,5 @@
-"""Plan a run: which documents changed, their chunks with keys and sizes, and what the store has of them."""
+"""Plan a run: find the documents that changed, cut them into chunks with keys and sizes, and look these up in the
+store."""
 
 from __future__ import annotations
 
@@ -30,32 +31,28 @@ Planned = list[tuple[Document, list[PlannedChunk]]]
 D = TypeVar("D", bound=Document | DocumentFile)
 OnCut = Callable[[Document, int], None]
 """Called while a document is cut: the document, and the number of characters cut so far."""
-_READ_CHUNKS = 1 << 14  # whose records are read together, in key order
+_READ_CHUNKS = 1 << 14  # chunks whose records are read together, in key order
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedDocument:
-    """A document and the sizes of its chunks, in order.
-
-    chunks: the chunks themselves if they depend on other documents. place: of its chunks in the planner's spool, if they are there.
-    is_current: the store has the document as it is now, cut with the same settings.
-    """
+    """A document and the sizes of its chunks."""
 
     file: DocumentFile
-    sizes: ChunkSizes
-    chunks: list[PlannedChunk] | None = None
-    place: Place | None = None
-    is_current: bool = False
+    sizes: ChunkSizes  # in order
+    chunks: list[PlannedChunk] | None = None  # the chunks, if they depend on other documents
+    place: Place | None = None  # of the chunks in the planner's spool, if they are there
+    is_current: bool = False  # the store has the current version of the document, cut with the same settings
 
 
 @dataclass(frozen=True)
 class Part:
-    """Documents of a run that are cut and collected with the same settings. settled: the others with these settings."""
+    """Documents of a run that are cut and collected with the same settings."""
 
     collection: Collection
     settings: CollectSettings
     documents: list[PlannedDocument]
-    settled: Settled = field(default_factory=Settled)
+    settled: Settled = field(default_factory=Settled)  # further documents that need no work
 
     @property
     def sizes(self) -> Iterator[ChunkSize]:
@@ -63,12 +60,12 @@ class Part:
             yield from document.sizes
 
     def stored_bytes(self, size: ChunkSize) -> int:
-        """Return the bytes of a chunk's blobs."""
+        """Return the blob bytes of a chunk."""
         return self.collection.stored_bytes(size.num_tokens)
 
 
 class Planner:
-    """Plans the documents of `diff`, a comparison. Documents that did not change since they were stored are not cut again."""
+    """Plans the documents of a CorpusDiff. Documents that have not changed since they were stored are not cut again."""
 
     def __init__(
         self,
@@ -80,21 +77,21 @@ class Planner:
         with_records: bool,
         settle: bool = False,
     ) -> None:
-        """on_left_out: called for a document that changed since it was found, or that this model cannot store. with_records:
-        compute the sizes of records, which count in a quota; else they are 0. settle: plan nothing for documents that need nothing,
-        only count them; not with records."""
+        """on_left_out: called for a document that has changed since it was found, or that this model cannot store.
+        with_records: compute the sizes of records, which count towards a quota; otherwise they are 0.
+        settle: only count documents that need no work. Has no effect with `with_records`.
+        """
         self.diff, self._store, self._on_cut, self._on_left_out = diff, store, on_cut, on_left_out
         self._with_records, self._settle, self._spool = with_records, settle, Spool()
 
     def plan(self, given: Mapping[str, Any]) -> list[Part]:
-        """Plan all documents. Returns the parts of the run, in order.
+        """Plan all documents. Return the parts of the run, in order.
 
-        given: settings that were asked for; others are as the store remembers them.
+        given: settings from the command line; the others are remembered by the store.
         """
         groups: dict[CollectSettings, list[DocumentFile]] = {}
-        settings_of = lru_cache(
-            lambda remembered: replace(remembered, **given)
-        )  # of thousands of documents, few differ
+        # Cached, because thousands of documents share a few settings.
+        settings_of = lru_cache(lambda remembered: replace(remembered, **given))
         for file in self.diff.documents:
             groups.setdefault(settings_of(self.diff.settings_of(file.source, file.root)), []).append(file)
         parts = [Part(self.diff.collection.in_codec(settings.kv_dtype), settings, []) for settings in groups]
@@ -109,7 +106,7 @@ class Planner:
         return parts
 
     def cut_again(self, part: Part, planned: PlannedDocument) -> list[PlannedChunk] | None:
-        """Return a planned document's chunks, or None if it is left out."""
+        """Return the chunks of a planned document, or None if it is left out."""
         if planned.chunks is not None:
             return planned.chunks
         if planned.place is not None:
@@ -122,7 +119,7 @@ class Planner:
         return chunks
 
     def _plan_each(self, part: Part, files: Sequence[DocumentFile]) -> Iterator[PlannedDocument]:
-        """Plan documents whose chunks do not depend on other documents, some at a time."""
+        """Plan documents whose chunks do not depend on other documents, in batches."""
         now, context = record_settings(part.collection, part.settings), part.settings.context
         id = part.collection.id
         current = dict[str, list[bytes]]()
@@ -150,7 +147,10 @@ class Planner:
     def _plan_read(
         self, part: Part, files: Sequence[DocumentFile], current: Mapping[str, Sequence[bytes]]
     ) -> Iterator[PlannedDocument]:
-        """Plan documents by what the store has of their chunks. current: chunk keys of those that are stored as they are now."""
+        """Plan documents, reading chunk sizes from the store where possible.
+
+        current: name -> chunk keys of each document whose current version is stored.
+        """
         collection = part.collection
         stored = stored_sizes(self._store, collection, (key for keys in current.values() for key in keys))
         for file in files:
@@ -163,7 +163,8 @@ class Planner:
                 yield PlannedDocument(file, self._sizes(part, chunks), place=self._spool.append(found[1]))
 
     def _plan_together(self, parts: Sequence[tuple[Part, Sequence[DocumentFile]]]) -> None:
-        """Plan documents of which some have `neighbours` among all of them: every one is cut and held in memory."""
+        """Plan documents if some use context `neighbours`. All documents are cut and held in memory, because any
+        passage can be a neighbour."""
         diff = self.diff
         cuts = [
             (part, [(file, found) for file in files if (found := self._cut(file, part, self._on_cut)) is not None])
@@ -197,8 +198,8 @@ class Planner:
         return ChunkSizes(sizes, self._spool)
 
     def _cut(self, file: DocumentFile, part: Part, on_cut: OnCut | None = None) -> tuple[Document, list[Chunk]] | None:
-        """Read and cut a document. None if it has changed since it was found, or if the model cannot store it: what is stored of
-        it stays."""
+        """Read and cut a document. Return None if it has changed since it was found, or the model cannot store it: the
+        stored version then stays."""
         of, settings = part.collection, part.settings
         cut = Cut(settings.chunk_tokens, settings.overlap, of.template.wording.head)
         chunks: list[Chunk] = []
@@ -222,12 +223,12 @@ class Planner:
 
 
 def stored_sizes(store: ChunkStore | None, collection: Collection, keys: Iterable[bytes]) -> dict[bytes, ChunkSize]:
-    """Return the sizes of the stored chunks among these whose records are undamaged, by key."""
+    """Return the sizes of stored chunks by key. Missing chunks and damaged records are left out."""
     found = dict[bytes, ChunkSize]()
     if store is None:
         return found
     with store.read() as reader:
-        for key in sorted(set(keys)):  # in the order in which they are stored
+        for key in sorted(set(keys)):  # in storage order
             try:
                 value = reader.get("chunks", key)
                 manifest = None if value is None else decode_manifest(key, value)
@@ -246,7 +247,8 @@ def plan_documents(
     settings: CollectSettings,
     others: Iterable[Passage] = (),
 ) -> list[tuple[D, list[PlannedChunk]]]:
-    """Return the documents' chunks with keys and left contexts. others: passages of other documents, for `neighbours`."""
+    """Return the documents with their chunks, keys and left contexts. others: passages of other documents, for
+    `neighbours`."""
     window = collection.window(settings.window)
     near: Neighbours | None = None
     if settings.context == "neighbours":
@@ -270,7 +272,7 @@ def plan_documents(
 def stored_passages(collection: Collection, store: ChunkStore | None, but: Set[str]) -> Iterator[Passage]:
     """Yield passages of the collection's stored documents for `neighbours`, each document in one context.
 
-    but: names of documents to leave out. A run's own documents are among them, so that the same run again finds the same
+    but: names of documents to leave out. They include the run's own documents, so that repeating the run gives the same
     neighbours.
     """
     if store is None:

@@ -1,4 +1,4 @@
-"""precompute: documents -> chunks -> collect behind the prefix -> codec -> store. Only what changed is computed."""
+"""precompute: documents -> chunks -> KV after the prefix -> codec -> store. Only changes are computed."""
 
 from __future__ import annotations
 
@@ -46,53 +46,50 @@ __all__ = ["Difference", "PrecomputeEvent", "PrecomputeOptions", "PrecomputeRepo
 Status = Literal["new", "unchanged", "replaced"]
 OnEvent = Callable[["PrecomputeEvent"], None]
 Confirm = Callable[[Difference], bool]
-# Of documents whose records and texts are stored together: a commit of a few small chunks rewrites as many pages as one of many.
+# Tokens of documents whose records and texts are committed together: a commit of a few chunks rewrites as many pages as
+# a commit of many.
 _BATCH_TOKENS = 1 << 18
-_LONG_PACKS = 24  # launches of a run whose time is worth measuring two of them beforehand
+_LONG_PACKS = 24  # launches from which a run measures its speed first, with two launches
 
 
 @dataclass(frozen=True)
 class PrecomputeOptions:
-    """Options of a run. Those of CollectSettings are None where the store's remembered setting, or else the default, holds.
+    """Options of a run."""
 
-    force: compute stored chunks again. verify_files: read every file and every record, also of documents that seem unchanged.
-    list_unchanged: tell of each unchanged chunk. dry_run: change nothing. salt: keeps a tenant's chunks apart. max_bytes: the store's
-    new quota in bytes, None = unchanged. cluster: where KV is computed, None for this process. day: date for a chat template that prints one; None = the date the store keeps, or today.
-    """
-
+    # As in CollectSettings. None: the setting that the store remembers, or the default.
     chunk_tokens: int | None = None
     context: str | None = None
     window: int | None = None
     neighbours: int | None = None
     kv_dtype: str | None = None
     overlap: int | None = None
-    force: bool = False
-    verify_files: bool = False
-    list_unchanged: bool = True
-    dry_run: bool = False
-    salt: str = ""
-    max_bytes: int | None = None
-    day: date | None = None
-    cluster: Cluster | None = None
+    force: bool = False  # compute stored chunks again
+    verify_files: bool = False  # read every file and every record, even of documents that seem unchanged
+    list_unchanged: bool = True  # report each unchanged chunk
+    dry_run: bool = False  # change nothing
+    salt: str = ""  # keeps the chunks of tenants apart
+    max_bytes: int | None = None  # new quota of the store, bytes; None: unchanged
+    day: date | None = None  # for a chat template that prints a date; None: the date that the store keeps, or today
+    cluster: Cluster | None = None  # computes the KV; None: this process
 
     def __post_init__(self) -> None:
         CollectSettings(**self.given)
 
     @property
     def given(self) -> dict[str, Any]:
-        """The settings that were asked for, by name."""
+        """CollectSettings fields that are set, by name."""
         return {name: value for name in vars(CollectSettings()) if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True)
 class ChunkResult:
-    """One line of `precompute --json`. bytes: of its KV."""
+    """One line of `precompute --json`."""
 
     id: str
     source: str
     index: int
     tokens: int
-    bytes: int
+    bytes: int  # of the KV
     status: Status
 
 
@@ -100,15 +97,21 @@ class ChunkResult:
 class PrecomputeEvent:
     """Progress of a run.
 
-    kind: "reading" (done of total characters of a document are cut), "room" (the quota is too small for all KV), "plan" (total
-    tokens to process; planned: what will be computed, with an estimate of the time if that is long), "chunk" (one is stored), "settled" (done tokens are stored and
-    are not listed), "skipped" (a file that is not a document), "note" (about a document), "removed".
-    message: for people.
+    | kind      | meaning                                                                                         |
+    |-----------|-------------------------------------------------------------------------------------------------|
+    | "reading" | `done` of `total` characters of a document are cut                                              |
+    | "room"    | the quota is too small for all KV                                                               |
+    | "plan"    | `total` tokens to process; `planned` lists the changes, with estimated seconds for a long run   |
+    | "chunk"   | a chunk is stored                                                                               |
+    | "settled" | `done` tokens need no work; their chunks are not reported one by one                            |
+    | "skipped" | a file is not a document                                                                        |
+    | "note"    | a remark about a document                                                                       |
+    | "removed" | a document was renamed, or chunks were removed                                                  |
     """
 
     kind: Literal["reading", "room", "plan", "chunk", "settled", "skipped", "note", "removed"]
     chunk: ChunkResult | None = None
-    message: str = ""
+    message: str = ""  # text to show the user
     done: int = 0
     total: int = 0
     room: Room | None = None
@@ -118,27 +121,22 @@ class PrecomputeEvent:
 
 @dataclass
 class PrecomputeReport:
-    """Result of a run.
-
-    gone: documents that no longer exist. removed: chunks removed. tokens: of all chunks. bytes: KV of these documents that the
-    quota has room for. taken: chunks whose KV came from the store's tier. converted: chunks whose KV was stored in a finer codec. hidden: documents elsewhere that questions do not find because of the new date. skipped: files that are
-    not documents. difference: the changes that were planned.
-    """
+    """Result of a run."""
 
     documents: int = 0
-    gone: int = 0
-    new: int = 0
-    unchanged: int = 0
-    replaced: int = 0
-    removed: int = 0
-    tokens: int = 0
+    gone: int = 0  # documents that no longer exist
+    new: int = 0  # chunks
+    unchanged: int = 0  # chunks
+    replaced: int = 0  # chunks
+    removed: int = 0  # chunks
+    tokens: int = 0  # of all chunks
     computed_tokens: int = 0
-    bytes: int = 0
-    taken: int = 0
-    converted: Amount = field(default_factory=Amount)
+    bytes: int = 0  # KV of these documents that fits the quota
+    taken: int = 0  # chunks with KV from the store's tier
+    converted: Amount = field(default_factory=Amount)  # chunks converted from a finer codec
     seconds: float = 0.0
-    hidden: list[str] = field(default_factory=list)
-    difference: Difference = field(default_factory=Difference)
+    hidden: list[str] = field(default_factory=list)  # other documents that `ask` does not find because of the new date
+    difference: Difference = field(default_factory=Difference)  # planned changes
     skipped: list[Skipped] = field(default_factory=list)
 
     @property
@@ -154,13 +152,16 @@ def precompute(
     on_event: OnEvent,
     confirm: Confirm | None = None,
 ) -> PrecomputeReport:
-    """Bring the store up to date with the documents at and below the paths. Each chunk is durable before it is reported.
+    """Bring the store up to date with the documents at and below the paths. Each chunk is durable before it is
+    reported.
 
-    collection: of any codec. store: None for a dry run. paths: documents below them that no longer exist are removed from the
-    store. confirm: called before documents are computed again because they are stored with other settings. The run can be
-    interrupted and repeated; stored chunks are `unchanged`.
+    An interrupted run can be repeated; its stored chunks are then `unchanged`. Raises UsageError if `confirm` returns
+    False, and for settings that do not fit the model.
 
-    Raises UsageError if it is not confirmed, and for settings that do not fit the model.
+    collection: in any codec.
+    store: None for a dry run.
+    paths: documents below them that no longer exist are removed from the store.
+    confirm: called before documents are computed again because their settings changed.
     """
     start, report, show = time.perf_counter(), PrecomputeReport(), lru_cache(16)(shown)
 
@@ -186,14 +187,14 @@ def precompute(
     quota = options.max_bytes if options.max_bytes is not None else store.max_bytes if store is not None else 0
     cluster = options.cluster
     if cluster is not None:
-        quota = 0  # of this store, which gets texts alone
+        quota = 0  # this store gets only texts
     settle = quota <= 0 and not options.list_unchanged
     planner = Planner(diff, store, reading, leave_out, with_records=quota > 0, settle=settle)
     plan = planner.plan(options.given)
     if cluster is not None and any(part.settings.context == "neighbours" for part in plan):
         raise UsageError(
-            "with --context neighbours, the text before a chunk depends on all other documents, which --ray computes apart",
-            "use --context document or sink, or leave --ray out",
+            "--ray does not support --context neighbours: the left context of a chunk depends on all other documents",
+            "use --context document or sink, or leave out --ray",
         )
     room = room_for(plan, store, quota)
     if room.without_kv:
@@ -227,7 +228,7 @@ def precompute(
 
 
 def _confirm(difference: Difference, confirm: Confirm | None) -> float:
-    """Ask for confirmation if settings changed. Returns the seconds it took."""
+    """Ask for confirmation if settings changed. Return the seconds that the user took."""
     start = time.perf_counter()
     if confirm is not None and difference.changes:
         difference.seconds = estimate_seconds(difference.missing)
@@ -237,7 +238,7 @@ def _confirm(difference: Difference, confirm: Confirm | None) -> float:
 
 
 class _Run:
-    """Carries out a plan. room: the chunks that are to have KV."""
+    """Executes a plan. room: chunks that should have KV."""
 
     def __init__(
         self,
@@ -249,7 +250,7 @@ class _Run:
         options: PrecomputeOptions,
     ) -> None:
         self._diff, self._planner, self._store, self._room = planner.diff, planner, store, room
-        self._keep = room.keep or frozenset()  # what the store is not to evict
+        self._keep = room.keep or frozenset()  # chunks that the store must not evict
         self._on_event, self._report, self._cluster, self._force = on_event, report, options.cluster, options.force
         self._shown = lru_cache(16)(shown)  # called for each chunk
         self._summaries = SummaryWriter(store)
@@ -289,12 +290,14 @@ class _Run:
         self._summaries.flush()
 
     def _is_noted(self, part: Part, file: DocumentFile) -> bool:
-        """Return whether the store has a summary of a document that is stored as it is now, with the state of its file."""
+        """Return whether the store has a summary of the current version of a document, with the current state of its
+        file."""
         record = self._diff.stored.get(document_key(part.collection.id, file.source, part.settings.context))
         return record is not None and record.tokens is not None and record.file == file.state
 
     def remove_gone(self) -> None:
-        """Remove documents that no longer exist, in every context and codec. What moved keeps its records under its new name."""
+        """Remove documents that no longer exist, in every context and codec. Moved documents keep their records,
+        renamed."""
         gone, names = self._diff.gone, self._diff.names
         self._report.removed += len(self._store.put_documents(renamed(self._store, gone.values(), names), gone))
         for source, digest in dict.fromkeys((r.source, r.content_digest) for r in gone.values()):
@@ -303,7 +306,7 @@ class _Run:
             self._on_event(PrecomputeEvent("removed", message=f"{shown(source)} {what}"))
 
     def remove_outdated(self) -> None:
-        """Remove records of documents that have changed, in other contexts and codecs, and records behind an earlier date."""
+        """Remove records of changed documents in other contexts and codecs, and records with an earlier date."""
         diff, store = self._diff, self._store
         now = (store.get_document(*record.place) for record in filter(diff.is_outdated, diff.stored.values()))
         outdated = [record for record in now if record is not None and diff.is_outdated(record)]
@@ -316,8 +319,11 @@ class _Run:
     def _store_batch(
         self, part: Part, collector: Collector, batch: Sequence[tuple[DocumentFile, list[PlannedChunk]]]
     ) -> None:
-        """Store records and texts of documents first, then missing KV: from then on they are found and cited as they are now,
-        and a run that is interrupted leaves no chunk without a document."""
+        """Store records and texts of documents first, then missing KV.
+
+        Searches and citations then use the current version at once, and an interrupted run leaves no chunk without a
+        document.
+        """
         store, report = self._store, self._report
         places = [chunk for _, chunks in batch for chunk in chunks]
         wanted: dict[bytes, PlannedChunk] = {}

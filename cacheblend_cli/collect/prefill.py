@@ -1,7 +1,7 @@
-"""Collect: prefill chunks behind the shared prefix and keep every layer's K (before RoPE) and V.
+"""Collect: prefill chunks after the shared prefix and keep K (before RoPE) and V of every layer.
 
-Several sequences go through the model in one launch, packed up to `pack_tokens` rows: large enough for the matrix
-products to be efficient, small enough to keep memory flat.
+Several sequences go through the model in one launch, packed up to `pack_tokens` rows: large enough for efficient matrix
+products, small enough to bound memory.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from cacheblend_cli.model.decoder import Decoder
 
 PACK_TOKENS = {"cpu": 512}
 OTHER_PACK_TOKENS = 4096
-BLOCK_SIZE = 64  # of the pool a launch has to itself
+BLOCK_SIZE = 64  # of each launch's own KV pool
 
 
 def pack_tokens(device: torch.device) -> int:
-    """Return the rows of one launch: matrix products reach full speed at some 300 rows on a CPU, at more on a GPU."""
+    """Return the rows per launch. Matrix products reach full speed at about 300 rows on a CPU, at more on a GPU."""
     return PACK_TOKENS.get(device.type, OTHER_PACK_TOKENS)
 
 
@@ -43,7 +43,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class CollectSequence:
-    """Tokens prefilled together behind the prefix, and the runs of them to keep."""
+    """Tokens to prefill together after the prefix, and the runs of them to keep."""
 
     token_ids: tuple[int, ...]
     kept: tuple[Kept, ...]
@@ -51,7 +51,8 @@ class CollectSequence:
 
 @dataclass
 class ChunkKV:
-    """K before RoPE and V of one chunk: one tensor [num_tokens, num_kv_heads, head_dim] per layer, compute dtype."""
+    """K (before RoPE) and V of one chunk: per layer one tensor [num_tokens, num_kv_heads, head_dim] in the compute
+    dtype."""
 
     key: bytes
     k: list[Tensor] = field(default_factory=list)
@@ -60,7 +61,8 @@ class ChunkKV:
 
 @dataclass(frozen=True)
 class PrefixKV:
-    """The shared prefix's KV, computed once. kv.k and kv.v: [prefix_len, num_kv_heads, head_dim] per layer, before RoPE."""
+    """KV of the shared prefix, computed once. kv.k (before RoPE), kv.v: [prefix_len, num_kv_heads, head_dim] per
+    layer."""
 
     token_ids: tuple[int, ...]
     kv: ChunkKV
@@ -79,7 +81,7 @@ def collect_prefix(decoder: Decoder, prefix_ids: Sequence[int], key: bytes = b""
 
 @torch.inference_mode()
 def collect(decoder: Decoder, prefix: PrefixKV, sequences: Sequence[CollectSequence]) -> Iterator[ChunkKV]:
-    """Yield the KV of every kept run, in order. Raises DeviceError if the device has too little memory for one sequence."""
+    """Yield the KV of every kept run, in order. Raises DeviceError if one sequence alone runs out of memory."""
     prefix_len = len(prefix.token_ids)
     regimes = [decoder.rope.regime(prefix_len + len(s.token_ids)) for s in sequences]
     for pack in packs(sequences, regimes, pack_tokens(decoder.device)):
@@ -90,7 +92,7 @@ def collect(decoder: Decoder, prefix: PrefixKV, sequences: Sequence[CollectSeque
 
 
 def packs(sequences: Sequence[CollectSequence], regimes: Sequence[int], most: int) -> Iterator[list[CollectSequence]]:
-    """Group adjacent sequences of one RoPE regime up to `most` rows; a longer one goes alone."""
+    """Group adjacent sequences of one RoPE regime up to `most` rows. A longer sequence gets its own group."""
     pack: list[CollectSequence] = []
     total, current = 0, 0
     for sequence, regime in zip(sequences, regimes, strict=True):
@@ -104,20 +106,21 @@ def packs(sequences: Sequence[CollectSequence], regimes: Sequence[int], most: in
 
 
 def _collect_what_fits(decoder: Decoder, prefix: PrefixKV, pack: Sequence[CollectSequence]) -> list[ChunkKV]:
-    """Collect the whole pack at once, or in halves if the device has too little memory."""
+    """Collect the whole pack at once, or in halves if the device runs out of memory."""
     if len(pack) == 1:
         return list(_collect_alone(decoder, prefix, pack[0]))
     try:
         place = _Place(decoder, prefix, pack)
         return place.collect([(0, len(s.token_ids)) for s in pack])
     except torch.OutOfMemoryError:
-        pass  # memory held by its frames is released before the halves are tried
+        pass  # leave the handler first: the exception's frames hold memory
     halves = pack[: len(pack) // 2], pack[len(pack) // 2 :]
     return [kv for half in halves for kv in _collect_what_fits(decoder, prefix, half)]
 
 
 def _collect_alone(decoder: Decoder, prefix: PrefixKV, sequence: CollectSequence) -> Iterator[ChunkKV]:
-    """Collect one sequence in pieces of about `pack_tokens` rows, so that a long window takes no more memory per launch."""
+    """Collect one sequence in pieces of about `pack_tokens` rows, so that a long window needs no more memory per
+    launch."""
     try:
         place = _Place(decoder, prefix, [sequence])
         for piece in _pieces(sequence, pack_tokens(decoder.device)):
@@ -126,12 +129,13 @@ def _collect_alone(decoder: Decoder, prefix: PrefixKV, sequence: CollectSequence
         count = len(prefix.token_ids) + len(sequence.token_ids)
         raise DeviceError(
             f"{decoder.device} ran out of memory computing the KV of {count} tokens in one sequence",
-            "use a smaller --chunk-tokens (or --window), end what else uses the GPU, or use --device cpu",
+            "use a smaller --chunk-tokens (or --window), stop other programs on the GPU, or use --device cpu",
         ) from error
 
 
 def _pieces(sequence: CollectSequence, most: int) -> Iterator[tuple[int, int]]:
-    """Yield runs start:end that cover the sequence, each ending where a kept run ends and as long as `most` allows."""
+    """Yield runs start:end that cover the sequence. Each ends where a kept run ends, and is as long as `most`
+    allows."""
     ends = sorted({kept.end for kept in sequence.kept})
     start = 0
     for end, following in zip(ends, [*ends[1:], None], strict=True):
@@ -141,17 +145,17 @@ def _pieces(sequence: CollectSequence, most: int) -> Iterator[tuple[int, int]]:
 
 
 class NewPlace(msgspec.Struct, tag=True):
-    """Tells other ranks to make a place. model, place: name them; gone: places that are not needed any more."""
+    """Message to other ranks: create a place."""
 
-    model: int
-    place: int
-    gone: list[int]
+    model: int  # decoder number
+    place: int  # number of the new place
+    gone: list[int]  # numbers of places to drop
     prefix_ids: list[int]
     pack: list[CollectSequence]
 
 
 class CollectPieces(msgspec.Struct, tag=True):
-    """Tells other ranks to prefill pieces of a place's sequences."""
+    """Message to other ranks: prefill pieces of a place's sequences."""
 
     model: int
     place: int
@@ -159,7 +163,7 @@ class CollectPieces(msgspec.Struct, tag=True):
 
 
 class Places:
-    """The places of another rank than the first."""
+    """Places on a rank other than rank 0, mirroring those of rank 0."""
 
     def __init__(self) -> None:
         self._places: dict[int, _Place] = {}
@@ -177,8 +181,10 @@ class Places:
 
 
 class _Place:
-    """A pack of sequences of one RoPE regime in a pool of its own, behind the prefix. With tensor parallelism rank 0's has its like
-    on every rank."""
+    """A pack of sequences of one RoPE regime after the prefix, in its own KV pool.
+
+    With tensor parallelism, every rank mirrors the places of rank 0.
+    """
 
     _numbers, _gone = itertools.count(), list[int]()
 
@@ -203,7 +209,8 @@ class _Place:
             _place_prefix(decoder, pool, self._held, prefix, self._rope_len)
 
     def collect(self, pieces: Sequence[tuple[int, int]]) -> list[ChunkKV]:
-        """Prefill tokens start:end of each sequence, after all tokens before them. Returns the kept KV, in order."""
+        """Prefill tokens start:end of each sequence; all tokens before must be prefilled. Return the kept KV, in
+        order."""
         if self._ranks is None:
             return self._collect(pieces)
         with self._ranks.telling(CollectPieces(self._decoder.number, self._number, [*pieces])):
@@ -227,7 +234,10 @@ class _Place:
 
 
 class _Keeper(Observer):
-    """Keeps each chunk's rows of every layer's K and V, with the heads of all ranks. rows: of each chunk, in the launch."""
+    """Keeps the rows of each chunk from the K and V of every layer, with the heads of all ranks.
+
+    rows: rows of each chunk in the launch.
+    """
 
     def __init__(self, decoder: Decoder, chunks: list[ChunkKV], rows: list[slice]) -> None:
         self._shard, self.chunks, self._rows = decoder.shard, chunks, rows

@@ -1,4 +1,5 @@
-"""Compute stored chunks again and compare: digests show that KV is what was written, this shows that it is right."""
+"""Compute stored chunks again and compare. Digests show that KV is unchanged since it was written; this shows it is
+correct."""
 
 from __future__ import annotations
 
@@ -16,37 +17,34 @@ from cacheblend_cli.collect.prefill import ChunkKV
 from cacheblend_cli.prompt.collection import Collection
 
 NOISE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
-"""Compute dtype -> relative error allowed between KV of the same tokens computed by other kernels or in other batch shapes."""
+"""Compute dtype -> relative error allowed between KV of the same tokens from different kernels or batch shapes."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A chunk whose stored KV is not what the model computes.
-
-    part: "k" or "v". error: relative error of its worst token. allowed: error explained by codec and rounding.
-    """
+    """A chunk whose stored KV differs from what the model computes."""
 
     key: bytes
     layer: int
-    part: str
-    error: float
-    allowed: float
+    part: str  # "k" or "v"
+    error: float  # relative error of the worst token
+    allowed: float  # error explained by codec and rounding
 
     @property
     def message(self) -> str:
         return (
             f"layer {self.layer} of chunk {self.key.hex()[:12]} is not what the model computes: "
-            f"{self.part.upper()} differs by {self.error:.2g}, and {self.allowed:.2g} is explained"
+            f"{self.part.upper()} differs by {self.error:.2g}; codec and rounding explain {self.allowed:.2g}"
         )
 
 
 @dataclass
 class RecheckReport:
-    """checked: chunks computed again. foreign: chunks of other models, salts or prompts, which are not checked."""
+    """Result of a recheck, in chunks."""
 
-    checked: int = 0
-    foreign: int = 0
-    replaced: int = 0
+    checked: int = 0  # computed again
+    foreign: int = 0  # of other models, salts or prompts: not checked
+    replaced: int = 0  # repaired
     mismatches: list[Mismatch] = field(default_factory=list)
 
 
@@ -58,11 +56,11 @@ def recheck(
     repair: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> RecheckReport:
-    """Compute `count` random chunks of this model again and compare each token of each layer with what is stored.
+    """Compute `count` random chunks of this model again and compare each token of each layer with the stored KV.
 
-    A token's error is |stored - computed| over the root mean square of the computed tokens' norms. Allowed is twice
-    what the codec itself does to the computed KV, and the noise of the compute dtype. Damaged blobs are passed over:
-    `verify` reports those. repair: replace wrong KV by the computed KV.
+    The error of a token is |stored - computed| over the root mean square of the computed tokens' norms. Allowed is
+    twice the codec's own error on the computed KV, plus the noise of the compute dtype. Damaged blobs are skipped:
+    `verify` reports them. repair: replace wrong KV with the computed KV.
     """
     report = RecheckReport()
     manifests = [m for m in store.chunks(prefixes=True) if m.has_kv]
@@ -111,7 +109,7 @@ def _compare(store: ChunkStore, manifest: ChunkManifest, fresh: ChunkKV, noise: 
             now = now.float().cpu()
             error = _worst_token(was, now)
             allowed = 2 * _worst_token(through, now) + noise
-            if not error <= allowed:  # so that NaN is a mismatch
+            if not error <= allowed:  # NaN is a mismatch
                 return Mismatch(manifest.key, layer, part, error, allowed)
     return None
 

@@ -1,4 +1,4 @@
-"""The part of a distributed `precompute` that runs on a worker: chunks' texts in, KV to the tier, manifests out."""
+"""Worker side of a distributed `precompute`: receives chunk texts, uploads KV to the tier, returns manifests."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ Record = tuple[bytes, bytes]
 
 @dataclass(frozen=True)
 class RemoteJob:
-    """Settings of every worker. load: loads the model, in the driver's dtype. fingerprint: of the driver's model. tier: URL.
-    tier_key_file: path on the worker's machine, "" for none."""
+    """Settings of every worker."""
 
-    load: Callable[[], LoadedModel]
-    fingerprint: str
-    tier: str
-    tier_key_file: str = ""
+    load: Callable[[], LoadedModel]  # loads the model in the driver's dtype
+    fingerprint: str  # of the driver's model
+    tier: str  # URL
+    tier_key_file: str = ""  # path on the worker's machine, "" for none
 
 
 @dataclass(frozen=True)
 class RemoteChunks:
-    """Chunks to collect behind one prefix. records: without KV, in order."""
+    """Chunks to collect after one prefix."""
 
     prefix_ids: tuple[int, ...]
     prefix_key: bytes
     codec: str
-    records: Sequence[Record]
+    records: Sequence[Record]  # without KV, in order
 
 
 class RemoteWorker:
-    """Holds the model and the tier, which are loaded at the first chunks: so a worker that is started again loads them again."""
+    """Holds the model and the tier. They are loaded with the first chunks, so a restarted worker loads them again."""
 
     def __init__(self, job: RemoteJob) -> None:
         self._job, self._prefixes = job, dict[bytes, PrefixKV]()
 
     def collect(self, chunks: RemoteChunks) -> list[Record]:
-        """Compute the chunks' KV and put it to the tier. Returns their manifests with sizes and digests, once all are put.
+        """Compute the KV of the chunks and upload it to the tier. Return manifests with sizes and digests once all are
+        uploaded.
 
-        Raises UsageError where this machine's model is not the driver's, DeviceError, TierError.
+        Raises UsageError if this machine's model differs from the driver's, DeviceError, TierError.
         """
         decoder, tier = self._model.decoder, self._tier
         if chunks.prefix_key not in self._prefixes:
@@ -82,7 +82,7 @@ class RemoteWorker:
         model = self._job.load()
         if model.fingerprint != self._job.fingerprint:
             raise UsageError(
-                f"the model {model.name} on a worker is not the one of this machine: KV of the two does not mix",
+                f"the model {model.name} on a worker differs from the one on this machine: their KV cannot be mixed",
                 "use the same model files and the same version of cacheblend everywhere",
             )
         return model

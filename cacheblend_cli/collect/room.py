@@ -1,4 +1,4 @@
-"""Choose the chunks of a run that have KV when the store's quota has no room for all of it."""
+"""Choose which chunks of a run get KV if the store's quota is too small for all."""
 
 from __future__ import annotations
 
@@ -16,29 +16,27 @@ from cacheblend_cli.collect.sizes import ChunkSize
 
 @dataclass(frozen=True)
 class Room:
-    """The part of a run's KV that the quota has room for. A chunk is `in` it if it has KV or gets it.
+    """The part of a run's KV that fits the quota. A chunk is `in` it if it has or gets KV. All numbers are 0 without a
+    quota."""
 
-    keep: keys of these chunks, and of the prompt's prefix where it fits; nothing in this run evicts them. None without a quota: all
-    chunks. chunks: number of chunks. without_kv: number of chunks that get no KV. needed: bytes of KV and text with which all of
-    them have KV, text of other documents included. max_bytes: the quota in bytes. These are 0 without a quota.
-    """
-
+    # Keys of these chunks, and of the prefix if it fits. This run does not evict them. None without a quota: all
+    # chunks.
     keep: Container[bytes] | None = None
-    chunks: int = 0
-    without_kv: int = 0
-    needed: int = 0
-    max_bytes: int = 0
+    chunks: int = 0  # number of chunks
+    without_kv: int = 0  # number of chunks that get no KV
+    needed: int = 0  # bytes of text and KV if every chunk had KV, including the text of other documents
+    max_bytes: int = 0  # quota in bytes
 
     def __contains__(self, key: bytes) -> bool:
         return self.keep is None or key in self.keep
 
 
 def room_for(plan: list[Part], store: ChunkStore | None, max_bytes: int) -> Room:
-    """Choose the chunks that have KV under a quota of max_bytes bytes, 0 = none.
+    """Choose the chunks that get KV under a quota of max_bytes bytes; 0 = no quota.
 
-    Text comes first: that of this run's chunks and of other documents. Then KV that is stored, then missing KV, in order, while
-    it fits. So the same run again finds what it left, and nothing is computed that would be evicted before it is used. KV of
-    other documents is evicted to make room.
+    Text comes first: of this run's chunks and of other documents. Then come stored KV and missing KV, in order, while
+    it fits. A repeated run so finds its own chunks again, and no KV is computed that would be evicted before its use.
+    KV of other documents is evicted to make room.
     """
     if not max_bytes:
         return Room()
@@ -73,7 +71,7 @@ def room_for(plan: list[Part], store: ChunkStore | None, max_bytes: int) -> Room
 
 
 def _chunks(plan: list[Part]) -> Iterator[tuple[Part, ChunkSize]]:
-    """Yield the plan's chunks, each once."""
+    """Yield the chunks of the plan without duplicates."""
     seen = KeySet()
     return ((part, size) for part in plan for size in part.sizes if seen.add(size.key))
 
@@ -84,7 +82,7 @@ def _texts_of_others(store: ChunkStore | None, own: KeySet) -> int:
         return 0
     num_bytes = 0
     with store.read() as reader:
-        refs = reader.keys_from(b"", "refs")  # a chunk's key and a document's, in order, as the chunks are
+        refs = reader.keys_from(b"", "refs")  # chunk key + document key, in the same order as the chunks
         ref = next(refs, b"")
         for node in reader.pages.nodes("chunks"):
             while ref and ref[:KEY_BYTES] < node.key:

@@ -15,19 +15,14 @@ from cacheblend_cli.prompt.collection import check_kv_dtype
 
 @dataclass(frozen=True)
 class CollectSettings:
-    """Settings of a document or root.
+    """Settings of a document or root."""
 
-    chunk_tokens: most tokens of a chunk. context: left context of a chunk, see corpus/contexts.py. window: most tokens of a chunk
-    and its left context. neighbours: number of similar chunks for context `neighbours`. kv_dtype: as `collection.codec_of` takes
-    it. overlap: most tokens of the preceding text that a chunk repeats.
-    """
-
-    chunk_tokens: int = 512
-    context: str = "document"
-    window: int = 2048
-    neighbours: int = 3
-    kv_dtype: str = "auto"
-    overlap: int = 0
+    chunk_tokens: int = 512  # maximum tokens of a chunk
+    context: str = "document"  # left context of a chunk, see corpus/contexts.py
+    window: int = 2048  # maximum tokens of a chunk and its left context
+    neighbours: int = 3  # number of similar chunks for context `neighbours`
+    kv_dtype: str = "auto"  # see `collection.codec_of`
+    overlap: int = 0  # maximum tokens of the preceding text that a chunk repeats
 
     def __post_init__(self) -> None:
         check_context(self.context)
@@ -36,7 +31,7 @@ class CollectSettings:
         if not 0 <= self.overlap <= self.chunk_tokens // 2:
             raise UsageError(
                 f"--overlap {self.overlap} is not between 0 and half of --chunk-tokens {self.chunk_tokens}",
-                "a tenth of a chunk is much already",
+                "a tenth of a chunk is usually enough",
             )
         if self.window < 1 or self.neighbours < 1:
             name, value = ("window", self.window) if self.window < 1 else ("neighbours", self.neighbours)
@@ -44,7 +39,7 @@ class CollectSettings:
         check_kv_dtype(self.kv_dtype)
 
     def of_record(self) -> dict[str, int]:
-        """Return the settings that a document's chunks depend on, beside text, context and codec."""
+        """Return the settings that determine a document's chunks, apart from text, context and codec."""
         found = {"chunk_tokens": self.chunk_tokens}
         if self.overlap:
             found["overlap"] = self.overlap
@@ -56,7 +51,7 @@ class CollectSettings:
 
     @classmethod
     def of_document(cls, recorded: Mapping[str, Any], context: str, kv_dtype: str) -> CollectSettings | None:
-        """Return the settings that a document's record has, or None if they are not valid in this version."""
+        """Return the settings in a document's record, or None if they are not valid in this version."""
         try:
             return convert({**recorded, "context": context, "kv_dtype": kv_dtype}, cls)
         except (ValueError, UsageError):

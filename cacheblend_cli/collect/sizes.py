@@ -1,4 +1,4 @@
-"""Sizes of a plan's chunks: a corpus has millions of them."""
+"""Compact storage for the sizes of a plan's chunks: a corpus has millions of them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from numpy.typing import NDArray
 from cacheblend_cli.collect.spool import Place, Spool
 
 _BLOCK_DOCUMENTS = 1 << 10
-_FEW_BYTES = 256  # a place in the spool takes no less
+_FEW_BYTES = 256  # keep data up to this size in memory: a place in the spool takes as much
 _SIZE = Struct(f"<{KEY_BYTES}sIIIb")
 _HAS_KV = {None: -1, False: 0, True: 1}
 
 
 class ChunkSize(NamedTuple):
-    """A planned chunk without its text. left_len: tokens of its left context. record_bytes: size of its record with KV. has_kv: of
-    the stored chunk, None if it is not stored or its record is damaged."""
+    """A planned chunk without its text."""
 
     key: bytes
     num_tokens: int
-    left_len: int
-    record_bytes: int
-    has_kv: bool | None = None
+    left_len: int  # tokens of the left context
+    record_bytes: int  # size of the record with KV
+    has_kv: bool | None = None  # whether the stored chunk has KV; None if it is not stored or its record is damaged
 
 
 class ChunkSizes:
-    """Sizes of a document's chunks, in order, in a spool or, where they are few or the disk is full, in memory."""
+    """Sizes of a document's chunks, in order. They are in the spool, or in memory if they are few or the disk is
+    full."""
 
     __slots__ = ("_data", "_spool")
 
@@ -46,7 +46,7 @@ class ChunkSizes:
 
 
 class Settled:
-    """Documents that are stored as they are now, all chunks with KV, by their summaries: nothing is to be done for them."""
+    """Documents that need no work: by their summaries, the current version is stored and all chunks have KV."""
 
     def __init__(self) -> None:
         self.documents = self.chunks = self.tokens = 0
@@ -61,7 +61,7 @@ class Settled:
         self._tokens.append(tokens)
 
     def blocks(self) -> Iterator[tuple[bytes, NDArray[np.uint32]]]:
-        """Yield joined keys of some chunks and their numbers of tokens, [chunks]."""
+        """Yield (joined chunk keys, token counts [num_chunks]) for a batch of documents at a time."""
         for at in range(0, len(self._keys), _BLOCK_DOCUMENTS):
             of = slice(at, at + _BLOCK_DOCUMENTS)
             yield b"".join(self._keys[of]), np.frombuffer(b"".join(self._tokens[of]), "<u4")

@@ -20,22 +20,17 @@ from cacheblend_cli.prompt.collection import Collection
 
 @dataclass(frozen=True)
 class DocumentRoot:
-    """A path given to precompute, with its settings for one model and salt.
+    """A path given to precompute, with its settings for one model and salt."""
 
-    path: its name, see corpus/places.py. model: fingerprint. salt: digest. linked: documents elsewhere that links below the path
-    lead to. projects: projects from which a link leads to the path. updated: seconds since the epoch. selection: files taken from
-    a folder. collections: names of collections the path belongs to.
-    """
-
-    path: str
-    model: str
-    salt: str
+    path: str  # document name, see corpus/places.py
+    model: str  # fingerprint
+    salt: str  # digest
     settings: CollectSettings
-    linked: frozenset[str] = frozenset()
-    projects: frozenset[str] = frozenset()
-    updated: float = field(default=0.0, compare=False)
-    selection: Selection = ALL
-    collections: frozenset[str] = frozenset()
+    linked: frozenset[str] = frozenset()  # documents elsewhere, reached through links below the path
+    projects: frozenset[str] = frozenset()  # projects with a link to the path
+    updated: float = field(default=0.0, compare=False)  # seconds since the epoch
+    selection: Selection = ALL  # which files of a folder to read
+    collections: frozenset[str] = frozenset()  # names of the collections that the path belongs to
 
     def memo(self) -> Memo:
         value = to_builtins(replace(self, updated=0.0), order="sorted")
@@ -51,7 +46,7 @@ class DocumentRoot:
 
 
 class SourceSettings:
-    """Roots that a store remembers for a salt. Where a model has none for a path, those of other models apply."""
+    """Roots that a store remembers for a salt. If a model has no root for a path, roots of other models apply."""
 
     def __init__(self, collection: Collection, store: ChunkStore | None) -> None:
         self._model, self._salt = collection.model.fingerprint, collection.salt_digest
@@ -60,7 +55,7 @@ class SourceSettings:
 
     @property
     def paths(self) -> list[str]:
-        """Paths that were given for this model, sorted."""
+        """Sorted paths that were given for this model."""
         own = {r.path for r in self._known if r.model == self._model and not is_stdin(r.path)}
         return sorted(own)
 
@@ -76,9 +71,10 @@ class SourceSettings:
         return ALL if known is None else known.selection
 
     def unlinked(self, paths: Iterable[str], kept: Set[str]) -> set[str]:
-        """Return the documents that a link below one of the paths led to, and that no link or root leads to now.
+        """Return documents that were reached through a link below one of the paths, and that no link or root reaches
+        now.
 
-        kept: names of the documents that were found below the paths.
+        kept: names of the documents found below the paths.
         """
         looked_at = set(paths)
         own = [r for r in self._known if r.model == self._model]
@@ -92,10 +88,10 @@ class SourceSettings:
     def remember(
         self, store: ChunkStore, roots: Iterable[DocumentRoot], given: Mapping[str, Any], *, done: bool
     ) -> None:
-        """Store the roots' settings.
+        """Store the settings of the roots.
 
-        given: settings that were asked for, which apply to roots below these, too. done: the run is complete; before that,
-        documents that it may still remove stay linked.
+        given: settings from the command line, also applied to roots below these.
+        done: the run is complete. Before that, documents that it may still remove stay linked.
         """
         now = time.time()
         known = {r.path: r for r in self._known if r.model == self._model}

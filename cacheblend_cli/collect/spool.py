@@ -1,4 +1,4 @@
-"""Temporary file of what a run plans, until it is stored: a corpus need not fit in memory, and is not cut twice."""
+"""Temporary file for the planned chunks of a run, so that a corpus need not fit in memory and is cut only once."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Place(NamedTuple):
 
 
 class Spool:
-    """Chunks of documents, at most MAX_BYTES in all, and other bytes. The file goes when the spool does."""
+    """Holds chunks of documents (at most MAX_BYTES in total) and other bytes. The file is deleted with the spool."""
 
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
         self._end = self._num_bytes = 0
 
     def append(self, chunks: Sequence[Chunk]) -> Place | None:
-        """Keep a document's chunks. Returns None if there is no room for them."""
+        """Write a document's chunks. Return None if there is no room."""
         data = _encode(chunks)
         if self._num_bytes + len(data) > MAX_BYTES:
             return None
@@ -41,10 +41,10 @@ class Spool:
         return place
 
     def append_bytes(self, data: bytes) -> Place | None:
-        """Keep bytes. Returns None if the disk has no room for them."""
-        with suppress(OSError):  # a full disk: the caller does without
+        """Write bytes. Return None if the disk is full."""
+        with suppress(OSError):  # disk full: the caller copes
             if self._file is None:
-                # unbuffered: bytes that had no room must not be tried again by a read
+                # unbuffered: a later read must not retry a write that failed
                 self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
                 weakref.finalize(self, _close, self._file)
             self._file.seek(self._end)
@@ -58,7 +58,7 @@ class Spool:
         return _decode(self.read_bytes(place))
 
     def read_bytes(self, place: Place) -> bytes:
-        assert self._file is not None, "a place is in the file"
+        assert self._file is not None, "a place exists only in an open file"
         self._file.seek(place.start)
         return self._file.read(place.size)
 

@@ -1,4 +1,4 @@
-"""Summaries of documents in the store (see cacheblend_store/format/summaries.py): which to trust, and which to keep."""
+"""Document summaries in the store (see cacheblend_store/format/summaries.py): write them, and check them before use."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from cacheblend_store import ChunkStore, DocumentSummary, StoreReader
 from cacheblend_store.format.keys import KEY_BYTES
 
 _CHECKED = 1 << 13
-"""Chunk records whose digests a run checks although their documents' summaries hold."""
-_HELD = 1 << 10  # summaries, until they are stored in one transaction
+"""Maximum number of chunk records that a run checks by digest although their summaries are valid."""
+_HELD = 1 << 10  # summaries per transaction
 
 
 class SummaryWriter:
-    """Stores summaries, many in a transaction. The store keeps those of documents whose chunks all have KV."""
+    """Stores summaries, many per transaction. The store keeps only summaries of documents whose chunks all have KV."""
 
     def __init__(self, store: ChunkStore) -> None:
         self._store, self._held = store, list[DocumentSummary]()
@@ -29,15 +29,15 @@ class SummaryWriter:
 
 
 def split_keys(keys: bytes) -> list[bytes]:
-    """Return joined chunk keys apart."""
+    """Split joined chunk keys."""
     return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
 
 
 def sound_summaries(reader: StoreReader) -> dict[bytes, DocumentSummary]:
-    """Return the summaries by their documents' keys, without those of documents with a damaged record, or with chunks that have one.
+    """Return summaries by document key, except for documents with a damaged record or with a damaged chunk record.
 
-    Eviction drops a summary, decay on the disk does not: up to _CHECKED chunks are checked, all of them in a small store, else
-    those of random documents.
+    Eviction drops a summary, but corruption on disk does not. So up to _CHECKED chunks are checked: all chunks of a
+    small store, else those of random documents.
     """
     found = {summary.document: summary for summary in reader.summaries()}
     documents, num_chunks = list(found), sum(len(summary.keys) for summary in found.values()) // KEY_BYTES
@@ -52,7 +52,7 @@ def sound_summaries(reader: StoreReader) -> dict[bytes, DocumentSummary]:
             continue
         for key in split_keys(found[document].keys):
             wanted.setdefault(key, []).append(document)
-    for key in sorted(wanted):  # in the order in which they are stored
+    for key in sorted(wanted):  # in storage order
         if not reader.is_sound("chunks", key):
             for document in wanted[key]:
                 found.pop(document, None)

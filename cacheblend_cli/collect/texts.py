@@ -1,4 +1,4 @@
-"""Documents given as texts: cut as `precompute` cuts files, recognised by their content, stored under names of their own."""
+"""Documents given as text: cut like files, identified by content, and stored under their own names."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ logger = logging.getLogger("cacheblend")
 
 
 def document_of(name: str, text: str, title: str | None) -> Document:
-    """Return the document as `read_documents` reads it from a file: line ends are "\\n", and the text ends with one. title: becomes
-    its heading.
+    """Return the same document that `read_documents` would read from a file: line ends are "\\n", and the text ends
+    with one.
 
-    Raises UsageError for a text without words.
+    title: becomes the heading of the text, unless the text starts with it. Raises UsageError for a blank text.
     """
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     if not text.strip():
@@ -40,18 +40,18 @@ def document_of(name: str, text: str, title: str | None) -> Document:
 
 
 def sent_document(given: TextDocument, tenant: str) -> Document:
-    """Return a document that came with a question, named by its content."""
+    """Return a document that was sent with a question. Its name is a digest of its content."""
     document = document_of("", given.text, given.title)
     return Document(f"{SENT}{tenant}/{document.digest}", document.text)
 
 
 def put_name(tenant: str, document_id: str) -> str:
-    """Return the name in the store of a document that was put."""
+    """Return the store name of an uploaded document."""
     return f"{PUT}{tenant}/{document_id}"
 
 
 def plan_texts(collection: Collection, documents: Sequence[Document], settings: CollectSettings) -> Planned:
-    """Return the documents' chunks with their keys. A chunk has at most half of the model's context."""
+    """Return the documents with their chunks and keys. A chunk takes at most half of the model's context."""
     room = max(1, (collection.model.spec.max_context - len(collection.prefix_ids)) // 2)
     encode = collection.model.tokenizer.encode_text
     cut = Cut(min(settings.chunk_tokens, room))
@@ -60,15 +60,18 @@ def plan_texts(collection: Collection, documents: Sequence[Document], settings: 
 
 
 class Putting:
-    """A document on its way into the store: planned, its missing KV collected one launch at a time, then committed. It is listed
-    and searched once it is there whole, in place of what was stored under its name."""
+    """Stores one document: plans it, collects missing KV one launch at a time, then commits.
+
+    The document is listed and searched only once it is complete. It then replaces the old document of that name.
+    """
 
     def __init__(
         self, collection: Collection, store: ChunkStore, document: Document, settings: CollectSettings, title: str = ""
     ) -> None:
-        """Cut the document. Any thread. title: the document's name in lists, "" for its id.
+        """Cut the document. Any thread may call this.
 
-        num_stored: chunks whose KV is in the store. settled: committed or undone.
+        title: shown in lists, "" for the document's id. Attributes: num_stored: chunks with KV in the store. settled:
+        the document was committed or undone.
         """
         [(_, self.chunks)] = plan_texts(collection, [document], settings)
         record = document_record(collection, document, self.chunks, settings)
@@ -84,11 +87,11 @@ class Putting:
 
     @property
     def is_new(self) -> bool:
-        """Return whether nothing was stored under the document's name."""
+        """Return whether no document was stored under this name."""
         return self._old is None
 
     def collect(self) -> bool:
-        """Do the next launch, in the engine's thread. Returns whether there are more."""
+        """Run the next launch, in the engine's thread. Return whether there are more."""
         return next(self._launches, False)
 
     def _collect(self) -> Iterator[bool]:
@@ -108,7 +111,7 @@ class Putting:
         self.settled = True
 
     def undo(self) -> None:
-        """Remove what was stored of a document that is not committed. What cannot be removed is logged."""
+        """Remove the new chunks of a document that is not committed. A failure is logged."""
         self.settled = True
         try:
             self._store.transact(self._remove_new)
@@ -117,5 +120,5 @@ class Putting:
 
     def _remove_new(self, writer: StoreWriter) -> None:
         for key in self._new:
-            if not writer.is_referred(key):  # by a document that was committed meanwhile
+            if not writer.is_referred(key):  # another document with this chunk may have been committed meanwhile
                 writer.delete_chunk(key)

@@ -1,4 +1,4 @@
-"""Collections: what the key of a stored chunk is made of. Chunks of one collection can share a prompt."""
+"""Collections: the parts of a chunk key other than the chunk. Chunks of one collection can share a prompt."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from cacheblend_cli.prompt.template import PromptTemplate, split_template
 from cacheblend_cli.prompt.wording import Wording
 
 EXACT = "exact"
-"""--kv-dtype: KV as it was computed, in the model's dtype."""
+"""--kv-dtype exact: KV as computed, in the model's dtype."""
 DEFAULT_CODEC = "int7"
-"""--kv-dtype auto: the codec with the fewest bits whose KL is at most .0005 on three models (docs/fidelity.md)."""
+"""--kv-dtype auto: the codec with the fewest bits and a KL of at most .0005 on three models (docs/fidelity.md)."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -34,28 +34,25 @@ def check_kv_dtype(name: str) -> None:
 
 
 def salt_digest(salt: str) -> str:
-    """Return a digest that identifies a salt without storing it; "" without one."""
+    """Return a digest that identifies a salt without storing it; "" for an empty salt."""
     return hashlib.blake2b(salt.encode(), digest_size=16, person=b"salt").hexdigest() if salt else ""
 
 
 def codec_of(kv_dtype: str, dtype: torch.dtype) -> str:
-    """Return the codec of a setting. dtype: the model's."""
+    """Return the codec for a --kv-dtype setting. dtype: dtype of the model."""
     name = DEFAULT_CODEC if kv_dtype == "auto" else kv_dtype
     return dtype_name(dtype) if name == EXACT else name
 
 
 @dataclass(frozen=True)
 class Collection:
-    """Everything a chunk's key depends on except the chunk: chunks of one collection can share a prompt.
-
-    template: only its prefix is part of the key. computed_in: dtype the chunks were computed in, "" for the model's own.
-    """
+    """All parts of a chunk key except the chunk and its left context."""
 
     model: LoadedModel
-    template: PromptTemplate
+    template: PromptTemplate  # only its prefix is part of the key
     codec: str
     salt: str
-    computed_in: str = ""
+    computed_in: str = ""  # dtype in which the chunks were computed; "": the dtype of the model
 
     @classmethod
     def of(cls, model: LoadedModel, template: PromptTemplate, kv_dtype: str, salt: str) -> Collection:
@@ -66,7 +63,7 @@ class Collection:
         return Collection.of(self.model, self.template, kv_dtype, self.salt)
 
     def in_other_dtypes(self) -> list[Collection]:
-        """Return the collections whose KV this model computed in another dtype, which is close to its own and usable."""
+        """Return the collections with KV that this model computed in another dtype: it is close enough to use."""
         own = self.model.fingerprint
         return [replace(self, computed_in=name) for name, there in self.model.fingerprints.items() if there != own]
 
@@ -84,7 +81,7 @@ class Collection:
 
     @property
     def day(self) -> date | None:
-        """Date in the prefix, None if it has none."""
+        """Date in the prefix, None without one."""
         return self.template.day
 
     @property
@@ -92,12 +89,12 @@ class Collection:
         return salt_digest(self.salt)
 
     def check_chunk_tokens(self, chunk_tokens: int) -> None:
-        """Raise UsageError for chunks that do not fit the model's context after the prefix."""
+        """Raise UsageError if chunks of this size do not fit the model's context after the prefix."""
         room = self.model.spec.max_context - len(self.prefix_ids)
         if chunk_tokens > room:
             raise UsageError(
-                f"--chunk-tokens {chunk_tokens} is more than the {room} tokens that the context of {self.model.name} has "
-                "room for behind the prompt's prefix",
+                f"--chunk-tokens {chunk_tokens} is more than the {room} tokens that fit the context of {self.model.name} "
+                "after the prompt's prefix",
                 f"use --chunk-tokens {min(512, room)}",
             )
 
@@ -109,8 +106,11 @@ class Collection:
         return chunk_key(self._parts(self.prefix_ids, left), token_ids)
 
     def window(self, wanted: int) -> int:
-        """Return the maximum number of tokens of a chunk and its left context: `wanted`, within the model's context and below the
-        length at which RoPE changes its frequencies, since chunks of one window are collected together."""
+        """Return the maximum number of tokens of a chunk and its left context: `wanted`, capped by two limits.
+
+        The window must fit the model's context, and stay below the length at which RoPE changes its frequencies,
+        because chunks of one window are collected together.
+        """
         rope, limit = self.model.decoder.rope, self.model.spec.max_context
         if rope.switches_at is not None:
             limit = min(limit, rope.switches_at)
@@ -122,24 +122,25 @@ class Collection:
 
     @property
     def prefix_codec(self) -> str:
-        """Codec of the prefix's KV, which is exact: every prompt has it, and most attention goes to its first tokens."""
+        """Codec of the prefix's KV: exact, because every prompt has the prefix and most attention goes to its first
+        tokens."""
         return dtype_name(self.model.decoder.dtype)
 
     @property
     def prefix_bytes(self) -> int:
-        """Bytes of the prefix's blobs."""
+        """Blob bytes of the prefix."""
         return sum(map(blob_size, self._layers(len(self.prefix_ids), self.prefix_codec)))
 
     def chunk_bytes(self, num_tokens: int, codec: str = "") -> int:
-        """Return the KV bytes of a chunk in this codec or another."""
+        """Return the KV bytes of a chunk. codec: "" for this collection's."""
         return sum(t.num_bytes for layer in self._layers(num_tokens, codec) for t in layer.values())
 
     def stored_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of a chunk's blobs, as the store counts them."""
+        """Return the total blob bytes of a chunk, as the store counts them."""
         return sum(self.blob_sizes(num_tokens))
 
     def blob_sizes(self, num_tokens: int) -> list[int]:
-        """Return the bytes of a chunk's blobs."""
+        """Return the bytes of each blob of a chunk, one per layer."""
         return list(map(blob_size, self._layers(num_tokens)))
 
     def _layers(self, num_tokens: int, codec: str = "") -> list[BlobSpec]:

@@ -1,5 +1,8 @@
-"""Dates of chat templates that print one. The date is in the prefix and so in every key: the store's collections keep theirs (see
-`records.kept_day`) until the user asks for another."""
+"""Dates in chat templates.
+
+The date is part of the prefix and so of every key. Collections in the store therefore keep their date (see
+`records.kept_day`) until the user asks for another.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def parse_day(text: str) -> date:
     """Parse `today` or YYYY-MM-DD. Raises UsageError."""
     with suppress(ValueError):
         return today() if text == "today" else date.fromisoformat(text)
-    raise UsageError(f"--date {text} is not a date", "today, or a day as 2026-01-31")
+    raise UsageError(f"--date {text} is not a date", "use today, or a date like 2026-01-31")
 
 
 def age_note(day: date) -> list[str]:
@@ -26,6 +29,6 @@ def age_note(day: date) -> list[str]:
     if age <= 1:
         return []
     return [
-        f"the prompt says that it is {day.isoformat()}, {age} days ago, as the stored chunks do; "
+        f"the date in the prompt is {day.isoformat()}, {age} days ago, as in the stored chunks; "
         "for today's date: cacheblend precompute --date today PATH"
     ]

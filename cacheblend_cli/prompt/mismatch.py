@@ -1,4 +1,5 @@
-"""Errors for a question without usable chunks: how the nearest stored collection differs from the requested one."""
+"""Errors for a question without usable chunks. They say how the nearest stored collection differs from the requested
+one."""
 
 from __future__ import annotations
 
@@ -17,15 +18,15 @@ _PRECOMPUTE = "precompute the documents as you ask for them"
 
 @dataclass(frozen=True)
 class _Difference:
-    """stored, asked: both values, worded to follow "for MODEL". to_do: flag to use the stored chunks."""
+    """One difference between two collections."""
 
-    stored: str
-    asked: str
-    to_do: str = ""
+    stored: str  # stored value, worded to follow "for MODEL"
+    asked: str  # requested value, worded the same way
+    to_do: str = ""  # flag that selects the stored chunks
 
 
 def nothing_found(store: ChunkStore, collection: Collection, usable: Sequence[Collection]) -> NotFoundError:
-    """Return the error for a question without results. usable: the collections that could be used."""
+    """Return the error for a question without results. usable: collections that the question could use."""
     counts, models = Counter[str](), dict[str, str]()
     for manifest in store.chunks():
         counts[manifest.collection] += 1
@@ -33,8 +34,8 @@ def nothing_found(store: ChunkStore, collection: Collection, usable: Sequence[Co
     model = collection.model.name
     if own := sum(counts[one.id] for one in usable):
         return NotFoundError(
-            f"none of the {own} chunks that are stored for {model} has a word of the question",
-            "ask in other words, or name chunks: --chunks ID,ID (cacheblend chunks ls lists them)",
+            f"none of the {own} chunks stored for {model} matches the question",
+            "use other words, or name chunks: --chunks ID,ID (cacheblend chunks ls lists them)",
         )
     if not counts:
         return NotFoundError(f"nothing is stored in {store.path} yet", "store documents: cacheblend precompute PATH")
@@ -60,7 +61,8 @@ def _for(model: str, differences: list[str]) -> str:
 def _differences(
     record: CollectionRecord | None, model_name: str, collection: Collection, codecs: set[str]
 ) -> list[_Difference]:
-    """Compare a stored collection with the requested one; for another model, return only that. codecs: those that could be used."""
+    """Compare a stored collection with the requested one. If the model differs, return only that. codecs: usable
+    codecs."""
     own = CollectionRecord.of(collection)
     if model_name != own.model_name and (record is None or record.identity != own.identity):
         return [_Difference("", "", f"--model {model_name}")]
@@ -68,7 +70,11 @@ def _differences(
     if record is None:
         return [earlier]
     if record.identity != own.identity:
-        return [_Difference("as it was then", "as it is now: its files or how they are read have changed")]
+        return [
+            _Difference(
+                "in an earlier version", "in its current version: the files, or how they are read, have changed"
+            )
+        ]
     found = []
     if record.dtype != own.dtype:
         found.append(_Difference(f"in {record.dtype}", f"in {own.dtype}", f"--dtype {record.dtype}"))
@@ -94,11 +100,11 @@ def _prefix_differences(record: CollectionRecord, own: CollectionRecord) -> list
     found = [_Difference(f"with {stored}", f"with {asked}", _to_ask_with(stored)) for stored, asked in flags]
     if record.day != own.day:
         found.append(_Difference(f"on {record.day}", f"on {own.day}"))
-    return found or [_Difference("behind another beginning of the prompt", "behind what its template makes now")]
+    return found or [_Difference("with a different prompt prefix", "with the prefix of the current template")]
 
 
 def _two(name: str, stored: str, asked: str, flag: str) -> _Difference:
-    """Compare two digests, of which "" stands for none."""
+    """Describe how two digests differ; "" means none."""
     article = "an" if name[0] in "aeiou" else "a"
     if not stored:
         return _Difference(f"without {article} {name}", "with one", f"no {flag}")
@@ -107,5 +113,5 @@ def _two(name: str, stored: str, asked: str, flag: str) -> _Difference:
 
 
 def _to_ask_with(flag: str) -> str:
-    """Return the flag to ask with; of a prompt file only the text is known."""
+    """Return the flag to ask with. A prompt file cannot be named, because only its text is known."""
     return "the --prompt they were stored with" if flag.startswith("--prompt") else flag

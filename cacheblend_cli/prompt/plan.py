@@ -1,4 +1,4 @@
-"""Prompt plan: the layout of a prompt, and which tokens have stored KV that is exact or needs repair."""
+"""Prompt plan: the layout of a prompt, and the status of each token's KV (exact, to repair, to compute)."""
 
 from __future__ import annotations
 
@@ -12,37 +12,31 @@ SegmentStatus = Literal["exact", "blended", "computed", "prefix_cached"]
 
 @dataclass(frozen=True)
 class ChunkInput:
-    """A chunk of a prompt. left_context_ids: tokens between the prefix and the chunk when it was collected.
-
-    cached: the store has its KV. same_regime: it was collected with the RoPE frequencies of this prompt. codec: of the
-    stored KV, "" for the prompt's own. computed_in: dtype in which the KV was computed, "" for the model's.
-    """
+    """A chunk of a prompt."""
 
     key: bytes
     source: str
     token_ids: tuple[int, ...]
-    left_context_ids: tuple[int, ...] = ()
-    cached: bool = True
-    same_regime: bool = True
-    codec: str = ""
-    computed_in: str = ""
+    left_context_ids: tuple[int, ...] = ()  # tokens between the prefix and the chunk when it was collected
+    cached: bool = True  # the store has its KV
+    same_regime: bool = True  # it was collected with the RoPE frequencies of this prompt
+    codec: str = ""  # of the stored KV; "": the codec of the prompt
+    computed_in: str = ""  # dtype in which the KV was computed; "": the dtype of the model
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of the prompt, positions start:end.
-
-    status: "exact" (stored KV, correct here), "blended" (stored KV, needs repair), "computed" (fresh), "prefix_cached" (already in the
-    pool). codec: as in ChunkInput.
-    """
+    """A run of the prompt, positions start:end."""
 
     kind: SegmentKind
     start: int
     token_ids: tuple[int, ...]
+    # "exact": stored KV is correct here. "blended": stored KV needs repair. "computed": fresh KV. "prefix_cached":
+    # already in the pool.
     status: SegmentStatus
     key: bytes | None = None
     source: str = ""
-    codec: str = ""
+    codec: str = ""  # as in ChunkInput
 
     @property
     def end(self) -> int:
@@ -50,7 +44,7 @@ class Segment:
 
     @property
     def cached(self) -> bool:
-        """Return whether its KV comes from the store."""
+        """Return whether the KV comes from the store."""
         return self.status in ("exact", "blended")
 
 
@@ -87,16 +81,16 @@ class PromptPlan:
 
     @property
     def fresh_tokens(self) -> int:
-        """Number of tokens computed at any ratio: suffix, missing chunks, an uncached prefix."""
+        """Number of tokens to compute at any ratio: suffix, missing chunks, prefix if it is not cached."""
         return sum(len(s.token_ids) for s in self.segments if s.status == "computed")
 
     @property
     def exact_until(self) -> int:
-        """Position up to which the filled prompt has the KV of a full prefill."""
+        """Position of the first blended token: KV before it equals that of a full prefill."""
         return next((s.start for s in self.segments if s.status == "blended"), self.num_tokens)
 
     def filled_until(self, position: int) -> PromptPlan:
-        """Return the plan with computed segments before the position in the pool."""
+        """Return the plan with the computed segments before a position marked as already in the pool."""
         parts = (
             replace(s, status="prefix_cached") if s.status == "computed" and s.end <= position else s
             for s in self.segments
@@ -104,14 +98,16 @@ class PromptPlan:
         return PromptPlan(tuple(parts))
 
     def cut_for(self, num_tokens: int) -> int:
-        """Return how many of the first num_tokens can come from the prefix cache: stored KV is loaded by segment, and the last token is always
-        computed for its logits."""
+        """Return how many of the first num_tokens can come from the prefix cache.
+
+        Stored KV is loaded by whole segments, and the last token is always computed for its logits.
+        """
         num_tokens = min(num_tokens, self.num_tokens - 1)
         at = next((s for s in self.segments if s.start < num_tokens < s.end), None)
         return at.start if at is not None and at.cached else num_tokens
 
     def with_prefix_cache(self, num_tokens: int) -> PromptPlan:
-        """Return the plan with its first tokens, as many as `cut_for` allows, in the pool."""
+        """Return the plan with the first num_tokens marked as already in the pool. num_tokens: from `cut_for`."""
         parts: list[Segment] = []
         for s in self.segments:
             own = min(max(num_tokens - s.start, 0), len(s.token_ids))
@@ -133,8 +129,9 @@ def plan_prompt(
     """Lay out prefix, chunks and suffix, and determine the status of each.
 
     A cached chunk is exact if the text before it is the same as at precompute time (prefix, then left context) and has
-    correct KV. A missing chunk does not end the exact span, since its KV is computed in its true context. prefix_key: key of
-    the prefix's stored KV, None if it is not stored. reuse: False to take nothing from the store.
+    correct KV. A missing chunk does not end the exact span, because its KV is computed in its true context.
+
+    prefix_key: key of the prefix's stored KV, None if it is not stored. reuse: False to use nothing from the store.
     """
     prefix_cached = reuse and prefix_key is not None
     segments: list[Segment] = []
@@ -143,7 +140,7 @@ def plan_prompt(
         segments.append(Segment("prefix", 0, tuple(prefix_ids), head, prefix_key if prefix_cached else None))
     position = len(prefix_ids)
     right = True  # all positions so far have the KV of a full prefill
-    behind: list[int] = []  # chunk ids so far
+    behind: list[int] = []  # token ids of the chunks so far
     status: SegmentStatus
     for chunk in chunks:
         if not (reuse and chunk.cached):

@@ -1,4 +1,4 @@
-"""Tags around a model's reasoning, as its chat template writes them."""
+"""Tags around a model's reasoning, as written by its chat template."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReasoningTags:
-    """open: text that begins the reasoning. close: text that ends it; the answer follows."""
+    """Text before and after a model's reasoning."""
 
     open: str
-    close: str
+    close: str  # the answer follows
 
 
 THINK = ReasoningTags("<think>", "</think>")
@@ -29,10 +29,10 @@ KNOWN = (
 
 
 def find_tags(ending: str, knows: Callable[[str], bool]) -> ReasoningTags | None:
-    """Return the tags of a model. None: it has none of `KNOWN`.
+    """Return the tags of a model, None if it uses none of `KNOWN`.
 
-    ending: text after the question, stripped: the template may have opened or closed the reasoning. knows: whether a text is a token or
-    occurs in the template.
+    ending: stripped template text after the question; it may already open or close the reasoning.
+    knows: returns whether a text is a token or occurs in the template.
     """
     at_end = (tags for tags in KNOWN if ending.endswith((tags.open, tags.close)))
     known = (tags for tags in KNOWN if knows(tags.open) or knows(tags.close))

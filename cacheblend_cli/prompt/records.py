@@ -1,4 +1,7 @@
-"""CollectionRecord: what a collection's id is a digest of, kept in the store when its first chunk is, to tell how two collections differ."""
+"""CollectionRecord: the parts of a collection, kept in the store to explain how two collections differ.
+
+The id of a collection is only a digest of these parts.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,14 @@ class CollectionRecord:
     id: str
     model_name: str
     model: str  # fingerprint
-    identity: str  # fingerprint of the same model in any dtype, without an adapter
+    identity: str  # fingerprint of the model regardless of dtype, without an adapter
     dtype: str
     weight_dtype: str
     adapter: str  # digest, "" for none
     tokenizer: str  # fingerprint
     codec: str
     wording: Wording
-    day: date | None  # in the prefix, None for a template without a date
+    day: date | None  # date in the prefix, None for a template without one
     prefix: str  # digest of the ids before the chunks
     salt: str  # digest, "" for none
     updated: float = 0.0  # when the date was last chosen, seconds since the epoch
@@ -56,12 +59,12 @@ class CollectionRecord:
         )
 
     def is_same(self, other: CollectionRecord) -> bool:
-        """Return whether both are of one model, in one dtype, and one salt."""
+        """Return whether model, dtype, tokenizer and salt are the same."""
         return (self.model, self.tokenizer, self.salt) == (other.model, other.tokenizer, other.salt)
 
 
 def kept_records(store: ChunkStore) -> dict[str, CollectionRecord]:
-    """Return the records by collection id. Collections that were stored by an earlier version have none."""
+    """Return the records by collection id. Collections from an earlier version have no record."""
     found = {}
     for memo in store.memos(COLLECTION):
         with suppress(ValueError, UsageError):
@@ -70,7 +73,7 @@ def kept_records(store: ChunkStore) -> dict[str, CollectionRecord]:
 
 
 def keep_record(store: ChunkStore, collection: Collection) -> None:
-    """Keep the collection's record, which makes its date that of its model and salt."""
+    """Store the collection's record. Its date becomes the date of its model and salt."""
     own, known = CollectionRecord.of(collection), kept_records(store)
     if own.id not in known or (own.day is not None and own.day != _latest_day(known.values(), own)):
         now = time.time()
@@ -78,7 +81,8 @@ def keep_record(store: ChunkStore, collection: Collection) -> None:
 
 
 def kept_day(store: ChunkStore, collection: Collection) -> date | None:
-    """Return the date of the latest collection of the model and salt. None if the template prints no date or nothing is stored."""
+    """Return the date of the latest collection of the model and salt, None if nothing is stored or the template has no
+    date."""
     if collection.day is None:
         return None
     return _latest_day(kept_records(store).values(), CollectionRecord.of(collection))

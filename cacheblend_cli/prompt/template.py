@@ -1,4 +1,4 @@
-"""Chat template, split into the text before and after the chunks."""
+"""Chat template, split at the chunks and the question."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.prompt.reasoning_tags import THINK, ReasoningTags, find_tags
 from cacheblend_cli.prompt.wording import Wording
 
-_ESCAPED = "\"5d1f\\n\n\n\t'<b>\u00e9</b>&"  # characters that JSON, HTML and others escape
+_ESCAPED = "\"5d1f\\n\n\n\t'<b>\u00e9</b>&"  # characters that JSON, HTML and other formats escape
 CHANNEL = "<|channel|>"  # gpt-oss uses channels instead of tags: see `engine/detokenizer.py: Channels`
 
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """Prefix ids before the chunks, and `suffix_ids(question)` after them. Special tokens come from the template alone.
-
-    day: date it prints, None for a template without a date.
-    """
+    """Prefix ids before the chunks, and `suffix_ids(question)` after them. Only the template adds special tokens."""
 
     tokenizer: Tokenizer
     wording: Wording
@@ -30,7 +27,7 @@ class PromptTemplate:
     before_chunks: str
     before_question: str
     after_question: str
-    day: date | None = None
+    day: date | None = None  # date in the prefix, None for a template without one
 
     @property
     def _ending(self) -> str:
@@ -38,7 +35,8 @@ class PromptTemplate:
 
     @cached_property
     def reasoning_tags(self) -> ReasoningTags:
-        """Tags around the model's reasoning. For a model without any: `<think>`, which its answers do not begin with."""
+        """Tags around the model's reasoning. A model without tags gets `<think>`, because its answers do not begin with
+        that."""
         return find_tags(self._ending, self.tokenizer.knows) or THINK
 
     @property
@@ -48,7 +46,8 @@ class PromptTemplate:
 
     @property
     def may_reason(self) -> bool:
-        """Return whether the model can reason: its template or tokenizer has reasoning tags and the template has not closed them."""
+        """Return whether the model can reason: template or tokenizer has reasoning tags, and the template does not
+        close them."""
         knows, tags = self.tokenizer.knows, self.reasoning_tags
         closed = self._ending.endswith(tags.close)
         return self.opens_reasoning or (any(map(knows, (tags.open, tags.close, CHANNEL))) and not closed)
@@ -58,10 +57,11 @@ class PromptTemplate:
         return split_template(self.tokenizer, self.wording, day)
 
     def suffix_ids(self, question: str, history: Sequence[str] = ()) -> tuple[int, ...]:
-        """Return the ids after the chunks: the question with the template around it. Control tokens in it stay plain text.
+        """Return the ids after the chunks: the question inside the template. Control tokens in the question stay plain
+        text.
 
-        history: earlier messages of user and model in turn; the chunks are then in the first message. Raises UsageError for an
-        empty question and for a chat template that cannot render the history.
+        history: earlier messages, alternating between user and model; the chunks are then in the first message. Raises
+        UsageError if the question is empty or the chat template cannot render the history.
         """
         texts = [text if self.wording.raw else text.strip() for text in (*history, question)]
         if not texts[-1]:
@@ -75,7 +75,7 @@ class PromptTemplate:
         return tuple(chain(*parts))
 
     def _around(self, count: int) -> list[str]:
-        """Return the template's text before, between and after `count` turns, from the chunks on."""
+        """Return the template text before, between and after `count` turns, starting after the chunks."""
         marks = Marks.of(self.wording)
         turns = [marks.turn(i) for i in range(count)]
         day = self.day or date.today()
@@ -89,14 +89,16 @@ class PromptTemplate:
             around.append(piece)
             if not found or turn in rest or before != self.before_chunks:
                 raise UsageError(
-                    "the chat template does not render every turn of a conversation once, unchanged, behind the same beginning",
+                    "the chat template does not render every turn of a conversation once, unchanged, after one prefix",
                     "ask without history",
                 )
         return [*around, rest]
 
     def differences(self, chunks: Sequence[str], question: str, prompt_ids: Sequence[int]) -> list[str]:
-        """Describe where the prompt's ids decode to other text than the template renders: the first place where the tokenizer does
-        not round-trip, and the first that is due to encoding in parts."""
+        """Describe where the prompt's ids decode to different text than the template renders.
+
+        Covers the first place where the tokenizer does not round-trip, and the first that is due to encoding in parts.
+        """
         rendered = self.before_chunks + "".join(chunks) + self.before_question + question.strip() + self.after_question
         decoded = self.tokenizer.decode(prompt_ids, skip_special_tokens=False)
         if decoded == rendered:
@@ -117,18 +119,17 @@ class PromptTemplate:
 
 
 def _first_difference(a: str, b: str) -> tuple[str, str]:
-    """Return the text around the first difference, of both."""
+    """Return the text around the first difference, from each string."""
     at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     around = slice(max(0, at - 12), at + 12)
     return a[around], b[around]
 
 
 def split_template(tokenizer: Tokenizer, wording: Wording | None = None, day: date | None = None) -> PromptTemplate:
-    """Render the chat template around sentinels and split it there. wording: None for the default. day: date to print, by
-    default today; the time is midnight.
+    """Render the chat template with sentinels, and split it at these.
 
-    Raises UsageError if the template drops, repeats or escapes the user's message or the system prompt, or does not know a
-    variable.
+    wording: None for the default. day: date to print, by default today; the time is midnight. Raises UsageError if the
+    template drops, repeats or escapes the user's message or the system prompt, or does not know a variable.
     """
     wording = wording or Wording()
     printed: set[date] = set()
@@ -155,10 +156,12 @@ def split_template(tokenizer: Tokenizer, wording: Wording | None = None, day: da
 
 @dataclass(frozen=True)
 class Marks:
-    """Sentinels for texts in the chat template: words that survive trimming. Those of chunks and turns also hold characters that
-    escaping changes. number: makes them differ from the texts of the wording."""
+    """Sentinels for texts in the chat template: words that survive trimming.
 
-    number: int = 0
+    The sentinels of chunks and turns also contain characters that escaping would change.
+    """
+
+    number: int = 0  # chosen so that no sentinel occurs in the wording
 
     @classmethod
     def of(cls, wording: Wording) -> Marks:
@@ -178,22 +181,26 @@ class Marks:
         return f"System{self._ending}"
 
     def turn(self, index: int) -> str:
-        """Return the sentinel of a turn of the conversation; a single question has index 0."""
+        """Return the sentinel of a turn in the conversation. A single question has index 0."""
         return f"Turn{index:04}{_ESCAPED}{self._ending}"
 
 
 def _render(
     tokenizer: Tokenizer, wording: Wording, strftime_now: Callable[[str], str], marks: Marks, turns: Sequence[str]
 ) -> str:
-    """Render a conversation. turns: texts of user and model in turn; the chunks' sentinel is put into the first.
+    """Render a conversation.
 
-    Raises UsageError if the template repeats or drops the system prompt, or a text has a control token.
+    turns: texts alternating between user and model; the sentinel of the chunks goes into the first. Raises UsageError
+    if the template repeats or drops the system prompt, or if --system or --prompt contains a control token.
     """
     if wording.raw:
         return tokenizer.beginning + marks.chunks + "".join(turns)
     for flag, text in (("--system", wording.system), ("--prompt", wording.prompt)):
         if token := tokenizer.special_in(text):
-            raise UsageError(f"{flag} has {token!r}, a control token of this model", "the chat template writes these")
+            raise UsageError(
+                f"{flag} has {token!r}, a control token of this model",
+                "leave it out: the chat template adds them",
+            )
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
     messages[0]["content"] = wording.message(marks.chunks, turns[0])
@@ -205,9 +212,10 @@ def _render(
         try:
             return tokenizer.render([{"role": "system", "content": text}, *messages], strftime_now, wording.variables)
         except TemplateFailed as error:
-            tokenizer.render(messages, strftime_now, wording.variables)  # raises if the system prompt is not to blame
+            tokenizer.render(messages, strftime_now, wording.variables)  # raises if the failure has another cause
             raise UsageError(f"the chat template takes no system prompt: {error.reason}", to_do) from error
 
-    if with_system(marks.system).count(marks.system) != 1:  # the text itself may be a word of the template
+    # count a sentinel: the text itself may occur in the template
+    if with_system(marks.system).count(marks.system) != 1:
         raise UsageError("the chat template does not render the system prompt exactly once", to_do)
     return with_system(wording.system)

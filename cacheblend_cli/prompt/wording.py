@@ -15,7 +15,7 @@ from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.model.model_files import read_text
 
 OWN_FILE = "cacheblend_prompt.txt"
-"""File in a model's directory with the prompt it was trained with, its default."""
+"""File in a model's directory with the prompt that the model was trained with. It is the model's default."""
 DEFAULT = (
     "Answer the question at the end from these documents alone, in one or two sentences. "
     "If they do not say it, answer: not in the documents.\n\n"
@@ -24,40 +24,43 @@ DEFAULT = (
 CHUNKS, QUESTION, SOURCE = "{chunks}", "{question}", "{source}"
 _PLACE = re.compile(r"\{[a-z_]+\}")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
-_SHOWN = 48  # characters
+_SHOWN = 48  # characters of a value in a message
 
 
 @dataclass(frozen=True)
 class Wording:
-    """prompt: the user's message, with {chunks} and {question} once each, in this order, and optionally {source} before them: the
-    text from its line to the chunks becomes the head of every chunk. system: "" for no system prompt. variables: of the chat
-    template. given: the user chose this prompt. raw: the prompt is chunks and question alone, without the chat template."""
+    """Texts of a prompt other than chunks and question."""
 
+    # The user's message, with {chunks} and {question} once each, in this order. {source} may come before them: the text
+    # from its line to {chunks} becomes the head of every chunk.
     prompt: str = DEFAULT
-    system: str = ""
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    given: bool = field(default=False, compare=False)
-    raw: bool = False
+    system: str = ""  # system prompt, "" for none
+    variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
+    given: bool = field(default=False, compare=False)  # the user chose this prompt
+    raw: bool = False  # use only chunks and question, without the chat template
 
     def __post_init__(self) -> None:
         check_prompt(self.prompt)
 
     @classmethod
     def of(cls, model_dir: Path, prompt: str = "", system: str = "", template_var: Sequence[str] = ()) -> Wording:
-        """Return the wording of the settings; the prompt defaults to the model's own, then to DEFAULT. template_var: NAME=VALUE each."""
+        """Return the wording for these settings. The default prompt is the model's own, else DEFAULT.
+
+        template_var: items NAME=VALUE.
+        """
         own = model_dir / OWN_FILE
         text = prompt or (read_text(own).strip() if own.is_file() else DEFAULT)
         return cls(text, system.strip(), parse_variables(template_var), given=bool(prompt))
 
     @property
     def head(self) -> str:
-        """Text before each chunk, with {source} in it; "" for none."""
+        """Text before each chunk, with the placeholder {source}; "" for none."""
         before = self.prompt.split(CHUNKS)[0]
         return before[before.rfind("\n", 0, before.index(SOURCE)) + 1 :] if SOURCE in before else ""
 
     @property
     def beginning(self) -> tuple[Any, ...]:
-        """The parts that the text before the chunks is made of."""
+        """The parts that determine the text before the chunks."""
         return self.prompt.split(CHUNKS)[0], self.system, self.variables, self.raw
 
     def message(self, chunks: str, question: str) -> str:
@@ -67,7 +70,7 @@ class Wording:
         return before.removesuffix(self.head) + chunks + between + question + after
 
     def source(self, model_dir: Path) -> str:
-        """Return where the prompt comes from, in words."""
+        """Describe where the prompt comes from."""
         return (
             "--prompt" if self.given else f"the model's {OWN_FILE}" if (model_dir / OWN_FILE).is_file() else "default"
         )
@@ -78,11 +81,11 @@ class Wording:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Wording:
-        """Parse `to_dict`'s result. Raises UsageError or ValueError."""
+        """Parse the result of `to_dict`. Raises UsageError or ValueError."""
         return convert(value, cls)
 
     def differences(self, other: Wording) -> list[tuple[str, str]]:
-        """Return the flags of this wording and of the other, for each difference."""
+        """Return (flag of this wording, flag of the other) for each difference."""
         found = []
         if self.prompt != other.prompt:
             found.append((self._prompt_flag(other), other._prompt_flag(self)))
@@ -99,7 +102,7 @@ class Wording:
 
 
 def check_prompt(prompt: str) -> None:
-    """Raise UsageError for a prompt without both places in order, or with unknown ones."""
+    """Raise UsageError for a prompt without both placeholders in order, or with unknown placeholders."""
     unknown = sorted(set(_PLACE.findall(prompt)) - {CHUNKS, QUESTION, SOURCE})
     if unknown:
         raise UsageError(f"the prompt has the place {unknown[0]}", f"known: {CHUNKS}, {QUESTION}, {SOURCE}")
@@ -120,7 +123,7 @@ def check_prompt(prompt: str) -> None:
 
 
 def read_prompt(path: str) -> str:
-    """Read a prompt file, without blank lines at its ends. Raises NotFoundError or UsageError."""
+    """Read a prompt file and strip it. Raises NotFoundError or UsageError."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise NotFoundError(f"no prompt file {path}", f"--prompt takes a file of text with {CHUNKS} and {QUESTION}")
@@ -133,7 +136,7 @@ def read_prompt(path: str) -> str:
 
 
 def parse_variables(items: Sequence[str]) -> dict[str, Any]:
-    """Parse NAME=VALUE items; a value is JSON if it parses (true, 3, "3"), else text. Raises UsageError."""
+    """Parse NAME=VALUE items. A value that parses as JSON (true, 3, "3") is JSON, else text. Raises UsageError."""
     found: dict[str, Any] = {}
     for item in items:
         name, equals, value = item.partition("=")
