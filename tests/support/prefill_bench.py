@@ -25,7 +25,7 @@ class Bench:
 
     def __init__(self, root: Path, family: str = "llama-gqa") -> None:
         write_checkpoint(root / "model", family)
-        self.engine = Engine.load(EngineConfig(model=str(root / "model"), block_size=16))
+        self.engine = Engine.load(EngineConfig(model=str(root / "model"), block_size=16, kv_dtype="exact"))
         docs = root / "docs"
         docs.mkdir()
         for d in range(3):
