@@ -79,7 +79,16 @@ def test_a_search_is_of_the_project_and_says_so(cli: Cli, projects: tuple[Path, 
     assert f"none of them is below {tmp_path / 'none'}" in cli("search", "billing").err
     (tmp_path / "cacheblend.toml").write_text("")
     os.chdir(tmp_path)
-    assert "searching" not in cli("search", "billing").err, "no others"
+    for command in (
+        ("search", "billing"),
+        ("ask", "billing?", "--max-tokens", "2", "-v"),
+        ("chunks", "ls"),
+        ("chunks", "stats"),
+    ):
+        said = cli(*command)
+        assert said.code == 0
+        assert "searching" not in said.err, "no others"
+        assert "--all" not in said.err
     assert found(cli) == {"one/docs/a.md", "two/docs/a.md"}
     (tmp_path / "new/.git").mkdir(parents=True)
     os.chdir(tmp_path / "new")
