@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -72,13 +73,25 @@ def tmp_path(_folders: Path, request: pytest.FixtureRequest) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _shipped_codec() -> Iterator[str]:
+    """Store exact KV where a test names no codec, also in fixtures of modules: most tests compare with a full prefill. Yields
+    the codec that users get."""
+    from cacheblend_cli.prompt import collection
+
+    with pytest.MonkeyPatch.context() as patch:
+        shipped = collection.DEFAULT_CODEC
+        patch.setattr(collection, "DEFAULT_CODEC", collection.EXACT)
+        yield shipped
+
+
 @pytest.fixture(autouse=True)
-def _exact_kv(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a test names no codec, stored KV is exact: most compare with a full prefill. Tests of the default are marked `default_codec`."""
-    if request.node.get_closest_marker("default_codec") is None:
+def _default_codec(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _shipped_codec: str) -> None:
+    """Tests marked `default_codec` store KV as users do."""
+    if request.node.get_closest_marker("default_codec") is not None:
         from cacheblend_cli.prompt import collection
 
-        monkeypatch.setattr(collection, "DEFAULT_CODEC", collection.EXACT)
+        monkeypatch.setattr(collection, "DEFAULT_CODEC", _shipped_codec)
 
 
 @pytest.fixture(autouse=True)

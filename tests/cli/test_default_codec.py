@@ -38,7 +38,9 @@ def test_the_default_is_stored_planned_and_shown(cli: Cli, docs: Path, tmp_path:
     num_bytes = sum(record["bytes"] for record in stored.records)
     assert planned["new"]["bytes"] == num_bytes
     assert 3 * num_bytes < exact["new"]["bytes"]
-    assert "0 new" in cli("precompute", "docs", "--dtype", "float32").err
+    again = cli("precompute", "docs", "--dtype", "float32").err
+    assert f"{len(stored.records)} unchanged" in again
+    assert "new" not in again
     assert cli("chunks", "verify", "--recheck", "9").code == 0
 
 
