@@ -1,4 +1,4 @@
-"""LoRA adapters as peft writes them, merged into a model's weights as these are read."""
+"""LoRA adapters in peft's format, merged into a model's weights while these are read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from cacheblend_cli.model.model_files import read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "base_model.model."
-# Fields that are read, and fields without effect on a trained adapter's computation. Other fields with a value are refused.
+# Fields that are read, and fields without effect on a trained adapter's computation. Other fields with a value are
+# refused.
 READ = ("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "bias")
 UNUSED = (
     "base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_version", "lora_dropout",
@@ -39,20 +40,20 @@ class Delta:
     scale: float
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """[stop - start, columns] float32."""
+        """Return rows start:stop of the update, [stop - start, columns] float32."""
         return self.up[start:stop] @ self.down * self.scale
 
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """LoRA updates by module. deltas: keyed by the module's name in the model's class."""
+    """LoRA updates by module."""
 
     path: Path
-    deltas: Mapping[str, Delta]
+    deltas: Mapping[str, Delta]  # by the module's name in the model's class
 
     @classmethod
     def read(cls, path: Path) -> LoraAdapter:
-        """Read an adapter. Raises NotFoundError if there is none, UsageError naming any field that is not supported."""
+        """Read an adapter. Raises NotFoundError if there is none, UsageError naming a field that is not supported."""
         for name in (CONFIG, WEIGHTS):
             if not (path / name).is_file():
                 raise NotFoundError(
@@ -91,7 +92,7 @@ class LoraAdapter:
         if made != list(wanted):
             raise UsageError(
                 f"the adapter {self.path} changes {module} as if it were {made}, and it is {list(wanted)}",
-                "the adapter and the model do not belong together",
+                "use the adapter with the model it was trained for",
             )
 
     def misplaced(self, module: str, reason: str) -> UsageError:
@@ -112,7 +113,9 @@ class _Config:
             raise self.refused(f"it has biases (bias = {shown(values['bias'])}), which are not implemented")
         begin = values.get("init_lora_weights")
         if begin not in KEEPS_THE_MODEL:
-            raise self.refused(f"it was begun with other weights of the model (init_lora_weights = {shown(begin)})")
+            raise self.refused(
+                f"it was initialised by changing the model's weights (init_lora_weights = {shown(begin)})"
+            )
         for name, value in values.items():
             if name not in (*READ, *UNUSED, "init_lora_weights") and value not in (None, False, 0, "", [], {}):
                 raise self.refused(f"{name} = {shown(value)} in {CONFIG} is not implemented")
@@ -131,7 +134,7 @@ class _Config:
             raise self.refused(f"{WEIGHTS} has {module}, which target_modules does not name")
 
     def rank_and_scale(self, module: str) -> tuple[int, float]:
-        """r, and alpha / r or alpha / sqrt(r)."""
+        """Return r, and alpha / r or alpha / sqrt(r)."""
         rank = self._value("rank_pattern", "r", 8, module)
         alpha = self._value("alpha_pattern", "lora_alpha", 8, module)
         if not is_number(rank) or not is_number(alpha) or rank < 1 or rank != int(rank):
@@ -139,7 +142,8 @@ class _Config:
         return int(rank), alpha / (rank**0.5 if self.values.get("use_rslora") else rank)
 
     def _value(self, patterns: str, name: str, missing: int, module: str) -> Any:
-        """Resolve as peft does: the value of the first pattern that the module's name ends with, else the adapter's default."""
+        """Resolve as peft does: the value of the first pattern that the module's name ends with, else the adapter's
+        default."""
         for pattern, value in (self.values.get(patterns) or {}).items():
             if self._matches(rf"(.*\.)?({pattern})", module):
                 return value

@@ -1,7 +1,8 @@
-"""Several residual streams a token (AltUp, arXiv 2301.13310), and a residual branch of low rank (LAuReL, arXiv 2411.07501), as in Gemma 3n.
+"""Several residual streams per token (AltUp, arXiv 2301.13310), and a low-rank residual branch (LAuReL, arXiv
+2411.07501), as in Gemma 3n.
 
-A layer computes with one of the streams, the active one; the others are predicted from all streams before it, and corrected by
-what it changed. Every step is of one token alone: a row needs the streams of no other row.
+A layer computes with the active stream only. The other streams are predicted from all streams before the layer, and
+corrected by the change of the active one. Every step is per token: a row never needs the streams of another row.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from torch import Tensor
 from cacheblend_cli.model.linear import Linear, linear
 from cacheblend_cli.model.spec import ModelSpec, StreamsSpec
 
-LEAST_MAGNITUDE = 1e-5  # of a stream's mean square
+LEAST_MAGNITUDE = 1e-5  # minimum of a stream's mean square
 
 
 class Streams:
-    """Expansion of the embedding to the streams, and of the streams to the input of the final norm. Its weights are taken out of `weights`."""
+    """Expand the embedding to the streams, and merge the streams to the input of the final norm. Takes its weights out
+    of `weights`."""
 
     def __init__(self, spec: ModelSpec, weights: MutableMapping[str, Tensor], weight_dtype: str) -> None:
         assert spec.streams is not None
@@ -29,11 +31,12 @@ class Streams:
         self._merge = [linear(weight, weight_dtype=weight_dtype) for weight in merge]
 
     def split(self, h: Tensor) -> Tensor:
-        """[num_rows, hidden_size] -> [num_rows, streams, hidden_size], all of the first one's magnitude."""
+        """Return [num_rows, streams, hidden_size] of h [num_rows, hidden_size], all of the first stream's magnitude."""
         return torch.stack([h, *(_as_large(project(h), h) for project in self._split)], dim=1)
 
     def merge(self, streams: Tensor) -> Tensor:
-        """[num_rows, streams, hidden_size] -> their mean [num_rows, hidden_size], each brought to the first one's magnitude."""
+        """Return the mean [num_rows, hidden_size] of the streams [num_rows, streams, hidden_size], each scaled to the
+        first one's magnitude."""
         first = streams[:, 0].contiguous()
         others = (
             _as_large(project(streams[:, i].contiguous()), first) for i, project in enumerate(self._merge, start=1)
@@ -42,7 +45,7 @@ class Streams:
 
 
 class AltUp:
-    """A layer's prediction of the streams before it, and their correction after it. weights: those of the layer."""
+    """Prediction of the streams before a layer, and their correction after it. weights: the layer's weights."""
 
     def __init__(
         self, spec: ModelSpec, streams: StreamsSpec, weights: MutableMapping[str, Tensor], kernels: KernelBackend
@@ -56,29 +59,30 @@ class AltUp:
         self._scale = weights["streams_scale"] if streams.scaled else None
 
     def predict(self, streams: Tensor) -> Tensor:
-        """[num_rows, streams, hidden_size] -> the same: each stream plus a mixture of all that the active one decides."""
+        """Return each stream plus a mixture of all streams, weighted by the active one. Shape in and out: [num_rows,
+        streams, hidden_size]."""
         mixture = self._predict(self._modalities(streams[:, self.active]))
         return torch.baddbmm(streams, mixture.view(-1, self._count, self._count), streams)
 
     def correct(self, predicted: Tensor, computed: Tensor) -> Tensor:
-        """Move each stream by a part of what the layer made of the active one. computed: [num_rows, hidden_size]."""
+        """Add to each stream a share of the active stream's change in the layer. computed: [num_rows, hidden_size]."""
         parts = self._correct(self._modalities(computed)) + 1
         innovation = computed - predicted[:, self.active]
         return torch.addcmul(predicted, parts[:, :, None], innovation[:, None])
 
     def scaled(self, corrected: Tensor) -> Tensor:
-        """The active stream, times a factor a channel where the model has one."""
+        """Return the active stream, scaled per channel where the model does so."""
         active = corrected[:, self.active]
         return active.contiguous() if self._scale is None else active * self._scale
 
     def _modalities(self, h: Tensor) -> Tensor:
-        """[num_rows, hidden_size] -> [num_rows, streams]."""
+        """Return the router's output [num_rows, streams]. h: [num_rows, hidden_size]."""
         normed = self._kernels.rms_norm(h.contiguous(), self._router_norm, self._eps)
         return torch.tanh(self._router(normed).float()).to(h.dtype)
 
 
 class LowRank:
-    """x + norm(right(left(x))). weights: those of the layer."""
+    """x + norm(right(left(x))). weights: the layer's weights."""
 
     def __init__(
         self, spec: ModelSpec, weights: MutableMapping[str, Tensor], kernels: KernelBackend, weight_dtype: str
@@ -88,11 +92,11 @@ class LowRank:
         self._norm, self._kernels, self._eps = weights["laurel_norm.weight"], kernels, spec.rms_norm_eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[num_rows, hidden_size] -> the same."""
+        """x: [num_rows, hidden_size]. Returns the same shape."""
         return x + self._kernels.rms_norm(self._right(self._left(x)), self._norm, self._eps)
 
 
 def _as_large(h: Tensor, model: Tensor) -> Tensor:
-    """h with the root mean square of `model`, row by row."""
+    """Return h scaled, row by row, to the root mean square of `model`."""
     wanted, found = (x.float().square().mean(-1, keepdim=True) for x in (model, h))
     return (h.float() * wanted.sqrt() / found.clamp(min=LEAST_MAGNITUDE).sqrt()).to(h.dtype)

@@ -1,4 +1,4 @@
-"""A model's chat template: jinja, compiled and run as transformers does it."""
+"""A model's chat template: jinja, compiled and rendered as in transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIVEN = {
     "messages", "add_generation_prompt", "tools", "documents", "strftime_now", "raise_exception", "bos_token", "eos_token",
     "unk_token", "pad_token",
 }  # fmt: skip
-"""Variables of a chat template that are not the user's to set."""
+"""Variables of a chat template that users may not set."""
 
 
 class ChatTemplate:
@@ -51,7 +51,7 @@ class ChatTemplate:
             raise TemplateFailed(str(error), f"set it with --template-var NAME=VALUE; it knows: {missing}") from error
         except TemplateError as error:
             raise TemplateFailed(str(error)) from error
-        except Exception as error:  # templates run code of their own
+        except Exception as error:  # templates can raise anything
             raise TemplateFailed(*self._blame(error, given)) from error
 
     def _variables(self) -> set[str]:
@@ -60,14 +60,14 @@ class ChatTemplate:
         return found - GIVEN - self._environment.globals.keys()
 
     def _blame(self, error: Exception, given: Mapping[str, Any]) -> tuple[str, str | None]:
-        """Return what failed and what to do: many templates of models for function calling fail without tools."""
+        """Return (what failed, what to do). Many templates of function-calling models fail without tools."""
         try:
             self._template.render({"enable_thinking": False, "thinking": False, **given, "tools": [], "documents": []})
         except Exception:
             return f"{type(error).__name__}: {error}", None
         return (
-            f"it is a template for function calling, and demands tools ({type(error).__name__}: {error})",
-            "take the model's template for chat: put it into the model directory as chat_template.jinja",
+            f"it is a template for function calling and requires tools ({type(error).__name__}: {error})",
+            "save the model's chat template in the model directory as chat_template.jinja",
         )
 
 

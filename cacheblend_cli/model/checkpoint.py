@@ -10,7 +10,8 @@ from cacheblend_cli.model.tensor_source import SafetensorsFiles, TensorSource
 
 
 def tensor_source(model_dir: Path, *, experts: bool = False, stacked: bool = False) -> TensorSource:
-    """Return the source for a model directory. experts: whether experts may be in one tensor; stacked: see `SplitExperts`.
+    """Return the source for a model directory. experts: whether experts may be in one tensor; stacked: see
+    `SplitExperts`.
 
     Raises as `checkpoint_files`.
     """

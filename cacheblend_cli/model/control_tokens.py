@@ -1,7 +1,8 @@
-"""Which added tokens of a tokenizer are control tokens, and which are text that the model was trained on as one token.
+"""Tell control tokens among a tokenizer's added tokens from text that the model was trained on as one token.
 
-Tokenizers flag both alike: Gemma lists line breaks, runs of spaces and HTML tags as added tokens that are not special, and neither
-Qwen's `<tool_call>` nor DeepSeek's token for a user's turn is special. A text token is matched in documents as the model's own tokenizer matches it; text never yields a control token.
+Tokenizers flag both alike: Gemma lists line breaks, runs of spaces and HTML tags as added tokens that are not special,
+and neither Qwen's `<tool_call>` nor DeepSeek's token for a user's turn is special. In documents a text token is matched
+as the model's own tokenizer does; text never yields a control token.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ _HTML = frozenset(
 
 
 def is_control(content: str, *, special: bool, template: str) -> bool:
-    """Return whether an added token is a control token: it is special, or has the form of one, or the chat template writes it.
+    """Return whether an added token is a control token: it is special, has the form of one, or occurs in the chat
+    template.
 
-    White space, bytes (<0x0A>) and HTML elements have no such form. White space is in every template, and is text.
+    White space, bytes (<0x0A>) and HTML elements do not have this form. White space is in every template and counts as
+    text.
     """
     if special:
         return True

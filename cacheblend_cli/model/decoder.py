@@ -1,4 +1,4 @@
-"""The decoder: weights and the parts of a layer. The engine decides which part runs on which rows."""
+"""The decoder: weights and the parts of a layer. The engine decides which rows run through each part."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cacheblend_cli.model.weights import IN_FILE
 
 
 class Norm:
-    """RMSNorm by the kernels, or LayerNorm by torch, per the spec. bias: of a LayerNorm that has one."""
+    """RMSNorm by the kernels, or LayerNorm by torch, per the spec. bias: the bias of a LayerNorm, or None."""
 
     def __init__(self, spec: ModelSpec, kernels: KernelBackend, weight: Tensor, bias: Tensor | None) -> None:
         self._eps, self._layer_norm, self._kernels = spec.rms_norm_eps, spec.layer_norm, kernels
@@ -46,23 +46,26 @@ class Norm:
 
 
 def add_and_norm(norm: Norm | None, delta: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """`Norm.add`; without a norm, both results are the sum. The first result is valid until the residual is added to again."""
+    """`Norm.add`; without a norm, both results are the sum. The first result is valid until the residual is added to
+    again."""
     if norm is not None:
         return norm.add(delta, residual)
     residual = residual.add_(delta)
     return residual, residual
 
 
-SMALL_HEAD = 64 << 20  # bytes of a tied head that may be held twice where rows are not read out of the packed one
+SMALL_HEAD = 64 << 20  # bytes; a smaller tied head may be held twice where rows cannot be read out of the packed one
 
 
 class DecoderLayer:
     """One transformer layer with fused QKV and gate-up projections.
 
     Rows go in as [num_rows, hidden_size]; heads come out as [num_rows, heads, head_dim]. K is returned before RoPE
-    (after QK-norm, where the family has one): the form that is stored. rope: index of the decoder's RoPE for q and k.
-    weight_dtype: storage of the weights, see `linear`; experts stay in the compute dtype. Of latent attention k is the position key
-    and v the latent, both as one head.
+    (after QK-norm, where the family has one): the form that is stored. With latent attention k is the position key and
+    v the latent, both as one head.
+
+    rope: index of the decoder's RoPE for q and k. weight_dtype: storage of the weights, see `linear`; experts stay in
+    the compute dtype.
     """
 
     shard: Shard | None = None
@@ -119,25 +122,25 @@ class DecoderLayer:
         self.attention = AttentionParams(scale, spec.sliding_windows[index], spec.attention_soft_cap, sinks, alibi)
 
     def project_qkv(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v of the rows."""
+        """Return q, k and v of the rows."""
         q, kv = map(self._clipped, self._qkv.both(h))
         return self._queries(q), *self._keys_and_values(kv)
 
     def project_q(self, h: Tensor) -> Tensor:
-        """q of the rows."""
+        """Return q of the rows."""
         return self._queries(self._clipped(self._qkv.first(h)))
 
     def project_kv(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        """k and v of the rows."""
+        """Return k and v of the rows."""
         return self._keys_and_values(self._clipped(self._qkv.rest(h)))
 
     @property
     def latent_heads(self) -> LatentHeads | None:
-        """The up-projections of latent attention; None where K and V are those of heads."""
+        """Up-projections of latent attention; None for attention over K and V of heads."""
         return None if self._latent is None else self._latent.heads
 
     def to_keys(self, q: Tensor) -> Tensor:
-        """Rotated q as the keys of `KVPool.keys` are multiplied with it, [num_rows, num_heads, dim of a key]."""
+        """Return rotated q ready to be multiplied with `KVPool.keys`, [num_rows, num_heads, dim of a key]."""
         return q if self._latent is None else self._latent.absorbed(q)
 
     def _queries(self, q: Tensor) -> Tensor:
@@ -153,16 +156,18 @@ class DecoderLayer:
         return self._normed_heads(k, self.k_norm), values
 
     def scale_queries(self, q: Tensor, positions: Tensor) -> Tensor:
-        """Scale rotated q [num_rows, num_heads, head_dim] by position, where the model does. positions: [num_rows] int64."""
+        """Scale rotated q [num_rows, num_heads, head_dim] by position, if the model does so. positions: [num_rows]
+        int64."""
         if self.spec.query_growth is None:
             return q
         beta, length = self.spec.query_growth
         return q * (1 + beta * torch.log1p((positions // length).float())).to(q.dtype)[:, None, None]
 
     def finish(self, attended: Tensor, residual: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Everything after attention; attended: [num_rows, num_heads, head_dim]. Returns (delta for the next layer, residual).
+        """Compute everything after attention; attended: [num_rows, num_heads, head_dim]. Returns (delta for the next
+        layer, residual).
 
-        token_ids: of the rows, for layers with an input by token.
+        token_ids: the rows' token ids, for layers with an input by token.
         """
         delta = self._o(attended.reshape(attended.shape[0], -1))
         if self.spec.parallel:
@@ -190,7 +195,8 @@ class DecoderLayer:
         return delta, residual
 
     def _finish_streams(self, altup: AltUp, attended: Tensor, predicted: Tensor, token_ids: Tensor) -> Tensor:
-        """Everything after attention's norm, in a model with several streams [num_rows, streams, hidden_size]. Returns the streams."""
+        """Compute everything after attention's norm in a model with several streams. Returns the streams [num_rows,
+        streams, hidden_size]."""
         assert self.attention_in is not None and self._mlp_in is not None and self._mlp_out is not None  # noqa: PT018
         assert self._low_rank is not None and self._token_input is not None and self.token_inputs is not None  # noqa: PT018
         active = predicted[:, altup.active].contiguous()
@@ -205,7 +211,7 @@ class DecoderLayer:
         return x if most is None else x.clamp(-most, most)
 
     def _summed(self, partial: Tensor) -> Tensor:
-        """The sum over the ranks of what each has computed with its part of the weights."""
+        """Return the sum over the ranks. partial: result with this rank's part of the weights."""
         return partial if self.shard is None else self.shard.ranks.sum(partial)
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -234,14 +240,16 @@ class DecoderLayer:
 class Decoder:
     """A decoder-only model: embedding, layers, final norm, output head, RoPE tables, and their kernel backend.
 
-    weights: as returned by `load_weights`; they are popped from it. weight_dtype: storage of the weights, see `linear`.
-    steady: with STEADY_ROWS rows or more, a row's result does not depend on the number of rows (on a CPU). shard: the part of the
-    model that this rank computes; its layers have the rank's heads alone, their inputs and results are those of the whole model.
+    - weights: as returned by `load_weights`; they are popped from it
+    - weight_dtype: storage of the weights, see `linear`
+    - steady: with STEADY_ROWS rows or more, a row's result does not depend on the number of rows (on a CPU)
+    - shard: this rank's part of the model; its layers have only the rank's heads, their inputs and results are the
+      whole model's
     """
 
     steady = True
     shard: Shard | None = None
-    number = 0  # names it in messages to other ranks
+    number = 0  # identifies the model in messages to other ranks
 
     def __init__(
         self,
@@ -254,7 +262,7 @@ class Decoder:
         self.spec, self.kernels, self.shard = spec, kernels, shard
         in_file = weights.get(IN_FILE)
         self.embedding: Tensor | None = weights.pop("embed") if in_file is None else in_file
-        """None where the packed head holds it."""
+        """Embedding; None where the packed head holds it."""
         self.norm = Norm(spec, kernels, weights["norm.weight"], weights.get("norm.bias"))
         self._embedding_norm = (
             Norm(spec, kernels, weights["embedding_norm.weight"], weights.get("embedding_norm.bias"))
@@ -269,7 +277,7 @@ class Decoder:
         self._head = linear(head, weight_dtype=weight_dtype, pack=apart or small or readable)
         if readable and self._head.gives_rows:
             self.embedding = None
-        elif readable and not small:  # packed it is a second copy
+        elif readable and not small:  # the packed head is a second copy
             self._head = linear(head, weight_dtype=weight_dtype, pack=False)
         del head
         self.rope = LayerRotations(spec, self.device)
@@ -286,23 +294,24 @@ class Decoder:
             for layer in self.layers:
                 layer.token_inputs = inputs
         self._streams = Streams(spec, weights, weight_dtype) if spec.streams is not None else None
-        self.kv_scales: KVScales | None = None  # of the float8 pools prompts get; None: pools of the compute dtype
+        self.kv_scales: KVScales | None = None  # scales of float8 pools; None: pools of the compute dtype
 
     @cached_property
     def steady_rows(self) -> int:
-        """Number of rows from which a row's result does not depend on how many there are, where `steady`: 1 or STEADY_ROWS."""
+        """Number of rows from which a row's result does not depend on the number of rows, if `steady`: 1 or
+        STEADY_ROWS."""
         spec, products = self.spec, [m for _, m in members_of(self) if isinstance(m, Product)]
-        # of these models some products are others
+        # these models have products that are not `Product`s
         others = spec.generic or spec.latent or spec.experts or spec.streams or spec.token_width
         return 1 if self.shard is None and not others and all(p.is_steady for p in products) else STEADY_ROWS
 
     @property
     def own_spec(self) -> ModelSpec:
-        """Shape of what this rank computes and keeps; without tensor parallelism the model's."""
+        """Spec of this rank's part; without tensor parallelism the model's."""
         return self.spec if self.shard is None else self.shard.own
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[num_rows] int64 -> [num_rows, hidden_size]."""
+        """Return the embeddings [num_rows, hidden_size] of token ids [num_rows] int64."""
         h, scale = self._embedded(token_ids), self.spec.embedding_scale
         if self._embedding_norm is not None:
             h = self._embedding_norm(h)
@@ -319,9 +328,10 @@ class Decoder:
         return self.shard.ranks.sum(own.masked_fill_(other[:, None], 0))
 
     def input_norm(self, layer: DecoderLayer, delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The layer's normed input and the residual stream with `delta` added (residual None: the first layer).
+        """Return the layer's normed input, and the residual stream with `delta` added (residual None: the first layer).
 
-        With several streams delta and residual are [num_rows, streams, hidden_size], delta after a layer all of them.
+        With several streams delta and residual are [num_rows, streams, hidden_size], and a layer's delta is all
+        streams.
         """
         if self._streams is not None:
             assert layer.altup is not None and layer.attention_in is not None  # noqa: PT018
@@ -332,7 +342,7 @@ class Decoder:
         return add_and_norm(layer.attention_in, delta, residual)
 
     def logits(self, delta: Tensor, residual: Tensor) -> Tensor:
-        """fp32 logits [num_rows, vocab_size] from the last layer's output."""
+        """Return fp32 logits [num_rows, vocab_size] from the last layer's output."""
         h = self.norm.add(delta, residual)[0] if self._streams is None else self.norm(self._streams.merge(delta))
         logits, cap = self._head(h), self.spec.logit_soft_cap
         logits = (logits if self.shard is None else self.shard.gathered_logits(logits)).float()
@@ -347,19 +357,20 @@ class Decoder:
 
 
 class _ByRows:
-    """A projection whose first rows and remaining rows are also needed separately. Packed weights cannot be sliced: two parts."""
+    """A projection whose first and remaining rows are also needed separately. Packed weights cannot be sliced, so it
+    has two parts."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, count: int, weight_dtype: str) -> None:
         cut = None if bias is None else (bias[:count], bias[count:])
         self.first = linear(weight[:count], None if cut is None else cut[0], weight_dtype=weight_dtype)
-        self.rest = self.first  # where there is no rest, nobody asks for it
+        self.rest = self.first  # without a rest, `rest` is never used
         if count < weight.shape[0]:
             self.rest = linear(weight[count:], None if cut is None else cut[1], weight_dtype=weight_dtype)
         self._whole = None if self.first.packed else linear(weight, bias, weight_dtype=weight_dtype)
         self._sizes = (count, weight.shape[0] - count)
 
     def both(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        """The first rows of the product, and the rest."""
+        """Return the first rows of the product, and the rest."""
         if self._whole is None:
             return self.first(h), self.rest(h)
         first, rest = self._whole(h).split(self._sizes, dim=-1)

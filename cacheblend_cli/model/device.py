@@ -1,4 +1,4 @@
-"""Devices by name, and whether a model fits one."""
+"""Device names, and checking that a model fits a device."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _DEVICES = "known: auto, cpu, cuda, cuda:N, mps"
 
 
 def resolve_device(name: str) -> torch.device:
-    """Resolve a device name; `auto` takes CUDA if available, never MPS, which is untried. Returns CUDA devices with an index.
-    Raises DeviceError, UsageError."""
+    """Resolve a device name. `auto` takes CUDA if available, never MPS, which is untried. Returns CUDA devices with an
+    index. Raises DeviceError, UsageError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -42,7 +42,7 @@ def make_current(device: torch.device) -> None:
 def check_room(spec: ModelSpec, dtype: torch.dtype, device: torch.device, free: int) -> None:
     """Raise DeviceError if the weights alone exceed the device's free bytes, before anything is copied."""
     if spec.generic:
-        return  # what its weights are, transformers knows
+        return  # transformers determines the weights
     needed = dtype.itemsize * num_parameters(spec)
     if needed > free:
         name = str(dtype).removeprefix("torch.")

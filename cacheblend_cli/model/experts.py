@@ -1,4 +1,5 @@
-"""Mixture of experts in place of a layer's MLP, or beside it, and routers that choose groups of experts before experts."""
+"""Mixture of experts in place of a layer's MLP, or beside it, and routers that choose groups of experts before
+experts."""
 
 from __future__ import annotations
 
@@ -13,17 +14,17 @@ from cacheblend_cli.model.linear import STEADY_ROWS, Linear
 from cacheblend_cli.model.mlp import MLP
 from cacheblend_cli.model.spec import ExpertsSpec, ModelSpec
 
-MOST_ROWS = 4096  # in one turn: with fewer, an expert's weights are read for few rows each time
+MOST_ROWS = 4096  # rows per pass: with fewer, an expert's weights are read for few rows each time
 
 
 class Experts:
-    """A router chooses per_token experts for each row. Rows are sorted by expert, and each chosen expert computes its rows
-    in one product. The row counts are read from the device, so a CUDA graph cannot capture it."""
+    """A router chooses per_token experts for each row. Rows are sorted by expert, and each chosen expert computes its
+    rows in one product. The row counts are read from the device, so a CUDA graph cannot capture it."""
 
     def __init__(
         self, spec: ModelSpec, experts: ExpertsSpec, weights: dict[str, Tensor], kernels: KernelBackend
     ) -> None:
-        """weights: those of the layer; the experts' are taken out of it."""
+        """weights: the layer's weights; the experts' are taken out of them."""
         self._spec, self._activation, self._kernels = experts, spec.activation, kernels
         self._router = Linear(weights["router.weight"], weights.get("router.bias"), pack=False)
         routed, correction = experts.routing is not None, weights.get("router_correction")
@@ -34,7 +35,8 @@ class Experts:
         self._expert_scale = weights.get("expert_scale")
 
     def __call__(self, h: Tensor, router_input: Tensor | None = None) -> Tensor:
-        """[num_rows, hidden_size] -> the same. router_input: what the experts are chosen by, the same shape; None: h."""
+        """h: [num_rows, hidden_size]. Returns the same shape. router_input: input of the router, same shape; None:
+        h."""
         parts = zip(h.split(MOST_ROWS), (h if router_input is None else router_input).split(MOST_ROWS), strict=True)
         out = torch.cat([self._rows(*part) for part in parts])
         if self._shared is None:
@@ -66,7 +68,7 @@ class Experts:
         return weights if self._expert_scale is None else weights * self._expert_scale[chosen], chosen
 
     def _activated(self, gate_up: Tensor) -> Tensor:
-        """[num_rows, 2 * width] -> [num_rows, width]."""
+        """gate_up: [num_rows, 2 * width]. Returns [num_rows, width]."""
         if self._spec.clamped is None:
             return self._kernels.act_and_mul(gate_up, self._activation)
         alpha, limit = self._spec.clamped
@@ -76,9 +78,9 @@ class Experts:
 
 
 class Router:
-    """A router of DeepSeek's kind, see `Routing`. It computes in fp32.
+    """A router in DeepSeek's style, see `Routing`. It computes in fp32.
 
-    weight: [count, hidden_size]; correction: [count] fp32, None for none.
+    weight: [count, hidden_size]; correction: [count] fp32, or None.
     """
 
     def __init__(self, experts: ExpertsSpec, weight: Tensor, correction: Tensor | None) -> None:
@@ -87,7 +89,7 @@ class Router:
         self._scores, self._correction = Linear(weight.float(), pack=False), correction
 
     def __call__(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights, fp32, and indexes of the experts of each row, both [num_rows, per_token]."""
+        """Return weights (fp32) and indexes of each row's experts, both [num_rows, per_token]."""
         logits = self._scores(h.float())
         scores = logits.sigmoid() if self._routing.sigmoid else logits.softmax(-1)
         wanted = scores if self._correction is None else scores + self._correction
@@ -98,7 +100,7 @@ class Router:
         return weights * self._routing.factor, chosen
 
     def _in_best_groups(self, wanted: Tensor) -> Tensor:
-        """wanted, -inf for the experts of other groups."""
+        """Return `wanted` with -inf for the experts of other groups."""
         routing = self._routing
         if routing.groups_kept == routing.groups:
             return wanted
@@ -129,8 +131,8 @@ class ExpertsBeside:
     def __call__(
         self, dense: Tensor, residual: Tensor, summed: Callable[[Tensor], Tensor] = lambda partial: partial
     ) -> Tensor:
-        """dense: the MLP's output; residual: its input before the norm; [num_rows, hidden_size]. summed: adds up what ranks have computed
-        with their experts."""
+        """dense: the MLP's output; residual: its input before the norm; both [num_rows, hidden_size]. summed: sums the
+        experts' results over ranks."""
         routed = self._kernels.rms_norm(residual, self._router_norm, self._eps)
         return self._dense_out(dense) + self._out(summed(self._experts(self._in(residual), routed)))
 
@@ -142,7 +144,7 @@ def _steady(own: Tensor, num_rows: int) -> Tensor:
 
 
 def _each(count: int, weights: dict[str, Tensor], name: str) -> list[Linear]:
-    """One product per expert, packed separately."""
+    """Return one product per expert, packed separately."""
     biases = weights.pop(f"{name}.bias", None)
     of_each = weights.pop(f"{name}.weight").unflatten(0, (count, -1))
     return [Linear(of_each[e], None if biases is None else biases.view(count, -1)[e]) for e in range(count)]

@@ -17,7 +17,8 @@ PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 @dataclass(frozen=True)
 class HubName:
-    """`ID`, `ID@REVISION`, `ID:FILE.gguf` or `ID@REVISION:FILE.gguf`. revision: a branch, a tag or a commit; None: main."""
+    """`ID`, `ID@REVISION`, `ID:FILE.gguf` or `ID@REVISION:FILE.gguf`. revision: a branch, a tag or a commit; None:
+    main."""
 
     text: str
     id: str

@@ -1,7 +1,7 @@
-"""Families of models: a file each. `read_spec` finds the one a config.json belongs to and reads it.
+"""Model families, one file each. `read_spec` finds the family of a config.json and reads it.
 
-To add one: write its file (the fields of its transformers config class, and how the spec is read from them), name it in
-FAMILIES, and put configurations of its models into tests/support/hub_models.py.
+To add one: write its file (the fields of its transformers config class, and how to read the spec from them), name it in
+FAMILIES, and add configurations of its models to tests/support/hub_models.py.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ FAMILIES = {
 
 
 def read_spec(model_dir: Path) -> ModelSpec:
-    """The spec of the checkpoint in `model_dir`. Raises NotFoundError without config.json, UsageError on what we do not know."""
+    """Return the spec of the checkpoint in `model_dir`. Raises NotFoundError without config.json, UsageError for
+    anything unknown in it."""
     path = model_dir / "config.json"
     if not path.is_file():
         refuse_other_formats(model_dir)
@@ -65,8 +66,8 @@ def read_spec(model_dir: Path) -> ModelSpec:
 
 
 def spec_from_config(config: dict[str, Any]) -> ModelSpec:
-    """Translate a HF config. Raises UsageError, which names the field, on a family, a value or a field that is not
-    implemented, and on a field that is missing or has the wrong type."""
+    """Translate a HF config. Raises UsageError, naming the field, for a family, value or field that is not implemented,
+    and for a field that is missing or has the wrong type."""
     model_type = config.get("model_type")
     ours = (FAMILIES.get(model_type) or WRAPPERS.get(model_type)) if isinstance(model_type, str) else None
     check_weights(config, ours.architectures if ours else ())
@@ -87,7 +88,7 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
 
 
 def _inner_spec(wrapper: Wrapper, config: dict[str, Any]) -> ModelSpec:
-    """The spec of the language model inside another."""
+    """Return the spec of a language model inside another model."""
     _check_architectures(config, wrapper)
     if config.get("text_config") is not None:
         refuse_what_is_not_implemented(config, wrapper)
@@ -98,7 +99,8 @@ def _inner_spec(wrapper: Wrapper, config: dict[str, Any]) -> ModelSpec:
 
 
 def family_of(config: dict[str, Any]) -> Family:
-    """The family of a config: by `model_type`, as transformers' AutoModel, which `architectures` has to agree with."""
+    """Return the family of a config by `model_type`, as transformers' AutoModel does. `architectures` must agree with
+    it."""
     model_type, names = config.get("model_type"), _architectures(config)
     known = f"known: model_type {', '.join(sorted({*FAMILIES, *WRAPPERS}))}"
     if model_type is None:
@@ -107,7 +109,7 @@ def family_of(config: dict[str, Any]) -> Family:
             raise UsageError(f"config.json has no model_type, and the architecture {_named(names)} is unknown", known)
         return family
     if model_type == "mistral" and "layer_types" in config:
-        model_type = "ministral"  # as transformers' AutoConfig
+        model_type = "ministral"  # as in transformers' AutoConfig
     if isinstance(model_type, str) and model_type in UNSUPPORTED:
         raise UsageError(f"model_type {model_type!r} is not read: {UNSUPPORTED[model_type]}", known)
     if not isinstance(model_type, str) or model_type not in FAMILIES:

@@ -1,4 +1,5 @@
-"""Parts that BLOOM, MPT and Falcon share: ALiBi, LayerNorms, a fused qkv_proj, an MLP without a gate, names of their own."""
+"""Parts shared by BLOOM, MPT and Falcon: ALiBi, LayerNorms, a fused qkv_proj, an MLP without a gate, their own tensor
+names."""
 
 from __future__ import annotations
 
@@ -21,10 +22,11 @@ NAMES = {
 def fused_decoder(
     fields: ConfigFields, own: Mapping[str, Sequence[str]], fixed: Mapping[str, Any], missing: Mapping[str, Any]
 ) -> ModelSpec:
-    """A decoder of LayerNorms, fused q, k and v in one head size, and an MLP of up, activation and down.
+    """Return a decoder with LayerNorms, fused q, k and v of one head size, and an MLP of up, activation and down.
 
-    own: sizes of `plain_decoder`, and the names a config may have for them, of which the first that it has counts. fixed: fields
-    that the family does not read from its config; the MLP is four times as wide as the hidden size unless they say otherwise.
+    own: per size of `plain_decoder` the names a config may have for it; the first one present counts. fixed: fields
+    that the family does not read from its config. The MLP is four times as wide as the hidden size unless `own` or
+    `fixed` has intermediate_size.
     """
     sizes = {}
     for name, names in own.items():
@@ -38,15 +40,18 @@ def fused_decoder(
 
 
 def with_alibi(spec: ModelSpec, steepest: float = 8.0, factor: float = 1.0) -> ModelSpec:
-    """The spec with ALiBi in place of RoPE. steepest: the exponent of the last slope, see `slopes`; factor: on the bias."""
+    """Return the spec with ALiBi in place of RoPE. steepest: exponent of the last slope, see `slopes`; factor: on the
+    bias."""
     alibi = tuple(slope * factor for slope in slopes(spec.num_heads, steepest))
     return replace(spec, unrotated=tuple(range(spec.num_layers)), alibi=alibi)
 
 
 def slopes(num_heads: int, steepest: float = 8.0) -> list[float]:
-    """Slope of each head: 2 ** (-steepest * i / n) for n heads, i from 1 (ALiBi, arXiv 2108.12409, section 3).
+    """Return the slope of each head: 2 ** (-steepest * i / n) for n heads, i from 1 (ALiBi, arXiv 2108.12409, section
+    3).
 
-    Where n is not a power of two, those of the next smaller one, and then every other one of the next larger.
+    If n is not a power of two: the slopes of the next smaller one, followed by every other slope of the next larger
+    one.
     """
     larger = 1 << math.ceil(math.log2(num_heads))
     every = [2.0 ** (-steepest * i / larger) for i in range(1, larger + 1)]
@@ -54,5 +59,5 @@ def slopes(num_heads: int, steepest: float = 8.0) -> list[float]:
 
 
 def transformer(names: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Names of `ModelSpec.outer`, in a module named `transformer`."""
+    """Return `ModelSpec.outer` for a module named `transformer`."""
     return tuple((ours, f"transformer.{theirs}") for ours, theirs in names.items())

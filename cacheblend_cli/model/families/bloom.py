@@ -1,4 +1,5 @@
-"""BLOOM: ALiBi, LayerNorms with biases, one of them on the embedding, biases everywhere, q, k and v fused head by head."""
+"""BLOOM: ALiBi, LayerNorms with biases, another LayerNorm on the embedding, biases everywhere, q, k and v fused head by
+head."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ SIZES = {
 FIELDS = (
     *(name for names in SIZES.values() for name in names), "layer_norm_epsilon", "hidden_dropout",
     "slow_but_exact", "pretraining_tp",  # the order of sums
-    # of its training code; transformers reads none of them
+    # of its training code; transformers ignores them
     "attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi", "skip_bias_add",
     "skip_bias_add_qkv",
 )  # fmt: skip

@@ -1,5 +1,5 @@
-"""Command R (Cohere) and Command R7B, A (Cohere 2): LayerNorms without biases, attention and MLP side by side, RoPE over
-neighbouring channels, scaled logits. In Cohere 2 three of four layers have a window, and the others no RoPE."""
+"""Command R (Cohere) and Command R7B, A (Cohere 2): LayerNorms without biases, parallel attention and MLP, RoPE over
+neighbouring channels, scaled logits. In Cohere 2 three of four layers have a window, and the others have no RoPE."""
 
 from __future__ import annotations
 

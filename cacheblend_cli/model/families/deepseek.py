@@ -15,7 +15,7 @@ from cacheblend_cli.model.spec import ExpertsSpec, LatentSpec, ModelSpec, Routin
 
 FIELDS = (
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "attention_bias",
-    "qk_head_dim",  # the sum of two of them, whatever it says
+    "qk_head_dim",  # always the sum of the other two, whatever the config says
 )  # fmt: skip
 MOE_FIELDS = (
     "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group",
@@ -29,7 +29,7 @@ MINICPM_FIELDS = (*FIELDS, "scale_emb", "scale_depth", "dim_model_base", "mlp_bi
 YOUTU_FIELDS = (*FIELDS, "rope_interleave", "embedding_initializer_range")
 
 MOST_PREDICTORS = 16
-# What the families' classes take for a missing field.
+# Defaults of the families' config classes.
 V2 = {
     "vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
     "max_position_embeddings": 2048, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
@@ -66,7 +66,7 @@ def read_v2(fields: ConfigFields) -> ModelSpec:
         raise UsageError("mlp_bias = true of a deepseek_v2 is not implemented", "use another model")
     if fields.flag("norm_topk_prob"):
         raise UsageError(
-            "norm_topk_prob = true of a deepseek_v2 is not implemented: transformers reads it and does not use it",
+            "norm_topk_prob = true of a deepseek_v2 is not implemented: transformers reads it but does not use it",
             "use another model",
         )
     method = fields.values.get("topk_method", "greedy")
@@ -99,7 +99,7 @@ def read_v3(fields: ConfigFields, missing: Mapping[str, Any] = V3) -> ModelSpec:
 
 def read_glm(fields: ConfigFields) -> ModelSpec:
     rotated = fields.values.get("qk_rope_head_dim", GLM["qk_rope_head_dim"])
-    if fields.values.get("head_dim", rotated) != rotated:  # two names of one field there
+    if fields.values.get("head_dim", rotated) != rotated:  # two names for one field there
         raise wrong_value("head_dim", fields.values["head_dim"], "what qk_rope_head_dim is")
     return read_v3(fields, GLM)
 
@@ -121,7 +121,7 @@ def read_youtu(fields: ConfigFields) -> ModelSpec:
 
 
 def _latent_decoder(fields: ConfigFields, missing: Mapping[str, Any]) -> ModelSpec:
-    """The decoder with latent attention, as config.json shapes it. missing: what the family's class takes for a missing field."""
+    """Return the decoder with latent attention. missing: defaults of the family's config class."""
     heads = fields.integer("num_attention_heads", missing["num_attention_heads"])
     kv_heads = fields.optional_integer("num_key_value_heads", None)
     if kv_heads not in (None, heads):
@@ -129,7 +129,7 @@ def _latent_decoder(fields: ConfigFields, missing: Mapping[str, Any]) -> ModelSp
             "num_key_value_heads", kv_heads, f"what num_attention_heads is, {heads}: all are made of one latent"
         )
     rotated = fields.integer("qk_rope_head_dim", missing["qk_rope_head_dim"])
-    alone = {"num_key_value_heads": 1, "head_dim": rotated}  # transformers too takes qk_rope_head_dim for head_dim
+    alone = {"num_key_value_heads": 1, "head_dim": rotated}  # transformers too uses qk_rope_head_dim as head_dim
     spec = plain_decoder(ConfigFields(fields.values | alone), missing)
     latent = LatentSpec(
         rank=fields.integer("kv_lora_rank", missing["kv_lora_rank"]),
@@ -149,7 +149,7 @@ def _latent_decoder(fields: ConfigFields, missing: Mapping[str, Any]) -> ModelSp
 
 
 def _sharper(rope: Mapping[str, Any]) -> float:
-    """YaRN's factor of q and of k that `mscale_all_dim` asks for, beside the one on cos and sin."""
+    """Return YaRN's factor on q and k for `mscale_all_dim`, in addition to the one on cos and sin."""
     share: Any = rope.get("mscale_all_dim")
     factor: Any = rope.get("factor")
     if rope["rope_type"] == "default" or not share:
@@ -160,7 +160,7 @@ def _sharper(rope: Mapping[str, Any]) -> float:
 
 
 def _sparse_layers(fields: ConfigFields, spec: ModelSpec, missing: Mapping[str, Any]) -> tuple[int, ...]:
-    """The layers that have experts."""
+    """Return the layers that have experts."""
     if fields.values.get("moe_layer_freq", 1) != 1:
         raise wrong_value("moe_layer_freq", fields.values["moe_layer_freq"], "1: transformers does not use it")
     dense = fields.integer("first_k_dense_replace", missing["first_k_dense_replace"], least=0)
@@ -211,7 +211,8 @@ def _experts(
 
 
 def _predictors(fields: ConfigFields, spec: ModelSpec, missing: int) -> tuple[str, ...]:
-    """Return the name prefixes of layers that predict further tokens (MTP), behind the model's own: they are not read."""
+    """Return the name prefixes of multi-token prediction (MTP) layers after the model's own layers. They are not
+    read."""
     named = next((n for n in ("num_nextn_predict_layers", "num_mtp_layers") if fields.values.get(n) is not None), "")
     count = fields.integer(named, least=0) if named else missing
     return tuple(

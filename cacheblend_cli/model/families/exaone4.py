@@ -1,5 +1,5 @@
-"""EXAONE 4: norms behind attention and MLP, a norm on each head of q and k; in the large one three of four layers have a
-window, and the others no RoPE."""
+"""EXAONE 4: norms after attention and MLP, and on each head of q and k. In the large model three of four layers have a
+window, and the others have no RoPE."""
 
 from __future__ import annotations
 

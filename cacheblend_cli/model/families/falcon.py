@@ -1,10 +1,11 @@
-"""Falcon: LayerNorms with biases, q, k and v fused by KV head, and RoPE or, as in Falcon-RW, ALiBi.
+"""Falcon: LayerNorms with biases, q, k and v fused by KV head, and RoPE or, in Falcon-RW, ALiBi.
 
-Falcon-7B has one KV head, and attention and MLP side by side; the new decoder (40B, 180B, 11B) several KV heads, and most
-often a norm each for attention and MLP; Falcon-RW as many KV heads as query heads, and attention before the MLP.
+Falcon-7B has one KV head, and parallel attention and MLP. The new decoder (40B, 180B, 11B) has several KV heads, and
+usually separate norms for attention and MLP. Falcon-RW has as many KV heads as query heads, and attention before the
+MLP.
 
-ALiBi's bias is added before the scores are divided by sqrt(head_dim). transformers rounds slopes and biases to bfloat16, which
-shifts a bias by up to a 256th of itself, the further into the prompt the more; here they are exact.
+ALiBi's bias is added before the scores are divided by sqrt(head_dim). transformers rounds slopes and biases to
+bfloat16, which shifts a bias by up to 1/256 of itself, so the error grows along the prompt; here they are exact.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Gemma 1, 2 and 3: the embedding scaled by sqrt(hidden_size), norms that multiply by 1 + weight.
 
-Gemma 2 has norms around attention and MLP, windows on every other layer, soft caps; Gemma 3 windows on five of six layers,
-with a RoPE of their own, and a norm on each head of q and k.
+Gemma 2 has norms around attention and MLP, windows on every other layer, and soft caps. Gemma 3 has windows on five of
+six layers, with a separate RoPE, and a norm on each head of q and k.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MISSING_3 = MISSING_2 | {
 
 
 def read(fields: ConfigFields) -> ModelSpec:
-    if fields.values.get("hidden_act") == "gelu":  # what the first releases said, and did not mean
+    if fields.values.get("hidden_act") == "gelu":  # the first releases say gelu but mean gelu_pytorch_tanh
         fields = ConfigFields(fields.values | {"hidden_act": "gelu_pytorch_tanh"})
     return _scaled(plain_decoder(fields, MISSING))
 

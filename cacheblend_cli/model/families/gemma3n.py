@@ -1,6 +1,7 @@
-"""Gemma 3n: several residual streams (AltUp), a low-rank branch beside attention (LAuReL), inputs by token, and sparse activations.
+"""Gemma 3n: several residual streams (AltUp), a low-rank branch beside attention (LAuReL), inputs by token, and sparse
+activations.
 
-The last layers attend to the K and V of an earlier one, as in Gemma 4's small models.
+The last layers attend to the K and V of an earlier layer, as in Gemma 4's small models.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MISSING: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
 }  # fmt: skip
-SPARSE_LAYERS, SPARSITY = 10, 0.95  # where the config does not say
+SPARSE_LAYERS, SPARSITY = 10, 0.95  # defaults
 
 
 def read(fields: ConfigFields) -> ModelSpec:
@@ -71,7 +72,8 @@ def _streams(fields: ConfigFields) -> StreamsSpec:
 
 
 def _sparsity(fields: ConfigFields, layers: int) -> tuple[float, ...]:
-    """Share of a layer's MLP that is cut off; transformers' default is by the number of layers."""
+    """Return the share of the gate's channels that is cut off, per layer. transformers' default depends on the number
+    of layers."""
     if fields.values.get("activation_sparsity_pattern") is None:
         sparse = SPARSE_LAYERS if layers > SPARSE_LAYERS else 0
         return (SPARSITY,) * sparse + (0.0,) * (layers - sparse)
@@ -82,7 +84,7 @@ def _sparsity(fields: ConfigFields, layers: int) -> tuple[float, ...]:
 
 
 def _each(fields: ConfigFields, name: str, default: Any, layers: int) -> list[Any]:
-    """A value a layer: a list of them, or one for all."""
+    """Return one value per layer from a list or a single value."""
     value = fields.values.get(name, default)
     if not isinstance(value, list):
         return [value] * layers

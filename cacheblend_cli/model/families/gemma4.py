@@ -1,8 +1,10 @@
-"""Gemma 4: a Gemma 3 whose layers with full attention have heads of their own size and number, and whose V is normed.
+"""Gemma 4: like Gemma 3, but layers with full attention have their own head size and number of KV heads, and V is
+normed.
 
-In its small models (E2B, E4B) the last layers attend to the K and V of an earlier one, with an MLP twice as wide, and every layer
-gets an input of the token alone; in the large one V of full attention is made of K's projection; 26B-A4B has experts beside each
-layer's MLP. gemma4_unified_text (12B) is the same decoder without inputs by token and without experts.
+In the small models (E2B, E4B) the last layers attend to the K and V of an earlier layer and have an MLP twice as wide,
+and every layer gets an input by token. In the large model, V of full attention is made from K's projection. 26B-A4B has
+experts beside each layer's MLP. gemma4_unified_text (12B) is the same decoder without inputs by token and without
+experts.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ FIELDS = (
     "vocab_size_per_layer_input", "per_layer_config", "use_bidirectional_attention",
     "enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size",
 )  # fmt: skip
-UNIFIED_FIELDS = tuple(  # vocab_size_per_layer_input is in published files, and used nowhere
+UNIFIED_FIELDS = tuple(  # published files have vocab_size_per_layer_input, but nothing uses it
     name for name in FIELDS if name != "hidden_size_per_layer_input" and "experts" not in name and "moe" not in name
 )
 MISSING = {
@@ -43,7 +45,8 @@ AROUND_EXPERTS = (
     ("experts_in", "pre_feedforward_layernorm_2"),
     ("experts_out", "post_feedforward_layernorm_2"),
 )
-UNUSED = ("k_proj", "v_proj", "k_norm")  # of layers that use another layer's K and V, where a checkpoint has them
+# tensors of layers that use another layer's K and V, if the checkpoint has them
+UNUSED = ("k_proj", "v_proj", "k_norm")
 
 
 def read(fields: ConfigFields) -> ModelSpec:
@@ -73,13 +76,13 @@ def read_unified(fields: ConfigFields) -> ModelSpec:
 
 def _decoder(fields: ConfigFields, missing: Mapping[str, Any], window: int) -> ModelSpec:
     both = fields.values.get("use_bidirectional_attention")
-    if both not in (None, "vision"):  # "vision": pictures alone are seen in both directions, and they are not read
+    if both not in (None, "vision"):  # "vision": bidirectional for images only, which are not read
         raise wrong_value("use_bidirectional_attention", both, 'null or "vision": text has to be causal')
     spec = plain_decoder(fields.without_rope(), missing, activation="hidden_activation")
     windows = windows_by_pattern(fields, spec.num_layers, every=6, window=window)
     spec = replace(
         spec, sliding_windows=(*windows[:-1], None)
-    )  # transformers gives the last layer none, whatever is said
+    )  # transformers gives the last layer no window, whatever the config says
     spec = replace(spec, shapes=_shapes(fields, spec))
     spec = replace(spec, **_ropes(fields, spec))
     return replace(
@@ -96,7 +99,7 @@ def _decoder(fields: ConfigFields, missing: Mapping[str, Any], window: int) -> M
 
 
 def unused_projections(spec: ModelSpec) -> tuple[str, ...]:
-    """Prefixes of tensors of layers that use another layer's K and V."""
+    """Return the prefixes of unused tensors: projections of layers that use another layer's K and V."""
     return tuple(
         f"{base}layers.{layer}.self_attn.{part}."
         for base in ("", "model.", "model.language_model.", "language_model.model.")
@@ -125,9 +128,10 @@ def _shapes(fields: ConfigFields, spec: ModelSpec) -> LayerShapes:
 
 
 def shared_kv_layers(fields: ConfigFields, spec: ModelSpec, default: int) -> tuple[int, ...]:
-    """Return for each layer the one whose K and V it attends to: for the last ones, the last before them of their kind of attention.
+    """Return for each layer the layer whose K and V it attends to. The last `num_kv_shared_layers` layers use the last
+    layer before them with the same kind of attention.
 
-    default: num_kv_shared_layers where the config does not say.
+    default: num_kv_shared_layers if the config lacks it.
     """
     full = [window is None for window in spec.sliding_windows]
     shared = fields.integer("num_kv_shared_layers", default, least=0)
@@ -141,7 +145,8 @@ def shared_kv_layers(fields: ConfigFields, spec: ModelSpec, default: int) -> tup
 
 
 def _heads(fields: ConfigFields, spec: ModelSpec, layer: int, full: bool) -> tuple[int, int]:
-    """(KV heads, head_dim) of a layer: by per_layer_config, as transformers 5 writes it (names such as "05"), or by the fields of older files."""
+    """Return (KV heads, head_dim) of a layer, from per_layer_config as transformers 5 writes it (names such as "05"),
+    or from the fields of older files."""
     given = fields.values.get("per_layer_config")
     if not isinstance(given, dict | None):
         raise wrong_value("per_layer_config", given, "an object or null")

@@ -1,4 +1,5 @@
-"""GLM-4: RoPE turns neighbouring channels of the first half of a head; of 0414 on (glm4), norms around attention and MLP."""
+"""GLM-4: RoPE rotates neighbouring channels of the first half of a head; since 0414 (glm4) norms around attention and
+MLP."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ MISSING = {
 
 def read(fields: ConfigFields) -> ModelSpec:
     spec = plain_decoder(fields, MISSING)
-    return replace(spec, interleaved=True, fused=("gate_up_proj",), o_bias=False)  # attention_bias: of q, k and v
+    # attention_bias applies to q, k and v only
+    return replace(spec, interleaved=True, fused=("gate_up_proj",), o_bias=False)
 
 
 def read_4(fields: ConfigFields) -> ModelSpec:

@@ -10,7 +10,7 @@ from cacheblend_cli.model.spec import ExpertsSpec, ModelSpec
 
 FIELDS = (
     *ROUTER_FIELDS, "num_local_experts", "attention_bias", "sliding_window", "layer_types", "swiglu_alpha", "swiglu_limit",
-    "experts_per_token",  # num_experts_per_tok once more
+    "experts_per_token",  # another name for num_experts_per_tok
 )  # fmt: skip
 MISSING = {
     "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36, "num_attention_heads": 64,

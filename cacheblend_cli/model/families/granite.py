@@ -1,4 +1,4 @@
-"""Granite 3: a Llama with factors on the embedding, on the scores, on what a layer adds and on the logits."""
+"""Granite 3: a Llama with factors on the embedding, the scores, the output of each layer and the logits."""
 
 from __future__ import annotations
 

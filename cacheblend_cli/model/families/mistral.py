@@ -1,7 +1,7 @@
 """Mistral: a Llama without biases and with one window for all layers; Ministral, with a window on some of them; and
 Ministral 3, whose queries grow with their positions.
 
-transformers takes a Mistral config with `layer_types` for a Ministral, and so does `families.family_of`.
+transformers treats a Mistral config with `layer_types` as a Ministral, and so does `families.family_of`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cacheblend_cli.model.families.reader import ConfigFields, Family, plain_dec
 from cacheblend_cli.model.families.values import is_number, wrong_value
 from cacheblend_cli.model.spec import QUERY_GROWTH, ModelSpec
 
-FIELDS = ("sliding_window", "max_window_layers")  # the second is left over from a Qwen2, and says nothing here
+FIELDS = ("sliding_window", "max_window_layers")  # max_window_layers is a leftover from Qwen2 without effect here
 MISSING = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 MISSING_3 = {
     "max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
@@ -38,7 +38,7 @@ def read_ministral(fields: ConfigFields) -> ModelSpec:
 
 
 def read_ministral3(fields: ConfigFields) -> ModelSpec:
-    """The growth of queries stands among RoPE's parameters, and so it does in the spec."""
+    """Read a Ministral 3. The growth of queries is one of RoPE's parameters, in config.json and in the spec."""
     values, written = dict(fields.values), "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
     rope = values.get(written) or ROPE_3
     if not isinstance(rope, dict):
@@ -50,7 +50,7 @@ def read_ministral3(fields: ConfigFields) -> ModelSpec:
         raise wrong_value(QUERY_GROWTH, beta, "a number of 0 or more")
     if not spec.rope.get("original_max_position_embeddings"):
         raise UsageError(
-            f"{written} in config.json lack original_max_position_embeddings, which {QUERY_GROWTH} counts by",
+            f"{written} in config.json lack original_max_position_embeddings, which {QUERY_GROWTH} needs",
             "correct config.json, or fetch the checkpoint again",
         )
     window = fields.optional_integer("sliding_window", None)

@@ -1,4 +1,4 @@
-"""Mixtures of experts: Qwen2-MoE with an expert for all tokens, Qwen3-MoE, and Mixtral."""
+"""Mixtures of experts: Qwen2-MoE (with a shared expert), Qwen3-MoE, and Mixtral."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ QWEN_FIELDS = (
     "use_sliding_window", "sliding_window", "max_window_layers",
 )  # fmt: skip
 QWEN2_FIELDS = (*QWEN_FIELDS, "shared_expert_intermediate_size", "qkv_bias", "layer_types")
-QWEN3_FIELDS = (*QWEN_FIELDS, "attention_bias", "num_local_experts")  # num_experts, as transformers 5 writes it
+QWEN3_FIELDS = (*QWEN_FIELDS, "attention_bias", "num_local_experts")  # num_experts under transformers 5's name
 MIXTRAL_FIELDS = (*ROUTER_FIELDS, "num_local_experts", "sliding_window", "router_jitter_noise")
 MISSING_2 = QWEN2_MISSING | {"num_key_value_heads": 16}
 MISSING_3 = QWEN2_MISSING | {"num_key_value_heads": 4}
@@ -57,7 +57,7 @@ def read_mixtral(fields: ConfigFields) -> ModelSpec:
 
 
 def _experts(fields: ConfigFields, num_layers: int, count: int, per_token: int, width: int) -> ExpertsSpec:
-    """count, per_token, width: the defaults of the family's class."""
+    """Return the experts. count, per_token, width: defaults of the family's config class."""
     plain, step = fields.values.get("mlp_only_layers"), fields.integer("decoder_sparse_step", 1)
     if not isinstance(plain, list | None) or any(not isinstance(layer, int) for layer in plain or []):
         raise wrong_value("mlp_only_layers", plain, "a list of layers, or null")
@@ -76,7 +76,7 @@ def _experts(fields: ConfigFields, num_layers: int, count: int, per_token: int, 
 
 
 def checked(experts: ExpertsSpec, name: str = "num_experts_per_tok") -> ExpertsSpec:
-    """The experts. name: the field of per_token."""
+    """Return the experts after checking per_token. name: the field of per_token."""
     if experts.per_token > experts.count:
         raise wrong_value(name, experts.per_token, f"at most {experts.count}, which is all of them")
     return experts

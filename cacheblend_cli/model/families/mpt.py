@@ -1,4 +1,4 @@
-"""MPT: ALiBi, LayerNorms and projections without biases, and in some of its models q, k and v that are cut off at a value."""
+"""MPT: ALiBi, LayerNorms and projections without biases, and in some models q, k and v clipped to a range."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MISSING = {
     "max_position_embeddings": 2048, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
 }  # fmt: skip
 FIXED = {"hidden_act": "gelu", "mlp_bias": False, "attention_bias": False}
-# Fields of attn_config with the values that are implemented; the others do not touch the forward pass.
+# Fields of attn_config with their implemented values; other fields do not affect the forward pass.
 ATTENTION: dict[str, tuple[Any, ...]] = {
     "attn_type": ("multihead_attention",),
     "prefix_lm": (False,),
@@ -64,7 +64,7 @@ def read(fields: ConfigFields) -> ModelSpec:
 
 
 def _attention(fields: ConfigFields) -> ConfigFields:
-    """The fields of attn_config. Raises UsageError naming one that is not implemented."""
+    """Return the fields of attn_config. Raises UsageError naming a field that is not implemented."""
     given = fields.values.get("attn_config") or {}
     if not isinstance(given, dict):
         raise wrong_value("attn_config", given, "an object or null")

@@ -1,5 +1,5 @@
-"""OLMo 2 and 3: norms behind attention and MLP and none before, and one over all of q and all of k. OLMo 3 has windows on
-three of four layers, which its RoPE's scaling leaves alone."""
+"""OLMo 2 and 3: norms after attention and MLP instead of before, and norms over all of q and all of k. OLMo 3 has
+windows on three of four layers; its RoPE scaling does not apply to them."""
 
 from __future__ import annotations
 

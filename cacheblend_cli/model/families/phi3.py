@@ -1,4 +1,4 @@
-"""Phi-3, 3.5 and 4: a Llama whose q, k, v and whose gate and up are one tensor each, with longrope over a part of the head."""
+"""Phi-3, 3.5 and 4: a Llama with fused q, k, v and fused gate and up, and longrope over a part of the head."""
 
 from __future__ import annotations
 

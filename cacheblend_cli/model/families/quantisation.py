@@ -1,4 +1,4 @@
-"""Quantisation of a checkpoint by quantization_config in config.json: read, or refused by name."""
+"""Quantisation of a checkpoint from quantization_config in config.json: read, or refused by name."""
 
 from __future__ import annotations
 
@@ -16,30 +16,28 @@ HINT = (
 )
 STRATEGIES = ("tensor", "channel", "group", "block")
 COMPRESSED_FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
-FP8, INT8 = "F8_E4M3", "I8"  # as safetensors names them
+FP8, INT8 = "F8_E4M3", "I8"  # safetensors' names
 
 
 @dataclass(frozen=True)
 class Quantisation:
-    """method: scaled (a weight of 8 bits, or packed in int32, beside its scales), gptq, awq, bitsandbytes or
-    mxfp4 (see `split_experts`).
+    """How a checkpoint's weights are quantised."""
 
-    kind: dtype of a scaled weight that is not packed. block: rows and columns that share a scale, where scales are a grid.
-    bits: of a packed value. zero_offset: what is added to a packed zero point. group_size: inputs that share a scale, -1
-    for all. symmetric: the config says that the zero point is the middle."""
-
+    # "scaled" (8-bit weights, or packed in int32, with scales), "gptq", "awq", "bitsandbytes" or "mxfp4" (see
+    # `split_experts`)
     method: str
-    kind: str = INT8
+    kind: str = INT8  # dtype of a scaled weight that is not packed
     packed: bool = False
-    block: tuple[int, int] | None = None
-    bits: int = 8
-    zero_offset: int = 0
-    group_size: int = -1
-    symmetric: bool = True
+    block: tuple[int, int] | None = None  # rows and columns that share a scale, if the scales are a grid
+    bits: int = 8  # bits of a packed value
+    zero_offset: int = 0  # added to a packed zero point
+    group_size: int = -1  # number of inputs that share a scale, -1: all
+    symmetric: bool = True  # by the config the zero point is the middle
 
 
 def read_quantisation(values: Any) -> Quantisation | None:
-    """None: it is empty. Raises UsageError, with the reason, on what is not implemented."""
+    """Return the quantisation, None if `values` is empty. Raises UsageError, with the reason, for anything not
+    implemented."""
     if not values:
         return None
     method = values.get("quant_method") if isinstance(values, dict) else None
@@ -125,8 +123,9 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Quantisation]] = {
     "compressed-tensors": _compressed,
     "gptq": _gptq,
     "awq": _awq,
-    "bitsandbytes": lambda values: Quantisation("bitsandbytes"),  # what a weight's parts say is not repeated here
-    "mxfp4": lambda values: Quantisation("mxfp4", bits=4, group_size=32),  # of gpt-oss's experts alone
+    # details are stored with each weight, not in the config
+    "bitsandbytes": lambda values: Quantisation("bitsandbytes"),
+    "mxfp4": lambda values: Quantisation("mxfp4", bits=4, group_size=32),  # only gpt-oss's experts
 }
 
 

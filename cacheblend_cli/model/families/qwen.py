@@ -1,8 +1,8 @@
 """Qwen2, 2.5 and 3, and the language models of Qwen2-VL, 2.5-VL and 3-VL.
 
-Qwen2 is a Llama with biases on q, k and v, and where it is switched on, a window on the later layers. Qwen3 has a norm on
-each head of q and k, and biases where the config says so. The RoPE of the VL models over height, width and time is the
-plain one where all tokens are text: the three places of a token are the same.
+Qwen2 is a Llama with biases on q, k and v and, if switched on, a window on the later layers. Qwen3 has a norm on each
+head of q and k, and biases if the config says so. The VL models' RoPE over height, width and time equals plain RoPE
+when all tokens are text: the three positions of a token are the same.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def read_3_vl(fields: ConfigFields) -> ModelSpec:
 
 
 def _later_windows(fields: ConfigFields, num_layers: int, first: int) -> tuple[int | None, ...]:
-    """The window of each layer: as layer_types says, else of those from max_window_layers on. first: its default."""
+    """Return the window of each layer: from layer_types, else for layers from max_window_layers on. first: default of
+    max_window_layers."""
     window = fields.optional_integer("sliding_window", 4096) if fields.flag("use_sliding_window") else None
     types = fields.layer_types(num_layers)
     if types is None:

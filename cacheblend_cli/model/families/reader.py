@@ -1,4 +1,4 @@
-"""Base of the families: typed access to the fields of config.json, and the decoder that all of them vary."""
+"""Base of the families: typed access to the fields of config.json, and the plain decoder that every family varies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cacheblend_cli.model.families.rope_fields import rope_parameters
 from cacheblend_cli.model.families.values import is_number, wrong_value
 from cacheblend_cli.model.spec import ModelSpec
 
-# As config.json names them -> as the kernels do.
+# Names in config.json -> names in the kernels.
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -25,8 +25,8 @@ LAYER_TYPES = {
     "sliding_attention": "sliding_attention",
 }
 
-# Fields of every family that shape its forward pass. partial_rotary_factor: in families that rotate a part of a head; in
-# others only all of it.
+# Fields of every family that shape its forward pass. partial_rotary_factor: only families that rotate a part of a head
+# accept values other than 1.
 SHAPE_FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "rope_parameters",
@@ -34,46 +34,44 @@ SHAPE_FIELDS = (
 )  # fmt: skip
 # Fields of transformers' config classes that do not touch the forward pass.
 OTHER_FIELDS = (
-    "architectures", "model_type", "transformers_version", "dtype", "torch_dtype",  # what the file is of
+    "architectures", "model_type", "transformers_version", "dtype", "torch_dtype",  # identify the model and the file
     "initializer_range", "attention_dropout", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
     "output_hidden_states", "output_attentions", "return_dict", "id2label", "label2id", "problem_type",
-    "chunk_size_feed_forward",  # how transformers cuts the MLP up: the result is the same
+    "chunk_size_feed_forward",  # how transformers slices the MLP: the result is the same
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Family:
-    """One model_type of transformers. architectures: the classes a config may name, the language model's first.
-
-    fields: those of its config beside SHAPE_FIELDS and OTHER_FIELDS: all of them are either implemented or do not touch the
-    forward pass. read: the spec of such a config, but for its `architecture` and `config`."""
+    """One model_type of transformers."""
 
     model_type: str
-    architectures: tuple[str, ...]
+    architectures: tuple[str, ...]  # classes a config may name, the language model's first
+    # its config's fields besides SHAPE_FIELDS and OTHER_FIELDS: all are implemented or do not affect the forward pass
     fields: Collection[str]
-    read: Callable[[ConfigFields], ModelSpec]
+    read: Callable[[ConfigFields], ModelSpec]  # returns the spec without `architecture` and `config`
 
     def knows(self, field: str) -> bool:
         return field in self.fields or field in SHAPE_FIELDS or field in OTHER_FIELDS
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
-        """Raises UsageError that names the field."""
+        """Return the spec of a config. Raises UsageError naming the field."""
         return replace(self.read(ConfigFields(config)), architecture=self.architectures[0], config=config)
 
 
 class ConfigFields:
-    """The fields of a config.json, each read as what it has to be. A missing field is its default, which is the one of
-    transformers' class; a null one is not. Raises UsageError that names the field."""
+    """Typed fields of a config.json. A missing field has its default, which is the one of transformers' config class;
+    null is not missing. Raises UsageError naming the field."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
 
     def without_rope(self) -> ConfigFields:
-        """Return the fields but RoPE's, for families that give RoPE by kind of layer, see `rope_by_kind`."""
+        """Return the fields without RoPE's, for families that give RoPE by kind of layer, see `rope_by_kind`."""
         return ConfigFields(self.values | {"rope_parameters": None, "rope_scaling": None})
 
     def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """A whole number of `least` or more. default None: the field has to be there."""
+        """Return a whole number of `least` or more. default None: the field is required."""
         if name not in self.values and default is None:
             raise UsageError(f"config.json lacks {name!r}", "fetch the checkpoint again")
         value = self.values.get(name, default)
@@ -82,37 +80,37 @@ class ConfigFields:
         return value
 
     def optional_integer(self, name: str, default: int | None) -> int | None:
-        """A whole number of 1 or more, or null."""
+        """Return a whole number of 1 or more, or None for null."""
         return None if self.values.get(name, default) is None else self.integer(name, default)
 
     def number(self, name: str, default: float) -> float:
-        """A finite number of 0 or more."""
+        """Return a finite number of 0 or more."""
         value = self.values.get(name, default)
         if not is_number(value) or value < 0:
             raise wrong_value(name, value, "a number of 0 or more")
         return float(value)
 
     def factor(self, name: str, default: float) -> float:
-        """A finite number above 0."""
+        """Return a finite number above 0."""
         value: Any = self.values.get(name, default)
         if not is_number(value) or value <= 0:
             raise wrong_value(name, value, "a number above 0")
         return float(value)
 
     def optional_factor(self, name: str, default: float | None) -> float | None:
-        """A finite number above 0, or null."""
+        """Return a finite number above 0, or None for null."""
         value = self.values.get(name, default)
         return None if value is None else self.factor(name, value)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """True or false; false where the field is null."""
+        """Return true or false; null is false."""
         value = self.values.get(name, default)
         if not isinstance(value, bool | None):
             raise wrong_value(name, value, "true or false")
         return bool(value)
 
     def layer_types(self, num_layers: int) -> list[str] | None:
-        """`full_attention` or `sliding_attention` a layer; None where config.json does not say."""
+        """Return `full_attention` or `sliding_attention` per layer; None if config.json has no layer_types."""
         types = self.values.get("layer_types")
         if types is None:
             return None
@@ -130,11 +128,11 @@ class ConfigFields:
 def plain_decoder(
     fields: ConfigFields, missing: Mapping[str, Any], eps: str = "rms_norm_eps", activation: str = "hidden_act"
 ) -> ModelSpec:
-    """The decoder with full attention and without a norm on heads, as config.json shapes it.
+    """Return the decoder with full attention and without a norm on heads, from config.json.
 
-    missing: what the family's class takes for max_position_embeddings and other fields where they are not in config.json;
-    partial_rotary_factor in it says that the family can rotate a part of the head. eps, activation: the fields' names.
-    attention_bias and mlp_bias are those of all projections; in families that do not know them they are refused before.
+    missing: the family's defaults for max_position_embeddings and other fields; if it has partial_rotary_factor, the
+    family can rotate a part of the head. eps, activation: the fields' names. attention_bias and mlp_bias apply to all
+    projections; families without these fields refuse them before.
     """
     hidden = fields.integer("hidden_size", missing.get("hidden_size"))
     heads = fields.integer("num_attention_heads", missing.get("num_attention_heads"))
@@ -174,8 +172,8 @@ def plain_decoder(
 
 
 def windows_by_pattern(fields: ConfigFields, num_layers: int, every: int, window: int = 4096) -> tuple[int | None, ...]:
-    """The window of each layer: as layer_types says; where it does not, all but every n-th have one, and
-    sliding_window_pattern is n. every, window: what a missing sliding_window_pattern and sliding_window are."""
+    """Return the window of each layer: from layer_types; without it, all layers but every n-th have one, with n =
+    sliding_window_pattern. every, window: defaults of sliding_window_pattern and sliding_window."""
     types = fields.layer_types(num_layers)
     if types is None:
         pattern = fields.integer("sliding_window_pattern", every)
@@ -184,9 +182,9 @@ def windows_by_pattern(fields: ConfigFields, num_layers: int, every: int, window
 
 
 def windows_of(types: list[str], window: int | None) -> tuple[int | None, ...]:
-    """The window of each layer: `window` where its type is sliding_attention."""
+    """Return the window of each layer: `window` if its type is sliding_attention, else None."""
     if window is None and "sliding_attention" in types:
         raise UsageError(
-            "layer_types in config.json has sliding_attention, and there is no sliding_window", "check config.json"
+            "layer_types in config.json has sliding_attention, but sliding_window is missing", "check config.json"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in types)

@@ -1,4 +1,5 @@
-"""Models that cannot be read, by model_type, and fields of config.json that no family implements: refused by name, never ignored."""
+"""Models that cannot be read, by model_type, and fields of config.json that no family implements: refused by name,
+never ignored."""
 
 from __future__ import annotations
 
@@ -12,16 +13,16 @@ from cacheblend_cli.model.families.values import shown
 from cacheblend_cli.model.families.wrappers import Wrapper
 
 RECURRENT = (
-    "some of its layers are recurrent or linear attention: a state of all tokens before takes the place of K and V, and "
+    "some of its layers are recurrent or linear attention: a state of all earlier tokens replaces K and V, and "
     "composing it is not implemented"
 )
-LEARNED = "its positions are learned and added to the tokens: K and V cannot be moved to another place"
-ENCODER = "it is an encoder: it writes no text"
+LEARNED = "its positions are learned and added to the tokens: K and V cannot be moved to another position"
+ENCODER = "it is an encoder and does not generate text"
 CROSS = "its decoder attends to an encoder (cross attention), which is not implemented"
-ASSISTANT = "it drafts for another model, and attends to that model's K and V: it has none of its own"
+ASSISTANT = "it is a drafter that attends to another model's K and V and has none of its own"
 SPARSE = (
     "each of its rows attends only to the keys that an indexer picks for it (sparse attention, DSA), which is not implemented: "
-    "stored KV would need the indexer's own keys, and a reused row picks by a context that it did not see"
+    "stored KV would need the indexer's own keys, and a reused row would pick keys by another context"
 )
 LATENT = "it keeps K and V as a latent vector (MLA) in a form that is not implemented"
 
@@ -45,7 +46,7 @@ UNSUPPORTED = {model_type: reason for reason, types in _TYPES.items() for model_
 
 OTHER_QUANTISATION = ("compression_config", "quantization")  # older compressed-tensors, MLX
 
-# Fields that change what is computed in any family; each with the values that change nothing.
+# Fields that change the computation in any family, each with the values that change nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "is_causal": (None, True),
     "use_rope": (None, True),
@@ -53,16 +54,17 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "per_layer_config": (None,),
     "transformers_weights": (None,),
 }
-# Parts of the names of fields that change a forward pass in some family of transformers (a test holds them against all of
-# its config classes), or in models that bring their own code. A field that a family knows is not looked at here.
+# Parts of the names of fields that change a forward pass in some family of transformers (a test compares them with all
+# of its config classes), or in models that bring their own code. Fields known to a family are not checked here.
 CHANGES = (
     "multiplier", "scal", "softcap", "soft_cap", "clip_qkv", "mup",  # values are scaled or cut
-    "rope", "rotary", "alibi", "position_embedding", "window", "sliding", "chunk", "long_context",  # where tokens stand
+    "rope", "rotary", "alibi", "position_embedding", "window", "sliding", "chunk", "long_context",  # positions
     "attn", "attention", "qk_", "sink", "causal", "bidirectional", "prefix_lm", "kv_shared", "multi_query", "lora_rank",
-    "head_dim", "bias", "norm", "residual", "mlp", "swiglu", "sparsity", "layer_types", "per_layer",  # other parts of a layer
+    # other parts of a layer
+    "head_dim", "bias", "norm", "residual", "mlp", "swiglu", "sparsity", "layer_types", "per_layer",
     "expert", "moe", "router", "mamba", "ssm", "conv",  # other layers
 )  # fmt: skip
-KEEPS = (  # of these, the ones for training, for generation, for who runs the model, and of norms that a Llama has not
+KEEPS = (  # exceptions: fields of training, generation, the runtime, and epsilons of norms
     "dropout", "pdrop", "loss", "initializer", "renormalize", "sequence_bias", "guidance_scale", "prefill_chunk_size",
     "output_router_logits", "implementation", "flash", "_eps", "epsilon",
 )  # fmt: skip
@@ -70,10 +72,10 @@ SCALES = ("multiplier", "scal", "factor", "ratio", "pct")  # 1 changes nothing
 
 
 def check_weights(config: dict[str, Any], architectures: Collection[str] = ()) -> None:
-    """Raises UsageError for a checkpoint whose weights are quantised in a way that is not read, or are read by code of its own.
+    """Raise UsageError for a checkpoint with unsupported quantisation, or one that needs its own code.
 
-    architectures: classes of transformers that are implemented for its model_type. Many a model on the hub names the file
-    that such a class came from; like transformers without trust_remote_code, we take the class in its place.
+    architectures: classes of transformers implemented for its model_type. Many models on the hub name the file that
+    such a class came from; like transformers without trust_remote_code, we use the class instead.
     """
     read_quantisation(config.get(FIELD))
     for name in OTHER_QUANTISATION:
@@ -85,13 +87,13 @@ def check_weights(config: dict[str, Any], architectures: Collection[str] = ()) -
     for name in auto_map.keys() & {"AutoModel", "AutoModelForCausalLM"}:
         if str(auto_map[name]).rpartition(".")[2] not in architectures:
             raise UsageError(
-                f"the model brings code of its own: auto_map in config.json names {shown(auto_map[name])}, and such code is never run",
+                f"the model needs its own code: auto_map in config.json names {shown(auto_map[name])}, and such code is never run",
                 "take auto_map out of config.json, if the model computes what its model_type does without it",
             )
 
 
 def refuse_what_is_not_implemented(config: dict[str, Any], family: Family | Wrapper) -> None:
-    """Raises UsageError for a field that changes the forward pass, has a value that does so, and is not the family's."""
+    """Raise UsageError for a field that the family does not know and whose value changes the forward pass."""
     for name, value in config.items():
         if family.knows(name) or name.startswith("_") or not changes(name, value):
             continue
@@ -105,7 +107,7 @@ def refuse_what_is_not_implemented(config: dict[str, Any], family: Family | Wrap
 
 
 def changes(name: str, value: Any) -> bool:
-    """Return whether a field that a family does not know has a value that changes the forward pass."""
+    """Return whether an unknown field has a value that changes the forward pass."""
     if name in REFUSED:
         return value not in REFUSED[name]
     if not any(part in name for part in CHANGES) or any(part in name for part in KEEPS):

@@ -1,4 +1,4 @@
-"""RoPE's parameters from config.json, in all the ways it has been written, as transformers reads them."""
+"""RoPE's parameters from config.json in all formats that transformers reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.families.values import is_number, shown, wrong_value
 
-# RoPE types of transformers, and the parameters that each requires.
+# RoPE types of transformers, and their required parameters.
 NEEDED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -24,9 +24,9 @@ NUMBERS = (
     "rope_theta", "factor", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "mscale",
     "mscale_all_dim", "original_max_position_embeddings", "partial_rotary_factor",
 )  # fmt: skip
-FACTORS = ("short_factor", "long_factor")  # a number for each pair of dimensions
+FACTORS = ("short_factor", "long_factor")  # one number per pair of dimensions
 OTHERS = ("rope_type", "type", "truncate", "finetuned")
-MAY_BE_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # 0: not given
+MAY_BE_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # 0 means not given
 THETA = 10000.0
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 KINDS = ("full_attention", "sliding_attention")
@@ -35,11 +35,11 @@ KINDS = ("full_attention", "sliding_attention")
 def rope_parameters(
     config: Mapping[str, Any], max_positions: int, head_dim: int, missing: Mapping[str, Any] = NOTHING
 ) -> dict[str, Any]:
-    """`rope_parameters` as transformers 5 has it after it has read a config (`convert_rope_params_to_dict` and
-    `standardize_rope_params` of its RotaryEmbeddingConfigMixin): `rope_type` and `rope_theta` always, and the original
-    length for the types that have one. Raises UsageError, which names the field.
+    """Return `rope_parameters` as transformers 5 has it after reading a config (`convert_rope_params_to_dict` and
+    `standardize_rope_params` of its RotaryEmbeddingConfigMixin): always with `rope_type` and `rope_theta`, and with the
+    original length for the types that have one. Raises UsageError naming the field.
 
-    missing: what the family's class takes for rope_theta and, where it rotates a part of the head, partial_rotary_factor.
+    missing: the family's default of rope_theta and, if it can rotate a part of the head, of partial_rotary_factor.
     """
     parameters = _chosen(config)
     if "type" in parameters:
@@ -51,10 +51,10 @@ def rope_parameters(
     rotated = _set_partial(parameters, config, head_dim, missing.get("partial_rotary_factor"))
     _check_values(parameters, rotated)
     if rope_type in WITH_ORIGINAL:
-        original = config.get("original_max_position_embeddings")  # beside them it counts for more than in them
+        original = config.get("original_max_position_embeddings")  # takes precedence over the one in rope_parameters
         original = original or parameters.get("original_max_position_embeddings") or max_positions
         parameters["original_max_position_embeddings"] = _number("original_max_position_embeddings", original)
-    null_counts = rope_type == "yarn"  # its factor may be null: the ratio of the two lengths
+    null_counts = rope_type == "yarn"  # yarn's factor may be null: the ratio of the two lengths
     lacking = [n for n in NEEDED[rope_type] if n not in parameters or (parameters[n] is None and not null_counts)]
     if lacking:
         raise UsageError(
@@ -66,16 +66,16 @@ def rope_parameters(
 def rope_by_kind(
     config: Mapping[str, Any], max_positions: int, head_dim: int, full: float, local: float
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """RoPE's parameters of layers without and with a window, where a family's config gives them by kind of layer, or in the
-    older way: rope_theta and rope_scaling for the first, rope_local_base_freq for the second. full, local: the thetas of
-    the family's class."""
+    """Return RoPE's parameters of layers without and with a window, for families whose config gives them by kind of
+    layer, or in the older way: rope_theta and rope_scaling for layers without, rope_local_base_freq for layers with a
+    window. full, local: the family's default thetas."""
     given = config.get("rope_parameters")
     if not isinstance(given, dict | None):
         raise wrong_value("rope_parameters", given, "an object or null")
     given = given or {}
     if given and not set(given) <= set(KINDS):
         raise UsageError(
-            f"rope_parameters in config.json have {shown(sorted(set(given) - set(KINDS))[0])}, and this family gives them "
+            f"rope_parameters in config.json have {shown(sorted(set(given) - set(KINDS))[0])}, but this family needs them "
             f"by kind of layer",
             f"write them as {{{', '.join(KINDS)}}}, each with its own parameters",
         )
@@ -92,9 +92,9 @@ def rope_by_kind(
 
 
 def _set_partial(parameters: dict[str, Any], config: Mapping[str, Any], head_dim: int, default: float | None) -> int:
-    """Return the number of channels of a head that RoPE covers, and write a part of it into the parameters. Proportional RoPE
-    covers the whole head, in every family: the factor is the share of its frequencies that are not 0. default: None for a
-    family that rotates the whole head."""
+    """Return the number of channels of a head that RoPE covers, and store a partial factor in the parameters.
+    Proportional RoPE always covers the whole head: its factor is the share of frequencies that are not 0. default: None
+    for a family that always rotates the whole head."""
     if parameters["rope_type"] == "proportional":
         if (share := config.get("partial_rotary_factor")) is not None:
             parameters.setdefault("partial_rotary_factor", share)
@@ -114,14 +114,14 @@ def _set_partial(parameters: dict[str, Any], config: Mapping[str, Any], head_dim
     partial = parameters.pop("partial_rotary_factor", config.get("partial_rotary_factor", default))
     rotated = int(head_dim * _number("partial_rotary_factor", partial))
     if partial > 1 or rotated % 2 or not rotated:
-        raise wrong_value("partial_rotary_factor", partial, f"a part of {head_dim} channels that makes pairs")
+        raise wrong_value("partial_rotary_factor", partial, f"a share of {head_dim} channels that gives an even number")
     if rotated != head_dim:
         parameters["partial_rotary_factor"] = partial
     return rotated
 
 
 def _chosen(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The one of the two fields that counts: `rope_scaling`, where both are there."""
+    """Return the effective field: `rope_scaling` if both are present."""
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(config.get(name), dict | None):
             raise wrong_value(name, config[name], "an object or null")
@@ -132,7 +132,7 @@ def _chosen(config: Mapping[str, Any]) -> dict[str, Any]:
     lost = parameters.get("rope_theta", taken)
     if lost != taken:
         raise UsageError(
-            f"rope_scaling in config.json takes the place of rope_parameters, and their rope_theta {lost} would be lost",
+            f"rope_scaling in config.json replaces rope_parameters, so their rope_theta {lost} would be lost",
             f'write "rope_theta": {lost} into rope_scaling too, or the scaling into rope_parameters',
         )
     return dict(scaling)
@@ -150,7 +150,9 @@ def _check_values(parameters: dict[str, Any], head_dim: int) -> None:
                 _number(name, value)
         elif name in FACTORS:
             if not isinstance(value, list) or len(value) != head_dim // 2:
-                raise wrong_value(name, value, f"a list of {head_dim // 2} numbers, one for two dimensions of a head")
+                raise wrong_value(
+                    name, value, f"a list of {head_dim // 2} numbers, one per pair of dimensions of a head"
+                )
             for entry in value:
                 _number(name, entry)
         elif name not in OTHERS and value not in (None, False):

@@ -1,4 +1,4 @@
-"""SmolLM3: a Llama whose every fourth layer has no RoPE, and where it is switched on, a window instead."""
+"""SmolLM3: a Llama with no RoPE in every fourth layer and, if switched on, a window in those layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cacheblend_cli.model.families.reader import ConfigFields, Family, plain_dec
 from cacheblend_cli.model.families.values import wrong_value
 from cacheblend_cli.model.spec import ModelSpec
 
-# max_window_layers is left over from a Qwen2, and says nothing here; nor does pretraining_tp.
+# max_window_layers (a leftover from Qwen2) and pretraining_tp have no effect here.
 FIELDS = (
     "attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval", "use_sliding_window", "sliding_window",
     "layer_types", "max_window_layers", "pretraining_tp",
@@ -28,7 +28,7 @@ def read(fields: ConfigFields) -> ModelSpec:
     if not isinstance(rotated, list) or len(rotated) != spec.num_layers or any(r not in (0, 1) for r in rotated):
         raise wrong_value("no_rope_layers", rotated, f"a list of {spec.num_layers} times 0 or 1")
     if not any(rotated):
-        raise UsageError("no layer of this model has RoPE", "its tokens would have no places: check no_rope_layers")
+        raise UsageError("no layer of this model has RoPE", "its tokens would have no positions: check no_rope_layers")
     window = fields.optional_integer("sliding_window", None)
     switched_on = fields.flag("use_sliding_window") and window is not None
     types = fields.layer_types(spec.num_layers) or [

@@ -1,5 +1,5 @@
-"""StableLM: LayerNorms with biases, RoPE over a quarter of the head, and where the config says so, attention and MLP side
-by side."""
+"""StableLM: LayerNorms with biases, RoPE over a quarter of the head and, if the config says so, parallel attention and
+MLP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of config.json: which are numbers, and how they are shown in a message."""
+"""Values of config.json: recognising numbers, and showing values in messages."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from cacheblend_cli.errors import UsageError
 
 
 def shown(value: Any) -> str:
-    """The value as JSON would write it, cut where it is long."""
+    """Return the value as JSON, shortened if it is long."""
     names = {None: "null", True: "true", False: "false"}
     text = names[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def is_number(value: Any) -> bool:
-    """A finite number that a float can hold; true and false are none."""
+    """Return whether this is a finite number that fits a float; true and false are not numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 <= value <= 1e300
 
 

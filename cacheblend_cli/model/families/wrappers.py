@@ -1,4 +1,4 @@
-"""Models with a language model inside that is read alone: their pictures are not."""
+"""Multimodal models of which only the language model is read, not images."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from cacheblend_cli.model.families.reader import OTHER_FIELDS
 from cacheblend_cli.model.families.values import wrong_value
 
-# All but the first two are of pictures.
+# All but the first two are image fields.
 FIELDS = (
     "text_config", "tie_word_embeddings", "vision_config", "multimodal_projector_bias", "projector_hidden_act",
     "vision_feature_layer", "spatial_merge_size", "mm_tokens_per_image", "audio_config", "vision_soft_tokens_per_image",
@@ -33,21 +33,19 @@ EYES = tuple(
 
 @dataclass(frozen=True)
 class Wrapper:
-    """One model_type of transformers around a text_config. text: the text_config's model_type where it has none.
-
-    flat: a config without text_config has the language model's fields itself. tied: tie_word_embeddings where it is missing."""
+    """One model_type of transformers with a text_config."""
 
     model_type: str
     architectures: tuple[str, ...]
-    text: str
-    flat: bool = False
-    tied: bool = False
+    text: str  # the text_config's model_type if it has none
+    flat: bool = False  # a config without text_config has the language model's fields itself
+    tied: bool = False  # default of tie_word_embeddings
 
     def knows(self, field: str) -> bool:
         return field in FIELDS or field in OTHER_FIELDS
 
     def text_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The language model's config, with what the outer one says for both."""
+        """Return the language model's config, including the outer config's common fields."""
         inner = config.get("text_config")
         if inner is None and self.flat:
             inner = {k: v for k, v in config.items() if k not in (*FIELDS, "model_type", "architectures")}

@@ -1,4 +1,4 @@
-"""Spec of a model without a file in `families`, from config.json as read by transformers' own class."""
+"""Spec of a model without a file in `families`, from config.json read by transformers' own class."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from cacheblend_cli.model.model_files import AGAIN
 from cacheblend_cli.model.spec import LENGTH_DEPENDENT, ModelSpec
 
 CHOOSING = ("indexer", "index_topk", "index_n_heads", "index_local", "sparse_att", "sparse_block", "compress_r", "logn")
-"""Parts of the names of fields of models whose layers do otherwise with long prompts than with short ones."""
+"""Parts of field names of models whose layers compute differently for long prompts."""
 
 
 def generic_spec(config: dict[str, Any]) -> ModelSpec | None:
-    """The spec as far as the config tells it; `measure` finds the rest on the loaded model. None: transformers knows no
-    such decoder. Raises UsageError. Imports transformers."""
+    """Return the spec as far as the config determines it; `measure` finds the rest on the loaded model. None: not a
+    decoder of transformers. Raises UsageError. Imports transformers."""
     import transformers
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
@@ -63,7 +63,7 @@ def _spec(model_type: str, architecture: str, read: Any, config: dict[str, Any])
     }
     odd = [name for name, value in sizes.items() if isinstance(value, bool) or not isinstance(value, int) or value < 1]
     if odd:
-        raise not_generic(model_type, f"its config has no {odd[0]} that is a number of 1 or more")
+        raise not_generic(model_type, f"{odd[0]} in its config is missing or not a number of 1 or more")
     heads, layers = sizes["num_attention_heads"], sizes["num_hidden_layers"]
     head_dim = getattr(read, "head_dim", None) or sizes["hidden_size"] // heads
     rope, local = _ropes(model_type, read, sizes["max_position_embeddings"], head_dim)
@@ -94,14 +94,14 @@ def _spec(model_type: str, architecture: str, read: Any, config: dict[str, Any])
 
 
 def _ropes(model_type: str, read: Any, length: int, head_dim: int) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """RoPE's parameters, and those of layers with a window, where these have their own."""
+    """Return RoPE's parameters, and those of layers with a window if they differ."""
     given = getattr(read, "rope_parameters", None)
     if not isinstance(given, dict) or not given:
         raise not_generic(model_type, "its config has no rope_parameters")
     by_kind = [given[kind] for kind in KINDS if kind in given]
     nested = any(isinstance(value, dict) for value in given.values())
     if nested and (len(by_kind) != len(given) or not all(isinstance(one, dict) for one in by_kind)):
-        raise not_generic(model_type, f"its layers have RoPEs of kinds that are not known: {shown(sorted(given))}")
+        raise not_generic(model_type, f"its layers have unknown kinds of RoPE: {shown(sorted(given))}")
     found = []
     for one in by_kind if nested else [given]:
         found.append(rope_parameters({"rope_parameters": one}, length, head_dim, {"partial_rotary_factor": 1.0}))
@@ -112,7 +112,7 @@ def _ropes(model_type: str, read: Any, length: int, head_dim: int) -> tuple[dict
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Neither warnings nor progress bars of transformers; as they were, afterwards."""
+    """Silence transformers' warnings and progress bars, and restore them afterwards."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -127,8 +127,8 @@ def quiet() -> Iterator[None]:
 
 
 def not_generic(model_type: object, reason: str) -> UsageError:
-    """reason: what it has or lacks, as the end of a sentence."""
+    """Return the error. reason: the missing or unsupported feature, as the end of a sentence."""
     return UsageError(
         f"model_type {model_type!r} has no implementation of its own here, and cannot run on transformers' layers: {reason}",
-        "take another model: cacheblend models ls, cacheblend init",
+        "use another model: cacheblend models ls, cacheblend init",
     )

@@ -1,4 +1,4 @@
-"""A decoder whose layers are transformers': the interface of `model.decoder`, on whole layers that are called twice."""
+"""A decoder with transformers' layers: the interface of `model.decoder` over whole layers that are called twice."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from cacheblend_cli.model.weights import head_order
 
 
 class GenericLayer(DecoderLayer):
-    """A layer of transformers. What goes in is the layer's input itself, as h and as the residual: its norms are inside.
+    """A layer of transformers. Its norms are inside, so h and the residual are both the layer's raw input.
 
-    K comes with the channels of its heads in the order of our kernels, as every other K that is stored.
+    K has the channels of its heads in our kernels' order, like all stored K.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class GenericLayer(DecoderLayer):
         return output, output
 
     def in_float32(self, call: Call) -> GenericLayer:
-        """A copy that computes in fp32. call: as `Parts.calls` gives it in fp32."""
+        """Return a copy that computes in fp32. call: from `Parts.calls`, in fp32."""
         return GenericLayer(
             self.index, self.spec, self.kernels, self.module.in_float32(call), self.attention, self.rope
         )
@@ -68,8 +68,11 @@ class GenericLayer(DecoderLayer):
 
 
 class GenericDecoder(Decoder):
-    """model: a ...ForCausalLM of transformers, which this takes over. Raises UsageError, with the reason, where it cannot be
-    used; whether it computes what transformers computes is `kv.generic_check`'s to find."""
+    """A decoder over transformers' layers.
+
+    model: a ...ForCausalLM of transformers, owned by the decoder from here on. Raises UsageError, with the reason, if
+    it cannot be used. `kv.generic_check` finds out whether the results equal transformers'.
+    """
 
     def __init__(self, spec: ModelSpec, model: object, kernels: KernelBackend) -> None:
         self.parts = Parts(model)
@@ -83,7 +86,7 @@ class GenericDecoder(Decoder):
         self.layers = [*self.generic_layers]
         self.kv_scales: KVScales | None = None
         names = (name.rpartition(".")[2] for name, _ in self.parts.model.named_modules())
-        self.steady = "experts" not in names  # transformers multiplies each expert with the few rows it gets
+        self.steady = "experts" not in names  # transformers multiplies each expert with only its rows
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self.parts.embed(token_ids)
@@ -107,15 +110,15 @@ def load_generic(
     kernels: KernelBackend,
     adapter: LoraAdapter | None = None,
 ) -> GenericDecoder:
-    """The checkpoint in `path`, with the adapter merged into it, on transformers' own layers. Nothing is fetched and no code of the model's own is run.
-    Raises UsageError, with the reason, for a model that cannot be used."""
+    """Load the checkpoint in `path` with the adapter merged into it, on transformers' own layers. Nothing is fetched,
+    and the model's own code is never run. Raises UsageError, with the reason, for a model that cannot be used."""
     seam.register()
     model_type = spec.config["model_type"]
     try:
         return GenericDecoder(spec, _model(path, dtype, device, adapter), kernels)
     except (CacheBlendError, OSError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # whatever layers of another kind lead to
+    except Exception as error:  # unsupported layers can raise anything
         raise not_generic(model_type, str(error).partition("\n")[0] or type(error).__name__) from error
 
 
@@ -141,11 +144,12 @@ def _model(path: Path, dtype: torch.dtype, device: torch.device, adapter: LoraAd
     return model
 
 
-BLOCK = 1024  # rows at a time, which are fp32 for a moment
+BLOCK = 1024  # rows per block, which are temporarily fp32
 
 
 def merge_adapter(model: Any, adapter: LoraAdapter) -> None:
-    """model: a ...ForCausalLM. Raises UsageError for an adapter of another model, or of what is no linear layer of its own."""
+    """Merge an adapter into a ...ForCausalLM. Raises UsageError for an adapter of another model, or one that changes
+    anything but linear layers with their own weights."""
     modules = dict(model.named_modules())
     head = model.get_output_embeddings()
     shared = head is not None and head.weight is model.get_input_embeddings().weight

@@ -1,4 +1,5 @@
-"""Properties of a layer that config.json lacks, measured by calling it: heads, scale, window, and RoPE's rotation of q and k."""
+"""Measure properties of a layer that config.json lacks by calling it: heads, scale, window, and RoPE's rotation of q
+and k."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from cacheblend_cli.model.rope import RotaryEmbedding
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.weights import head_order
 
-PROBES = 12  # positions, up to the last one of the context
-TELLS_APART = 0.03  # of the largest entry: bf16 rounds to a tenth of it, and another RoPE is off by as much as it turns
+PROBES = 12  # number of positions, up to the last one of the context
+# tolerance relative to the largest entry: bf16 rounds to a tenth of it, another RoPE is off by its whole rotation
+TELLS_APART = 0.03
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class _Probe:
 
 
 def measure(spec: ModelSpec, parts: Parts) -> tuple[ModelSpec, list[GenericModule], list[AttentionParams]]:
-    """The spec with what was found, and each layer with how it attends. Raises UsageError, with the reason, for a model whose
-    layers do anything else than ours could."""
+    """Return the spec with what was measured, each layer's module, and each layer's attention parameters. Raises
+    UsageError, with the reason, for a model whose layers compute anything that ours cannot."""
     positions = probed_positions(spec, parts.model.device)
     embedded = parts.embed(torch.arange(len(positions), device=positions.device) % spec.vocab_size)
     calls = parts.calls(embedded, positions)
@@ -40,7 +42,7 @@ def measure(spec: ModelSpec, parts: Parts) -> tuple[ModelSpec, list[GenericModul
     windows = tuple(_window(parts, i, call, spec.max_context) for i, call in enumerate(calls))
     spec = replace(_with_heads(spec, parts, probes), sliding_windows=windows)
     turns = [list(_turns_of(spec, i, probe)) for i, probe in enumerate(probes)]
-    for interleaved in (False, True):  # halves, then neighbours
+    for interleaved in (False, True):  # channels i and i + half, then neighbours
         if all(interleaved in found or None in found for found in turns):
             unrotated = tuple(i for i, found in enumerate(turns) if None in found)
             attention = [_attention(spec, p.plain, w) for p, w in zip(probes, windows, strict=True)]
@@ -49,15 +51,15 @@ def measure(spec: ModelSpec, parts: Parts) -> tuple[ModelSpec, list[GenericModul
 
 
 def probed_positions(spec: ModelSpec, device: torch.device) -> Tensor:
-    """[PROBES] int64, sorted: the first ones, and others up to the last that the context has."""
+    """Return [PROBES] int64, sorted: the first positions, and others up to the context's last."""
     last = spec.max_context - 1
     near, far = torch.arange(min(4, last + 1)), torch.linspace(min(5, last), last, PROBES - 4).long()
     return torch.cat((near, far)).unique().to(device)
 
 
 def turned_as_ours(spec: ModelSpec, layer: int, projected: Projected, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k, unrotated and with the heads' channels as the model has them, as our RoPE turns them: fp32, with the channels
-    as we have them."""
+    """Rotate q and k by our RoPE: from unrotated heads with channels in the model's order to fp32 with channels in our
+    order."""
     rope = RotaryEmbedding(spec.rope_of(layer), spec.head_dim, spec.max_position_embeddings, positions.device)
     cos, sin = (t[:, None] for t in rope.at(positions, int(positions[-1]) + 1))
     q, k = (reordered(spec, x).float() for x in (projected.q, projected.k))
@@ -65,13 +67,13 @@ def turned_as_ours(spec: ModelSpec, layer: int, projected: Projected, positions:
 
 
 def reordered(spec: ModelSpec, heads: Tensor) -> Tensor:
-    """[..., head_dim] with its channels where our RoPE turns them."""
+    """Return heads [..., head_dim] with the channels in our RoPE's order."""
     order = head_order(spec)
     return heads if order is None else heads[..., order]
 
 
 def is_close(ours: Tensor, theirs: Tensor, share: float) -> bool:
-    """Up to a share of the largest entry."""
+    """Return whether both agree up to a share of the largest entry."""
     return float((ours - theirs.float()).abs().max()) <= share * float(theirs.float().abs().max())
 
 
@@ -106,8 +108,8 @@ def _window(parts: Parts, index: int, call: Call, length: int) -> int | None:
 
 
 def _turns_of(spec: ModelSpec, layer: int, probe: _Probe) -> Iterator[bool | None]:
-    """The ways of turning that explain what the layer does: False for channels i and i + half, True for neighbours, None for
-    not at all."""
+    """Yield the rotations that explain the layer's output: False for channels i and i + half, True for neighbours, None
+    for no rotation."""
     if all(torch.equal(a, b) for a, b in ((probe.plain.q, probe.turned.q), (probe.plain.k, probe.turned.k))):
         yield None
         return

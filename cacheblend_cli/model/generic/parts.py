@@ -1,4 +1,4 @@
-"""A model of transformers, cut before and behind its layers, and the layers as they are called."""
+"""A model of transformers, split before and after its layers, and its layers as callables."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from cacheblend_cli.model.generic.config import not_generic
 from cacheblend_cli.model.generic.seam import NAME, Projected
 
 ABSENT = ("attention_mask", "position_ids", "cache_position", "past_key_values", "past_key_value")
-"""What a layer is given beside its rows and RoPE that only masks and caches need: nothing of it, on our path."""
+"""Arguments of a layer, besides rows and RoPE, that only masks and caches need. They are omitted on our path."""
 _VARYING = ("hidden_states", "position_embeddings")
 Call = dict[str, Any]
 
 
 class Parts:
-    """model: a ...ForCausalLM whose attention implementation is `seam.NAME`."""
+    """The parts of a model. model: a ...ForCausalLM with the attention implementation `seam.NAME`."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.model_type = model, model.config.model_type
@@ -53,8 +53,8 @@ class Parts:
         raise self.refused("its layers are not called by its own forward pass")
 
     def calls(self, embedded: Tensor, positions: Tensor, implementation: str = NAME) -> list[Call]:
-        """Return each layer's keyword arguments at these positions [num_rows] int64. embedded: [num_rows,
-        hidden_size], whose values do not matter, but RoPE and masks come in its dtype."""
+        """Return each layer's keyword arguments at these positions [num_rows] int64. embedded: [num_rows, hidden_size];
+        its values do not matter, but RoPE and masks get its dtype."""
         found: list[Call] = []
 
         def keep(call: Call) -> Tensor:
@@ -74,7 +74,7 @@ class Parts:
 
     @contextmanager
     def attention(self, implementation: str) -> Iterator[None]:
-        """transformers' own attention for a while."""
+        """Use transformers' own attention temporarily."""
         self.model.set_attn_implementation(implementation)
         try:
             yield
@@ -83,8 +83,8 @@ class Parts:
 
     @contextmanager
     def _surroundings_in(self, dtype: torch.dtype) -> Iterator[None]:
-        """Hold the weights outside the layers, but for embeddings, in another dtype for a while: a LayerNorm takes rows of its
-        own dtype only."""
+        """Keep the weights outside the layers, except embeddings, in another dtype temporarily: a LayerNorm only
+        accepts rows of its own dtype."""
         inside = {id(module) for layer in self.layers for module in layer.modules()}
         outside = [m for m in self._base.modules() if id(m) not in inside and not isinstance(m, nn.Embedding)]
         held = [(p, p.data) for m in outside for p in m.parameters(recurse=False) if p.is_floating_point()]
@@ -98,7 +98,7 @@ class Parts:
 
     @contextmanager
     def _edges(self, act: Callable[[Call], Tensor]) -> Iterator[None]:
-        """`act` in place of every layer."""
+        """Replace every layer by `act` temporarily."""
         setattr(self._base, self._name, nn.ModuleList(_Edge(layer, act) for layer in self.layers))
         try:
             yield
@@ -107,7 +107,7 @@ class Parts:
 
 
 class GenericModule:
-    """A layer of transformers that takes and gives rows [num_rows, hidden_size]. call: what its model calls it with."""
+    """A layer of transformers as a function of rows [num_rows, hidden_size]. call: the arguments its model passes."""
 
     def __init__(self, module: nn.Module, call: Call) -> None:
         self.module, self._call = module, call
@@ -115,8 +115,8 @@ class GenericModule:
         self._same = {name: _neutral(name, value) for name, value in call.items() if name not in _VARYING}
 
     def project(self, hidden: Tensor, turn: tuple[Tensor, Tensor] | None = None) -> Projected:
-        """q, k and v of the rows. turn: RoPE's cos and sin as the layer takes them [1, num_rows, ...]; None: K and q are
-        not rotated, for cos is 1 and sin 0. Raises LookupError if the layer calls no attention."""
+        """Return q, k and v of the rows. turn: RoPE's cos and sin in the layer's shape [1, num_rows, ...]; None: q and
+        k stay unrotated (cos 1, sin 0). Raises LookupError if the layer does not call attention."""
         try:
             self._run(hidden, turn)
         except seam.Stopped as stopped:
@@ -126,16 +126,16 @@ class GenericModule:
         raise LookupError
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """The layer's output, where attention gave [num_rows, num_heads, head_dim]."""
+        """Return the layer's output. attended: attention's output, [num_rows, num_heads, head_dim]."""
         with seam.giving(attended):
             return _rows(self._run(hidden, None))
 
     def whole(self, hidden: Tensor, call: Call) -> Tensor:
-        """The layer as its model calls it, with its own attention."""
+        """Run the layer with its own attention, as its model does."""
         return _rows(self.module(**(call | {"hidden_states": hidden[None]})))
 
     def in_float32(self, call: Call) -> GenericModule:
-        """A copy that computes in fp32, if it does not do so already. call: as `Parts.calls` gives it in fp32."""
+        """Return a copy that computes in fp32, or itself if it already does. call: from `Parts.calls`, in fp32."""
         if all(p.dtype == torch.float32 for p in self.module.parameters()):
             return GenericModule(self.module, call)
         configs = {id(c): c for m in self.module.modules() if (c := getattr(m, "config", None)) is not None}
@@ -150,7 +150,7 @@ class GenericModule:
 
 
 class _Edge(nn.Module):
-    """Stands in for a layer, of which the model may ask attributes."""
+    """Placeholder for a layer; the model may read the layer's attributes."""
 
     def __init__(self, layer: nn.Module, act: Callable[[Call], Tensor]) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class _Reached(Exception):
 
 
 def called(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Call:
-    """The arguments of a call by the names of the layer's parameters."""
+    """Return a call's arguments by the names of the layer's parameters."""
     signature = inspect.signature(layer.forward)
     bound = signature.bind(*given, **named).arguments
     kinds = {name: p.kind for name, p in signature.parameters.items()}

@@ -1,7 +1,7 @@
 """Hooks into transformers' attention: its AttentionInterface and its mask interface.
 
-A model whose attention implementation is NAME calls `_attention` with q and k as its layer has rotated them, and gets its
-masks from `_mask`, which makes none but keeps the rule by which keys are hidden.
+A model with the attention implementation NAME calls `_attention` with q and k as rotated by its layer. It gets its
+masks from `_mask`, which creates none but keeps the rule that hides keys.
 """
 
 from __future__ import annotations
@@ -20,26 +20,25 @@ NAME = "cacheblend"
 
 @dataclass(frozen=True)
 class Projected:
-    """Arguments of a layer's attention. q: [num_rows, num_heads, head_dim]; k, v: [num_rows, num_kv_heads, head_dim], of v its own.
-    scale, soft_cap, sinks [num_heads]: as `AttentionParams` has them; scale None: head_dim ** -0.5."""
+    """Arguments of a layer's attention."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scale: float | None
+    q: Tensor  # [num_rows, num_heads, head_dim]
+    k: Tensor  # [num_rows, num_kv_heads, head_dim]
+    v: Tensor  # [num_rows, num_kv_heads, head_dim of V]
+    scale: float | None  # as in `AttentionParams`; None: head_dim ** -0.5
     soft_cap: float | None
-    sinks: Tensor | None
+    sinks: Tensor | None  # [num_heads]
 
 
 @dataclass(frozen=True)
 class KeyRule:
-    """Rule in place of a mask: the keys that a position sees, as transformers' function of batch, head, query and key."""
+    """A rule instead of a mask: keys that a position sees, as transformers' function of batch, head, query and key."""
 
     sees: Callable[..., Tensor]
 
     def window(self, length: int) -> int | None:
-        """Return how many positions a position of `length` sees back, itself included; None = all. Raises ValueError if keys are
-        hidden by another rule."""
+        """Return how many positions a position of `length` sees back, including itself; None = all. Raises ValueError
+        if keys are hidden by another rule."""
         last = length - 1
         count = int(self._seen(last, length).sum())
         window = None if count == length else count
@@ -54,13 +53,13 @@ class KeyRule:
         return window
 
     def _seen(self, query: int, length: int) -> Tensor:
-        """[length] bool."""
+        """Return [length] bool."""
         none = torch.tensor(0)
         return self.sees(none, none, torch.tensor(query), torch.arange(length)).expand(length)
 
 
 class Stopped(Exception):
-    """A layer was asked for what it projects, and nothing after that."""
+    """Raised to end a layer after its projections."""
 
     def __init__(self, projected: Projected) -> None:
         super().__init__()
@@ -72,8 +71,8 @@ _given: ContextVar[Tensor | None] = ContextVar("attention's output of the layer 
 
 @contextmanager
 def giving(attended: Tensor) -> Iterator[None]:
-    """Layers that run meanwhile get this from attention, [num_rows, num_heads, head_dim], and go on; else they end with
-    `Stopped`."""
+    """Layers that run meanwhile get this output from attention, [num_rows, num_heads, head_dim], and continue. Without
+    it they end with `Stopped`."""
     token = _given.set(attended)
     try:
         yield
@@ -82,7 +81,7 @@ def giving(attended: Tensor) -> Iterator[None]:
 
 
 def register() -> None:
-    """Name our functions in transformers' registries."""
+    """Register our functions with transformers."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -99,7 +98,7 @@ def _attention(
     scaling: float | None = None,
     **named: Any,
 ) -> tuple[Tensor, None]:
-    """query, key, value: [1, heads, num_rows, head_dim]. The layers are called without a mask."""
+    """query, key, value: [1, heads, num_rows, head_dim]. Layers are called without a mask."""
     if attention_mask is not None:
         raise ValueError("its layers choose themselves which keys they see")
     given = _given.get()

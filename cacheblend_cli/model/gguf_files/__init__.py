@@ -1,5 +1,5 @@
-"""Models in GGUF files, as llama.cpp has them.
+"""Models in llama.cpp's GGUF files.
 
-A file is read once (`conversion`): what its metadata says of the model becomes a directory in the user's cache with the
-files a checkpoint of transformers has, and an index of the tensors in place of weights. `tensors` reads those from the file.
+A file is converted once (`conversion`): its metadata becomes a directory in the user's cache with the files of a
+transformers checkpoint, and an index of the tensors instead of weights. `tensors` reads the weights from the file.
 """

@@ -1,4 +1,5 @@
-"""The architectures of GGUF files: which model of transformers each is, and what of its config the file says or implies."""
+"""Architectures of GGUF files: the transformers model of each, and the config fields that the file states or
+implies."""
 
 from __future__ import annotations
 
@@ -12,27 +13,23 @@ Config = dict[str, Any]
 
 EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 WINDOW = "attention.sliding_window"
-LOCAL_THETA = 10000.0  # of a Gemma 3's layers with a window
+LOCAL_THETA = 10000.0  # RoPE theta of a Gemma 3's layers with a window
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Mapping of a `general.architecture` to transformers.
-
-    permuted: llama.cpp's converter has reordered the rows of Q and K. norm_offset: what it has added to the norms' weights.
-    keys: what the file may say beside what all may. more: what is changed in the config that all have, which it is given.
-    partial: RoPE may turn a part of the head."""
+    """Mapping of a `general.architecture` to transformers."""
 
     model_type: str
-    permuted: bool = False
-    norm_offset: float = 0.0
-    keys: Collection[str] = ()
-    more: Callable[[Keys, Config], Config] | None = None
-    partial: bool = False
+    permuted: bool = False  # llama.cpp's converter reorders the rows of Q and K
+    norm_offset: float = 0.0  # what the converter adds to the norms' weights
+    keys: Collection[str] = ()  # keys the file may have, besides the common ones
+    more: Callable[[Keys, Config], Config] | None = None  # (keys, common config) -> fields to change in the config
+    partial: bool = False  # RoPE may rotate a part of the head
 
 
 def architecture_of(name: str, metadata: Mapping[str, Any]) -> Architecture:
-    """A Mixtral calls itself a llama, with experts."""
+    """Return the architecture of this name. A Mixtral is named llama too, but has experts."""
     return MIXTRAL if name == "llama" and metadata.get("llama.expert_count") else ARCHITECTURES[name]
 
 
@@ -65,8 +62,8 @@ def _gemma3(keys: Keys, config: Config) -> Config:
 
 
 def _scalar(config: Config, widest: int) -> int:
-    """Return the divisor of scores under the root. No file has it: llama.cpp goes by the number of layers, as its largest model
-    has another one."""
+    """Return the divisor of scores under the root. GGUF files lack it: llama.cpp goes by the number of layers, since
+    the largest model has a different one."""
     if config["num_hidden_layers"] == widest:
         return int(config["hidden_size"] // config["num_attention_heads"])
     return int(config["head_dim"])

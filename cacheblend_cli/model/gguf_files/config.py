@@ -1,4 +1,5 @@
-"""config.json from a GGUF file's metadata. A key that changes what the model computes is understood or refused by name."""
+"""config.json from a GGUF file's metadata. A key that changes what the model computes is understood or refused by
+name."""
 
 from __future__ import annotations
 
@@ -10,16 +11,16 @@ from cacheblend_cli.model.gguf_files.architectures import ARCHITECTURES, archite
 from cacheblend_cli.model.gguf_files.keys import Keys, Metadata
 from cacheblend_cli.model.gguf_files.rope import Factors, rope_of
 
-# Keys of an architecture, without its name before them.
+# Keys of an architecture, without its name as a prefix.
 KNOWN = {
     "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "tensor_data_layout",
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
     "attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.dimension_count",
     "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
-    "rope.scaling.finetuned",  # says that the factor was trained with: the result is the same
-    "rope.scale_linear",  # the linear factor, in older files
+    "rope.scaling.finetuned",  # whether the model was trained with the factor; the result is the same
+    "rope.scale_linear",  # the linear factor in older files
 }  # fmt: skip
-BIASES = {  # fields of config.json, and the tensor that is there where they are true
+BIASES = {  # fields of config.json that are true if the tensor is present
     "attention_bias": (
         "blk.0.attn_q.bias",
         ("llama", "qwen3", "granite", "smollm3", "olmo2", "glm4", "gemma", "qwen3_moe", "gpt_oss"),
@@ -32,7 +33,8 @@ BIASES = {  # fields of config.json, and the tensor that is there where they are
 def config_of(
     metadata: Metadata, tensors: Mapping[str, tuple[int, ...]], rope_factors: Factors, dtype: str
 ) -> dict[str, Any]:
-    """tensors: their shapes. rope_factors: those that say something of RoPE. dtype: what the weights are in."""
+    """Return the config. tensors: shapes by name. rope_factors: tensors with RoPE factors. dtype: dtype of the
+    weights."""
     name = metadata.get("general.architecture")
     if metadata.get("general.type", "model") != "model":
         raise UsageError(f"the GGUF file is not a model but a {metadata['general.type']}", "give the file of its model")

@@ -1,4 +1,4 @@
-"""A GGUF file as a model directory: converted once a file, and kept in the user's cache."""
+"""A GGUF file as a model directory: converted once per file, and kept in the user's cache."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from cacheblend_cli.model.model_files import GGUF_INDEX
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-FORMAT = 3  # of what is kept: raised when a conversion gives something else
+FORMAT = 3  # version of a conversion's output: increase it when the output changes
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def gguf_in(folder: Path) -> Path | None:
-    """The GGUF file of a directory. Raises UsageError where there are several."""
+    """Return the GGUF file of a directory. Raises UsageError if there are several."""
     found = sorted(p for p in folder.glob("*.gguf") if not p.name.startswith("mmproj"))
     if len(found) > 1:
         raise UsageError(
@@ -38,9 +38,9 @@ def gguf_in(folder: Path) -> Path | None:
 
 
 def model_dir_of(file: Path, say: Callable[[str], None] | None = None) -> Path:
-    """The directory that stands for a GGUF file. say: called when the file is read for the first time.
+    """Return the directory that stands for a GGUF file. say: called when the file is read for the first time.
 
-    Raises UsageError, which names what cannot be read.
+    Raises UsageError, naming what cannot be read.
     """
     try:
         at = file.resolve(strict=True)
@@ -51,11 +51,11 @@ def model_dir_of(file: Path, say: Callable[[str], None] | None = None) -> Path:
     if (kept / GGUF_INDEX).is_file():
         return kept
     if say:
-        say(f"reading {file.name} for the first time: its tokenizer and the places of its tensors are kept")
+        say(f"reading {file.name} for the first time: its tokenizer and tensor index are cached")
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(dir=kept.parent, prefix="new-"))
-    except OSError:  # nothing can be kept: for this process only
+    except OSError:  # nothing can be kept: convert for this process only
         folder = kept = Path(tempfile.mkdtemp(prefix="cacheblend-gguf-"))
         atexit.register(shutil.rmtree, kept, ignore_errors=True)
     try:
@@ -69,7 +69,7 @@ def model_dir_of(file: Path, say: Callable[[str], None] | None = None) -> Path:
 
 
 def _put_in_place(folder: Path, kept: Path) -> None:
-    """Whole or not at all; another process may have been faster."""
+    """Move the folder into place atomically; another process may have been faster."""
     try:
         os.replace(folder, kept)
     except OSError:
@@ -87,7 +87,7 @@ def _convert(file: Path, folder: Path) -> None:
         metadata = {name: _value(field) for name, field in reader.fields.items()}
     except EOFError as error:
         raise UsageError(f"{file} is truncated: {error}", "fetch it again") from error
-    except Exception as error:  # the package raises what the bytes lead to
+    except Exception as error:  # the gguf package raises anything on damaged bytes
         raise UsageError(f"{file} is not a readable GGUF file: {error}", "fetch it again") from error
     if reader.byte_order != "I":
         raise UsageError(f"{file} is a big-endian GGUF file, which is not read", "use a little-endian one")
@@ -112,7 +112,7 @@ def _convert(file: Path, folder: Path) -> None:
 
 
 def _value(field: Any) -> Any:
-    """A value of the metadata. Long lists (the vocabulary) are left out: the tokenizer is read by transformers."""
+    """Return a value of the metadata, None for long lists (the vocabulary): transformers reads the tokenizer."""
     from cacheblend_cli.model.gguf_files.reader import LONG
 
     return field.contents() if len(field.data) < LONG else None

@@ -20,7 +20,8 @@ OF_EXPERT = re.compile(r"model\.layers\.(\d+)\..*\.experts\.(\d+)\.(\w+)\.(weigh
 
 
 def index_of(reader: GGUFReader, config: dict[str, Any], metadata: Metadata) -> dict[str, StoredTensor]:
-    """The tensors under transformers' names; those without one (nothing that a model of this family has) under their own."""
+    """Return the tensors under transformers' names. Tensors without one, which no model of this family has, keep their
+    own."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     from cacheblend_cli.model.families import spec_from_config
@@ -52,8 +53,8 @@ def index_of(reader: GGUFReader, config: dict[str, Any], metadata: Metadata) -> 
 def _own_name(
     name: str, spec: ModelSpec, name_map: TensorNameMap, held: Mapping[str, ReaderTensor]
 ) -> tuple[str | None, int | None]:
-    """Return the file's name of a tensor, and its expert's number: in one tensor with the others', or,
-    in older files, in one of its own."""
+    """Return the file's name of a tensor, and the number of its expert: all experts are in one tensor or, in older
+    files, in one each."""
     match = OF_EXPERT.fullmatch(name)
     if match is None or spec.experts is None:
         own = name_map.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -66,7 +67,7 @@ def _own_name(
 
 
 def _stored(tensor: ReaderTensor, wanted: Collection[int], expert: int | None, **read: Any) -> StoredTensor:
-    """wanted: the shape it ought to have, which counts where the file only lacks dimensions of 1."""
+    """Return the stored tensor. wanted: expected shape, used if the file's shape lacks only dimensions of 1."""
     shape, size = tuple(int(n) for n in reversed(tensor.shape)), int(tensor.n_bytes)
     offset = int(tensor.data_offset)
     if expert is not None:

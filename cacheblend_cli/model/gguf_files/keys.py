@@ -1,4 +1,4 @@
-"""The keys of a GGUF file's metadata that describe its architecture."""
+"""Keys of a GGUF file's metadata that describe its architecture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Metadata = Mapping[str, Any]
 
 
 class Keys:
-    """The keys of the file's architecture, each read as what it has to be."""
+    """Typed keys of the file's architecture."""
 
     def __init__(self, metadata: Metadata, architecture: str) -> None:
         prefix = f"{architecture}."
@@ -29,7 +29,7 @@ class Keys:
         )
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number of 1 or more; of a list with a number a layer, the one that all of them are."""
+        """Return a whole number of 1 or more. A list with a number per layer must have the same number throughout."""
         value = self._given(key, default)
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]
@@ -43,10 +43,10 @@ class Keys:
         value = self._given(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise self.refusal(key, "it has to be a number above 0")
-        return float(f"{value:.7g}")  # it was a float32: 1e-05, and not 9.999999747378752e-06
+        return float(f"{value:.7g}")  # it was a float32: 1e-05 instead of 9.999999747378752e-06
 
     def optional_integer(self, key: str) -> int | None:
-        """A whole number of 1 or more; None where there is none, or 0."""
+        """Return a whole number of 1 or more; None if it is missing or 0."""
         return self.integer(key) if self.values.get(key) else None
 
     def _given(self, key: str, default: float | None) -> Any:

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType
 
-LONG = (
-    4096  # elements from which an array (the vocabulary) is passed over: the package takes seconds for 100,000 strings
-)
+LONG = 4096  # elements; longer arrays (the vocabulary) are skipped: the package takes seconds for 100,000 strings
 
 
 class CheckedReader(GGUFReader):
-    """The package's reader. Raises EOFError, with the sizes, for a file that ends before its header or its last tensor does."""
+    """The package's reader. Raises EOFError, with the sizes, for a file that ends before its header or last tensor
+    does."""
 
     def _get(self, offset: int, dtype: Any, count: int = 1, *args: Any, **kwargs: Any) -> Any:
         if offset + count * np.dtype(dtype).itemsize > len(self.data):
@@ -23,7 +22,8 @@ class CheckedReader(GGUFReader):
         return super()._get(offset, dtype, count, *args, **kwargs)
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-        """A field's bytes, parts, indices of its values among these, and types. A long array is one part, whose values are not cut apart."""
+        """Return a field's bytes, parts, indices of its values among the parts, and types. A long array is one part
+        that is not split into values."""
         if raw_type != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
         kind, count = int(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])

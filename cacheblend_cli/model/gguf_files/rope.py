@@ -1,4 +1,4 @@
-"""RoPE's parameters, as transformers writes them, from a GGUF file's metadata."""
+"""RoPE's parameters in transformers' form, from a GGUF file's metadata."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from cacheblend_cli.model.rope import inverse_frequencies
 
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-FACTORS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)  # tensors that say something of RoPE
+FACTORS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)  # tensors with RoPE factors
 Factors = Mapping[str, np.ndarray]
-# What Llama 3.1, 3.2 and 3.3 have; a GGUF file holds only the factors that come of it.
+# Settings of Llama 3.1, 3.2 and 3.3; a GGUF file only has the factors derived from them.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 LLAMA3_FACTORS = (8.0, 32.0, 16.0, 4.0, 2.0)
 
 
 def rope_of(keys: Keys, rotated: int, context: int, given: Factors) -> dict[str, Any]:
-    """rotated: channels of a head that are turned. given: those of the file's tensors that FACTORS names."""
+    """Return the RoPE parameters. rotated: number of rotated channels of a head. given: the file's tensors named in
+    FACTORS."""
     theta = keys.number("rope.freq_base", 10000.0)
     kind = keys.values.get("rope.scaling.type") or "none"
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
@@ -50,7 +51,7 @@ def rope_of(keys: Keys, rotated: int, context: int, given: Factors) -> dict[str,
 
 
 def _llama3(theta: float, head_dim: int, context: int, factors: np.ndarray) -> dict[str, Any]:
-    """The settings of Llama 3.x that these factors come of."""
+    """Return the Llama 3.x settings that produce these factors."""
     plain, _ = inverse_frequencies({"rope_type": "default", "rope_theta": theta}, head_dim, context, context)
     for factor in LLAMA3_FACTORS:
         rope = {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **LLAMA3}

@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file, dequantised as they are read: no more of them is held than the rows that are asked for."""
+"""Tensors of a GGUF file, dequantised as they are read. Only the requested rows are held in memory."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ from torch import Tensor
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.model_files import GGUF_INDEX
 
-BLOCK_BYTES = 4 << 20  # of float32: more does not read faster, and takes memory beside the weights
+BLOCK_BYTES = 4 << 20  # of float32: more is not faster, and takes memory besides the weights
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """kind: the name of its GGMLQuantizationType. shape: as torch has it, rows first. offset: from the file's beginning.
+    """A tensor in the file."""
 
-    permuted_heads: llama.cpp's converter has put the rows of each of so many heads in another order: those of RoPE's
-    first and second half by turns. 0: it has not. offset_of_norm: what it has added, and is taken off as it is read."""
-
-    kind: str
-    shape: tuple[int, ...]
-    offset: int
+    kind: str  # name of its GGMLQuantizationType
+    shape: tuple[int, ...]  # torch's order, rows first
+    offset: int  # bytes from the beginning of the file
     num_bytes: int
+    # number of heads whose rows llama.cpp's converter reordered (RoPE's first and second half interleaved); 0: not
+    # reordered
     permuted_heads: int = 0
-    offset_of_norm: float = 0.0
+    offset_of_norm: float = 0.0  # added by the converter, subtracted when read
 
 
 def write_index(folder: Path, file: Path, tensors: dict[str, StoredTensor]) -> None:
-    """The last file of a converted directory: where it is, the others are."""
+    """Write the index, the last file of a converted directory: if it exists, the others do too."""
     content = {"file": str(file), "tensors": {name: asdict(tensor) for name, tensor in tensors.items()}}
     (folder / GGUF_INDEX).write_text(json.dumps(content), encoding="utf-8")
 
@@ -54,7 +53,7 @@ def is_readable(kind: Any) -> bool:
 
 
 class GGUFTensors:
-    """The tensors of a converted directory, a `TensorSource`."""
+    """Tensors of a converted directory, a `TensorSource`."""
 
     block_bytes = BLOCK_BYTES
 
@@ -64,22 +63,22 @@ class GGUFTensors:
         self.index = {name: StoredTensor(**tensor) for name, tensor in content["tensors"].items()}
 
     def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """(name, dtype as `read` gives it, shape)"""
+        """Yield (name, dtype returned by `read`, shape)."""
         for name, tensor in self.index.items():
             yield name, "F32", tuple(tensor.shape)
 
     def whole(self, name: str) -> Tensor | None:
-        """None: what a file of this kind has is of types and an order of its own."""
+        """Return None: GGUF tensors have their own types and order, so they cannot be mapped."""
         return None
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop`, float32."""
+        """Return rows `start` to `stop`, float32."""
         tensor = self.index[name]
         rows = tensor.shape[0]
         if not tensor.permuted_heads:
             read = self._rows(tensor, start, stop)
             return read - tensor.offset_of_norm if tensor.offset_of_norm else read
-        # whole heads are read, and of them the rows that are wanted, in their own order
+        # read whole heads, then select the wanted rows in their own order
         width = rows // tensor.permuted_heads
         first, last = start // width * width, -(-stop // width) * width
         wanted = torch.arange(start, stop)
@@ -99,7 +98,7 @@ class GGUFTensors:
         return dequantised(raw, tensor.kind)
 
     def _fill(self, raw: np.ndarray, offset: int) -> None:
-        """Read, not mapped: a file that is cut short is an error, and no page of it stays resident."""
+        """Read instead of mapping: a truncated file is an error, and its pages do not stay resident."""
         view, done = raw.reshape(-1).data, 0
         with open(self.file, "rb", buffering=0) as stream:
             while done < len(view):
@@ -110,7 +109,7 @@ class GGUFTensors:
 
 
 def dequantised(raw: np.ndarray, name: str) -> Tensor:
-    """Return rows of a tensor in float32: raw [num_rows, num_bytes] uint8. name: of its GGMLQuantizationType."""
+    """Return rows of a tensor in float32: raw [num_rows, num_bytes] uint8. name: its GGMLQuantizationType."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 

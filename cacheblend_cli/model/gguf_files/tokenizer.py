@@ -1,4 +1,4 @@
-"""The tokenizer and chat template of a GGUF file, written as transformers writes them."""
+"""The tokenizer and chat template of a GGUF file, written in transformers' format."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 from cacheblend_cli.errors import UsageError
 
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-MARK = "\u2581"  # what SentencePiece writes for a space
+MARK = "\u2581"  # SentencePiece's mark for a space
 ENDS = ("eos", "eot", "eom")  # tokens that end an answer
-# How a text is cut before its pieces are merged (`tokenizer.ggml.pre`), where transformers does not know: as GPT-2 does, the same after every digit
-# stands alone, as Llama 3 does, or by patterns that are applied in turn. transformers takes GPT-2's way for all that it does not know.
+# How text is split before merges (`tokenizer.ggml.pre`), where transformers lacks the name: as GPT-2 does; the same
+# after splitting off every digit; as Llama 3 does; or by patterns applied in turn. transformers treats every unknown
+# name as GPT-2.
 LIKE_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling")
 DIGITS_ALONE = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 LIKE_LLAMA3 = ("glm4", "chatglm-bpe")
@@ -38,27 +39,27 @@ IN_TURN = {
     ),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
 }
-"""Patterns by name; "default" is that of files without a name."""
+"""Patterns by name; "default" is for files without a name."""
 WORDS_FIRST = (
     *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
     *("tekken", "glm4", "glm5", "youtu"),
 )
-"""Vocabularies whose words are taken as they are before pieces are merged (`ignore_merges`)."""
+"""Vocabularies that match whole words before merges (`ignore_merges`)."""
 
 
 def write_tokenizer(file: Path, metadata: Mapping[str, Any], folder: Path) -> None:
-    """tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json into `folder`.
+    """Write tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json to `folder`.
 
-    Raises UsageError for a tokenizer of another kind.
+    Raises UsageError for an unsupported kind of tokenizer.
     """
-    # not AutoTokenizer, which wants a config, and reads that of few architectures
+    # AutoTokenizer needs a config, and reads few architectures
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     kind, pre = metadata.get("tokenizer.ggml.model"), _pre(metadata)
     try:
         backend = PreTrainedTokenizerFast.from_pretrained(str(file.parent), gguf_file=file.name).backend_tokenizer
-    except Exception as error:  # whatever a damaged or unknown vocabulary leads to
+    except Exception as error:  # a damaged or unknown vocabulary can raise anything
         raise UsageError(
             f"the tokenizer of {file} ({kind!r}) cannot be read: {error}",
             "use another model, or its checkpoint with safetensors weights",
@@ -81,14 +82,14 @@ def write_tokenizer(file: Path, metadata: Mapping[str, Any], folder: Path) -> No
 
 
 def _pre(metadata: Mapping[str, Any]) -> str:
-    """Return how the file cuts text. Raises UsageError for a way that is not known."""
+    """Return the name of the file's text splitting. Raises UsageError for an unknown one."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     pre = str(metadata.get("tokenizer.ggml.pre") or "default")
     known = sorted({*LIKE_GPT2, *DIGITS_ALONE, *LIKE_LLAMA3, *IN_TURN, *GGUF_PRE_TOKENIZER_SPLITS})
     if metadata.get("tokenizer.ggml.model") == "gpt2" and pre not in known:
         raise UsageError(
-            f"the GGUF file cuts text in a way that is not known (tokenizer.ggml.pre = {pre!r})",
+            f"the GGUF file splits text in an unknown way (tokenizer.ggml.pre = {pre!r})",
             f"known: {', '.join(known)}",
         )
     return pre
@@ -109,7 +110,8 @@ def _set_pre_tokenizer(backend: Any, pre: str, like_llama3: str) -> None:
 
 
 def _set_space_prefix(backend: Any, prefix: bool) -> None:
-    """Have a SentencePiece vocabulary put a space before every run of text, also before one that begins with a space, or before none."""
+    """Make a SentencePiece vocabulary put a space before every run of text, even one that begins with a space, or
+    before none."""
     replace = normalizers.Replace(" ", MARK)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(MARK), replace]) if prefix else replace
     backend.pre_tokenizer = None
@@ -121,4 +123,4 @@ def _token(metadata: Mapping[str, Any], backend: Any, kind: str) -> str | None:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content), encoding="utf-8")  # indented, a vocabulary takes a second
+    path.write_text(json.dumps(content), encoding="utf-8")  # compact: indented, a vocabulary takes a second to write
