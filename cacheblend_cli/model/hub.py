@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: found in its cache, or fetched; only the files that are read."""
+"""Models of the Hugging Face hub: found in its cache or fetched. Only files that are read are fetched."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 @dataclass(frozen=True)
 class HubName:
-    """`ID`, `ID@REVISION`, `ID:FILE.gguf` or `ID@REVISION:FILE.gguf`. revision: a branch, a tag or a commit; None:
-    main."""
+    """`ID`, `ID@REVISION`, `ID:FILE.gguf` or `ID@REVISION:FILE.gguf`."""
 
-    text: str
+    text: str  # as given
     id: str
-    revision: str | None
-    file: str | None
+    revision: str | None  # a branch, a tag or a commit; None: main
+    file: str | None  # the GGUF file, or None
 
     @classmethod
     def parse(cls, text: str) -> HubName:
@@ -34,14 +33,14 @@ class HubName:
         return cls(text, match["id"], match["revision"], match["file"])
 
     def at(self, revision: str | None) -> HubName:
-        """The same model at another revision; None: unchanged."""
+        """Return the same model at another revision; None: unchanged."""
         if revision is None:
             return self
         return HubName.parse(f"{self.id}@{revision}" + (f":{self.file}" if self.file else ""))
 
 
 def cached(name: HubName) -> Path | None:
-    """The directory or GGUF file of a model that the hub's cache holds in full."""
+    """Return the directory or GGUF file of a model that is complete in the hub's cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -58,7 +57,7 @@ def cached(name: HubName) -> Path | None:
 
 
 def fetch(name: HubName) -> Path:
-    """Fetch missing files. A model that is not supported is refused before its weights are fetched.
+    """Fetch missing files. An unsupported model is refused before its weights are fetched.
 
     Raises NotFoundError, UsageError.
     """
@@ -69,7 +68,7 @@ def fetch(name: HubName) -> Path:
     except HFValidationError as error:
         raise NotFoundError(f"{name.text} is neither a directory nor a hub id", "check the path") from error
     except (HTTPError, OSError) as error:
-        raise _told(name, error) from error
+        raise _explained(name, error) from error
 
 
 def _fetch_checkpoint(name: HubName) -> Path:
@@ -82,7 +81,7 @@ def _fetch_checkpoint(name: HubName) -> Path:
             f"name one: {', '.join(f'{name.text}:{file}' for file in files[:4])}" + (", ..." if len(files) > 4 else ""),
         )
     read_spec(path)
-    # of the commit that the configuration is of, whatever the branch has become
+    # at the commit of the configuration, even if the branch has moved since
     snapshot_download(name.id, revision=path.name, allow_patterns=[SINGLE])
     if not (path / SINGLE).is_file() and (shards := weight_names(path)):
         snapshot_download(name.id, revision=path.name, allow_patterns=shards)
@@ -102,7 +101,7 @@ def _fetch_gguf(name: HubName) -> Path:
 
 
 def gguf_files(name: HubName) -> list[str]:
-    """GGUF files of a repository that are models."""
+    """Return the GGUF files of a repository that are models."""
     from huggingface_hub import HfApi
 
     files = HfApi().list_repo_files(name.id, revision=name.revision)
@@ -115,7 +114,7 @@ def _is_whole(path: Path) -> bool:
     return bool(names) and all((path / name).is_file() for name in ("config.json", "tokenizer.json", *names))
 
 
-def _told(name: HubName, error: BaseException) -> BaseException:
+def _explained(name: HubName, error: BaseException) -> BaseException:
     """Translate errors of the hub's library. A full disk stays an OSError."""
     from huggingface_hub import errors
 

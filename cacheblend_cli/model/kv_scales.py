@@ -1,4 +1,4 @@
-"""A checkpoint's own scales of float8 K and V, as quantisation tools calibrate them for other engines' caches."""
+"""Scales of float8 K and V in a checkpoint, as calibrated by quantisation tools for other engines' caches."""
 
 from __future__ import annotations
 
@@ -20,26 +20,29 @@ _NAMES = re.compile(
     r"(?:(?P<part>k|v|kv)_scale|(?P<proj>[kv])_proj\.(?:[kv]_scale|output_scale)|(?:q|prob)_scale|[qkv]_zero_point)$"
 )
 """compressed-tensors: self_attn.k_scale; ModelOpt: self_attn.k_proj.k_scale; AutoFP8: self_attn.k_proj.output_scale, or
-self_attn.kv_scale for both. Scales of queries and of softmax, and zero points of integers, are not used."""
+self_attn.kv_scale for both. Scales of queries and softmax, and zero points of integers, are not used."""
 FLOAT8 = ("float", 8)
 
 
 @dataclass(frozen=True)
 class KVScales:
-    """k, v: for each layer [num_kv_heads] fp32. The pool holds float8_e4m3fn codes: K (rotated) and V divided by them."""
+    """Scales of a float8 pool. The pool holds float8_e4m3fn codes: K (rotated) and V divided by the scales."""
 
-    k: tuple[Tensor, ...]
-    v: tuple[Tensor, ...]
+    k: tuple[Tensor, ...]  # per layer [num_kv_heads] fp32
+    v: tuple[Tensor, ...]  # per layer [num_kv_heads] fp32
 
 
 def is_kv_scale(name: str) -> bool:
-    """Return whether the tensor belongs to the quantisation of K and V, which weights do not depend on."""
+    """Return whether the tensor is a scale or zero point of K and V. Weights do not depend on it."""
     return _NAMES.search(name) is not None
 
 
 def checkpoint_scales(spec: ModelSpec, model_dir: Path, device: torch.device) -> KVScales | None:
-    """Read the scales of every layer's K (rotated) and V, one for all heads or one each: values are codes times scale. None where
-    the checkpoint has none, or has them for integers or for a latent. Raises UsageError where it lacks some of them, or they are not positive numbers."""
+    """Read the scales of every layer's K (rotated) and V, one per head or one for all: values are codes times scale.
+
+    None if the checkpoint has none, or has them for integers or for a latent. Raises UsageError if some are missing or
+    not positive.
+    """
     scheme = (spec.config.get(FIELD) or {}).get("kv_cache_scheme")
     of_integers = isinstance(scheme, dict) and (scheme.get("type", "float"), scheme.get("num_bits", 8)) != FLOAT8
     if of_integers or spec.latent is not None or is_converted(model_dir):
@@ -64,7 +67,7 @@ def checkpoint_scales(spec: ModelSpec, model_dir: Path, device: torch.device) ->
 
 
 def _scale(files: SafetensorsFiles, name: str, num_kv_heads: int) -> Tensor:
-    """[num_kv_heads] fp32."""
+    """Return the scale, [num_kv_heads] fp32."""
     scale = files.whole(name).float().flatten()
     if scale.numel() not in (1, num_kv_heads) or not bool((scale.isfinite() & (scale > 0)).all()):
         raise UsageError(

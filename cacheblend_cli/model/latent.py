@@ -1,4 +1,4 @@
-"""The projections of multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+"""Projections of multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from torch import Tensor
 from cacheblend_cli.model.linear import linear
 from cacheblend_cli.model.spec import LatentSpec, ModelSpec
 
-EPS = 1e-6  # of the norms of latents: transformers gives them its class's default, whatever rms_norm_eps says
+EPS = 1e-6  # of the latents' norms: transformers uses its class's default, whatever rms_norm_eps is
 
 
 class Latent:
-    """Latent projections between a layer's input projections and its attention. `heads` stays in the compute dtype: attention multiplies with
-    slices of it.
+    """Latent projections between a layer's input projections and its attention. weights: the layer's weights.
 
-    weights: those of the layer.
+    `heads` stays in the compute dtype: attention multiplies with slices of it.
     """
 
     def __init__(
@@ -31,18 +30,18 @@ class Latent:
         self.heads = LatentHeads(keys.contiguous(), values.contiguous())
 
     def queries(self, projected: Tensor) -> Tensor:
-        """q [num_rows, num_heads, nope_dim + rope_dim] of the first rows of the layer's product."""
+        """Return q [num_rows, num_heads, nope_dim + rope_dim] of the first rows of the layer's product."""
         if self._queries is not None:
             assert self._q_norm is not None
             projected = self._queries(self._kernels.rms_norm(projected.contiguous(), self._q_norm, EPS))
         return projected.unflatten(-1, (self._num_heads, -1))
 
     def keys_and_values(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        """Position keys before RoPE [num_rows, 1, rope_dim] and normed latents [num_rows, 1, rank]."""
+        """Return position keys before RoPE [num_rows, 1, rope_dim] and normed latents [num_rows, 1, rank]."""
         latents, k = projected.split((self._latent.rank, projected.shape[-1] - self._latent.rank), -1)
         return k[:, None], self._kernels.rms_norm(latents.contiguous(), self._kv_norm, EPS)[:, None]
 
     def absorbed(self, q: Tensor) -> Tensor:
-        """q as it is multiplied with (position key, latent), [num_rows, num_heads, rope_dim + rank]."""
+        """Return q ready to be multiplied with (position key, latent), [num_rows, num_heads, rope_dim + rank]."""
         nope = self._latent.nope_dim
         return torch.cat((q[..., nope:], torch.einsum("nhd,hdr->nhr", q[..., :nope], self.heads.keys)), -1)

@@ -17,40 +17,41 @@ from torch import Tensor
 
 from cacheblend_cli.errors import DeviceError, UsageError
 
-WEIGHT_DTYPES = ("auto", "int8")  # auto: as the model computes
+WEIGHT_DTYPES = ("auto", "int8")  # auto: the compute dtype
 CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "64"}
-"""Products that oneDNN keeps compiled, and those that torch's layer over it keeps described. Each shape is another, of half a MiB
-and a quarter, and by default there are 1,024 of both: an engine that stays, and sees every number of rows, would hold them all
-(benchmarks/results/soak.md)."""
+"""Capacity of two caches per product shape: compiled oneDNN products (half a MiB each), and torch's descriptions of
+them (a quarter of a MiB each). Each number of rows is a shape, and both caches default to 1,024 entries: a long-running
+engine would fill them (benchmarks/results/soak.md)."""
 STEADY_ROWS = 4
-"""From so many rows on a CPU's product of a row is the same to the bit, however many there are (oneDNN's and MKL's; of one to
-three rows the sums are made in another order, unless `Product.is_steady`)."""
-LEAST = 1e-12  # of a row's largest value: rows of zeros stay zeros; in cpu.c, too
-NUMBERS_AT_ONCE = 1 << 18  # that are made int8: as many as stay in a core's cache in float32
-# Overloads, where torch has oneDNN: they are called without a search among others.
+"""Number of rows from which, on a CPU, a row's product is the same to the bit for any number of rows (oneDNN's and
+MKL's). Up to three rows are summed in another order, unless `Product.is_steady`."""
+LEAST = 1e-12  # minimum of a row's largest value: rows of zeros stay zeros; same in cpu.c
+NUMBERS_AT_ONCE = 1 << 18  # elements rounded to int8 at once: as many as stay in a core's cache in float32
+# Overloads, if torch has oneDNN: called directly, without overload resolution.
 _packed_product: Any = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
 _int8_product: Any = getattr(getattr(torch.ops.onednn, "qlinear_pointwise", None), "default", None)
 
 
 def bound_caches(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set CACHES unless the user has. They are read with the process's first product, when weights are packed."""
+    """Set CACHES unless the user has set them. They are read at the process's first product, when weights are
+    packed."""
     for name, capacity in CACHES.items():
-        if name.replace("ONEDNN_", "DNNL_") not in environment:  # its older name, which oneDNN reads, too
+        if name.replace("ONEDNN_", "DNNL_") not in environment:  # the older name, which oneDNN reads too
             environment.setdefault(name, capacity)
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Return whether oneDNN can keep this weight in its own layout: on a CPU products are then about twice as fast in fp32,
-    and a third faster in bf16 (benchmarks/README.md). A meta tensor stands for a weight on the CPU whose packed form is read later
-    (model/packed_cache.py)."""
+    """Return whether oneDNN can keep this weight in its own layout. Products on a CPU are then about twice as fast in
+    fp32, and a third faster in bf16 (benchmarks/README.md). A meta tensor stands for a CPU weight whose packed form is
+    read later (model/packed_cache.py)."""
     return weight.device.type in ("cpu", "meta") and onednn_multiplies(weight.dtype)
 
 
 class Product(ABC):
     """x -> x W^T + b with a weight in oneDNN's layout (`packed`), or a plain one. shape: of W, [out, in].
 
-    Few rows are multiplied by compiled code, which reads the same layout faster, where it gives oneDNN's bits: a row's result does not
-    depend on how many rows there are (`is_steady`).
+    Few rows are multiplied by compiled code, which reads the same layout faster, if it gives oneDNN's bits: a row's
+    result does not depend on the number of rows (`is_steady`).
     """
 
     packed: bool
@@ -63,11 +64,12 @@ class Product(ABC):
         self._memory: object = None
 
     def restore(self, weight: Tensor, scales: Tensor | None, memory: object) -> None:
-        """Take a weight that was packed before, and its scales. memory: what they lie in, held as long as this product."""
+        """Take a previously packed weight, and its scales. memory: owner of their memory, held as long as this
+        product."""
         self.weight, self.scales, self._memory = weight, scales, memory
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [num_rows, in] -> [num_rows, out]."""
+        """x: [num_rows, in]. Returns [num_rows, out]."""
         if x.shape[0] <= compiled.MOST_ROWS and self._addresses and x.dtype == self.dtype:
             out = compiled.product(x, self._addresses, self.shape)
             if out is not None:
@@ -76,7 +78,8 @@ class Product(ABC):
 
     @property
     def is_steady(self) -> bool:
-        """Return whether a row's result is the same to the bit for any number of rows; else from STEADY_ROWS on."""
+        """Return whether a row's result is the same to the bit for any number of rows; otherwise it is from STEADY_ROWS
+        on."""
         return self.scales is not None or bool(self._addresses)  # sums of int8 are exact
 
     @property
@@ -85,7 +88,7 @@ class Product(ABC):
         return self.scales is None and bool(self._addresses)
 
     def rows(self, indices: Tensor) -> Tensor:
-        """[n] int64 -> those rows of the weight, [n, in], out of the layout that compiled code multiplies with."""
+        """Return rows of the weight, [n, in], read from the layout for compiled code. indices: [n] int64."""
         (outputs, inputs), num_values = self.shape, 4 // self.dtype.itemsize
         size = outputs * inputs * self.dtype.itemsize
         memory = (ctypes.c_char * size).from_address(torch.ops.mkldnn.data_ptr(self.weight))
@@ -94,11 +97,11 @@ class Product(ABC):
 
     @abstractmethod
     def _multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The product by torch, with any number of rows."""
+        """Multiply by torch, for any number of rows."""
 
     @cached_property
     def _addresses(self) -> tuple[int, int, int] | tuple[()]:
-        """Addresses of weight, scales and bias, or 0; () where compiled code does not multiply few rows."""
+        """Addresses of weight, scales and bias, or 0; () if compiled code does not multiply few rows."""
         bias, scales = self.bias, self.scales
         if not self.weight.is_mkldnn or (bias is not None and (bias.dtype != self.dtype or not bias.is_contiguous())):
             return ()
@@ -110,10 +113,11 @@ class Product(ABC):
         return (*found, 0 if bias is None else bias.data_ptr()) if _ALIKE[case] else ()
 
     def _is_alike(self, weight: int, scales: int) -> bool:
-        """Return whether the compiled product gives oneDNN's bits: what rounding takes from a random row's result is the same in both."""
+        """Return whether the compiled product gives oneDNN's bits: rounding a random row's result loses the same in
+        both."""
         x = torch.randn(STEADY_ROWS, self.shape[1], generator=torch.Generator().manual_seed(0)).to(self.dtype)
         result = compiled.product(x[:1], (weight, scales, 0), self.shape)
-        if result is None or not result.any():  # zeros are alike in any order
+        if result is None or not result.any():  # zeros are equal in any order
             return False
         subtracted = -result[0]
         rest = compiled.product(x[:1], (weight, scales, subtracted.data_ptr()), self.shape)
@@ -146,14 +150,14 @@ class Int8Linear(Product):
 
     Products and sums are integers, so a row's result does not depend on other rows. (Dynamic W8A8: LLM.int8(), arXiv
     2208.07339, without its outliers; ZeroQuant's token-wise activations, arXiv 2206.01861.) weight: [out, in] of any
-    float dtype, bias: [out] or None; `dtype`: of the output. Only on CPUs with VNNI: others saturate.
+    float dtype, bias: [out] or None; `dtype`: of the output. Requires a CPU with VNNI: others saturate.
     """
 
     packed = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__((weight.shape[0], weight.shape[1]), weight.dtype, bias)
-        self._from = self.dtype if onednn_multiplies(self.dtype) else torch.float32  # what it gives
+        self._from = self.dtype if onednn_multiplies(self.dtype) else torch.float32  # dtype of the product's result
         place = weight.device
         whole, scales = (
             torch.empty(weight.shape, dtype=torch.int8, device=place),
@@ -180,20 +184,22 @@ class Int8Linear(Product):
 
 
 def may_give_rows(weight: Tensor) -> bool:
-    """Return whether a product with this weight is expected to have `gives_rows`: whether one with a small weight does."""
+    """Return whether a product with this weight is expected to have `gives_rows`, by trying a small weight."""
     fits = weight.device.type == "cpu" and all(size % compiled.OUTPUTS == 0 for size in weight.shape)
     return fits and Linear(torch.ones(compiled.OUTPUTS, compiled.OUTPUTS, dtype=weight.dtype)).gives_rows
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x [num_rows, in] as uint8 with 128 for zero, and the scale of each row [num_rows, 1] in `dtype`, that of the product."""
+    """Return x [num_rows, in] as uint8 with 128 for zero, and the scale of each row [num_rows, 1] in `dtype`, the
+    product's dtype."""
     fused = compiled.round_rows(x, dtype)
     if fused is not None:
         return fused
     rows = x.float()
-    # rounded as it is multiplied with below: at most 127.3 of it are in a row. Not to float16, which has no such small ones
+    # round the scale to the product's dtype first: values reach at most 127.3 of it. Except float16, which cannot hold
+    # the small ones
     scale = rows.abs().amax(1, keepdim=True).clamp_min_(LEAST).div_(127).to(dtype)
-    return (rows / scale).add_(128.5).to(torch.uint8), scale  # what is behind the point is cut off
+    return (rows / scale).add_(128.5).to(torch.uint8), scale  # the conversion truncates
 
 
 def check_weight_dtype(name: str, device: torch.device) -> None:
@@ -202,7 +208,7 @@ def check_weight_dtype(name: str, device: torch.device) -> None:
         raise UsageError(f"unknown weight dtype {name!r}", f"known: {', '.join(WEIGHT_DTYPES)}")
     if name == "int8" and (device.type != "cpu" or not torch.cpu._is_vnni_supported()):
         raise DeviceError(
-            "--weight-dtype int8 multiplies on a CPU with VNNI, and this is none", "leave --weight-dtype out"
+            "--weight-dtype int8 requires a CPU with VNNI, which this machine does not have", "leave --weight-dtype out"
         )
 
 

@@ -1,4 +1,4 @@
-"""Loading of a model: a local directory, a GGUF file or a hub id, its dtype, its fingerprint."""
+"""Loading a model: a local directory, a GGUF file or a hub id; its dtype and fingerprint."""
 
 from __future__ import annotations
 
@@ -38,32 +38,26 @@ from cacheblend_cli.model.turn_end import turn_end
 from cacheblend_cli.model.weights import load_weights, weights_digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-STORED_AS = {"F64": "float32", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # of safetensors
+STORED_AS = {"F64": "float32", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' names
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A decoder with its tokenizer and metadata.
-
-    `fingerprint` covers architecture, weights, RoPE, dtypes and adapter. fingerprints: of the same model, by compute
-    dtype. identity: fingerprint of the same model in any dtype, without an adapter. lora: the adapter merged into the weights,
-    lora_digest: digest of its content. generation_config: contents of
-    the model's file, unchecked. files: which the weights were read from.
-    """
+    """A decoder with its tokenizer and metadata."""
 
     name: str
     path: Path
     decoder: Decoder
     tokenizer: Tokenizer
-    fingerprint: str
+    fingerprint: str  # covers architecture, weights, RoPE, dtypes and adapter
     eos_ids: frozenset[int]
-    fingerprints: Mapping[str, str] = field(default_factory=dict)
-    identity: str = ""
-    generation_config: Mapping[str, Any] = field(default_factory=dict)
-    lora: Path | None = None
-    lora_digest: str = ""
+    fingerprints: Mapping[str, str] = field(default_factory=dict)  # fingerprints of the same model by compute dtype
+    identity: str = ""  # fingerprint of the same model in any dtype, without an adapter
+    generation_config: Mapping[str, Any] = field(default_factory=dict)  # contents of the model's file, unchecked
+    lora: Path | None = None  # the adapter merged into the weights
+    lora_digest: str = ""  # digest of the adapter's content
     weight_dtype: str = "auto"
-    files: tuple[Path, ...] = ()
+    files: tuple[Path, ...] = ()  # files that the weights were read from
 
     @property
     def shown_path(self) -> Path:
@@ -77,14 +71,11 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class Precision:
-    """Compute dtype ("auto": by checkpoint and machine), and storage of the weights ("auto": the compute dtype; "int8").
+    """Compute dtype and storage of the weights."""
 
-    cache_bytes: of packed weights that are kept on disk, of all models together.
-    """
-
-    dtype: str = "auto"
-    weights: str = "auto"
-    cache_bytes: int = 0
+    dtype: str = "auto"  # "auto": by checkpoint and machine
+    weights: str = "auto"  # "auto": the compute dtype; or "int8"
+    cache_bytes: int = 0  # limit of packed weights kept on disk, over all models
 
 
 def load_model(
@@ -96,23 +87,25 @@ def load_model(
     lora: Path | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> LoadedModel:
-    """Load the checkpoint in `path` to a device, or this rank's part of it to the rank's. lora: directory of an adapter to merge.
-    progress: called with the share of the weights that were read.
-    Raises UsageError, NotFoundError, DeviceError."""
+    """Load the checkpoint in `path` to a device, or this rank's part of it to the rank's device.
+
+    lora: directory of an adapter to merge. progress: called with the share of the weights read so far. Raises
+    UsageError, NotFoundError, DeviceError.
+    """
     bound_caches()
     ranks, device = (place, place.device) if isinstance(place, Ranks) else (None, place)
     spec = read_spec(path)
     shard = None if ranks is None else Shard(spec, ranks)
     if shard is not None and precision.weights != "auto":
         raise UsageError(
-            f"--weight-dtype {precision.weights} is not implemented with --tensor-parallel: activations are rounded by the largest of a "
-            "row, of which a rank has a part",
+            f"--weight-dtype {precision.weights} is not implemented with --tensor-parallel: activations are rounded by the largest value of a "
+            "row, and a rank has only a part of the row",
             "leave one of the two out",
         )
     check_weight_dtype(precision.weights, device)
     if attention_backend not in ("auto", *BACKENDS):
         raise UsageError(f"unknown attention backend {attention_backend!r}", f"known: auto, {', '.join(BACKENDS)}")
-    checkpoint_files(path)  # names another format before a missing tokenizer
+    checkpoint_files(path)  # reports another format before a missing tokenizer
     compute_dtype = resolve_dtype(precision.dtype, device, spec, path)
     adapter = None if lora is None else LoraAdapter.read(lora)
     lora_digest = "" if adapter is None else adapter.digest
@@ -156,7 +149,7 @@ def load_model(
         return Decoder(spec, weights, kernels, held_as, shard)
 
     cache = None
-    alone = adapter is None and shard is None  # the cache knows neither adapters nor parts
+    alone = adapter is None and shard is None  # the cache supports neither adapters nor shards
     if packed and alone and spec.experts is None and precision.cache_bytes:
         cache = PackedCache(fingerprint_of(spec, compute_dtype), precision.cache_bytes)
     try:
@@ -186,8 +179,9 @@ def load_model(
 
 
 def resolve_model(name: str, say: Callable[[str], None] | None = None) -> Path:
-    """A model with a name; a local directory as it is, or the one that stands for a GGUF file; else one of the hub, from its
-    cache when it is there (see `HubName`). say: called when a GGUF file is read for the first time."""
+    """Return the path of a model: of a built-in name; a local directory, or the one that stands for a GGUF file; else a
+    model of the hub, from its cache if possible (see `HubName`). say: called when a GGUF file is read for the first
+    time."""
     local = named_model(name) or Path(name).expanduser()
     if local.is_dir():
         gguf = None if weight_names(local) else gguf_in(local)
@@ -195,9 +189,7 @@ def resolve_model(name: str, say: Callable[[str], None] | None = None) -> Path:
     if local.is_file() and local.suffix == ".gguf":
         return model_dir_of(local, say)
     if local.exists():
-        raise UsageError(
-            f"{name} is a file, and a model is a directory or a .gguf file", "give the directory that holds it"
-        )
+        raise UsageError(f"{name} is neither a model directory nor a .gguf file", "give the directory that holds it")
     if name.startswith((".", "/", "~")) or name.partition(":")[0].partition("@")[0].count("/") > 1:
         raise NotFoundError(
             f"no model directory {name}",
@@ -209,7 +201,8 @@ def resolve_model(name: str, say: Callable[[str], None] | None = None) -> Path:
 
 
 def resolve_dtype(name: str, device: torch.device, spec: ModelSpec, model_dir: Path) -> torch.dtype:
-    """`auto`: the checkpoint's own dtype; on a CPU bf16 where that is it and this machine is faster with it, else fp32."""
+    """Return the compute dtype. `auto`: the checkpoint's own dtype; on a CPU bf16 if that is the checkpoint's and
+    faster here, else fp32."""
     if name != "auto":
         if name not in DTYPES:
             raise UsageError(f"unknown dtype {name!r}", f"known: auto, {', '.join(DTYPES)}")
@@ -220,7 +213,7 @@ def resolve_dtype(name: str, device: torch.device, spec: ModelSpec, model_dir: P
 
 
 def weights_dtype(model_dir: Path) -> str:
-    """The dtype of most numbers of a checkpoint; bfloat16 where none of its tensors has one of DTYPES."""
+    """Return the dtype of most elements of a checkpoint; bfloat16 if no tensor has one of DTYPES."""
     counts = dict.fromkeys(STORED_AS.values(), 0)
     for _, stored, shape in SafetensorsFiles(checkpoint_files(model_dir)).headers():
         if stored in STORED_AS:
@@ -232,10 +225,10 @@ def weights_dtype(model_dir: Path) -> str:
 def model_fingerprint(
     spec: ModelSpec, path: Path, dtype: torch.dtype, lora_digest: str = "", weight_dtype: str = "auto"
 ) -> str:
-    """blake2b-128 over everything K and V depend on: shape, RoPE, weights, how they are read and what they are kept in,
-    compute dtype, adapter. On the generic path the spec has a part of what config.json says to transformers: all of it counts,
-    but for fields that do not touch a forward pass."""
-    # a field that was added for other families and says nothing of this one changes no fingerprint
+    """Return blake2b-128 over everything K and V depend on: shape, RoPE, weights, how they are read and stored, compute
+    dtype, adapter. On the generic path the spec covers only a part of config.json's fields, so all fields count except
+    those that do not affect a forward pass."""
+    # fields added later for other families do not change the fingerprint while they have their default
     values = ((f.name, getattr(spec, f.name), f.default) for f in fields(spec) if f.name != "config")
     shape = {name: value for name, value, default in values if value != default}
     if spec.generic:
@@ -254,8 +247,9 @@ def _read_files(path: Path) -> list[Path]:
 def _eos_ids(
     path: Path, generation: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Tokenizer
 ) -> frozenset[int]:
-    """All that generation_config.json, config.json and the tokenizer name: each lacks some in one checkpoint or another. Where
-    generation_config.json names none, also what the chat template puts behind an answer (Llama 3's tokenizer names another)."""
+    """Return all ids named by generation_config.json, config.json and the tokenizer: each of them lacks some in one
+    checkpoint or another. If generation_config.json names none, also the token that the chat template puts after an
+    answer (Llama 3's tokenizer names a different one)."""
     ids = set[int]()
     for place in (generation, config):
         found = place.get("eos_token_id")

@@ -1,7 +1,7 @@
-"""Select computation variants by their speed on this machine, measured once, when first needed, and kept.
+"""Select computation variants by their speed on this machine, measured once, when first needed, and cached.
 
-Nothing is chosen by the CPU's name. A record is kept per CPU, torch version and shape, and serves all thread counts and all
-processes, so that answers computed cold, warm or in a batch are computed alike.
+Nothing is chosen by the CPU's name. A record is kept per CPU, torch version and shape, and serves all thread counts and
+processes, so that answers computed cold, warm or in a batch are computed in the same way.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from cacheblend_cli.model.linear import STEADY_ROWS, Int8Linear, Linear
 from cacheblend_cli.model.spec import ModelSpec
 
 FORMAT = 1
-WORTH = 1.2  # speed-up below which the default stays: a disturbed measurement is not to change what is computed
+WORTH = 1.2  # minimum speed-up to leave the default: a disturbed measurement must not change the computation
 NO_SLOWER = 1.1
 ROWS = 256
-LEAST_ROUNDS, MOST_S = 3, 0.25  # rounds after the first, which warms up; seconds after which no round begins
-AGREE = 1.1  # ratio of a candidate's second best time to its best at which measuring ends
+LEAST_ROUNDS, MOST_S = 3, 0.25  # rounds after the first, which warms up; seconds after which no further round begins
+AGREE = 1.1  # measuring ends when a candidate's second best time is within this ratio of its best
 MOST_WEIGHTS = 4 << 20
 COLD = 8  # products measured in turn, so that their weights are not in the CPU's cache
 TILE = 128  # rows of the measured attention: one tile
-LENGTHS = (512, 2048)  # keys of the measured attention; with fewer than the first, tiles are taken
-LEAST_WEIGHTS = 1 << 20  # of the widest product, from which the layout of weights is measured
+LENGTHS = (512, 2048)  # keys of the measured attention; shorter prompts use tiles
+LEAST_WEIGHTS = 1 << 20  # minimum elements of the widest product for measuring the layout of weights
 
 _VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 _MEASURING = threading.Lock()
@@ -47,12 +47,9 @@ _RECORD = msgspec.json.Decoder(dict[str, tuple[float, float]])
 
 @dataclass(frozen=True)
 class Speeds:
-    """Best seconds of each candidate in two cases. The first candidate is the default.
+    """Best seconds of each candidate in two cases. The first candidate is the default."""
 
-    cases: names of the two, for people.
-    """
-
-    cases: tuple[str, str]
+    cases: tuple[str, str]  # names of the two cases in messages
     seconds: Mapping[str, tuple[float, float]]
 
     def __str__(self) -> str:
@@ -64,31 +61,32 @@ class Speeds:
 
     @property
     def best(self) -> str:
-        """A candidate WORTH times as fast as the default in the first case and no slower in the second; else the default."""
+        """Return a candidate WORTH times as fast as the default in the first case and no slower in the second; else the
+        default."""
         default, *others = self.seconds
         fit = [n for n in others if self.gain(n, 0) >= WORTH and self.gain(n, 1) * NO_SLOWER >= 1]
         return max(fit, key=lambda name: self.gain(name, 0), default=default)
 
     def best_in(self, case: int) -> str:
-        """Return a candidate WORTH times as fast as the default in this case, whatever the other; else the default."""
+        """Return a candidate WORTH times as fast as the default in this case, ignoring the other; else the default."""
         default = next(iter(self.seconds))
         fastest = max(self.seconds, key=lambda name: self.gain(name, case))
         return fastest if self.gain(fastest, case) >= WORTH else default
 
     def gain(self, name: str, case: int) -> float:
-        """Speed-up over the default."""
+        """Return the speed-up over the default."""
         return next(iter(self.seconds.values()))[case] / self.seconds[name][case]
 
 
 def cpu_dtype(spec: ModelSpec, stated: torch.dtype) -> torch.dtype:
-    """Return bf16 for weights saved in bf16 if this CPU multiplies it faster; otherwise fp32, which rounds nothing. CPUs without native
-    support of bf16 take several times fp32's time."""
+    """Return bf16 for weights saved in bf16 if this CPU multiplies it faster; otherwise fp32, which rounds nothing.
+    CPUs without native bf16 take several times as long as in fp32."""
     faster = stated == torch.bfloat16 and product_speeds(spec).best == "bfloat16"
     return torch.bfloat16 if faster else torch.float32
 
 
 def product_speeds(spec: ModelSpec) -> Speeds:
-    """Products with the model's widest weights in fp32 and bf16."""
+    """Measure products with the model's widest weights in fp32 and bf16."""
 
     def candidates() -> Mapping[str, tuple[Run, Run]]:
         weight, x = _weight(spec), torch.ones(ROWS, spec.hidden_size)
@@ -99,7 +97,7 @@ def product_speeds(spec: ModelSpec) -> Speeds:
 
 
 def layout_speeds(spec: ModelSpec, dtype: torch.dtype) -> Speeds:
-    """Products of `product_speeds` with weights in oneDNN's layout and as they are in the file."""
+    """Measure the products of `product_speeds` with weights in oneDNN's layout and in the file's layout."""
 
     def candidates() -> Mapping[str, tuple[Run, Run]]:
         weight, x = _weight(spec).to(dtype), torch.ones(ROWS, spec.hidden_size, dtype=dtype)
@@ -110,7 +108,8 @@ def layout_speeds(spec: ModelSpec, dtype: torch.dtype) -> Speeds:
 
 
 def int8_speeds(spec: ModelSpec, dtype: torch.dtype) -> Speeds:
-    """Products of `product_speeds` with int8 weights; those of few rows, as in decoding, with weights that have to be read from memory."""
+    """Measure the products of `product_speeds` with int8 weights. Products of few rows, as in decoding, read their
+    weights from memory."""
 
     def candidates() -> Mapping[str, tuple[Run, Run]]:
         weight, x = _weight(spec).to(dtype), torch.ones(ROWS, spec.hidden_size, dtype=dtype)
@@ -130,7 +129,7 @@ def int8_speeds(spec: ModelSpec, dtype: torch.dtype) -> Speeds:
 
 @cache
 def attention_speeds(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> Speeds:
-    """Attention of TILE rows that see LENGTHS keys, in tiles and by torch's SDPA."""
+    """Measure attention of TILE rows over LENGTHS keys, in tiles and by torch's SDPA."""
 
     def candidates() -> Mapping[str, tuple[Run, Run]]:
         q = torch.ones(TILE, num_heads, head_dim, dtype=dtype)
@@ -148,11 +147,12 @@ def attention_speeds(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head
 
 
 def prefers_sdpa(q: Tensor, k: Tensor, num_keys: int) -> bool:
-    """Return whether SDPA takes less time here than tiles. q: [num_rows, num_heads, head_dim], k: [kv_len, num_kv_heads, head_dim];
-    num_keys: those that the last row sees, by which prompts that are cut alike choose alike."""
+    """Return whether SDPA takes less time here than tiles. q: [num_rows, num_heads, head_dim], k: [kv_len,
+    num_kv_heads, head_dim]; num_keys: keys that the last row sees. Prompts with the same boundaries make the same
+    choice by it."""
     if num_keys < LENGTHS[0]:
         return False
-    with _MEASURING:  # one thread measures
+    with _MEASURING:  # only one thread measures
         speeds = attention_speeds(q.dtype, *q.shape[1:2], *k.shape[1:])
     return speeds.best_in(int(num_keys >= LENGTHS[1])) == "sdpa"
 
@@ -165,7 +165,7 @@ def weight_layout(spec: ModelSpec, dtype: torch.dtype) -> str:
 
 
 def why_int8_does_not_pay(spec: ModelSpec, dtype: torch.dtype) -> str | None:
-    """A message for people if int8 weights gain nothing on this machine in decoding or in prefill; else None."""
+    """Return a message for users if int8 weights gain nothing on this machine in decoding or in prefill; else None."""
     speeds = int8_speeds(spec, dtype)
     vain = [case for i, case in enumerate(speeds.cases) if speeds.best_in(i) != "int8"]
     if not vain:
@@ -178,7 +178,7 @@ def why_int8_does_not_pay(spec: ModelSpec, dtype: torch.dtype) -> str | None:
 
 
 def describe(spec: ModelSpec, dtype: torch.dtype, weight_dtype: str) -> dict[str, str]:
-    """Return the times, measured now if not before, and the choices."""
+    """Return the times (measured now if necessary) and the choices."""
     products = product_speeds(spec)
     found = {"products": f"{products}: {products.best} for weights saved in bfloat16"}
     if spec.latent is None and not spec.generic:
@@ -200,12 +200,12 @@ def describe(spec: ModelSpec, dtype: torch.dtype, weight_dtype: str) -> dict[str
 
 
 def cpu_name() -> str:
-    """The CPU's model name."""
+    """Return the CPU's model name."""
     return next((s.split(":")[1].strip() for s in _cpu_info() if s.startswith("model name")), platform.machine())
 
 
 def cpu_features() -> list[str | None]:
-    """Return the CPU's instruction sets, and those that the user allows oneDNN."""
+    """Return the CPU's instruction sets, and the user's limit for oneDNN."""
     flags = next((line for line in _cpu_info() if line.startswith(("flags", "Features"))), "")
     return [flags, *(os.environ.get(name) for name in _VARIABLES)]
 
@@ -225,7 +225,8 @@ def _kept(
     shape: tuple[object, ...],
     candidates: Callable[[], Mapping[str, tuple[Run, Run]]],
 ) -> Speeds:
-    """Return the record on disk of this kind and shape, or measure now and keep it: of two processes, the first one's counts."""
+    """Return the record of this kind and shape from disk, or measure now and store it. If two processes measure, the
+    first one's record counts."""
     machine = cpu_name(), *cpu_features(), os.cpu_count(), torch.__version__
     path = user_cache.place(kind, FORMAT, *machine, *map(str, shape))
     if text := user_cache.recall(path):
@@ -249,8 +250,8 @@ def _read(text: str, names: tuple[str, ...]) -> dict[str, tuple[float, float]] |
 
 @torch.inference_mode()
 def measure(candidates: Mapping[str, tuple[Run, Run]]) -> dict[str, tuple[float, float]]:
-    """Best CPU seconds of one thread for each candidate in both cases. Neither other programs, which take turns on the cores, nor
-    the number of threads changes them. Candidates run in turn, until the best two times of each agree."""
+    """Return the best CPU seconds of one thread for each candidate in both cases. CPU time is independent of other
+    programs on the cores and of the number of threads. Candidates take turns until the best two times of each agree."""
     times: dict[tuple[str, int], list[float]] = {(name, case): [] for name in candidates for case in range(2)}
     begin, rounds, threads = time.thread_time(), 0, torch.get_num_threads()
     torch.set_num_threads(1)
@@ -282,7 +283,7 @@ def _weight(spec: ModelSpec) -> Tensor:
 
 
 def _width(spec: ModelSpec) -> tuple[int, int]:
-    """Inputs and outputs of the widest product, of at most MOST_WEIGHTS weights."""
+    """Return inputs and outputs of the widest product, limited to MOST_WEIGHTS weights."""
     inputs = spec.hidden_size
     return inputs, max(1, min(2 * spec.intermediate_size, MOST_WEIGHTS // inputs))
 

@@ -15,7 +15,7 @@ from cacheblend_cli.model.spec import ModelSpec
 
 MLP_ROWS = 256
 
-GPU_MLP_ROWS = 4096  # every slice reads all weights: with few rows a GPU is memory-bound
+GPU_MLP_ROWS = 4096  # every slice reads all weights, and with few rows a GPU is memory-bound
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -27,7 +27,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class MLP:
     """Gate, up, activation and down; or up, activation and down if the spec has no gate.
 
-    sparsity: share of a row's gate that is cut off, see `sparse`.
+    sparsity: share of the gate's channels that is cut off, see `sparse`.
     """
 
     def __init__(
@@ -45,7 +45,8 @@ class MLP:
         self._down = linear(weights["down_proj.weight"], weights.get("down_proj.bias"), weight_dtype=weight_dtype)
 
     def __call__(self, h: Tensor) -> Tensor:
-        """[num_rows, hidden_size] -> the same, some rows at a time: the widest activations of a prefill stay small."""
+        """h: [num_rows, hidden_size]. Returns the same shape. Computes a slice of rows at a time, to keep the widest
+        activations of a prefill small."""
         most = MLP_ROWS if h.device.type == "cpu" else GPU_MLP_ROWS
         if h.shape[0] <= most:
             return self._rows(h)
@@ -68,8 +69,9 @@ class MLP:
 
 
 def sparse(gate: Tensor, deviations: float, summed: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Return the excess of a row's channels over their mean plus `deviations` standard deviations, 0 for the others (Gaussian top-k,
-    Spark Transformer, arXiv 2506.06644). gate: [num_rows, width], on each rank as many; summed: over the ranks."""
+    """Return each channel's excess over the row's mean plus `deviations` standard deviations, 0 if below (Gaussian
+    top-k, Spark Transformer, arXiv 2506.06644). gate: [num_rows, width], same width on each rank; summed: sums over
+    ranks."""
     wide = gate.float()
     if summed is None:
         std, mean = torch.std_mean(wide, dim=-1, keepdim=True, unbiased=False)

@@ -1,6 +1,6 @@
 """Files of a model directory: text and JSON objects, with errors that name the file.
 
-A directory of another format gets an error that says which.
+A directory of another format gets an error that names the format.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from cacheblend_cli.errors import NotFoundError, UsageError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GGUF_INDEX = "gguf.json"
-"""In place of weights, in the directory that stands for a GGUF file: the file, and where in it the tensors are."""
-# All that is read of a model but its weights. adapter_config.json: to say what a directory without config.json is.
+"""Index in a directory that stands for a GGUF file, instead of weights: the file, and its tensors' offsets."""
+# All files read of a model besides its weights. adapter_config.json: to identify a directory without config.json.
 SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja", "adapter_config.json", INDEX,
@@ -28,10 +28,10 @@ OTHER_FORMATS = {
 
 
 def weight_names(model_dir: Path) -> list[str]:
-    """The files that hold the weights, in transformers' order: model.safetensors, else the shards of its index.
+    """Return the weight files in transformers' order: model.safetensors, else the shards of its index.
 
-    Whatever else lies beside them (consolidated.safetensors, an EMA, an adapter, a value head) is not read. Empty where
-    there is neither. Raises UsageError on a damaged index.
+    Other files (consolidated.safetensors, an EMA, an adapter, a value head) are not read. Empty if there is neither.
+    Raises UsageError on a damaged index.
     """
     if (model_dir / SINGLE).is_file():
         return [SINGLE]
@@ -53,12 +53,12 @@ def is_converted(model_dir: Path) -> bool:
 
 
 def gguf_file_of(model_dir: Path) -> Path:
-    """The file that such a directory stands for."""
+    """Return the GGUF file that a converted directory stands for."""
     return Path(read_object(model_dir / GGUF_INDEX)["file"])
 
 
 def checkpoint_files(model_dir: Path) -> list[Path]:
-    """Safetensors files of a checkpoint, sorted; or the GGUF file that a directory stands for.
+    """Return the safetensors files of a checkpoint, sorted, or the GGUF file of a converted directory.
 
     Raises NotFoundError if there are none or a shard is missing, UsageError for weights of another format.
     """
@@ -78,7 +78,8 @@ def checkpoint_files(model_dir: Path) -> list[Path]:
 
 
 def refuse_other_formats(model_dir: Path) -> None:
-    """Raise UsageError, naming the format, for a directory without safetensors weights that holds an adapter or other weights."""
+    """Raise UsageError, naming the format, for a directory without safetensors weights that holds an adapter or other
+    weights."""
     adapter = model_dir / "adapter_config.json"
     if adapter.is_file():
         base = read_object(adapter).get("base_model_name_or_path", "another model")
@@ -103,7 +104,7 @@ AGAIN = "fetch the checkpoint again"
 
 
 def read_text(path: Path) -> str:
-    """The file's text. Raises UsageError when it is not UTF-8."""
+    """Return the file's text. Raises UsageError if it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -111,7 +112,8 @@ def read_text(path: Path) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The file's JSON object; an empty one where there is no file. Raises UsageError when it holds something else."""
+    """Return the file's JSON object; an empty one if the file is missing. Raises UsageError if it holds something
+    else."""
     if not path.is_file():
         return {}
     try:

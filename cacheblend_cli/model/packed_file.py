@@ -1,6 +1,7 @@
 """A file of packed weights: oneDNN's layout as it is in memory, mapped and used without a copy.
 
-    magic, 8 bytes | length of the header, uint64 | header, JSON | blobs, each at a multiple of ALIGNMENT | xxh3-128 of all before
+    magic, 8 bytes | length of the header, uint64 | header, JSON | blobs, each at a multiple of ALIGNMENT | xxh3-128 of
+    all before
 
 The layout belongs to one version of torch on one kind of CPU: model/packed_cache.py keeps files apart by both.
 """
@@ -25,16 +26,16 @@ MAGIC = b"cbpack01"
 ALIGNMENT = 64
 DIGEST_BYTES = 16
 _MKLDNN_LAYOUT = 3  # c10::Layout::Mkldnn
-_PIECE = 64 << 20  # bytes that are written at once
+_PIECE = 64 << 20  # bytes per write
 _HERE = "cacheblend_cli.model."
 
 
 class PackedMismatch(Exception):
-    """The file does not hold what this model needs."""
+    """The file does not match this model."""
 
 
 def members_of(root: object) -> Iterator[tuple[str, Product | Tensor]]:
-    """Yield every product of a decoder, and every tensor that is outside of products, by the names of attributes."""
+    """Yield every product of a decoder, and every tensor outside products, with its attribute path."""
     seen, left = {id(root)}, [("", root)]
     while left:
         name, found = left.pop()
@@ -54,7 +55,7 @@ def members_of(root: object) -> Iterator[tuple[str, Product | Tensor]]:
 
 
 def hollow_products(decoder: object) -> dict[str, Product]:
-    """Return the products whose weights are meta tensors. Raises PackedMismatch where anything else is one."""
+    """Return the products whose weights are meta tensors. Raises PackedMismatch if any other tensor is one."""
     hollow = {}
     for name, member in members_of(decoder):
         if isinstance(member, Tensor):
@@ -68,12 +69,13 @@ def hollow_products(decoder: object) -> dict[str, Product]:
 
 
 def write(path: Path, products: Mapping[str, Product], stopped: Callable[[], bool] = lambda: False) -> None:
-    """Write packed products. Raises OSError, and PackedMismatch if this torch cannot use such a file, or `stopped` returns True."""
+    """Write packed products. Raises OSError, and PackedMismatch if this torch cannot use such a file, or `stopped`
+    returns True."""
     blobs, header, end = list[tuple[int, int]](), dict[str, Any](), 0
     for name, product in products.items():
         weight, scales = product.weight, product.scales
         size, layout = _num_bytes(weight), bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(weight).tolist())
-        if not header:  # a torch that cannot map it is found out before anything is written
+        if not header:  # find out before writing whether this torch can map the file
             _packed(
                 torch.ops.mkldnn.data_ptr(weight), torch.empty(weight.shape, dtype=weight.dtype, device="meta"), layout
             )
@@ -111,11 +113,12 @@ class PackedFile:
     """A mapped file. Its memory stays mapped as long as a product uses it."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError, PackedMismatch."""
+        """Map a file. Raises OSError, PackedMismatch."""
         with path.open("rb") as stream:
             if os.fstat(stream.fileno()).st_size < len(MAGIC) + 8 + DIGEST_BYTES:
                 raise PackedMismatch(str(path))
-            self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)  # private: an address is had of no other
+            # private and writable: torch takes an address only from a writable buffer
+            self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
         if hasattr(mmap, "MADV_WILLNEED"):
             self._map.madvise(mmap.MADV_WILLNEED)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
@@ -126,13 +129,13 @@ class PackedFile:
             raise PackedMismatch(str(path)) from error
 
     def is_whole(self) -> bool:
-        """Return whether the content is what was written. Reads all of it, without Python's lock."""
+        """Return whether the content is intact. Reads all of it, without Python's lock."""
         view = memoryview(self._map)
         with view, view[:-DIGEST_BYTES] as content, view[-DIGEST_BYTES:] as digest:
             return xxhash.xxh3_128(content).digest() == bytes(digest)
 
     def fill(self, products: Mapping[str, Product]) -> None:
-        """Give each product its packed weight, a part of the mapping. Raises PackedMismatch."""
+        """Give each product its packed weight as a view of the mapping. Raises PackedMismatch."""
         for name, product in products.items():
             entry = self._header.get(name)
             own = list(product.weight.shape), str(product.weight.dtype).removeprefix("torch.")
@@ -149,7 +152,7 @@ class PackedFile:
 
 
 def num_bytes(products: Mapping[str, Product]) -> int:
-    """Bytes of the packed weights."""
+    """Return the bytes of the packed weights."""
     return sum(_num_bytes(product.weight) for product in products.values())
 
 
@@ -158,7 +161,8 @@ def _num_bytes(packed: Tensor) -> int:
 
 
 def _packed(address: int, like: Tensor, layout: bytes) -> Tensor:
-    """Tensor in oneDNN's layout over that memory, through the functions that torch's compiled models use. Raises PackedMismatch."""
+    """Return a tensor in oneDNN's layout over that memory, through the functions that torch's compiled models use.
+    Raises PackedMismatch."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     sizes, strides = (
         (ctypes.c_int64 * like.ndim)(*like.shape),
@@ -172,10 +176,10 @@ def _packed(address: int, like: Tensor, layout: bytes) -> Tensor:
         ctypes.c_int32(_MKLDNN_LAYOUT), layout, integer(len(layout)),
     )  # fmt: skip
     if failed:
-        raise PackedMismatch("torch did not take the layout")
+        raise PackedMismatch("torch did not accept the layout")
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     tensor: Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule(handle.value, None, None))
     if not tensor.is_mkldnn or tensor.shape != like.shape or tensor.dtype != like.dtype:
-        raise PackedMismatch("torch made another tensor")
+        raise PackedMismatch("torch created a different tensor")
     return tensor

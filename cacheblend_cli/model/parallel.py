@@ -1,11 +1,12 @@
-"""Tensor parallelism: the part of a model that one rank computes (Megatron-LM, arXiv 1909.08053, as vLLM names the layers).
+"""Tensor parallelism: the part of a model that one rank computes (Megatron-LM, arXiv 1909.08053, as vLLM names the
+layers).
 
-A rank's layers are those of a smaller model (`Shard.own`): some of the heads, a part of the MLP's width, some of the experts, some
-rows of the vocabulary. What its projections need of the checkpoint is a `Cut` of each tensor:
+A rank computes a smaller model (`Shard.own`): some of the heads, a part of the MLP's width, some of the experts, some
+rows of the vocabulary. From each tensor of the checkpoint it reads a `Cut`:
 
 | layer | tensors | cut |
 |---|---|---|
-| QKVParallelLinear | q, k, v, apart or fused | rows by head; a KV head is on several ranks where there are fewer heads than ranks |
+| QKVParallelLinear | q, k, v, apart or fused | rows by head; with fewer KV heads than ranks, ranks share a head |
 | MergedColumnParallelLinear | gate and up, apart or fused | rows of each |
 | RowParallelLinear | o_proj, down_proj | columns, the sum is reduced; the bias on rank 0 |
 | VocabParallelEmbedding, ParallelLMHead | embedding, head | rows; the sum is reduced, the logits are gathered |
@@ -26,8 +27,8 @@ from cacheblend_cli.model.ranks import Ranks, padded
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.weight_map import HEAD, embedding_name, expected_shapes
 
-VOCABULARY = 64  # rows of the vocabulary on a rank are padded to a multiple
-# Fields of a spec whose meaning for a rank is known. A model with another one is refused.
+VOCABULARY = 64  # a rank's vocabulary rows are padded to a multiple of this
+# Fields of a spec that a rank's part can have. A model with any other field is refused.
 _KNOWN = {
     "architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "activation",
     "rms_norm_eps", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tied", "max_position_embeddings", "sliding_windows", "rope", "config",
@@ -45,12 +46,11 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Cut:
-    """Part of a tensor that a rank needs. rows, columns: None for all. is_zero: zeros in its place (a bias that another rank
-    adds)."""
+    """Part of a tensor that a rank needs."""
 
-    rows: Runs | None = None
-    columns: tuple[int, int] | None = None
-    is_zero: bool = False
+    rows: Runs | None = None  # None: all
+    columns: tuple[int, int] | None = None  # None: all
+    is_zero: bool = False  # zeros instead of the tensor (a bias that another rank adds)
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         rows = whole[:1] if self.rows is None else (sum(end - start for start, end in self.rows),)
@@ -60,7 +60,7 @@ class Cut:
 class Shard:
     """The part of a model on this rank. whole: the model's spec; own: the spec of the rank's part.
 
-    Raises UsageError for a model that cannot be divided so, with what can.
+    Raises UsageError, with sizes that fit, for a model that cannot be divided by the number of ranks.
     """
 
     def __init__(self, spec: ModelSpec, ranks: Ranks) -> None:
@@ -97,7 +97,7 @@ class Shard:
 
     @cached_property
     def vocabulary_width(self) -> int:
-        """Rows of a rank; the last one may have fewer in its weights."""
+        """Vocabulary rows of a rank; the last rank's weights may have fewer."""
         size, count = self.ranks.size, self.whole.vocab_size
         even = -(-count // size)
         rounded = -(-even // VOCABULARY) * VOCABULARY
@@ -105,44 +105,45 @@ class Shard:
 
     @property
     def vocabulary(self) -> tuple[int, int]:
-        """Token ids whose embedding and logits are on this rank: first, end."""
+        """Token ids whose embedding and logits are on this rank: (first, end)."""
         first = self.ranks.rank * self.vocabulary_width
         return first, min(first + self.vocabulary_width, self.whole.vocab_size)
 
     def gathered_logits(self, logits: Tensor) -> Tensor:
-        """[n, own vocabulary] of each rank -> [n, vocab_size]."""
+        """Return the logits of all ranks, [n, vocab_size]. logits: this rank's, [n, own vocabulary]."""
         return self.ranks.gather(padded(logits, self.vocabulary_width), -1)[..., : self.whole.vocab_size]
 
     # heads
 
     def copies(self, layer: int) -> int:
-        """Ranks that have the same KV heads of a layer."""
+        """Return the number of ranks that have the same KV heads of a layer."""
         return max(1, self.ranks.size // self.whole.heads_of(layer)[0])
 
     def kv_heads(self, layer: int) -> tuple[int, int]:
-        """The layer's KV heads on this rank: first, end."""
+        """Return the layer's KV heads on this rank: (first, end)."""
         count = max(1, self.whole.heads_of(layer)[0] // self.ranks.size)
         first = self.ranks.rank // self.copies(layer) * count
         return first, first + count
 
     def sum_of_kv(self, x: Tensor, layer: int) -> Tensor:
-        """Sum over the ranks what each has summed over its KV heads of a layer; a head that several ranks have counts once."""
+        """Sum over all KV heads of a layer. x: sum over this rank's KV heads; a head on several ranks counts once."""
         return self.ranks.sum(x if self.ranks.rank % self.copies(layer) == 0 else x.new_zeros(x.shape))
 
     def own_heads(self, x: Tensor, layer: int) -> Tensor:
-        """The rank's KV heads of a tensor with those of all ranks: [n, num_kv_heads, ...], or [num_kv_heads]."""
+        """Return this rank's KV heads. x: all KV heads, [n, num_kv_heads, ...] or [num_kv_heads]."""
         first, end = self.kv_heads(layer)
         return x.narrow(min(1, x.dim() - 1), first, end - first).contiguous()
 
     def all_heads(self, x: Tensor, layer: int) -> Tensor:
-        """[n, own KV heads, head_dim] of each rank -> [n, num_kv_heads, head_dim]."""
+        """Return all KV heads, [n, num_kv_heads, head_dim]. x: this rank's, [n, own KV heads, head_dim]."""
         return self.ranks.gather(x, 1, self.copies(layer))
 
     # weights
 
     @cached_property
     def cuts(self) -> dict[str, Cut]:
-        """By name in the checkpoint, what this rank needs of each tensor that it needs at all."""
+        """Parts of the checkpoint's tensors that this rank needs, by name in the checkpoint. Unneeded tensors are
+        absent."""
         spec, own = self.whole, expected_shapes(self.own)
         cuts = {
             name: self._cut(target, shape, start, full)
@@ -154,7 +155,8 @@ class Shard:
         return cuts
 
     def _cut(self, target: str, shape: tuple[int, ...], start: int, full: tuple[int, ...]) -> Cut:
-        """target, start, full: our tensor, the checkpoint tensor's first row in it, and its shape."""
+        """Return the rank's part of a tensor. target, start, full: our tensor, the checkpoint tensor's first row in it,
+        and its shape."""
         if target in ("embed", "lm_head"):
             return Cut((self.vocabulary,))
         rank, size, spec = self.ranks.rank, self.ranks.size, self.whole
@@ -181,7 +183,7 @@ class Shard:
         return Cut()
 
     def _qkv_rows(self, layer: int) -> Runs:
-        """Rows of q, k and v of a layer, one below another, or by group as `ModelSpec.qkv_by_group` says."""
+        """Return the rank's rows of a layer's q, k and v: concatenated, or by group (see `ModelSpec.qkv_by_group`)."""
         spec, rank, size = self.whole, self.ranks.rank, self.ranks.size
         kv_heads, dim = spec.heads_of(layer)
         first, end = self.kv_heads(layer)
@@ -205,7 +207,7 @@ def _within(runs: Runs, start: int, end: int) -> Runs:
 
 
 def check_divisible(spec: ModelSpec, size: int) -> None:
-    """Raise UsageError where `size` ranks cannot compute a model together, with the sizes that can."""
+    """Raise UsageError, with sizes that fit, if `size` ranks cannot compute a model together."""
     kind = spec.config.get("model_type", spec.architecture)
     if spec.generic:
         raise UsageError(

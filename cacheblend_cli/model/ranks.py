@@ -1,4 +1,4 @@
-"""Ranks: the processes that compute one model together, and what they exchange (torch.distributed)."""
+"""Ranks: processes that compute one model together, and their communication (torch.distributed)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from torch import Tensor
 from cacheblend_cli.errors import DeviceError, UsageError
 
 EXCHANGE_S = 300.0
-"""Seconds that a rank waits for the others in one exchange: longer than the slowest layer, and than compiling its kernels."""
+"""Maximum seconds that a rank waits for the others in one exchange: longer than the slowest layer, and than compiling
+its kernels."""
 IDLE = timedelta(days=365)  # between two messages
 WAIT_S = 0.01
 
@@ -27,15 +28,16 @@ class RankLost(DeviceError):
 
 
 class Ranks:
-    """This process's place among the ranks. All ranks call the same methods in the same order, with tensors of the same shapes.
+    """This process among the ranks. All ranks call the same methods in the same order, with tensors of the same shapes.
 
-    device: where tensors to exchange are; by NCCL on GPUs, by gloo on CPUs. Messages go by gloo. lost: says why an exchange failed;
-    failed: told that this rank has left one half way.
-    `exchanges` counts what this rank has begun, and is odd while it waits for the others.
+    - device: device of exchanged tensors, by NCCL on GPUs and gloo on CPUs; messages always go by gloo
+    - lost: makes the error of a failed exchange from its reason
+    - failed: called when this rank alone fails in the middle of a computation
+    - exchanges: number of exchanges this rank has begun; odd while it waits for the others
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
-        """The default process group exists."""
+        """Requires the default process group."""
         self.rank, self.size, self.device = rank, size, device
         self._messages = dist.new_group(backend="gloo", timeout=IDLE)
         timeout = timedelta(seconds=EXCHANGE_S)
@@ -43,11 +45,12 @@ class Ranks:
         self.lost: Callable[[str], RankLost] = lambda reason: RankLost(f"the ranks lost each other: {reason}")
         self.failed: Callable[[BaseException], None] = lambda error: None
         self.exchanges = 0
-        self.lock = threading.RLock()  # held by who tells the others something, until it is done
+        self.lock = threading.RLock()  # held while sending a message, until its computation is done
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum over the ranks, in place where possible; the same to the bit on every rank. On a CPU an element's sum does not depend on
-        where in the tensor it is: with three ranks and more, gloo would begin at another rank for each part."""
+        """Return the sum over the ranks, in place where possible, equal to the bit on every rank. On a CPU the sum of
+        an element does not depend on its place in the tensor: with three or more ranks, gloo would start each part at
+        another rank."""
         if not x.numel():
             return x
         x = x.contiguous()
@@ -61,7 +64,7 @@ class Ranks:
         return x
 
     def largest(self, x: Tensor) -> Tensor:
-        """Maximum over the ranks, in place where possible."""
+        """Return the maximum over the ranks, in place where possible."""
         if not x.numel():
             return x
         x = x.contiguous()
@@ -69,11 +72,11 @@ class Ranks:
         return x
 
     def wait(self, number: int) -> int:
-        """Wait for all ranks however long they take, as to read weights. Returns their largest number."""
+        """Wait for all ranks without a limit, for example while they read weights. Returns their largest number."""
         found = torch.tensor([number])
         try:
             work = dist.all_reduce(found, dist.ReduceOp.MAX, group=self._messages, async_op=True)
-            while not work.is_completed():  # Ctrl-C comes between two looks
+            while not work.is_completed():  # polling, so that Ctrl-C works
                 time.sleep(WAIT_S)
             work.wait()
         except RuntimeError as error:
@@ -81,11 +84,11 @@ class Ranks:
         return int(found)
 
     def gather(self, x: Tensor, dim: int, every: int = 1) -> Tensor:
-        """The tensors of ranks 0, `every`, 2 * `every`, ... joined along a dimension."""
+        """Return the tensors of ranks 0, `every`, 2 * `every`, ... concatenated along a dimension."""
         return torch.cat(self._gathered(x)[::every], dim) if x.numel() else x
 
     def of_first(self, index: Tensor) -> Tensor:
-        """Rank 0's index, [n] int64, whose length the others need not know."""
+        """Return rank 0's index, [n] int64. The other ranks need not know its length."""
         size = torch.tensor([len(index)], device=index.device)
         self.share(size)
         index = index.new_empty(int(size)) if self.rank else index.contiguous()
@@ -93,18 +96,19 @@ class Ranks:
         return index
 
     def share(self, x: Tensor) -> None:
-        """Overwrite x with rank 0's; of the same shape on all ranks, contiguous."""
+        """Overwrite x with rank 0's x; contiguous, the same shape on all ranks."""
         if x.numel():
             self._run(lambda: dist.broadcast(x, 0, group=self._data))
 
     def tell(self, message: msgspec.Struct) -> None:
-        """Send a message from rank 0 to all others. They call this, too, where they do what rank 0 does: nothing is sent."""
+        """Send a message from rank 0 to all others. On the others, which run the same code, it sends nothing."""
         if self.rank == 0:
             self.send(msgspec.msgpack.encode(message))
 
     @contextmanager
     def telling(self, message: msgspec.Struct) -> Iterator[None]:
-        """`tell`, then compute what the message asks for. An error of rank 0 alone is `failed`; the others do not know of it."""
+        """`tell`, then run the computation that the message requests. An error on rank 0 alone is reported to `failed`;
+        the others do not know of it."""
         with self.lock:
             self.tell(message)
             try:
@@ -121,7 +125,7 @@ class Ranks:
             self._broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8))
 
     def receive(self) -> bytes:
-        """Wait for the next message of rank 0; an empty one is the last."""
+        """Wait for rank 0's next message; an empty one is the last."""
         size = torch.empty(1, dtype=torch.int64)
         self._broadcast(size)
         data = torch.empty(int(size), dtype=torch.uint8)
@@ -151,10 +155,11 @@ class Ranks:
 
 
 def is_agreed(error: BaseException) -> bool:
-    """Return whether all ranks raise the error at the same place: its cause is in what they were sent, or they have agreed on it."""
+    """Return whether all ranks raise the error at the same place: its cause is in the message they got, or they agreed
+    on it."""
     return isinstance(error, UsageError) or getattr(error, "is_agreed", False)
 
 
 def padded(x: Tensor, width: int) -> Tensor:
-    """x with zeros behind its last dimension up to the width."""
+    """Return x with its last dimension zero-padded to the width."""
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x

@@ -1,4 +1,5 @@
-"""Weights, also those of another engine that decodes, are read from disk while torch is imported. Imports neither torch nor numpy."""
+"""Read weights from disk while torch is imported, also those of another engine that decodes. Imports neither torch nor
+numpy."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from typing import Literal, Protocol
 from cacheblend_cli import user_cache
 
 KIND = "read"
-# Bytes; the last page of a piece tells whether it is in memory: the first ones are read with the piece before. Large: after each
-# piece the thread waits for Python's lock.
+# Bytes of a piece. Whether its last page is in memory tells whether the piece is: its first pages are read ahead with
+# the piece before. Large, because after each piece the thread waits for Python's lock.
 PIECE = 32 << 20
-MOST = 1 / 2  # of the machine's memory
+MOST = 1 / 2  # share of the machine's memory
 
 
 class Start(Protocol):
-    """Settings that decide which files a start reads."""
+    """Settings that determine which files a start reads."""
 
     @property
     def model(self) -> str | None: ...
@@ -35,18 +36,18 @@ class Start(Protocol):
 
 Part = Literal["weights", "decoder"]
 PARTS: tuple[Part, ...] = ("weights", "decoder")
-"""What a start reads, in this order. The decoder's file is read before the second token, if at all."""
+"""Parts of a start, in reading order. The decoder's file is read before the second token, if at all."""
 
 
 def remember(start: Start, part: Part, files: Iterable[Path]) -> None:
-    """Keep which files a start with these settings reads."""
+    """Record which files a start with these settings reads."""
     place, text = _place(start, part), "\n".join(os.path.realpath(file) for file in files)
     if user_cache.recall(place) != text:
         user_cache.keep(place, text)
 
 
 def read_ahead(start: Start) -> threading.Thread | None:
-    """Begin to read what the last such start read, in a thread that ends with the process. None where nothing is known."""
+    """Read the files of the last such start, in a thread that ends with the process. None if there is no record."""
     files = [name for part in PARTS for name in user_cache.recall(_place(start, part)).split("\n") if name]
     if not hasattr(os, "RWF_NOWAIT") or not files:
         return None
@@ -56,7 +57,7 @@ def read_ahead(start: Start) -> threading.Thread | None:
 
 
 def _read(files: list[str]) -> int:
-    """Read what is not in memory. Returns the number of pieces that were not."""
+    """Read pieces that are not in memory. Returns their number."""
     count, left = 0, int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * MOST)
     page, piece = bytearray(1), bytearray(PIECE)
     for name in files:

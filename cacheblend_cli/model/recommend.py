@@ -10,28 +10,28 @@ from pathlib import Path
 from cacheblend_cli.model.named import INSTALL, SMOLLM2
 
 GPU_SHARE, CPU_SHARE = 0.5, 0.4
-"""Share of GPU or host memory that weights may take. The rest is for KV, activations and other programs."""
+"""Share of GPU or host memory for weights. The rest is for KV, activations and other programs."""
 CPU_BYTES_A_CORE = 900 * 10**6
 """Weights per core. Decoding reads all weights for every token, so larger models decode slower than people read."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Memory in bytes (host, and the largest GPU, 0 without one), and usable CPU cores."""
+    """Memory and CPU cores of a machine."""
 
-    memory_bytes: int
-    cores: int
-    gpu_bytes: int = 0
+    memory_bytes: int  # host memory
+    cores: int  # usable CPU cores
+    gpu_bytes: int = 0  # memory of the largest GPU, 0 without one
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model to begin with. name: the value of --model; weight_bytes: in bfloat16; get: the command that fetches it."""
+    """A recommended model."""
 
-    name: str
-    weight_bytes: int
+    name: str  # value of --model
+    weight_bytes: int  # in bfloat16
     license: str
-    get: str
+    get: str  # command that fetches it
 
 
 def _hub(name: str, parameters: float) -> Candidate:
@@ -68,14 +68,14 @@ def _gpu_bytes() -> int:
 
 
 def weight_budget(machine: Machine) -> int:
-    """Bytes of weights that run well on the machine."""
+    """Return the bytes of weights that run well on the machine."""
     if machine.gpu_bytes:
         return int(machine.gpu_bytes * GPU_SHARE)
     return min(int(machine.memory_bytes * CPU_SHARE), machine.cores * CPU_BYTES_A_CORE)
 
 
 def recommend(machine: Machine) -> Candidate:
-    """Return the largest candidate within the budget, or the smallest of all."""
+    """Return the largest candidate within the budget, or the smallest candidate."""
     budget = weight_budget(machine)
     return max((c for c in CANDIDATES if c.weight_bytes <= budget), key=lambda c: c.weight_bytes, default=CANDIDATES[0])
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding: tables of cos and sin in fp32, one for each RoPE that a model's layers have."""
+"""Rotary position embedding: fp32 tables of cos and sin, one for each distinct RoPE of a model's layers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from cacheblend_cli.model.spec import LENGTH_DEPENDENT, ModelSpec, rotated_dim
 
 CosSin = tuple[Tensor, Tensor]
 Rope = Mapping[str, Any]
-"""Parameters as `families.rope_fields.rope_parameters` gives them, checked."""
+"""Parameters from `families.rope_fields.rope_parameters`, checked."""
 
 
 class RotaryEmbedding:
     """cos and sin for positions, as transformers computes them: freqs in fp32, both halves equal, times the scaling.
 
-    rope: None where nothing is rotated. Where `partial_rotary_factor` turns a part of the head only, the rest has
-    cos 1 and sin 0 (`families` has laid out q and k so that the halves match). `regime(seq_len)` names the set of
-    frequencies a prompt of that length gets: K rotated under one regime is right in that regime only (dynamic,
-    longrope). For every other type there is a single regime.
+    rope: None for no rotation. If `partial_rotary_factor` rotates only a part of the head, the rest has cos 1 and sin 0
+    (`families` orders q and k so that the halves match). `regime(seq_len)` identifies the frequencies of prompts of
+    that length: K rotated under one regime is valid in that regime only (dynamic, longrope). All other types have a
+    single regime.
     """
 
     def __init__(self, rope: Rope | None, head_dim: int, max_positions: int, device: torch.device) -> None:
@@ -32,27 +32,29 @@ class RotaryEmbedding:
         self._tables: dict[int, CosSin] = {}
         original = rope["original_max_position_embeddings"] if self.rope_type == "longrope" and rope else max_positions
         self.original_max = int(original)
-        self._frequencies(1)  # what is wrong with the parameters shows here, and not at the first prompt
+        self._frequencies(1)  # report bad parameters here instead of at the first prompt
 
     def regime(self, seq_len: int) -> int:
-        """0 for short prompts and for types that do not depend on the length; else what tells the frequencies apart."""
+        """Return 0 for short prompts and for types that do not depend on the length; otherwise an id of the
+        frequencies."""
         if self.rope_type not in LENGTH_DEPENDENT or seq_len <= self.original_max:
             return 0
         return seq_len if self.rope_type == "dynamic" else 1
 
     def table(self, seq_len: int) -> CosSin:
-        """cos, sin [at least seq_len, head_dim] fp32 of every position, on the device."""
+        """Return cos, sin [at least seq_len, head_dim] fp32 of every position, on the device."""
         regime = self.regime(seq_len)
         table = self._tables.get(regime)
         if table is None or table[0].shape[0] < seq_len:
             size = max(1024, 1 << (seq_len - 1).bit_length())
             table = self.at(torch.arange(size), seq_len)
-            self._tables = {k: v for k, v in self._tables.items() if k == 0}  # dynamic regimes do not pile up
+            # keep at most one table of dynamic frequencies
+            self._tables = {k: v for k, v in self._tables.items() if k == 0}
             self._tables[regime] = table
         return table
 
     def at(self, positions: Tensor, seq_len: int) -> CosSin:
-        """The same of some positions [num_rows], computed for them alone."""
+        """Return cos, sin of positions [num_rows], without a table."""
         inv_freq, scaling = self._frequencies(seq_len if self.regime(seq_len) else 1)
         freqs = positions.float().cpu()[:, None] * inv_freq[None]
         cos, sin = freqs.cos() * scaling, freqs.sin() * scaling
@@ -62,7 +64,7 @@ class RotaryEmbedding:
         return torch.cat((cos, cos), -1).to(self.device), torch.cat((sin, sin), -1).to(self.device)
 
     def _frequencies(self, seq_len: int) -> tuple[Tensor, float]:
-        """inv_freq [at most head_dim / 2] fp32 and the factor on cos and sin."""
+        """Return inv_freq [at most head_dim / 2] fp32 and the factor on cos and sin."""
         if self.rope is None:
             return torch.empty(0), 1.0
         try:
@@ -79,8 +81,8 @@ class RotaryEmbedding:
 
 
 class LayerRotations:
-    """The different RoPEs of a model, and sizes of heads, most often one. `of_layer[i]` is the number of layer i's; whatever comes for each of
-    them is in the order of these numbers."""
+    """The distinct RoPEs and head sizes of a model, usually one. `of_layer[i]` is the index for layer i; per-RoPE
+    values are in the order of these indexes."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         of_layers = [(spec.rope_of(layer), spec.heads_of(layer)[1]) for layer in range(spec.num_layers)]
@@ -91,14 +93,16 @@ class LayerRotations:
         self.of_layer = tuple(different.index(rope) for rope in of_layers)
         self._each = [RotaryEmbedding(r, dim, spec.max_position_embeddings, device) for r, dim in different]
         lengths = [r.original_max for r in self._each if r.rope_type in LENGTH_DEPENDENT]
-        self.switches_at: int | None = min(lengths, default=None)  # tokens up to which the frequencies are one set
+        # number of tokens up to which the frequencies are the same; None: always
+        self.switches_at: int | None = min(lengths, default=None)
 
     def regime(self, seq_len: int) -> int:
         """Return the id of the frequencies for prompts of this length, over all layers; 0 for short prompts."""
         return max(rope.regime(seq_len) for rope in self._each)
 
     def cos_sin(self, positions: Tensor, seq_len: int) -> tuple[CosSin, ...]:
-        """cos, sin [num_rows, head_dim] fp32 for positions [num_rows] in a prompt whose final length is seq_len."""
+        """Return cos, sin [num_rows, head_dim] fp32 for positions [num_rows] in a prompt whose final length is
+        seq_len."""
         return rows_of_tables(self.tables(seq_len), positions)
 
     def at(self, positions: Tensor, seq_len: int) -> tuple[CosSin, ...]:
@@ -106,23 +110,25 @@ class LayerRotations:
         return tuple(rope.at(positions, seq_len) for rope in self._each)
 
     def tables(self, seq_len: int) -> tuple[CosSin, ...]:
-        """cos, sin [at least seq_len, head_dim] fp32 of every position."""
+        """Return cos, sin [at least seq_len, head_dim] fp32 of every position."""
         return tuple(rope.table(seq_len) for rope in self._each)
 
 
 def rows_of_tables(tables: tuple[CosSin, ...], positions: Tensor) -> tuple[CosSin, ...]:
-    """The rows of each table at positions [num_rows] int64."""
+    """Return the rows of each table at positions [num_rows] int64."""
     return tuple((cos.index_select(0, positions), sin.index_select(0, positions)) for cos, sin in tables)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, max_positions: int, seq_len: int) -> tuple[Tensor, float]:
-    """[head_dim / 2] fp32, and the factor on cos and sin, for a prompt of seq_len tokens. max_positions: the model's
-    `max_position_embeddings`. Raises ArithmeticError or ValueError where the parameters have no answer.
+    """Return frequencies [head_dim / 2] fp32, and the factor on cos and sin, for a prompt of seq_len tokens.
+    max_positions: the model's `max_position_embeddings`. Raises ArithmeticError or ValueError if the parameters have no
+    solution.
 
-    As transformers' ROPE_INIT_FUNCTIONS have them (a test compares them), written here because importing transformers takes
-    as long as answering a short question."""
+    Equal to transformers' ROPE_INIT_FUNCTIONS (a test compares them), but written here because importing transformers
+    takes as long as answering a short question.
+    """
     kind, theta = rope["rope_type"], rope["rope_theta"]
-    if kind == "dynamic":  # NTK: the base grows with what is beyond the trained length
+    if kind == "dynamic":  # NTK: the base grows with the length beyond the trained one
         growth = rope["factor"] * max(seq_len, max_positions) / max_positions - (rope["factor"] - 1)
         theta = theta * growth ** (head_dim / (head_dim - 2))
     plain: Tensor = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
@@ -130,7 +136,7 @@ def inverse_frequencies(rope: Rope, head_dim: int, max_positions: int, seq_len: 
         return plain / rope["factor"], 1.0
     if kind == "llama3":
         return _llama3(rope, plain), 1.0
-    if kind == "proportional":  # the last frequencies are 0: those channels keep no position
+    if kind == "proportional":  # the last frequencies are 0: those channels hold no position
         plain[int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2) :] = 0
         return plain / (rope.get("factor") or 1.0), 1.0
     if kind == "yarn":
@@ -141,10 +147,11 @@ def inverse_frequencies(rope: Rope, head_dim: int, max_positions: int, seq_len: 
 
 
 def _llama3(rope: Rope, plain: Tensor) -> Tensor:
-    """Slow dimensions (few turns over the original length) divided by the factor, fast ones as they are, a ramp between."""
+    """Divide slow dimensions (few turns over the original length) by the factor, keep fast ones, with a ramp in
+    between."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = rope["original_max_position_embeddings"] / (2 * math.pi / plain)
-    kept = (turns - low) / (high - low)  # the share of the unscaled frequency
+    kept = (turns - low) / (high - low)  # share of the unscaled frequency
     return torch.where(
         turns < low,
         plain / rope["factor"],
@@ -158,7 +165,7 @@ def _yarn(rope: Rope, plain: Tensor, max_positions: int) -> tuple[Tensor, float]
     factor = rope["factor"] or max_positions / original
 
     def dimension(turns: float) -> float:
-        """The one that turns so often over the original length."""
+        """Return the dimension that makes so many turns over the original length."""
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
 
     low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
@@ -179,7 +186,8 @@ def _sharper(factor: float, share: float) -> float:
 
 
 def _longrope(rope: Rope, plain: Tensor, max_positions: int, seq_len: int) -> tuple[Tensor, float]:
-    """Each pair of dimensions has a factor of its own: one for short prompts, another for long ones (arXiv 2402.13753)."""
+    """Scale each pair of dimensions by its own factor, with one set for short prompts and another for long ones (arXiv
+    2402.13753)."""
     original = rope["original_max_position_embeddings"]
     factors = torch.tensor(rope["long_factor" if seq_len > original else "short_factor"], dtype=torch.float32)
     factor, scaling = rope.get("factor") or max_positions / original, rope.get("attention_factor")

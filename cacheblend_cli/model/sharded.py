@@ -1,4 +1,4 @@
-"""A rank's part of a checkpoint's tensors, as a source of tensors."""
+"""A rank's part of a checkpoint as a source of tensors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from cacheblend_cli.model.weight_map import expected_shapes, name_in
 
 
 class ShardedTensors:
-    """A `TensorSource` over another one: of each tensor the rows and columns of a rank, and no tensor that only others need. Of
-    safetensors files nothing else is read; a quantised tensor is dequantised in blocks of rows, and cut then."""
+    """A `TensorSource` over another one: only the rows and columns of a rank, and no tensors that only other ranks
+    need. From safetensors files nothing else is read. Quantised tensors are dequantised in blocks of rows before they
+    are cut."""
 
     def __init__(self, source: TensorSource, shard: Shard) -> None:
         self._source, self._cuts, self._whole = source, shard.cuts, expected_shapes(shard.whole)
@@ -33,7 +34,7 @@ class ShardedTensors:
             cut = self._cuts[name]
             whole = self._whole.get(name)
             if whole is not None and found != whole[0]:
-                cut = Cut()  # another model's: refused by its shape
+                cut = Cut()  # another model's tensor: its shape is refused later
             self._of[stored], self._shapes[stored] = cut, found
             yield stored, kind, cut.shape(found)
 
@@ -60,7 +61,7 @@ class ShardedTensors:
 
 
 def cut_deltas(deltas: dict[str, Delta], shard: Shard) -> dict[str, Delta]:
-    """A rank's part of an adapter's updates, by name in the checkpoint."""
+    """Return a rank's part of an adapter's updates, by name in the checkpoint."""
     cut = dict[str, Delta]()
     for name, delta in deltas.items():
         of = shard.cuts.get(name)
@@ -72,7 +73,7 @@ def cut_deltas(deltas: dict[str, Delta], shard: Shard) -> dict[str, Delta]:
 
 
 def _runs(cut: Cut, start: int, stop: int) -> list[tuple[int, int]]:
-    """The rows of the stored tensor that are rows start:stop of the cut one."""
+    """Return the rows of the stored tensor for rows start:stop of the cut one."""
     if cut.rows is None:
         return [(start, stop)]
     found, at = [], 0

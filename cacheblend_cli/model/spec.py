@@ -8,8 +8,8 @@ from typing import Any
 
 # RoPE types whose factor lengthens the context. For llama3 and longrope `max_position_embeddings` is the longer one.
 LENGTHENED = ("linear", "dynamic", "yarn")
-LENGTH_DEPENDENT = ("dynamic", "longrope")  # their frequencies depend on the length of the prompt
-QUERY_GROWTH = "llama_4_scaling_beta"  # among RoPE's parameters
+LENGTH_DEPENDENT = ("dynamic", "longrope")  # frequencies depend on the prompt length
+QUERY_GROWTH = "llama_4_scaling_beta"  # one of RoPE's parameters
 
 
 def rotated_dim(rope: Mapping[str, Any], head_dim: int) -> int:
@@ -20,8 +20,9 @@ def rotated_dim(rope: Mapping[str, Any], head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434): one latent per token makes the K and V of all heads.
-    They share one position key, the only part that RoPE rotates. These two are stored instead of K and V."""
+    """Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434): the K and V of all heads are computed from one
+    latent per token. All heads share one position key, the only part that RoPE rotates. Latent and position key are
+    stored instead of K and V."""
 
     rank: int  # size of the latent
     nope_dim: int  # part of a head's key that the latent makes; the shared position key has the spec's head_dim
@@ -33,33 +34,33 @@ class LatentSpec:
 class Routing:
     """DeepSeek's routing: first groups of experts, then experts within them (arXiv 2405.04434, section 2.1.1)."""
 
-    # Scores by sigmoid instead of softmax, with a correction per expert that counts for the choice alone (arXiv 2408.15664).
-    # The score of a group is then the sum of its two best experts, else its best one.
+    # Scores by sigmoid instead of softmax, with a correction per expert that only affects the choice (arXiv
+    # 2408.15664). A group's score is then the sum of its two best experts, else its best expert's score.
     sigmoid: bool
     groups: int = 1
     groups_kept: int = 1  # groups that a token's experts come from
-    factor: float = 1.0  # on the weights
+    factor: float = 1.0  # on the experts' weights
 
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """MLPs of which a router chooses a few for each token."""
+    """MLPs of which a router chooses a few per token."""
 
     count: int
     per_token: int
-    width: int  # inside an expert
-    layers: tuple[int, ...]  # with experts; the MLPs of the others are plain
+    width: int  # width of an expert
+    layers: tuple[int, ...]  # layers with experts; other layers have a plain MLP
     normed: bool = True  # the weights of a token's experts sum to 1
-    shared_width: int = 0  # inside the expert that every token gets; 0: there is none
-    base: str = "mlp"  # module with the experts, as the checkpoint names it
+    shared_width: int = 0  # width of the shared expert, which every token gets; 0: none
+    base: str = "mlp"  # module with the experts, in the checkpoint
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # in the checkpoint
     router: str = "gate"  # in the checkpoint
     bias: bool = False  # router and experts have biases
-    # (alpha, limit) of gpt-oss's SwiGLU, (up + 1) * gate * sigmoid(alpha * gate), gate at most limit, up within +-limit.
-    # None: the activation of the spec.
+    # (alpha, limit) of gpt-oss's SwiGLU, (up + 1) * gate * sigmoid(alpha * gate), gate at most limit, up within
+    # +-limit. None: the activation of the spec.
     clamped: tuple[float, float] | None = None
-    # Gemma 4: the experts' output is added to the MLP's, each normed; the router norms its input, scales it per channel,
-    # and scales its weights per expert.
+    # Gemma 4: the experts' output is added to the MLP's, each normed; the router norms its input, scales it per
+    # channel, and scales its weights per expert.
     beside: bool = False
     shared: str = "shared_expert"  # in the checkpoint
     shared_gate: bool = True  # the shared expert has a gate
@@ -96,13 +97,13 @@ class StreamsSpec:
     count: int
     active: int  # the stream that layers compute with
     scaled: bool  # the active stream is scaled per channel where a layer's input by token is added
-    low_rank: int  # of the branch beside attention
+    low_rank: int  # rank of the branch beside attention
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The shape of a decoder-only model. Sizes in elements. Fields without a default describe a Llama; the others are features
-    beyond Llama."""
+    """The shape of a decoder-only model. Sizes in elements. Fields without a default describe a Llama; the others are
+    features beyond Llama."""
 
     architecture: str
     vocab_size: int
@@ -125,7 +126,7 @@ class ModelSpec:
     config: dict[str, Any]  # config.json
 
     # RoPE and positions
-    local_rope: dict[str, Any] | None = None  # of layers with a window, where it differs
+    local_rope: dict[str, Any] | None = None  # for layers with a window, if it differs
     unrotated: tuple[int, ...] = ()  # layers without RoPE
     interleaved: bool = False  # RoPE rotates channels 2i and 2i + 1 instead of i and i + half (`weights.fold`)
     alibi: tuple[float, ...] | None = None  # slope per head (`AttentionParams`); such a model has no RoPE
@@ -133,15 +134,14 @@ class ModelSpec:
     # attention
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_soft_cap: float | None = None  # x becomes cap * tanh(x / cap)
-    sinks: bool = False  # a logit per head takes part in the softmax without a value
+    sinks: bool = False  # an extra logit per head in the softmax, without a value
     qk_norm_over_all: bool = False  # the norm of q and k covers all heads at once
     v_norm: bool = False  # V's heads are normed, without a weight
     qkv_clip: float | None = None  # q, k and v are clamped to +- this
     latent: LatentSpec | None = None  # num_kv_heads is then 1; K is the position key of head_dim, V the latent
 
-    # norms
-    # (norm, name in the checkpoint). attention_in and mlp_in norm the input, attention_out and mlp_out what is added to the
-    # residual stream.
+    # norms (norm, name in the checkpoint). attention_in and mlp_in norm the input, attention_out and mlp_out what is
+    # added to the residual stream.
     norms: tuple[tuple[str, str], ...] = (
         ("attention_in", "input_layernorm"),
         ("mlp_in", "post_attention_layernorm"),
@@ -160,16 +160,17 @@ class ModelSpec:
     # embedding and output
     embedding_scale: float = 1.0
     embedding_norm: bool = False  # the embedding is normed as the input of a layer is
-    residual_scale: float = 1.0  # on what a layer adds
+    residual_scale: float = 1.0  # on each layer's output
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
-    # Size and vocabulary of a second embedding, which gives each layer an input by token (`token_input.TokenInputs`); 0: none.
+    # Size and vocabulary of a second embedding, which gives each layer an input by token (`token_input.TokenInputs`);
+    # 0: none.
     token_width: int = 0
     token_vocab: int = 0
 
     # per layer
     shapes: LayerShapes | None = None  # where layers differ; num_kv_heads and head_dim are then those of most layers
-    layer_scale: bool = False  # a layer's output is multiplied by a number of its own
+    layer_scale: bool = False  # a layer's output is multiplied by a learned factor
     streams: StreamsSpec | None = None
 
     # the checkpoint
@@ -181,7 +182,7 @@ class ModelSpec:
     outer: tuple[tuple[str, str], ...] = ()
     other_parts: tuple[str, ...] = ()  # prefixes of tensors of other parts of a model, such as its vision tower
 
-    # transformers' own layers (`generic`): fields that describe the computation mean nothing then
+    # transformers' own layers (`generic`): fields that describe the computation are unused
     generic: bool = False
 
     def rope_of(self, layer: int) -> dict[str, Any] | None:
@@ -216,13 +217,15 @@ class ModelSpec:
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """(KV heads, head_dim) of each layer that has K and V of its own, and V's head_dim where it is not K's."""
+        """(KV heads, head_dim) of each layer with K and V of its own, followed by V's head_dim if it differs from
+        K's."""
         of_v = () if self.latent is None else (self.latent.rank,)
         return tuple((*self.heads_of(layer), *of_v) for layer in range(self.num_kv_layers))
 
     @property
     def query_growth(self) -> tuple[float, int] | None:
-        """(beta, length): the query at position p is multiplied by 1 + beta log(1 + floor(p / length)); None: by nothing."""
+        """(beta, length): the query at position p is multiplied by 1 + beta log(1 + floor(p / length)); None: not
+        scaled."""
         beta = self.rope.get(QUERY_GROWTH)
         return (beta, int(self.rope["original_max_position_embeddings"])) if beta else None
 
@@ -242,12 +245,12 @@ class ModelSpec:
 
     @property
     def max_context(self) -> int:
-        """Most tokens of a prompt and its answer: `max_position_embeddings` after RoPE's scaling.
+        """Maximum tokens of a prompt and its answer: `max_position_embeddings` after RoPE's scaling.
 
-        As vLLM computes it (`_get_and_verify_max_len` in vllm/config/model.py): a linear, dynamic or yarn factor lengthens
-        the context, of yarn the one it was trained with; llama3 and longrope state the longer one. transformers means the
-        same by `factor` (modeling_rope_utils.RopeParameters) and sets no limit itself. Its null factor for yarn is the
-        ratio of `max_position_embeddings` to the original length.
+        Computed as in vLLM (`_get_and_verify_max_len` in vllm/config/model.py): a linear, dynamic or yarn factor
+        lengthens the context (for yarn the original one); llama3 and longrope state the longer one. transformers
+        defines `factor` in the same way (modeling_rope_utils.RopeParameters) and sets no limit itself. Its null factor
+        for yarn is the ratio of `max_position_embeddings` to the original length.
         """
         factor = self.rope.get("factor")
         if self.rope["rope_type"] not in LENGTHENED or factor is None:

@@ -2,9 +2,9 @@
 
 gpt-oss: gate_up_proj [count, in, 2 * width] with gate and up interleaved, down_proj [count, width, out], transposed,
 and their biases without the inputs. Gemma 4 (`stacked`): gate_up_proj [count, 2 * width, in], gate above up, down_proj
-[count, out, width]. In MXFP4 (OCP Microscaling Formats, version 1.0) a weight is `_blocks`
-[count, out, in / 32, 16] uint8, two 4-bit values in each, the first in the low bits, and `_scales` [count, out, in / 32],
-the exponent of the block's factor, biased by 127.
+[count, out, width]. In MXFP4 (OCP Microscaling Formats, version 1.0) a weight is `_blocks` [count, out, in / 32, 16]
+uint8, two 4-bit values in each, the first in the low bits, and `_scales` [count, out, in / 32], the exponent of the
+block's factor, biased by 127.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Part(NamedTuple):
 
 
 class SplitExperts:
-    """A `TensorSource` over another one, whose other tensors are passed on. stacked: Gemma 4's layout, else gpt-oss's."""
+    """A `TensorSource` over another one; other tensors are passed on. stacked: Gemma 4's layout, else gpt-oss's."""
 
     def __init__(self, source: TensorSource, stacked: bool = False) -> None:
         self._source, self._parts, self._stacked = source, dict[str, _Part](), stacked
@@ -56,7 +56,7 @@ class SplitExperts:
                 scales = f"{match['base']}{match['name']}_scales"
                 if shape[-1] != 16 or kind != "U8" or shapes.get(scales) != shape[:-1]:
                     raise UsageError(
-                        f"the quantised tensor {name} is not read: {scales} and it do not belong together",
+                        f"the quantised tensor {name} is not read: its shape does not match {scales}",
                         "fetch the checkpoint again",
                     )
             yield from self._split(match, name, "F32" if match["kind"] == "_blocks" else kind, shape)

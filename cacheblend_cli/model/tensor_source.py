@@ -13,11 +13,12 @@ from torch import Tensor
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.model_files import AGAIN
 
-SMALL = 1 << 18  # numbers
+SMALL = 1 << 18  # elements
 
 
 class SafetensorsFiles:
-    """Memory-mapped files of a checkpoint. If two files have the same name, `read` returns the first one's tensor."""
+    """Memory-mapped files of a checkpoint. If two files have a tensor of the same name, `read` returns the first
+    one's."""
 
     block_bytes = 16 << 20  # of float32: a block is held twice for a moment, mapped and copied
 
@@ -40,8 +41,8 @@ class SafetensorsFiles:
                 yield name, dtype, shape
 
     def read(self, name: str, start: int, stop: int, columns: slice | None = None) -> Tensor:
-        """Read rows `start` to `stop`, and of a matrix some columns alone; of large tensors under a mapping of their own, so that copied
-        pages do not stay resident."""
+        """Read rows `start` to `stop`, optionally only some columns of a matrix. Large tensors get a temporary mapping,
+        so that copied pages do not stay resident."""
         file = self._file_of[name]
         if name in self._small:
             if file not in self._open:
@@ -53,12 +54,12 @@ class SafetensorsFiles:
             return part[start:stop] if columns is None else part[start:stop, columns]
 
     def columns(self, name: str, start: int, stop: int) -> Tensor:
-        """Columns `start` to `stop` of a matrix."""
+        """Return columns `start` to `stop` of a matrix."""
         with safe_open(self._file_of[name], framework="pt") as handle:
             return handle.get_slice(name)[:, start:stop]
 
     def whole(self, name: str) -> Tensor:
-        """The tensor, of any shape, as a mapping: its pages are read when they are looked at."""
+        """Return the tensor, of any shape, as a mapping: its pages are read on access."""
         with safe_open(self._file_of[name], framework="pt") as handle:
             return handle.get_tensor(name)
 
@@ -70,13 +71,14 @@ class TensorSource(Protocol):
     def block_bytes(self) -> int: ...
 
     def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """(name, dtype as safetensors names it, shape) of every tensor. Raises UsageError on a damaged file."""
+        """Yield (name, dtype as safetensors names it, shape) of every tensor. Raises UsageError on a damaged file."""
         ...
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of a tensor."""
+        """Return rows `start` to `stop` of a tensor."""
         ...
 
     def whole(self, name: str) -> Tensor | None:
-        """The whole tensor as a mapping of its file, in the file's dtype; None where it is not there as plain numbers."""
+        """Return the whole tensor as a mapping of its file, in the file's dtype; None if it is not stored as plain
+        numbers."""
         ...

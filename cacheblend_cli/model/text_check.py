@@ -1,4 +1,4 @@
-"""Check what a model's tokenizer does with the texts that documents have: line breaks, indentation, tables, markup."""
+"""Check what a model's tokenizer does with typical document text: line breaks, indentation, tables, markup."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ SAMPLES = {
     "marks of other prompts": "<s>[INST] <<SYS>> <|im_start|>user <|eot_id|> <start_of_turn> <think></think> [PAD]\n",
     "other scripts": "Caf\u00e9, stra\u00dfe, \u043f\u0440\u0438\u0432\u0435\u0442, \u65e5\u672c\u8a9e, \U0001f600\n",
 }
-"""What documents have: a text of it."""
+"""Sample texts by kind of content."""
 
 
 def text_check(tokenizer: Tokenizer) -> str:
-    """Say what a document would meet: all of it is kept, or what is refused or changed."""
+    """Describe what happens to document text: everything is kept, or what is refused or changed."""
     found = [f"{name}: {fault}" for name, text in SAMPLES.items() if (fault := _fault(tokenizer, text))]
     return "; ".join(found) or f"kept as written: {', '.join(SAMPLES)}"
 
 
 def _fault(tokenizer: Tokenizer, text: str) -> str:
-    """Return why the text is not kept as it is written, or ""."""
+    """Return why the text is not kept as written, or ""."""
     try:
         ids = tokenizer.encode_text(text)
     except UsageError as error:

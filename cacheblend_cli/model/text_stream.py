@@ -11,25 +11,25 @@ _UNFINISHED = "\ufffd"
 
 
 class TextStream:
-    """Turns a growing list of ids into pieces of text as soon as no later id can change them.
+    """Turn a growing list of ids into pieces of text as soon as later ids cannot change them.
 
-    Only the ids since the last piece are decoded, behind the one before them: what a decoder does at the beginning of a
-    text (dropping a space, say) it does to that one. Held back are:
+    Only the ids since the last piece are decoded, after the id before them: a decoder treats the beginning of a text
+    specially (dropping a space, say), and this id absorbs that. Held back are:
 
-    - one U+FFFD at the end, which the next ids may make a character of;
-    - a run of byte tokens such as <0xE8>, until it ends: the decoder takes it as a whole, and writes U+FFFD for every
+    - one U+FFFD at the end, which later ids may complete to a character;
+    - a run of byte tokens such as <0xE8>, until it ends: the decoder decodes it as a whole, and writes U+FFFD for every
       byte of a run that is not UTF-8;
-    - everything, when the decoder looks at the text as a whole (`is_local`).
+    - everything, if the decoder works on the text as a whole (`is_local`).
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._local = is_local(tokenizer.decoder)
-        self._ids: list[int] = []  # what is not shown yet, and what its decoding depends on
-        self._shown = 0  # characters of their text that are shown
+        self._ids: list[int] = []  # ids not shown yet, and the id before them
+        self._shown = 0  # number of characters of their text that are shown
 
     def push(self, token_id: int) -> str:
-        """The text that is certain with this token, "" when there is none."""
+        """Return the text that is final with this token, "" if there is none."""
         if self._tokenizer.is_silent(token_id):
             return ""
         self._ids.append(token_id)
@@ -43,7 +43,7 @@ class TextStream:
         return piece
 
     def held(self) -> str:
-        """Text that would be shown if no further token came."""
+        """Return the text that would be shown if no further token came."""
         return self._tokenizer.decode(self._ids)[self._shown :]
 
     def flush(self) -> str:

@@ -1,4 +1,4 @@
-"""Inputs of each layer that are of the token alone, as Gemma 4 and 3n have them (per-layer embeddings)."""
+"""Inputs of each layer that depend only on the token (per-layer embeddings), as in Gemma 4 and 3n."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from cacheblend_cli.model.weight_map import TOKEN_EMBEDDING
 
 
 class TokenInputs:
-    """The inputs of all layers: a second embedding of the token, and a projection of its first one, normed.
+    """Inputs of all layers: a second embedding of the token, plus a normed projection of its first one.
 
-    A layer's are computed when it asks for them: rows drop out from layer to layer. embed: of `Decoder`. The weights are taken
-    out of `weights`; the embedding may be in the checkpoint's dtype, mapped from its file.
+    A layer's inputs are computed when it needs them: rows drop out from layer to layer. embed: `Decoder.embed`. The
+    weights are taken out of `weights`; the embedding may be in the checkpoint's dtype, mapped from its file.
     """
 
     def __init__(
@@ -37,8 +37,9 @@ class TokenInputs:
         self._scales = spec.hidden_size**-0.5, spec.token_width**0.5
 
     def of_layer(self, token_ids: Tensor, layer: int) -> Tensor:
-        """[num_rows, token_width]."""
-        known = torch.where(token_ids < len(self._embedding), token_ids, 0)  # 3n's vocabulary is larger than this one
+        """Return a layer's inputs, [num_rows, token_width]."""
+        # Gemma 3n's vocabulary is larger than this one
+        known = torch.where(token_ids < len(self._embedding), token_ids, 0)
         columns = slice(layer * self._width, (layer + 1) * self._width)
         projected = self._project[layer](self._embed(token_ids)) * self._scales[0]
         own = F.embedding(known, self._embedding[:, columns]).to(projected.dtype) * self._scales[1]
@@ -46,7 +47,7 @@ class TokenInputs:
 
 
 class TokenInput:
-    """A layer's use of its input: norm(up(activation(gate(h)) * input)), which is added to the residual stream."""
+    """A layer's use of its input: norm(up(activation(gate(h)) * input)), added to the residual stream."""
 
     def __init__(
         self, spec: ModelSpec, weights: MutableMapping[str, Tensor], kernels: KernelBackend, weight_dtype: str

@@ -20,7 +20,7 @@ from cacheblend_cli.model.tokenizer_json import for_the_middle, without_added
 if TYPE_CHECKING:
     from cacheblend_cli.model.chat_template import ChatTemplate
 
-_LONG = 4096  # characters, which take some milliseconds
+_LONG = 4096  # characters, which take a few milliseconds to encode
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -28,8 +28,8 @@ class Tokenizer:
     """A HF fast tokenizer. Text of documents and questions never yields a control token; text of the template may."""
 
     def __init__(self, model_dir: Path, num_embeddings: int | None = None) -> None:
-        """num_embeddings: of the model. A tokenizer may have more tokens (a padding token that was added to it alone):
-        text that needs one of them is refused."""
+        """num_embeddings: the model's. A tokenizer may have more tokens (such as an added padding token); text that
+        needs one of them is refused."""
         path = model_dir / "tokenizer.json"
         if not path.is_file():
             raise NotFoundError(
@@ -46,13 +46,13 @@ class Tokenizer:
         self.decoder: dict[str, Any] | None = data.get("decoder")
         self._has_bytes = "ByteFallback" in json.dumps(self.decoder)
         self.config = read_object(model_dir / "tokenizer_config.json")
-        if "added_tokens_decoder" not in self.config:  # transformers looks into the older file in this case only
+        if "added_tokens_decoder" not in self.config:  # transformers reads the older file only in this case
             self.config |= read_object(model_dir / "special_tokens_map.json")
         self.template_source = self._find_template(model_dir)
         added = data.get("added_tokens") or ()
         self.added_ids: frozenset[int] = frozenset(token["id"] for token in added)
         self._special_ids = frozenset(token["id"] for token in added if token["special"])
-        unknown: set[Any] = {_unknown_id(data["model"])}  # stands for what the vocabulary lacks, and forges nothing
+        unknown: set[Any] = {_unknown_id(data["model"])}  # stands for unknown text, so it is not a forged control token
         template = self.template_source or ""
         self._control = {
             token["id"]: str(token["content"])
@@ -63,7 +63,7 @@ class Tokenizer:
         data["post_processor"], data["truncation"], data["padding"] = None, None, None
         middle = for_the_middle(data)
         self._middle = self._tokenizer if middle is data else tokenizers.Tokenizer.from_str(json.dumps(middle))
-        # Text is encoded by a copy that knows no control tokens, so `<|im_end|>` in a document is several plain pieces.
+        # Text is encoded by a copy without control tokens, so `<|im_end|>` in a document is several plain pieces.
         self._plain = tokenizers.Tokenizer.from_str(json.dumps(without_added(middle, self.control_ids | unknown)))
         self.fingerprint = hashlib.blake2b(raw.encode(), digest_size=16).hexdigest()
         self._num_embeddings = self.vocab_size if num_embeddings is None else num_embeddings
@@ -82,23 +82,24 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token: a text has at least as many tokens as its length divided by this."""
+        """Number of characters of the longest token. A text has at least as many tokens as its length divided by
+        this."""
         return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
 
     @property
     def beginning(self) -> str:
-        """Text the tokenizer itself puts before any text, without a chat template: "" or a control token."""
+        """Text that the tokenizer itself puts before any text, without a chat template: "" or a control token."""
         ids = self._tokenizer.encode("").ids
         return self.decode([i for i in ids if str(self._tokenizer.id_to_token(i)) == self.special("bos_token")], False)
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of a document's or question's text in the middle of a prompt.
+        """Return the ids of a document's or question's text in the middle of a prompt.
 
-        Adds no special tokens, matches no control tokens, and omits the mark or space that the tokenizer puts before a text on
-        its own. Raises TextRefused for text that cannot be kept apart from a control token.
+        Adds no special tokens, matches no control tokens, and omits the mark or space that the tokenizer puts before a
+        text on its own. Raises TextRefused for text that cannot be kept apart from a control token.
         """
         ids = self._encode(self._plain, text)
-        if not self.control_ids.isdisjoint(ids):  # by the vocabulary: some models have their control tokens in it, too
+        if not self.control_ids.isdisjoint(ids):  # by id: some models have their control tokens in the vocabulary too
             ids = [i for piece in self._pieces(text, ids) for i in self._encode(self._plain, piece)]
         bad = next((i for i in ids if i in self.control_ids), None)
         if bad is not None:
@@ -110,18 +111,19 @@ class Tokenizer:
         return ids
 
     def _pieces(self, text: str, ids: list[int]) -> list[str]:
-        """Cut the text behind the first character of every control token that is among the ids."""
+        """Cut the text after the first character of every control token that is among the ids."""
         contents = {self._control[i] for i in ids if i in self.control_ids}
         cuts = [match.start() + 1 for match in re.finditer("|".join(f"(?={re.escape(c)})" for c in contents), text)]
         return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
     def encode_template(self, text: str) -> list[int]:
-        """Ids of rendered template text from its start: control tokens in it are recognised, none are added."""
+        """Return the ids of rendered template text from its start: control tokens in it are recognised, none are
+        added."""
         return self._encode(self._tokenizer, text)
 
     def encode_template_rest(self, text: str) -> list[int]:
-        """`encode_template` for text that follows other text: its first run, up to a control token, is encoded as the middle of
-        a text. Later runs are encoded as text after a control token."""
+        """`encode_template` for text that follows other text: its first run, up to a control token, is encoded as the
+        middle of a text. Later runs are encoded as text after a control token."""
         first = self._encode(self._middle, text)
         whole = self.encode_template(text)
         return first[: self._first_control(first)] + whole[self._first_control(whole) :]
@@ -145,8 +147,8 @@ class Tokenizer:
         return next((at for at, token_id in enumerate(ids) if token_id in self.control_ids), len(ids))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text as the tokenizer's decoder has it. `clean_up_tokenization_spaces` is not heeded: it takes spaces out that
-        are in the ids ("a ? b"), which is why transformers does not do it for BPE either."""
+        """Return the text by the tokenizer's decoder. `clean_up_tokenization_spaces` is ignored: it removes spaces that
+        are in the ids ("a ? b"), so transformers does not apply it to BPE either."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def is_silent(self, token_id: int) -> bool:
@@ -154,7 +156,7 @@ class Tokenizer:
         return token_id in self._special_ids or self._tokenizer.id_to_token(token_id) is None
 
     def is_byte(self, token_id: int) -> bool:
-        """Return whether the id is one byte, such as <0x0A>, of a run that `decode` takes as a whole."""
+        """Return whether the id is one byte, such as <0x0A>, of a run that `decode` decodes as a whole."""
         return self._has_bytes and _BYTE.fullmatch(self._tokenizer.id_to_token(token_id) or "") is not None
 
     def token_id(self, token: str) -> int | None:
@@ -165,7 +167,7 @@ class Tokenizer:
         return self.token_id(tag) is not None or tag in (self.template_source or "")
 
     def special(self, name: str) -> str | None:
-        """Text of `bos_token`, `eos_token`, ... from tokenizer_config.json or special_tokens_map.json."""
+        """Return the text of `bos_token`, `eos_token`, ... from tokenizer_config.json or special_tokens_map.json."""
         value = self.config.get(name)
         text = value.get("content") if isinstance(value, dict) else value
         if not isinstance(text, str | None):
@@ -173,7 +175,7 @@ class Tokenizer:
         return text
 
     def special_in(self, text: str) -> str | None:
-        """The first special token that occurs in the text, or None."""
+        """Return the first special token that occurs in the text, or None."""
         ids = _ids(self._tokenizer, text)
         found = next((i for i in ids if i in self._special_ids and i in self.control_ids), None)
         return None if found is None else str(self._tokenizer.id_to_token(found))
@@ -181,15 +183,18 @@ class Tokenizer:
     def render(
         self, messages: list[dict[str, str]], strftime_now: Callable[[str], str], variables: Mapping[str, Any]
     ) -> str:
-        """The chat template over the messages with the generation prompt. Without a template: bos and the plain content.
+        """Render the chat template over the messages with the generation prompt. Without a template: bos and the plain
+        content.
 
-        strftime_now: what a template calls for the date, with the format it is to have. variables: its other variables;
-        enable_thinking is False where they do not say. Raises UsageError for one that the template does not have, and
+        strftime_now: called by templates for the date, with its format. variables: other variables of the template;
+        enable_thinking defaults to False. Raises UsageError for a variable that the template does not have, and
         TemplateFailed.
         """
         if self.template_source is None:
             if variables:
-                raise UsageError("the model has no chat template, and so no variables of one", "leave them out")
+                raise UsageError(
+                    "the model has no chat template, so template variables have no effect", "leave them out"
+                )
             return (self.special("bos_token") or "") + "\n\n".join(m["content"] for m in messages) + "\n\nAnswer:"
         tokens = {n: v for n in ("bos_token", "eos_token", "unk_token", "pad_token") if (v := self.special(n))}
         given = {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None, **tokens}
@@ -197,7 +202,7 @@ class Tokenizer:
 
     @cached_property
     def _template(self) -> ChatTemplate:
-        from cacheblend_cli.model.chat_template import ChatTemplate  # jinja takes a tenth of a second to import
+        from cacheblend_cli.model.chat_template import ChatTemplate  # importing jinja takes a tenth of a second
 
         assert self.template_source is not None
         return ChatTemplate(self.template_source)
@@ -216,7 +221,7 @@ class Tokenizer:
 
 
 def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
-    """Ids without special tokens. A long text is encoded without Python's lock, which `encode` holds."""
+    """Return ids without special tokens. A long text is encoded without Python's lock, which `encode` holds."""
     if len(text) < _LONG:
         encoding = tokenizer.encode(text, add_special_tokens=False)
     else:

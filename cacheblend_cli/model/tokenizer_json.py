@@ -10,10 +10,10 @@ Stage = dict[str, Any]
 
 
 def for_the_middle(data: Stage) -> Stage:
-    """A tokenizer.json that encodes text as the middle of a longer one: with nothing put before it (the mark or space
-    that SentencePiece and ByteLevel may put before a word) and nothing stripped from its ends.
+    """Return a tokenizer.json that encodes text as the middle of a longer one: nothing is put before it (the mark or
+    space that SentencePiece and ByteLevel may put before a word), and nothing is stripped from its ends.
 
-    `data` itself, when that is what it does already.
+    Returns `data` itself if it already does so.
     """
     normalizer, pre_tokenizer = _middle(data.get("normalizer")), _middle(data.get("pre_tokenizer"))
     if normalizer == data.get("normalizer") and pre_tokenizer == data.get("pre_tokenizer"):
@@ -24,10 +24,11 @@ def for_the_middle(data: Stage) -> Stage:
 def without_added(data: Stage, removed: Collection[int]) -> Stage:
     """Return a tokenizer.json without some of its added tokens; the ids of the others stay.
 
-    A token that the model's vocabulary lacks gets its id by its place in the list, so an unmatchable one takes its place.
+    A token that is not in the model's vocabulary gets its id from its position in the list, so a removed one is
+    replaced by an unmatchable token.
     """
     vocabulary = data["model"].get("vocab", {})
-    nonce = secrets.token_hex(16)  # so that no text contains it
+    nonce = secrets.token_hex(16)  # no text contains it
     added = [
         token if token["id"] not in removed else token | {"content": f"{nonce}{token['id']}", "normalized": False}
         for token in data.get("added_tokens") or ()
@@ -39,7 +40,8 @@ def without_added(data: Stage, removed: Collection[int]) -> Stage:
 
 
 def _middle(stage: Stage | None) -> Stage | None:
-    """A normalizer or pre-tokenizer without what it does to the beginning and the end of a text; None: that was all."""
+    """Return a normalizer or pre-tokenizer without its changes to the beginning and end of a text; None if nothing
+    remains."""
     if stage is None:
         return None
     for parts in ("normalizers", "pretokenizers"):
@@ -60,11 +62,12 @@ def _middle(stage: Stage | None) -> Stage | None:
 
 
 def is_local(decoder: Stage | None) -> bool:
-    """Return whether a decoder of tokenizer.json looks no further than the neighbours of a token, but for the text's beginning.
+    """Return whether a decoder of tokenizer.json depends only on neighbouring tokens, except at the beginning of a
+    text.
 
-    False for a stage this does not know.
+    False for an unknown stage.
     """
-    joined = False  # what follows sees one text in the place of tokens
+    joined = False  # later stages get one text instead of tokens
     for stage in _stages(decoder):
         match stage["type"]:
             case "ByteLevel" | "Fuse":

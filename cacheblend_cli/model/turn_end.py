@@ -1,4 +1,4 @@
-"""The token with which a chat template ends a message of the model."""
+"""The token that ends a model's message in the chat template."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _ASKED, _ANSWERED, _NEXT = "5d1f0 asked", "5d1f1 answered", "5d1f2 next"
 
 
 def turn_end(tokenizer: Tokenizer) -> int | None:
-    """Return the control token that the chat template puts right behind a message of the model; None without one, or without a template.
+    """Return the control token that the chat template puts directly after a model's message; None if there is none, or
+    no template.
 
     Not for gpt-oss: its `<|end|>` ends a channel, and the answer follows in the next one.
     """

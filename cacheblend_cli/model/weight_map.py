@@ -1,4 +1,4 @@
-"""Tensors that a checkpoint of a spec contains, and their places in our fused tensors."""
+"""Tensors in a checkpoint of a spec, and their places in our fused tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cacheblend_cli.model.spec import ExpertsSpec, LatentSpec, ModelSpec
 TOKEN_EMBEDDING = "token_embed"
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head.weight"
 
-# What a Llama calls the parts of a layer, in `model.layers.i`.
+# Llama's names of the parts of a layer, in `model.layers.i`.
 NAMES = {
     **{part: f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm")},
     **{part: f"self_attn.{part}" for part in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")},
@@ -20,30 +20,34 @@ NAMES = {
 
 Shape = tuple[int, ...]
 Product = tuple[str, list[tuple[str, int]], int, bool]
-"""Our tensor, the checkpoint's tensors in it (or what NAMES has of them) and their rows, columns, whether it has a bias."""
+"""(our tensor, the checkpoint's tensors in it (or keys of NAMES) with their rows, columns, whether it has a bias)."""
 
 
 def embedding_name(spec: ModelSpec) -> str:
-    """Name of the embedding's weight in the checkpoint."""
+    """Return the name of the embedding's weight in the checkpoint."""
     return f"{dict(spec.outer).get(EMBEDDING, EMBEDDING)}.weight"
 
 
 def expected_shapes(spec: ModelSpec) -> dict[str, tuple[Shape, str, int, Shape]]:
-    """HF name -> (its shape, our tensor, first row in it, shape of our tensor).
+    """Return HF name -> (its shape, our tensor, first row in it, shape of our tensor).
 
-    Our tensors: embed, norm, lm_head, where the spec has it embedding_norm, and for layer i `i.qkv_proj.weight` [q + 2 kv, hidden], `i.o_proj.weight`,
-    `i.gate_up_proj.weight` [2 * intermediate, hidden], up alone where the MLP has no gate, `i.down_proj.weight`,
-    `i.attention_in.weight` and the other norms of the spec, `i.q_norm`, `i.k_norm`, and the biases the spec has.
-    Of a model with inputs by token `token_embed` [token_vocab, layers * token_width] and `token_model`, `token_norm`, and of its
-    layers `i.token_gate`, `i.token_projection`, `i.token_out`. A layer that uses another layer's K and V has q alone.
-    Of a model with several streams `streams_in.i`, `streams_out.i` [hidden, hidden], and of its layers `i.streams_router`,
-    `i.streams_norm`, `i.streams_predict`, `i.streams_correct`, `i.streams_scale`, `i.laurel_left`, `i.laurel_right`, `i.laurel_norm`.
-    Of attention with sinks `i.sinks` [heads]. Of a layer with experts `i.router.weight` [count, hidden],
-    `i.experts_up.weight` [count * 2 * width, hidden], gate and up of each in turn, `i.experts_down.weight`
-    [count * hidden, width], with one for all tokens that one's MLP and `i.shared_gate.weight`, and with experts beside the MLP
-    the MLP, `i.router_scale` [hidden] and `i.expert_scale` [count]; where the router corrects its
-    choice `i.router_correction` [count]. Of latent attention the rows of `i.qkv_proj.weight` are those of q, or of the latent that
-    q is made of, then latent and position key; `i.q_b_proj.weight`, `i.q_a_norm`, `i.kv_b_proj.weight`, `i.kv_a_norm`.
+    Our tensors:
+
+    - embed, norm, lm_head, and embedding_norm if the spec has it
+    - layer i: `i.qkv_proj.weight` [q + 2 kv, hidden], `i.o_proj.weight`, `i.gate_up_proj.weight` [2 * intermediate,
+      hidden] (only up if the MLP has no gate), `i.down_proj.weight`, `i.attention_in.weight` and the spec's other
+      norms, `i.q_norm`, `i.k_norm`, and the spec's biases; only q in a layer that uses another layer's K and V
+    - inputs by token: `token_embed` [token_vocab, layers * token_width], `token_model`, `token_norm`; per layer
+      `i.token_gate`, `i.token_projection`, `i.token_out`
+    - several streams: `streams_in.i`, `streams_out.i` [hidden, hidden]; per layer `i.streams_router`, `i.streams_norm`,
+      `i.streams_predict`, `i.streams_correct`, `i.streams_scale`, `i.laurel_left`, `i.laurel_right`, `i.laurel_norm`
+    - attention with sinks: `i.sinks` [heads]
+    - experts: `i.router.weight` [count, hidden], `i.experts_up.weight` [count * 2 * width, hidden] (gate and up of each
+      expert in turn), `i.experts_down.weight` [count * hidden, width]; a shared expert is in place of the MLP, with
+      `i.shared_gate.weight`; beside the MLP also the MLP, `i.router_scale` [hidden] and `i.expert_scale` [count]; with
+      a correcting router `i.router_correction` [count]
+    - latent attention: the rows of `i.qkv_proj.weight` are q (or q's latent), latent, and position key;
+      `i.q_b_proj.weight`, `i.q_a_norm`, `i.kv_b_proj.weight`, `i.kv_a_norm`
     """
     hidden, shapes, names = spec.hidden_size, dict[str, tuple[Shape, str, int, Shape]](), NAMES | dict(spec.renamed)
 
@@ -129,15 +133,15 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[Shape, str, int, Shape]]
 
 
 def name_in(shapes: Mapping[str, object], stored: str) -> str | None:
-    """The model's name of a stored tensor: a bare model (LlamaModel, BloomModel) is saved without the `model.` or
-    `transformer.` prefix, and a language model inside another with `language_model.` before or after it."""
+    """Return the model's name of a stored tensor: a bare model (LlamaModel, BloomModel) is saved without the `model.`
+    or `transformer.` prefix, and a language model inside another one with `language_model.` before or after it."""
     own = stored.replace("language_model.", "")
     known = (own, f"model.{own}", f"transformer.{own}", own.removeprefix("model."))
     return next((name for name in known if name in shapes), None)
 
 
 def num_parameters(spec: ModelSpec) -> int:
-    """Number of parameters of a decoder; a tied head is the embedding."""
+    """Return the number of parameters of a decoder; a tied head is the embedding."""
     shapes = {target: shape for _, target, _, shape in expected_shapes(spec).values()}
     return sum(math.prod(shape) for shape in shapes.values())
 
@@ -181,9 +185,9 @@ def _mlp(spec: ModelSpec, layer: int) -> list[Product]:
 
 
 def _experts(hidden: int, experts: ExpertsSpec) -> list[Product]:
-    """The router, and the experts one below another; the one for all tokens takes the place of the MLP."""
+    """Return the router, and the experts stacked by rows; a shared expert replaces the MLP."""
     base, width, bias, (gate, up, down) = f"{experts.base}.", experts.width, experts.bias, experts.names
-    base = base.lstrip(".")  # experts beside the MLP are parts of the layer itself
+    base = base.lstrip(".")  # experts beside the MLP are attributes of the layer itself
     each = [f"{base}experts.{e}" for e in experts.on_rank]
     products = [
         ("router", [(f"{base}{experts.router}", experts.count)], hidden, bias),

@@ -25,8 +25,8 @@ from cacheblend_cli.model.spec import LatentSpec, ModelSpec
 from cacheblend_cli.model.tensor_source import TensorSource
 from cacheblend_cli.model.weight_map import HEAD, TOKEN_EMBEDDING, Shape, embedding_name, expected_shapes, name_in
 
-# Parts of the names of tensors that the language model does not compute with: RoPE's frequencies, and the heads of
-# reward models.
+# Parts of the names of tensors that the language model does not use: RoPE's frequencies, and the heads of reward
+# models.
 NOT_THE_MODEL = ("rotary_emb.inv_freq", "v_head.", "value_head.")
 OWN_MAPPING = 1 << 20  # bytes of a weight
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
@@ -34,11 +34,11 @@ QUANTISED = (
     ".qweight", ".qzeros", ".scales", ".g_idx", ".weight_scale", ".weight_scale_inv", ".weight_packed", ".absmax", ".quant_map",
     ".SCB", "_scale_inv",
 )  # fmt: skip
-IN_FILE = "embed_in_file"  # the embedding, where it is not in memory
+IN_FILE = "embed_in_file"  # the embedding if it stays in its file
 
 
 class Weights(dict[str, Tensor]):
-    """Tensors by our names. Some are mapped parts of files until popped, so that packing them makes the only copy."""
+    """Tensors by our names. Some are mapped parts of files until popped, so that packing makes the only copy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,18 +46,19 @@ class Weights(dict[str, Tensor]):
         self._rooms: dict[tuple[str, Shape], Tensor] = {}
 
     def put_parts(self, name: str, parts: Mapping[int, Tensor]) -> None:
-        """Write a tensor in blocks of rows, by first row."""
+        """Add a tensor as blocks of rows, by first row."""
         self[name], *self._rest[name] = (parts[start] for start in sorted(parts))
 
     def pop(self, name: str) -> Tensor:  # type: ignore[override]
-        """Remove and return a tensor. One of several parts to be packed is valid until the same part of another layer is popped."""
+        """Remove and return a tensor. If it is assembled from several parts to be packed, it is valid until the same
+        tensor of another layer is popped."""
         first, rest = super().pop(name), self._rest.pop(name, ())
         if not rest:
             return first
         parts, kind = (first, *rest), name.split(".", 1)[-1]
         if not can_pack(first):
             return torch.cat(parts)
-        shape = sum(map(len, parts)), *first.shape[1:]  # of one kind, too, layers may differ
+        shape = sum(map(len, parts)), *first.shape[1:]  # layers may differ in shape for the same tensor
         if (kind, shape) not in self._rooms:
             self._rooms[kind, shape] = _room(shape, first.dtype, first.device)
         return torch.cat(parts, out=self._rooms[kind, shape])
@@ -72,19 +73,20 @@ def load_weights(
     hollow: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Weights:
-    """Every tensor of the model under our names, in `dtype` on `device`; norms with an offset in float32. Of a shard the rank's
-    part of each.
+    """Load every tensor of the model under our names (see `weight_map.expected_shapes`), in `dtype` on `device`; norms
+    with an offset in float32. For a shard, the rank's part of each.
 
-    Names: see `weight_map.expected_shapes`. What can be put into the weights is (see `fold`).
-    Each part is copied from its file into its place, in blocks of rows; nothing is held twice. What an adapter adds is
-    added to each block, in float32, on the way. On a CPU large parts that are in the file as they are to be stay there, mapped,
-    until they are taken out; and the embedding, of which a prompt needs few rows, for good, where the file has plain numbers,
-    in the file's dtype, under the name IN_FILE.
-    hollow: matrices from OWN_MAPPING bytes on are not read but for embeddings: meta tensors stand for them.
-    progress: called with the share of the weights that were read.
-    Of a tied model the file may hold the embedding, the head or both; two that differ are both used, as transformers does.
-    Raises UsageError on a missing tensor, a wrong shape, one that is no part of the model, quantised weights, and an
-    adapter of another model.
+    Factors and offsets are folded into the weights (see `fold`). Each tensor is copied from its file to its place in
+    blocks of rows, and never held twice. An adapter's update is added to each block in float32. On a CPU, large tensors
+    that need no conversion stay mapped in the file until popped. The embedding, of which a prompt needs few rows, stays
+    mapped for good if the file has plain numbers, in the file's dtype, under the name IN_FILE.
+
+    hollow: do not read matrices of OWN_MAPPING bytes or more, except embeddings: meta tensors stand for them. progress:
+    called with the share of the weights read so far. A tied model's file may hold the embedding, the head or both; two
+    that differ are both used, as in transformers.
+
+    Raises UsageError for a missing tensor, a wrong shape, a tensor that is not part of the model, quantised weights,
+    and an adapter of another model.
     """
     if isinstance(model, Shard):
         shard, whole, spec = model, model.whole, model.own
@@ -120,7 +122,7 @@ def load_weights(
             ):
                 continue
             if stored.endswith(".bias") and not source.read(stored, 0, found[0] if found else 0).any():
-                continue  # GPTQ's tools write one for every layer
+                continue  # GPTQ's tools write a bias for every layer
             quantised = stored.endswith(QUANTISED)
             raise UsageError(
                 f"unexpected tensor {stored} in {model_dir}",
@@ -141,7 +143,7 @@ def load_weights(
                 f"tensor {stored} has shape {list(found)}, and config.json implies {list(shape)}",
                 "the weights and config.json belong to different models",
             )
-        kept_as = IN_FILE if name == embedding else target  # of embeddings a prompt needs few rows
+        kept_as = IN_FILE if name == embedding else target  # a prompt needs few rows of the embedding
         if kept_as in (IN_FILE, TOKEN_EMBEDDING) and device.type == "cpu" and name not in deltas:
             in_file = source.whole(stored)
             if in_file is not None:
@@ -159,8 +161,8 @@ def load_weights(
             continue
         if target not in weights:
             part_of = target.split(".", 1)[-1]
-            wide = spec.norm_offset and _is_norm(part_of)  # 1 + weight in 16 bits would be rounded
-            wide = wide or part_of == "router_correction"  # which decides between scores that are close to each other
+            wide = spec.norm_offset and _is_norm(part_of)  # 1 + weight would be rounded in 16 bits
+            wide = wide or part_of == "router_correction"  # it decides between scores that are close to each other
             weights[target] = _room(full_shape, torch.float32 if wide else dtype, device)
         _copy(source, stored, weights[target][start : start + shape[0]], deltas.get(name))
         seen.add(name)
@@ -168,7 +170,7 @@ def load_weights(
         if target not in weights:
             weights.put_parts(target, parts)
             continue
-        for start, part in parts.items():  # others of its parts are of another dtype
+        for start, part in parts.items():  # other parts have another dtype
             weights[target][start : start + len(part)] = part
     if spec.tied and (embedding in seen or HEAD in seen):
         if hollow and IN_FILE in weights:
@@ -187,7 +189,7 @@ def load_weights(
 
 
 def _may_be_hollow(spec: ModelSpec, name: str, target: str) -> bool:
-    """Return whether nothing but products uses this weight. Attention over latents multiplies with slices of kv_b_proj."""
+    """Return whether only products use this weight. Latent attention multiplies with slices of kv_b_proj."""
     elsewhere = target in ("embed", TOKEN_EMBEDDING) or target.endswith(".kv_b_proj.weight")
     return not elsewhere and not (spec.tied and name == HEAD)
 
@@ -197,8 +199,8 @@ def _is_large(shape: Shape, dtype: torch.dtype) -> bool:
 
 
 def _room(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU, anonymous mapped memory, which is returned to the system once the weight is packed; the C library's heap would
-    keep it."""
+    """Allocate an uninitialised tensor. On a CPU it uses anonymous mapped memory, which is returned to the system once
+    the weight is packed; the C library's heap would keep it."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < OWN_MAPPING:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -219,7 +221,8 @@ def _tie(weights: dict[str, Tensor], dtype: torch.dtype) -> None:
 
 
 def weights_digest(model_dir: Path) -> str:
-    """xxh3-128 over the content of all weight files, hex. Remembered per (path, size, mtime, inode) in the user cache."""
+    """Return xxh3-128 over the content of all weight files, hex. Cached per (path, size, mtime, inode) in the user's
+    cache."""
     files = checkpoint_files(model_dir)
     stamps = ((str(f.resolve()), s.st_size, s.st_mtime_ns, s.st_ino) for f in files for s in [f.stat()])
     memo = user_cache.place("weights", *stamps)
@@ -236,7 +239,7 @@ def weights_digest(model_dir: Path) -> str:
 def deltas_of(
     spec: ModelSpec, adapter: LoraAdapter, shapes: Mapping[str, tuple[Shape, str, int, Shape]]
 ) -> dict[str, Delta]:
-    """Updates of an adapter by weight. Raises UsageError if the adapter does not fit the model."""
+    """Return an adapter's updates by weight. Raises UsageError if the adapter does not fit the model."""
     deltas = {}
     for module, delta in adapter.deltas.items():
         stored = f"{module}.weight"
@@ -244,7 +247,7 @@ def deltas_of(
         if name is None and stored.startswith(spec.other_parts):
             continue
         if name is None:
-            raise adapter.misplaced(module, "which the model has not")
+            raise adapter.misplaced(module, "which the model does not have")
         if name == embedding_name(spec) or (name == HEAD and spec.tied):
             raise adapter.misplaced(module, "and adapters of the embedding are not implemented")
         adapter.check_shape(module, shapes[name][0])
@@ -263,9 +266,9 @@ def _copy(source: TensorSource, name: str, target: Tensor, delta: Delta | None =
 
 
 def fold(spec: ModelSpec, weights: dict[str, Tensor]) -> None:
-    """Change the weights, in place and in fp32: the offset of the norms' weights, the factor on what layers add, and the
-    order of the channels of q and k. K is stored in that order; no product of q and k sees it. Of heads by group, q, k and v
-    are put apart."""
+    """Fold into the weights, in place and in fp32: the offset of norms, the factor on a layer's output, and our order
+    of the channels of q and k. K is stored in that order, and products of q and k do not depend on it. Heads by group
+    are separated into q, k and v."""
     order = head_order(spec)
     for name, weight in weights.items():
         part = name.split(".", 1)[-1]
@@ -289,7 +292,7 @@ def fold(spec: ModelSpec, weights: dict[str, Tensor]) -> None:
 
 
 def _reorder_latent(spec: ModelSpec, latent: LatentSpec, part: str, weight: Tensor, order: list[int]) -> None:
-    """Put the rotated channels of latent attention, the last ones of the position key and of each head's q, in our order."""
+    """Reorder the rotated channels of latent attention: the last ones of the position key and of each head's q."""
     if part == "q_b_proj.weight" or (part == "qkv_proj.weight" and not latent.query_rank):
         heads = weight[: spec.q_size].unflatten(0, (spec.num_heads, -1))
         heads[:, latent.nope_dim :] = heads[:, latent.nope_dim :][:, order]
@@ -298,7 +301,7 @@ def _reorder_latent(spec: ModelSpec, latent: LatentSpec, part: str, weight: Tens
 
 
 def head_order(spec: ModelSpec) -> list[int] | None:
-    """Permutation of a checkpoint's head channels into ours; None for the identity.
+    """Return the permutation of a checkpoint's head channels into ours; None for the identity.
 
     The kernels rotate channel i with channel i + half. For partial rotation or interleaved pairs, the rotated pairs are
     moved there, and unrotated channels after them in either half.

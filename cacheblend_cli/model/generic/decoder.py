@@ -156,7 +156,7 @@ def merge_adapter(model: Any, adapter: LoraAdapter) -> None:
     for name, delta in adapter.deltas.items():
         module = modules.get(name, modules.get(name.removeprefix("model.")))
         if module is None:
-            raise adapter.misplaced(name, "which the model has not")
+            raise adapter.misplaced(name, "which the model does not have")
         if not isinstance(module, nn.Linear) or (module is head and shared):
             raise adapter.misplaced(name, "and that is not a linear layer with weights of its own")
         adapter.check_shape(name, module.weight.shape)

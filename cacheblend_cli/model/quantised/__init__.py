@@ -1,1 +1,1 @@
-"""Quantised weights, dequantised as they are read: a file a format, each of which makes `stored.Rows` of a module's tensors."""
+"""Quantised weights, dequantised as they are read. Each file implements `stored.Rows` for one format."""

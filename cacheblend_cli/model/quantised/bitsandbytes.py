@@ -1,4 +1,4 @@
-"""bitsandbytes' weights: four bits that name an entry of a table (nf4, fp4), in blocks, and int8 by rows."""
+"""bitsandbytes' weights: four bits that index a table (nf4, fp4), in blocks, and int8 by rows."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ INT8_MOST = 127
 
 @dataclass(frozen=True)
 class FourBits:
-    """The weight as one row of values, two a byte, the first in the high half; a block of them has one scale. The scales
-    may themselves be quantised: eight bits that name an entry of a table, in blocks, and an offset for all.
-
-    state: what bitsandbytes keeps beside the tensors, as JSON."""
+    """The weight as one row of values, two per byte, the first in the high half, with one scale per block. The scales
+    may be quantised too: eight bits that index a table, in blocks, and one offset for all."""
 
     stored: Stored
     shape: Shape
-    state: dict[str, Any]
+    state: dict[str, Any]  # the JSON that bitsandbytes stores with the tensors
 
     def read(self, start: int, stop: int) -> Tensor:
         columns, block = self.shape[1], int(self.state["blocksize"])
@@ -59,7 +57,7 @@ class FourBits:
 
 @dataclass(frozen=True)
 class EightBits:
-    """int8 of each row's largest value (SCB)."""
+    """int8, scaled by each row's largest value (SCB)."""
 
     stored: Stored
     shape: Shape
@@ -69,11 +67,12 @@ class EightBits:
         return self.stored.rows("weight", start, stop).float() * scales[:, None]
 
 
-_BYTES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}  # four bits may be kept in tensors of another dtype
+_BYTES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}  # four-bit values may be stored in tensors of another dtype
 
 
 def bitsandbytes(stored: Stored, how: Quantisation) -> Rows | None:
-    """None: the module is not quantised. Raises UsageError where its parts do not fit each other."""
+    """Return the weight, None if the module is not quantised. Raises UsageError if its tensors do not match each
+    other."""
     state = next((name for name in STATES if name in stored), None)
     if state is not None:
         return _four_bits(stored, state)
@@ -95,7 +94,7 @@ def _four_bits(stored: Stored, name: str) -> Rows:
         block = int(state["blocksize"])
         nested = [int(state["nested_blocksize"]), float(state["nested_offset"])] if _is_nested(stored) else [1]
     except (ValueError, TypeError, KeyError) as error:
-        raise stored.damaged(name, f"it does not say shape and blocks of the weight ({error!r})") from error
+        raise stored.damaged(name, f"it lacks the shape or block size of the weight ({error!r})") from error
     if min(rows, columns, block, nested[0]) < 1:
         raise stored.damaged(name, f"the weight's shape is {[rows, columns]}, in blocks of {block}")
     kind, shape = stored.parts.get("weight", ("", ()))

@@ -1,4 +1,4 @@
-"""GPTQ's and AWQ's weights: [in, out], packed in int32, with a scale and a zero point a group of inputs and an output."""
+"""GPTQ and AWQ weights: [in, out], packed in int32, with a scale and a zero point per group of inputs and output."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from cacheblend_cli.model.families.quantisation import Quantisation
 from cacheblend_cli.model.quantised.stored import Rows, Shape, Stored, unpack
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
-# Where in an int32 each of eight columns is: they are packed 0, 2, 4, 6, 1, 3, 5, 7.
+# Positions of eight columns in an int32: they are packed 0, 2, 4, 6, 1, 3, 5, 7.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """GPTQ packs values along the inputs and zero points along the outputs, AWQ both along the outputs."""
+    """GPTQ packs values along the inputs and zero points along the outputs; AWQ packs both along the outputs."""
 
     stored: Stored
     how: Quantisation
@@ -29,19 +29,19 @@ class Packed:
         return ((values - zeros[groups]).float() * scales[groups]).T
 
     def _groups(self) -> Tensor:
-        """The group of each input."""
+        """Return the group of each input."""
         if "g_idx" in self.stored:
             return self.stored.whole("g_idx").long()
         size = self.how.group_size
         return torch.arange(self.shape[1]) // (self.shape[1] if size == -1 else size)
 
     def _gptq(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """values: [in, rows], zeros: [groups, rows]"""
+        """Return values [in, rows] and zeros [groups, rows]."""
         bits, most = self.how.bits, 2**self.how.bits - 1
         values = unpack(self.stored.columns("qweight", start, stop), bits).transpose(1, 2).flatten(0, 1)
         stored = unpack(self.stored.whole("qzeros"), bits).flatten(1)
-        # Of symmetric weights the zero point is the middle, whatever the config calls its way of storing it: there are
-        # tools that wrote version 2 and said version 1.
+        # The zero point of symmetric weights is the middle, whatever version the config states: some tools wrote
+        # version 2 and stated version 1.
         offset = 0 if self.how.symmetric and bool((stored == 2 ** (bits - 1)).all()) else self.how.zero_offset
         return values, (stored[:, start:stop] + offset) & most
 
@@ -56,7 +56,8 @@ class Packed:
 
 
 def packed(stored: Stored, how: Quantisation) -> Rows | None:
-    """None: the module is not quantised. Raises UsageError where its parts do not fit each other."""
+    """Return the weight, None if the module is not quantised. Raises UsageError if its tensors do not match each
+    other."""
     if not stored.parts:
         return None
     rows, columns = stored.matrix("qweight", "I32")

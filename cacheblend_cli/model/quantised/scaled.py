@@ -1,4 +1,4 @@
-"""Values of eight bits beside their scales (fp8 of transformers, compressed-tensors), and compressed-tensors' packed ones."""
+"""8-bit values with scales (transformers' fp8, compressed-tensors), and compressed-tensors' packed values."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from cacheblend_cli.model.families.quantisation import Quantisation
 from cacheblend_cli.model.quantised.stored import FLOATS, Rows, Shape, Stored, unpack
 
 SCALES = ("weight_scale_inv", "weight_scale")
-POWERS = ("U8", "F8_E8M0")  # dtypes of scales that are powers of two: a byte holds the exponent and 127
+POWERS = ("U8", "F8_E8M0")  # dtypes of power-of-two scales: a byte holds the exponent plus 127
 PARTS = (
     "weight", "weight_packed", "weight_shape", "weight_zero_point", *SCALES,
-    "input_scale", "input_zero_point", "activation_scale",  # of activations, which are not quantised here
+    "input_scale", "input_zero_point", "activation_scale",  # scales of activations, which are not quantised here
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """(values - zero point) * scale, where a scale is one for all, for a row, or for a block of rows and columns."""
+    """(values - zero point) * scale. There is one scale for all, per row, or per block of rows and columns."""
 
     stored: Stored
     how: Quantisation
@@ -58,7 +58,8 @@ class Scaled:
 
 
 def scaled(stored: Stored, how: Quantisation) -> Rows | None:
-    """None: the module is not quantised. Raises UsageError where its parts do not fit each other."""
+    """Return the weight, None if the module is not quantised. Raises UsageError if its tensors do not match each
+    other."""
     packed = "weight_packed" in stored
     if not packed and not stored.parts.get("weight", ("", ()))[0].startswith(("F8_", "I8", "U8")):
         return None

@@ -1,4 +1,4 @@
-"""The files of a quantised checkpoint as a source of plain tensors: rows are dequantised as they are read, in float32."""
+"""A quantised checkpoint as a source of plain tensors: rows are dequantised in float32 as they are read."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ FORMATS: dict[str, tuple[tuple[str, ...], Reader]] = {
     "awq": (packed.PARTS, packed.packed),
     "bitsandbytes": (bitsandbytes.PARTS, bitsandbytes.bitsandbytes),
 }
-"""Of each method the tensors of a module that it may have, and what makes rows of them."""
+"""By method: the tensors a module may have, and the function that makes rows from them."""
 
 
 class DequantisedTensors:
-    """A `TensorSource`. What is not quantised in the files is passed on, whatever the config says of its module."""
+    """A `TensorSource`. Tensors that are not quantised in the files are passed on, whatever the config says."""
 
-    block_bytes = 4 << 20  # of float32: unpacking takes several times as much beside
+    block_bytes = 4 << 20  # of float32: unpacking takes several times as much in addition
 
     def __init__(self, files: SafetensorsFiles, quantisation: Quantisation) -> None:
         self._files, self._how = files, quantisation

@@ -1,4 +1,4 @@
-"""Base of the formats of quantised weights: a module's tensors in the files, and the rows they encode."""
+"""Base of quantised weight formats: a module's stored tensors, and the rows they encode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cacheblend_cli.model.tensor_source import SafetensorsFiles
 
 Shape = tuple[int, ...]
 Header = tuple[str, Shape]
-"""The dtype, as safetensors names it, and the shape of a stored tensor."""
+"""dtype (safetensors' name) and shape of a stored tensor."""
 FLOATS = ("F32", "F16", "BF16")
 
 
@@ -23,7 +23,7 @@ class Rows(Protocol):
 
     @property
     def shape(self) -> Shape:
-        """[out, in]"""
+        """[out, in]."""
         ...
 
     def read(self, start: int, stop: int) -> Tensor:
@@ -33,30 +33,30 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class Stored:
-    """The tensors of one module (a linear layer). parts: what is behind its name, such as `weight` and `weight_scale`."""
+    """The tensors of one module (a linear layer)."""
 
     files: SafetensorsFiles
     module: str
-    parts: Mapping[str, Header]
+    parts: Mapping[str, Header]  # by name within the module, such as `weight` and `weight_scale`
 
     def __contains__(self, part: str) -> bool:
         return part in self.parts
 
     def shape(self, part: str) -> Shape:
-        """Raises UsageError where the part is missing."""
+        """Return the shape of a part. Raises UsageError if it is missing."""
         if part not in self.parts:
             raise self.damaged(part, "it is missing")
         return self.parts[part][1]
 
     def matrix(self, part: str, *kinds: str) -> tuple[int, int]:
-        """Rows and columns of a part of one of these dtypes. Raises UsageError on others."""
+        """Return rows and columns of a part that has one of these dtypes. Raises UsageError otherwise."""
         shape = self.shape(part)
         if self.parts[part][0] not in kinds or len(shape) != 2:
             raise self.damaged(part, f"it is {self.parts[part][0]} {list(shape)}, and a matrix of {kinds[0]} is read")
         return shape[0], shape[1]
 
     def check(self, part: str, *known: Shape, kinds: tuple[str, ...] = FLOATS) -> None:
-        """Raises UsageError where a part has none of the shapes that the others imply, or another dtype."""
+        """Raise UsageError if a part has none of the shapes that the other parts imply, or another dtype."""
         if (shape := self.shape(part)) not in known:
             raise self.damaged(part, f"it has the shape {list(shape)}, and {list(known[-1])} is implied")
         if self.parts[part][0] not in kinds:
@@ -79,5 +79,5 @@ class Stored:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """[a, b] int32 -> [a, b, values in an int32] int32, the lowest bits first."""
+    """Unpack [a, b] int32 to [a, b, values per int32] int32, the lowest bits first."""
     return (packed[..., None] >> torch.arange(0, 32, bits, dtype=torch.int32)) & (2**bits - 1)
