@@ -24,7 +24,7 @@ from cacheblend_cli.types import BlendParams
 
 @dataclass(frozen=True)
 class BlendPolicy:
-    """How to choose the tokens to recompute."""
+    """Policy for choosing the tokens to recompute."""
 
     selector: Selector
     # (layer, ratio), layers ascending, ratios descending (gradual filtering); without a check layer the first ratio

@@ -58,7 +58,7 @@ class TierUse(NamedTuple):
     """Counts of a tier for one prompt."""
 
     asked: int  # chunks without KV in the store
-    found: int  # of the asked chunks, those in the tier
+    found: int  # asked chunks that the tier has
     taken: int  # chunks loaded whole
     lost: int  # chunks found, but late, unreadable or damaged
     num_bytes: int

@@ -301,7 +301,7 @@ class Decoder:
         """Number of rows from which a row's result does not depend on the number of rows, if `steady`: 1 or
         STEADY_ROWS."""
         spec, products = self.spec, [m for _, m in members_of(self) if isinstance(m, Product)]
-        # these models have products that are not `Product`s
+        # these models have other matrix products too
         others = spec.generic or spec.latent or spec.experts or spec.streams or spec.token_width
         return 1 if self.shard is None and not others and all(p.is_steady for p in products) else STEADY_ROWS
 

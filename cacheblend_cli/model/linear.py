@@ -196,8 +196,8 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if fused is not None:
         return fused
     rows = x.float()
-    # round the scale to the product's dtype first: values reach at most 127.3 of it. Except float16, which cannot hold
-    # the small ones
+    # Round the scale to the product's dtype first; rounded so, it fits at most 127.3 times into a value. Not to
+    # float16, which cannot hold small scales.
     scale = rows.abs().amax(1, keepdim=True).clamp_min_(LEAST).div_(127).to(dtype)
     return (rows / scale).add_(128.5).to(torch.uint8), scale  # the conversion truncates
 

@@ -35,7 +35,7 @@ AGREE = 1.1  # measuring ends when a candidate's second best time is within this
 MOST_WEIGHTS = 4 << 20
 COLD = 8  # products measured in turn, so that their weights are not in the CPU's cache
 TILE = 128  # rows of the measured attention: one tile
-LENGTHS = (512, 2048)  # keys of the measured attention; shorter prompts use tiles
+LENGTHS = (512, 2048)  # keys of the measured attention; with fewer than the first, tiles are used
 LEAST_WEIGHTS = 1 << 20  # minimum elements of the widest product for measuring the layout of weights
 
 _VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")

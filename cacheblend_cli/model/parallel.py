@@ -28,7 +28,7 @@ from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.weight_map import HEAD, embedding_name, expected_shapes
 
 VOCABULARY = 64  # a rank's vocabulary rows are padded to a multiple of this
-# Fields of a spec that a rank's part can have. A model with any other field is refused.
+# Fields of a spec that sharding supports. A model with any other field is refused.
 _KNOWN = {
     "architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "activation",
     "rms_norm_eps", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tied", "max_position_embeddings", "sliding_windows", "rope", "config",

@@ -44,7 +44,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """MLPs of which a router chooses a few per token."""
+    """MLPs; a router chooses a few of them per token."""
 
     count: int
     per_token: int
@@ -140,8 +140,10 @@ class ModelSpec:
     qkv_clip: float | None = None  # q, k and v are clamped to +- this
     latent: LatentSpec | None = None  # num_kv_heads is then 1; K is the position key of head_dim, V the latent
 
-    # norms (norm, name in the checkpoint). attention_in and mlp_in norm the input, attention_out and mlp_out what is
-    # added to the residual stream.
+    # norms
+
+    # (norm, name in the checkpoint). attention_in and mlp_in norm the input, attention_out and mlp_out the output that
+    # is added to the residual stream.
     norms: tuple[tuple[str, str], ...] = (
         ("attention_in", "input_layernorm"),
         ("mlp_in", "post_attention_layernorm"),
@@ -169,7 +171,7 @@ class ModelSpec:
     token_vocab: int = 0
 
     # per layer
-    shapes: LayerShapes | None = None  # where layers differ; num_kv_heads and head_dim are then those of most layers
+    shapes: LayerShapes | None = None  # if layers differ; num_kv_heads and head_dim are then the most common ones
     layer_scale: bool = False  # a layer's output is multiplied by a learned factor
     streams: StreamsSpec | None = None
 

@@ -56,7 +56,7 @@ class SplitExperts:
                 scales = f"{match['base']}{match['name']}_scales"
                 if shape[-1] != 16 or kind != "U8" or shapes.get(scales) != shape[:-1]:
                     raise UsageError(
-                        f"the quantised tensor {name} is not read: its shape does not match {scales}",
+                        f"the quantised tensor {name} is not read: its dtype or shape does not match {scales}",
                         "fetch the checkpoint again",
                     )
             yield from self._split(match, name, "F32" if match["kind"] == "_blocks" else kind, shape)

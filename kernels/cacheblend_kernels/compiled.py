@@ -1,8 +1,8 @@
 """cpu.c through ctypes: what a CPU computes between the products of a decode step, in one pass each.
 
-It is built when the package is installed, where there is a C compiler. Each function returns None for what the compiled code
-does not take (no such code, another dtype, a width that is no multiple of 16): torch's operations then do the same, equal up
-to the order of sums and the last bits of e^x; `round_rows` and `rope_and_cache` are equal to the bit.
+Built when the package is installed, if there is a C compiler. Each function returns None for anything the compiled code
+does not support (not built, another dtype, a width that is not a multiple of 16). torch's operations then compute the
+same, up to the order of sums and the last bits of e^x; `round_rows` and `rope_and_cache` are equal to the bit.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from cacheblend_kernels.interface import (
 
 ABI, LANES, CHUNK, MAX_DIM, OUTPUTS, MOST_ROWS, MAX_CODES = 6, 16, 256, 256, 64, 4, 1024  # as in cpu.c
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
-_ALONE = 1 << 15  # values up to which a second thread costs more than it saves
+_ALONE = 1 << 15  # elements; below this a second thread costs more than it saves
 
-# The structures of cpu.c, with the padding at their ends. Packing takes less time than ctypes.Structure, most of all with cold caches.
+# The structures of cpu.c, with their trailing padding. Packing takes less time than ctypes.Structure, especially with
+# cold caches.
 _NORM, _GATE, _ROUNDING = Struct("4P2qf3i0P").pack, Struct("2P2q2i0P").pack, Struct("3P2q3i0P").pack
 _PRODUCT = Struct("6P5q2i0P").pack
 _ATTENTION, _ROPE, _CODES = Struct("7P9qf2i0P").pack, Struct("9P8q2i0P").pack, Struct("12P6q4i0P").pack
@@ -46,19 +47,19 @@ GGUF_BLOCKS = {
     13: (176, 256),
     14: (210, 256),
 }
-"""Number of a GGMLQuantizationType (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K) -> bytes and values of a block."""
+"""Number of a GGMLQuantizationType (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K) -> (bytes, values) of a block."""
 
 
 @cache
 def library() -> Any:
-    """The compiled code, which runs without the interpreter lock, with vectors of this CPU's width; None where it was not built or does
-    not load."""
+    """Return the compiled code for this CPU's vector width, which runs without the interpreter lock; None if it was not
+    built or does not load."""
     narrow = platform.machine() == "x86_64" and not torch.cpu._is_avx512_supported()
     return loaded("_cpu_avx2" if narrow else "_cpu")
 
 
 def loaded(name: str) -> Any:
-    """The compiled module of this name; None where it was not built or does not load."""
+    """Return the compiled module of this name; None if it was not built or does not load."""
     found = importlib.util.find_spec(f"cacheblend_kernels.{name}")
     if found is None or found.origin is None:
         return None
@@ -77,14 +78,14 @@ def loaded(name: str) -> Any:
             "gguf_blocks",
         ):
             getattr(code, f"cb_{function}").argtypes = [ctypes.c_char_p]
-    except (OSError, AttributeError, ValueError):  # built for another machine, or of another version
+    except (OSError, AttributeError, ValueError):  # built for another machine, or another version
         return None
     return code
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | None:
-    """RMSNorm of x, or of residual + x, which residual then holds. x, residual: [..., dim] of one dtype; weight: [dim] of the
-    same, or fp32."""
+    """RMSNorm of x, or of residual + x; the sum is stored in residual. x, residual: [..., dim] of one dtype; weight:
+    [dim] of the same dtype, or fp32."""
     code, dtype, shape, of_weight = library(), x.dtype, x.shape, weight.dtype
     kind, dim = _TYPES.get(dtype), shape[-1]
     if code is None or kind is None or dim % LANES or not x.is_cpu or of_weight not in (dtype, torch.float32):
@@ -106,7 +107,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor | None:
-    """silu(gate) * up, both rounded to the dtype. gate_up: [num_rows, 2 * dim]."""
+    """Return silu(gate) * up, both rounded to the dtype. gate_up: [num_rows, 2 * dim]."""
     code, kind, shape = library(), _TYPES.get(gate_up.dtype), gate_up.shape
     if code is None or kind is None or len(shape) != 2 or shape[1] % (2 * LANES) or not gate_up.is_cpu:
         return None
@@ -120,7 +121,8 @@ def silu_and_mul(gate_up: Tensor) -> Tensor | None:
 
 
 def round_rows(x: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """x [num_rows, dim] as uint8 with 128 for zero, and the scale of each row [num_rows, 1], rounded to scale_dtype."""
+    """Return x [num_rows, dim] as uint8 with 128 for zero, and the scale of each row [num_rows, 1], rounded to
+    scale_dtype."""
     code, kind, of_scale, shape = library(), _TYPES.get(x.dtype), _TYPES.get(scale_dtype), x.shape
     if code is None or kind is None or of_scale is None or len(shape) != 2 or shape[1] % LANES or not x.is_cpu:
         return None
@@ -133,12 +135,14 @@ def round_rows(x: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor] | N
 
 
 def product(x: Tensor, addresses: tuple[int, int, int], shape: tuple[int, int]) -> Tensor | None:
-    """x W^T + bias of up to MOST_ROWS rows; None also on a CPU without AVX-512 for it, or AVX2 in fp32. Sums are made in oneDNN's order,
-    so that a row's result is oneDNN's of more rows, to the bit; it depends neither on other rows nor on the number of threads.
+    """x W^T + bias for up to MOST_ROWS rows. Also None on a CPU without the needed AVX-512 (in fp32 AVX2 is enough).
+    Sums use oneDNN's order, so that a row's result equals oneDNN's for more rows to the bit; it depends neither on
+    other rows nor on the number of threads.
 
-    x: [num_rows, in], fp32 or bf16; shape: of W, [out, in]. addresses: of the weights as oneDNN packs them, [out / OUTPUTS,
-    in * n / 4, OUTPUTS, 4 / n] of n bytes each, of x's dtype or int8; of scales of int8 weights [out] fp32, or 0; of a bias [out] of
-    x's dtype, or 0. With int8 weights, rows are rounded as by `round_rows`."""
+    x: [num_rows, in], fp32 or bf16; shape: of W, [out, in]. addresses: of the weights packed by oneDNN, [out / OUTPUTS,
+    in * n / 4, OUTPUTS, 4 / n] of n bytes each, of x's dtype or int8; of scales of int8 weights [out] fp32, or 0; of a
+    bias [out] of x's dtype, or 0. With int8 weights, rows are rounded as in `round_rows`.
+    """
     code, kind, of_x = library(), _TYPES.get(x.dtype), x.shape
     if code is None or kind is None or not x.is_cpu or len(of_x) != 2:
         return None
@@ -152,8 +156,8 @@ def product(x: Tensor, addresses: tuple[int, int, int], shape: tuple[int, int]) 
 
 
 def decode_attention(q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams) -> Tensor | None:
-    """`KernelBackend.decode_attention` over pools of q's dtype, in one pass over K and V as they are (a softmax in chunks of
-    keys: FlashDecoding). A row's result depends neither on other rows nor on the number of threads."""
+    """`KernelBackend.decode_attention` over pools of q's dtype, in one pass over K and V in place (a softmax in chunks
+    of keys: FlashDecoding). A row's result depends neither on other rows nor on the number of threads."""
     code, dtype, pool, where = library(), q.dtype, cache.addresses, meta.addresses
     kind, (num_rows, num_heads, dim) = _TYPES.get(dtype), q.shape
     if code is None or kind is None or pool is None or where is None or dim % LANES or dim > MAX_DIM:
@@ -178,7 +182,7 @@ def decode_attention(q: Tensor, cache: LayerCache, meta: AttentionMetadata, para
 def rope_and_cache(
     q: Tensor | None, k: Tensor, v: Tensor, cache: LayerCache, slots: Slots
 ) -> tuple[Tensor | None] | None:
-    """`KernelBackend.rope_and_cache` into pools of K's dtype; the rotated q is in a tuple."""
+    """`KernelBackend.rope_and_cache` into pools of K's dtype. Returns the rotated q in a tuple."""
     code, dtype, shape, pool, where = library(), k.dtype, k.shape, cache.addresses, slots.addresses
     kind, (num_rows, num_kv_heads, dim), of_pool = _TYPES.get(dtype), shape, cache.k.shape
     if code is None or kind is None or pool is None or where is None or dim % 2 or not k.is_cpu:
@@ -207,8 +211,8 @@ def rope_and_cache(
 
 
 def load_codes(stored: StoredKV, cache: LayerCache, slots: Slots) -> bool:
-    """`KernelBackend.load_kv` of codes (see `StoredKV`) into pools in fp32 or bf16, in one pass: unpack, levels, inverse Hadamard, mean,
-    RoPE, write. Returns False for what the compiled code does not take."""
+    """`KernelBackend.load_kv` of codes (see `StoredKV`) into pools in fp32 or bf16, in one pass: unpack, levels,
+    inverse Hadamard, mean, RoPE, write. Returns False for anything the compiled code does not support."""
     code, (k_bits, v_bits), k, v, mean = library(), stored.bits, stored.k, stored.v, stored.k_mean
     k_scale, v_scale, k_levels, v_levels = stored.k_scale, stored.v_scale, stored.k_levels, stored.v_levels
     if code is None or k_scale is None or v_scale is None or mean is None or k_levels is None or v_levels is None:
@@ -244,8 +248,8 @@ def load_codes(stored: StoredKV, cache: LayerCache, slots: Slots) -> bool:
 
 
 def gguf_blocks(raw: Tensor, kind: int) -> Tensor | None:
-    """Dequantise rows of a GGUF tensor: raw [num_rows, num_bytes] uint8 -> fp32 [num_rows, num_values], equal to the gguf package's
-    to the bit. kind: number of its GGMLQuantizationType."""
+    """Dequantise rows of a GGUF tensor: raw [num_rows, num_bytes] uint8 -> fp32 [num_rows, num_values], equal to the
+    gguf package's to the bit. kind: number of the GGMLQuantizationType."""
     code, (block_bytes, values) = library(), GGUF_BLOCKS.get(kind, (0, 0))
     if code is None or not values or raw.dtype != torch.uint8 or not raw.is_cpu or not raw.is_contiguous():
         return None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class KernelError(Exception):
-    """Raised for a backend that cannot run here, or an input that no kernel accepts. `hint` names the next step."""
+    """Raised if a backend cannot run here, or no kernel accepts an input. `hint` names the next step."""
 
     exit_code = 5
 
@@ -27,22 +27,17 @@ class KernelError(Exception):
 
 @dataclass(frozen=True)
 class LayerCache:
-    """The paged pool of one layer.
+    """The paged pool of one layer. A float8_e4m3fn pool holds values divided by their scale, saturated."""
 
-    k (rotated), v: [num_blocks, block_size, num_kv_heads, head_dim], contiguous. Of latent attention k has the position keys and
-        v the latents, of another head_dim.
-    k_scale, v_scale: [num_kv_heads] fp32 of a float8_e4m3fn pool, which holds the values divided by them, saturated;
-        None of any other pool.
-    """
-
+    # rotated, [num_blocks, block_size, num_kv_heads, head_dim], contiguous; with latent attention position keys
     k: Tensor
-    v: Tensor
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
+    v: Tensor  # as k; with latent attention latents, with another head_dim
+    k_scale: Tensor | None = None  # [num_kv_heads] fp32 of a float8_e4m3fn pool, None for other pools
+    v_scale: Tensor | None = None  # as k_scale
 
     @cached_property
     def addresses(self) -> tuple[int, int] | None:
-        """Addresses of K and V in the host's memory; None unless both have one shape and dtype and are contiguous there."""
+        """Addresses of K and V in host memory; None unless both are contiguous there, with one shape and dtype."""
         k, v = self.k, self.v
         alike = k.is_cpu and v.is_cpu and k.dtype == v.dtype and k.shape == v.shape
         return (k.data_ptr(), v.data_ptr()) if alike and k.is_contiguous() and v.is_contiguous() else None
@@ -54,10 +49,10 @@ class StoredKV:
 
     - float16, bfloat16, float32: k, v [num_rows, num_kv_heads, head_dim], no scales;
     - float8_e4m3fn, float8_e5m2: the same shape, multiplied by k_scale, v_scale [num_kv_heads] fp32;
-    - uint8: K = mixed(k_levels[codes] * k_scale) + k_mean, V = mixed(v_levels[codes] * v_scale), with k_scale, v_scale [num_rows,
-      num_kv_heads] and k_mean [1, num_kv_heads, head_dim] bfloat16, and k_levels, v_levels [2^bits] fp32. The codes of a
-      head are packed in planes of PLANES[bits] bits, low bits first: byte j of the n of a plane has the codes of channels j,
-      j + n, j + 2 n, ..., from its low bits up. mixed: see `torch_backend.mixed`.
+    - uint8: K = mixed(k_levels[codes] * k_scale) + k_mean, V = mixed(v_levels[codes] * v_scale), with k_scale, v_scale
+      [num_rows, num_kv_heads] and k_mean [1, num_kv_heads, head_dim] bfloat16, and k_levels, v_levels [2^bits] fp32.
+      The codes of a head are packed in planes of PLANES[bits] bits, low bits first: byte j of the n of a plane has the
+      codes of channels j, j + n, j + 2 n, ..., from its low bits up. mixed: see `torch_backend.mixed`.
     """
 
     k: Tensor
@@ -70,7 +65,7 @@ class StoredKV:
 
     @property
     def bits(self) -> tuple[int, int]:
-        """Bits of a code of K, and of V; 0 for values that are no codes."""
+        """Bits per code of K and of V; 0 for values that are not codes."""
         k, v = (0 if x is None else x.shape[0].bit_length() - 1 for x in (self.k_levels, self.v_levels))
         return k, v
 
@@ -86,21 +81,18 @@ def packed_bytes(dim: int, bits: int) -> int:
 
 @dataclass(frozen=True)
 class Slots:
-    """Slot mapping of rows, and the rotation applied on the way to the pool.
+    """Slot mapping of rows, and the rotation applied on the way to the pool."""
 
-    slots: [num_rows] int64.
-    cos, sin: [num_rows, head_dim] fp32 at the rows' positions (the two halves equal, rotate-half convention).
-    first_slot: the first slot if the slots are known to be consecutive (first_slot, first_slot + 1, ...), else -1.
-    """
-
-    slots: Tensor
-    cos: Tensor
-    sin: Tensor
+    slots: Tensor  # [num_rows] int64
+    cos: Tensor  # [num_rows, head_dim] fp32 at the rows' positions (the two halves equal, rotate-half convention)
+    sin: Tensor  # as cos
+    # the first slot if the slots are known to be consecutive (first_slot, first_slot + 1, ...), else -1
     first_slot: int = -1
 
     @cached_property
     def addresses(self) -> tuple[int, int, int] | None:
-        """Addresses of slots, cos and sin in the host's memory; None where they are not contiguous there, or not as stated above."""
+        """Addresses of slots, cos and sin in host memory; None unless they are contiguous there, with the shapes
+        above."""
         slots, cos, sin = self.slots, self.cos, self.sin
         fits = slots.is_cpu and cos.is_cpu and sin.is_cpu and slots.dtype == torch.int64 and slots.ndim == 1
         fits = fits and cos.shape == sin.shape and cos.dtype == sin.dtype == torch.float32 and len(cos) == len(slots)
@@ -111,19 +103,15 @@ class Slots:
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """Parameters of a layer's attention: softmax(cap(q k^T * scale) + alibi) v over the keys that a row sees.
-
-    sliding_window: a row at position p sees the keys at max(0, p - sliding_window + 1) .. p; None: at 0 .. p.
-    soft_cap: logits become soft_cap * tanh(logits / soft_cap).
-    sinks: [num_heads] fp32, a logit a head that takes part in every row's softmax and has no value.
-    alibi: [num_heads] fp32, slopes: a row at position p gets slope * (key's position - p) added to its logits (ALiBi, arXiv
-        2108.12409).
-    """
+    """Parameters of a layer's attention: softmax(cap(q k^T * scale) + alibi) v over the keys that a row sees."""
 
     scale: float
+    # a row at position p sees the keys at max(0, p - sliding_window + 1) .. p; None: at 0 .. p
     sliding_window: int | None = None
-    soft_cap: float | None = None
-    sinks: Tensor | None = None
+    soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap)
+    sinks: Tensor | None = None  # [num_heads] fp32, an extra logit per head in every row's softmax, without a value
+    # [num_heads] fp32, slopes: a row at position p gets slope * (key's position - p) added to its logits (ALiBi, arXiv
+    # 2108.12409)
     alibi: Tensor | None = None
 
     @property
@@ -136,12 +124,12 @@ class AttentionParams:
 class LatentHeads:
     """Up-projections of multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-    keys: [num_heads, nope_dim, rank]; values: [num_heads, v_dim, rank]. A token has one latent c [rank] and one rotated position
-    key p [rope_dim]; head h has the key (keys[h] c, p) and the value values[h] c of it.
+    A token has one latent c [rank] and one rotated position key p [rope_dim]. Its key for head h is (keys[h] c, p), its
+    value is values[h] c.
     """
 
-    keys: Tensor
-    values: Tensor
+    keys: Tensor  # [num_heads, nope_dim, rank]
+    values: Tensor  # [num_heads, v_dim, rank]
 
 
 @dataclass(frozen=True)
@@ -152,27 +140,23 @@ class AttentionMetadata:
     attends to keys at positions <= p of its own sequence and to no others. In a launch of decode attention every
     sequence has one row, at position kv_len - 1. Rows after those of the sequences are padding: they see no key, and
     their attention output is 0.
-
-    positions: [num_rows] int64, position of each row in its sequence.
-    cu_rows: [num_seqs + 1] int32, rows of sequence i are cu_rows[i]:cu_rows[i+1].
-    block_table: [num_seqs, max_blocks] int32, block of each run of block_size positions.
-    kv_lens: [num_seqs] int32, number of positions of the sequence whose K and V are in the pool.
-    contiguous_slots: per sequence, the first slot if its blocks are adjacent in the pool (its keys are then a view),
-        else -1; () if unknown.
-    max_kv_len: maximum of kv_lens, known without a device synchronisation; 0 if unknown, and a launch is then
-        planned for the capacity of block_table.
     """
 
-    positions: Tensor
-    cu_rows: Tensor
-    block_table: Tensor
-    kv_lens: Tensor
+    positions: Tensor  # [num_rows] int64, position of each row in its sequence
+    cu_rows: Tensor  # [num_seqs + 1] int32, rows of sequence i are cu_rows[i]:cu_rows[i+1]
+    block_table: Tensor  # [num_seqs, max_blocks] int32, block of each run of block_size positions
+    kv_lens: Tensor  # [num_seqs] int32, number of positions of the sequence whose K and V are in the pool
+    # maximum of kv_lens, known without a device synchronisation; 0 if unknown, and a launch is then planned for the
+    # capacity of block_table
     max_kv_len: int = 0
+    # per sequence, the first slot if its blocks are adjacent in the pool (its keys are then a view), else -1; () if
+    # unknown
     contiguous_slots: tuple[int, ...] = ()
 
     @cached_property
     def addresses(self) -> tuple[int, int] | None:
-        """Addresses of block_table and kv_lens in the host's memory; None where they are not contiguous there, or not as stated above."""
+        """Addresses of block_table and kv_lens in host memory; None unless they are contiguous there, with the shapes
+        above."""
         table, lens = self.block_table, self.kv_lens
         fits = table.is_cpu and lens.is_cpu and table.dtype == lens.dtype == torch.int32 and len(table) == len(lens)
         return (table.data_ptr(), lens.data_ptr()) if fits and table.is_contiguous() and lens.is_contiguous() else None
@@ -212,18 +196,19 @@ class KernelBackend(ABC):
     ) -> Tensor:
         """`prefill_attention` of one row per sequence, at the last position of the sequence.
 
-        q: [num_seqs, num_heads, head_dim], row i belongs to sequence i. Only the block table and the lengths of meta are
-        read, on the device; positions and cu_rows are not.
+        q: [num_seqs, num_heads, head_dim], row i belongs to sequence i. Only the block table and the lengths of meta
+        are read, on the device; positions and cu_rows are not.
         """
 
     def latent_attention(
         self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams, heads: LatentHeads
     ) -> Tensor:
-        """Attention of scattered rows over a pool of latents (MLA), causal by position. Decoding too: one row a sequence.
+        """Attention of scattered rows over a pool of latents (MLA), causal by position. Decoding too: one row a
+        sequence.
 
-        q: [num_rows, num_heads, nope_dim + rope_dim], the last rope_dim channels rotated. cache.k: position keys (rotated), one
-        head of rope_dim; cache.v: latents, one head of rank. Returns [num_rows, num_heads, v_dim] in q's dtype. Raises
-        KernelError unless the backend `has_latent_attention`.
+        q: [num_rows, num_heads, nope_dim + rope_dim], the last rope_dim channels rotated. cache.k: position keys
+        (rotated), one head of rope_dim; cache.v: latents, one head of rank. Returns [num_rows, num_heads, v_dim] in q's
+        dtype. Raises KernelError unless the backend `has_latent_attention`.
         """
         raise KernelError(
             f"the {self.name} backend has no attention over latents (MLA): its kernels take K and V of one width",
@@ -243,11 +228,13 @@ class KernelBackend(ABC):
 
     @abstractmethod
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate x [num_rows, heads, head_dim] by cos, sin [num_rows, head_dim] fp32; computed in fp32, returned in x.dtype."""
+        """Rotate x [num_rows, heads, head_dim] by cos, sin [num_rows, head_dim] fp32; computed in fp32, returned in
+        x.dtype."""
 
     @abstractmethod
     def kv_deviation(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor, kind: str = "kv") -> Tensor:
-        """Squared L2 distance between each row's fresh K, V or both and the contents of its slot, [num_rows] fp32.
+        """Return the squared L2 distance between each row's fresh K, V or both and the contents of its slot, [num_rows]
+        fp32.
 
         k: rotated, as the pool's K is; a rotation preserves distances. slots: [num_rows] int64. kind: "k", "v" or "kv"
         (the sum). CacheBlend (arXiv 2405.16444), section 4.3.
@@ -255,7 +242,8 @@ class KernelBackend(ABC):
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm over the last dimension in fp32, cast back, then times weight; times a weight in fp32 before it is cast back."""
+        """RMSNorm over the last dimension in fp32, cast back, then times weight. With an fp32 weight it is cast back
+        after the multiplication."""
 
     @abstractmethod
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -263,7 +251,8 @@ class KernelBackend(ABC):
 
     @abstractmethod
     def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
-        """activation(gate) * up for gate_up [num_rows, 2 * intermediate]; activation: silu, gelu or gelu_pytorch_tanh."""
+        """activation(gate) * up for gate_up [num_rows, 2 * intermediate]; activation: silu, gelu or
+        gelu_pytorch_tanh."""
 
     def warm_up(self, q: Tensor, cache: LayerCache, params: AttentionParams, max_keys: int) -> None:  # noqa: B027
         """Compile every variant that a layer's attention may launch over contexts of up to max_keys positions.

@@ -28,7 +28,7 @@ def select_backend(name: str, device: torch.device) -> KernelBackend:
 
 
 def fallback_reason(name: str, device: torch.device) -> str | None:
-    """Return why `auto` falls back to torch on a GPU, as a message for the user; None if it does not."""
+    """Return why `auto` falls back to torch on a GPU, as a message for the user; None if it does not fall back."""
     if name != "auto" or device.type != "cuda":
         return None
     try:

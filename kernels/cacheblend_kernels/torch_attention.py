@@ -14,11 +14,12 @@ from cacheblend_kernels.interface import AttentionParams, LatentHeads
 
 TILE_ROWS, PRODUCT_ROWS = 128, 448  # maximum rows of a tile, and of a product (a tile's rows for each head of a group)
 LOGITS = 7 << 20
-"""Most of a product: 28 MiB. The C library gets what takes more than 32 from the system each time anew, page by page, which
-takes six times as long as the product."""
+"""Maximum bytes of a product: 28 MiB. The C library requests blocks of more than 32 MiB from the system each time, page
+by page, which takes six times as long as the product."""
 KEY_STEP = 256
-"""A tile's keys begin and end at multiples of it. oneDNN compiles a product for each shape (.8 ms), and keeps few of them."""
-HEADS_AT_ONCE = 8  # whose K and V are made of latents together
+"""A tile's keys begin and end at multiples of this. oneDNN compiles a product for each shape (0.8 ms), and keeps only a
+few of them."""
+HEADS_AT_ONCE = 8  # number of heads whose K and V are computed from latents together
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, params: AttentionParams) -> Tensor:
@@ -58,8 +59,8 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, params
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, params: AttentionParams) -> Tensor:
-    """`prefill_attention` by torch's fused attention, which uses a CPU's 16-bit matrix instructions (AMX) for q k^T as well: logits
-    are fp32 in both. params: without soft cap, sinks and ALiBi; k and v of q's dtype."""
+    """`prefill_attention` by torch's fused attention, which also uses a CPU's 16-bit matrix instructions (AMX) for q
+    k^T; logits are fp32 in both. params: without soft cap, sinks and ALiBi; k and v have q's dtype."""
     (num_keys, num_kv_heads, _), group = k.shape, q.shape[1] // k.shape[1]
     out = torch.empty_like(q)
     for tile in _tiles(positions, 1, params.sliding_window):
@@ -77,8 +78,9 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -
     if params.sliding_window is not None:
         k, v = k[-params.sliding_window :], v[-params.sliding_window :]
     num_kv_heads, head_dim = k.shape[1:]
-    grouped = q.float().view(num_kv_heads, -1, head_dim)  # a small product a group: K and V are read once, not repeated
-    # in fp32: in 16 bits oneDNN would make, and keep, a product for every number of keys: one a step
+    # one small product per group: K and V are read once, not repeated
+    grouped = q.float().view(num_kv_heads, -1, head_dim)
+    # in fp32: in 16 bits oneDNN would compile and keep a product for every number of keys, one per step
     logits = _capped((grouped @ k.float().permute(1, 2, 0)).mul_(params.scale), params)
     if params.alibi is not None:
         logits.addcmul_(params.alibi.view(num_kv_heads, -1, 1), torch.arange(1.0 - len(k), 1.0, device=q.device))
@@ -93,11 +95,11 @@ def latent_attention(
 
     q: [num_rows, num_heads, nope_dim + rope_dim]; stored: position keys [kv_len, rope_dim] and latents [kv_len, rank].
 
-    Expanded for many rows: each head's K and V are made of the latents, HEADS_AT_ONCE at a time. Absorbed for few, as in
-    decoding: what would make K is applied to q, what would make V to the output, and all heads attend to the latents
-    themselves (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). Few: where the products of the second form are fewer.
+    Expanded for many rows: each head's K and V are computed from the latents, HEADS_AT_ONCE at a time. Absorbed for few
+    rows, as in decoding: K's up-projection is applied to q, V's to the output, and all heads attend to the latents
+    themselves (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). The form with fewer multiplications is used.
     """
-    assert params.plain, "the models with latents have no windows, caps, sinks or slopes"
+    assert params.plain, "models with latents have no windows, caps, sinks or slopes"
     (num_heads, nope, rank), value_dim = heads.keys.shape, heads.values.shape[1]
     last = int(positions[-1]) + 1
     k, latents = (part[:last] for part in stored)
@@ -113,7 +115,7 @@ def latent_attention(
             out[:, own] = prefill_attention(q[:, own], keys, made_v, positions, params)
         return out
     absorbed = torch.einsum("nhd,hdr->nhr", q[..., :nope], heads.keys)
-    if len(q) == 1:  # two products of q: nothing of the pool is copied beside the fp32 that the softmax is made in
+    if len(q) == 1:  # two products of q: nothing of the pool is copied except to fp32 for the softmax
         wide = latents.float()
         logits = q[0, :, nope:].float() @ k.float().T
         shares = _softmax(logits.addmm_(absorbed[0].float(), wide.T).mul_(params.scale)[None], None)[0]
@@ -126,19 +128,16 @@ def latent_attention(
 
 @dataclass(frozen=True)
 class _Tile:
-    """Rows computed together, and the range of keys first:last they see. All rows see the keys before `clear`.
-
-    bias: fp32 [num_rows, last - clear], -inf where a row does not see the key.
-    """
+    """Rows computed together, and the range of keys they see."""
 
     rows: slice
-    first: int
-    clear: int
-    last: int
-    bias: Tensor
+    first: int  # first key
+    clear: int  # all rows see the keys before this one
+    last: int  # end of the keys
+    bias: Tensor  # fp32 [num_rows, last - clear], -inf where a row does not see the key
 
     def distances(self, positions: Tensor) -> Tensor:
-        """Position of each key less that of each row, fp32 [num_rows, last - first]. positions: of all rows."""
+        """Position of each key minus that of each row, fp32 [num_rows, last - first]. positions: of all rows."""
         return torch.arange(self.first, self.last, device=positions.device) - positions[self.rows, None].float()
 
 
@@ -177,8 +176,8 @@ def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
 
 @cache
 def onednn_multiplies(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN multiplies in this dtype on this CPU, which is tried: bf16 takes AVX-512 or AVX-NE-CONVERT, which most desktop
-    and laptop CPUs lack."""
+    """Return whether oneDNN multiplies in this dtype on this CPU, by trying it. bf16 requires AVX-512 or
+    AVX-NE-CONVERT, which most desktop and laptop CPUs lack."""
     if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
         return False
     x = torch.ones(16, 64, dtype=dtype)
@@ -192,7 +191,8 @@ def onednn_multiplies(dtype: torch.dtype) -> bool:
 
 
 def _product(x: Tensor, w: Tensor) -> Tensor:
-    """x w^T. x: [rows, in]; w: [out, in], contiguous. Uses oneDNN where possible: MKL takes two to three times as long here."""
+    """x w^T. x: [rows, in]; w: [out, in], contiguous. Uses oneDNN where possible: MKL takes two to three times as long
+    here."""
     if x.device.type == "cpu" and onednn_multiplies(x.dtype):
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), w, None, "none", [], "")
         return out

@@ -1,6 +1,6 @@
-"""The torch backend: any device, the reference of the others, and what the CPU runs on.
+"""The torch backend: for any device, the reference of the other backends, and the one used on CPUs.
 
-The pool of a single request is contiguous: its keys are a view of it.
+A single request's blocks in the pool are contiguous, so its keys are a view of the pool.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cacheblend_kernels.interface import (
 )
 from cacheblend_kernels.torch_attention import decode_attention, latent_attention, prefill_attention, sdpa_attention
 
-FLOAT8_MAX = 448.0  # of float8_e4m3fn
+FLOAT8_MAX = 448.0  # largest float8_e4m3fn
 STORED_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -38,8 +38,8 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class TorchBackend(KernelBackend):
-    """prefers_sdpa: whether torch's fused attention is the faster prefill on this machine, of q, k [kv_len, num_kv_heads, head_dim]
-    and the number of keys that the last row sees; None: tiles always."""
+    """prefers_sdpa: returns whether torch's fused attention is the faster prefill on this machine, given q, k [kv_len,
+    num_kv_heads, head_dim] and the number of keys that the last row sees. None: always use tiles."""
 
     name = "torch"
     has_latent_attention = True
@@ -156,7 +156,7 @@ class TorchBackend(KernelBackend):
 
 
 def dequantized(stored: StoredKV, head_dim: int, v_head_dim: int) -> tuple[Tensor, Tensor]:
-    """K and V [num_rows, num_kv_heads, head_dim]: unchanged, or in fp32 if they are stored with scales."""
+    """Return K and V [num_rows, num_kv_heads, head_dim]: unchanged, or in fp32 if they are stored with scales."""
     k, v, k_scale, v_scale = stored.k, stored.v, stored.k_scale, stored.v_scale
     if k_scale is None or v_scale is None:
         return k, v
@@ -165,7 +165,8 @@ def dequantized(stored: StoredKV, head_dim: int, v_head_dim: int) -> tuple[Tenso
     k_mean, k_levels, v_levels = stored.k_mean, stored.k_levels, stored.v_levels
     if k.dtype != torch.uint8 or k_mean is None or k_levels is None or v_levels is None:
         raise KernelError(
-            f"{k.dtype} with scales is no stored form", "float8_e4m3fn, float8_e5m2, or uint8 with levels and a mean"
+            f"{k.dtype} with scales is not a stored format",
+            "float8_e4m3fn, float8_e5m2, or uint8 with levels and a mean",
         )
     k, v = (
         mixed(levels[_codes(x, bits, dim).int()] * scale.float()[..., None])
@@ -180,7 +181,7 @@ def dequantized(stored: StoredKV, head_dim: int, v_head_dim: int) -> tuple[Tenso
 def _codes(packed: Tensor, bits: int, dim: int) -> Tensor:
     """Unpack codes [..., dim] uint8, see `StoredKV`."""
     if packed.shape[-1] != packed_bytes(dim, bits):
-        raise KernelError(f"{packed.shape[-1]} bytes are no {dim} codes of {bits} bits", "see StoredKV")
+        raise KernelError(f"{packed.shape[-1]} bytes are not {dim} codes of {bits} bits", "see StoredKV")
     codes, shift, first = packed.new_zeros(()), 0, 0
     for plane in PLANES[bits]:
         num_bytes = -(-dim * plane // 8)
@@ -191,8 +192,8 @@ def _codes(packed: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def mixed(x: Tensor) -> Tensor:
-    """Hadamard transform of a head's channels [..., dim], its own inverse: the two halves added and subtracted, then in each half
-    blocks of the largest power of two that divides it. An odd number of channels is left as it is."""
+    """Hadamard transform of a head's channels [..., dim], its own inverse: sums and differences of the two halves, then
+    in each half blocks of the largest power of two that divides it. An odd number of channels is left as it is."""
     dim = x.shape[-1]
     if dim % 2:
         return x
@@ -215,7 +216,7 @@ def _write(pool: Tensor, rows: Tensor, scale: Tensor | None, where: Tensor | sli
     if scale is not None:
         rows = (rows.float() / scale[:, None]).clamp(-FLOAT8_MAX, FLOAT8_MAX)
     rows, pool = rows.to(pool.dtype), _slots(pool)
-    if scale is not None:  # no index_copy_ of float8
+    if scale is not None:  # float8 has no index_copy_
         rows, pool = rows.view(torch.uint8), pool.view(torch.uint8)
     if isinstance(where, slice):
         pool[where].copy_(rows)
@@ -224,14 +225,15 @@ def _write(pool: Tensor, rows: Tensor, scale: Tensor | None, where: Tensor | sli
 
 
 def _slots(cache: Tensor) -> Tensor:
-    """[num_blocks, block_size, heads, dim] -> [num_slots, heads, dim], a view."""
+    """Reshape [num_blocks, block_size, heads, dim] to [num_slots, heads, dim], a view."""
     return cache.view(-1, cache.shape[-2], cache.shape[-1])
 
 
 def _keys_of(
     cache: LayerCache, meta: AttentionMetadata, seq: int, kv_len: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """K and V of one sequence, [kv_len, num_kv_heads, head_dim]: a view if its blocks are adjacent, else gathered.
+    """Return K and V of one sequence, [kv_len, num_kv_heads, head_dim]: a view if its blocks are adjacent, else
+    gathered.
 
     Values of a float8 pool are returned in `dtype`.
     """
@@ -246,7 +248,7 @@ def _keys_of(
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x * cos + rotate_half(x) * sin in fp32. x: [rows, heads, dim]; cos, sin: [rows, dim], halves equal."""
+    """Return x * cos + rotate_half(x) * sin in fp32. x: [rows, heads, dim]; cos, sin: [rows, dim], halves equal."""
     x, cos, sin = x.float(), cos[:, None], sin[:, None, : x.shape[-1] // 2]
     out = x * cos
     (x1, x2), (out1, out2) = x.chunk(2, -1), out.chunk(2, -1)
@@ -257,7 +259,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @cache
 def _rotates_alike() -> bool:
-    """Return whether the compiled code rotates as torch does, to the bit: stored K is rotated by torch, and K that were equal have to stay
+    """Return whether the compiled code rotates like torch, to the bit. torch rotates stored K, and equal K have to stay
     equal. It depends on whether torch's build for this CPU fuses a product with a sum."""
     x, angles = torch.linspace(-7, 7, 512).sin().view(4, 2, 64), torch.linspace(0, 9, 128).view(4, 32).repeat(1, 2)
     caches = [LayerCache(torch.zeros(1, 4, 2, 64), torch.zeros(1, 4, 2, 64)) for _ in range(2)]

@@ -3,8 +3,9 @@
 - Decode: `triton_splitk` with a paged bias (block size a multiple of 64, fp16 or bf16; no sliding window, soft cap,
   sinks or ALiBi). It uses Triton's block pointers, which newer Triton releases have removed.
 - Full prefill, if the rows are all positions 0..n-1 of one sequence in adjacent blocks: `memory_efficient_attention`.
-- Scattered rows fit none of its biases, ALiBi's would be a matrix of rows x keys a head (LowerTriangularMaskWithTensorBias),
-  and it has no cache writes, deviation or norms: Triton.
+- Scattered rows: Triton. They fit none of xformers' biases, and ALiBi would need a matrix of rows x keys per head
+  (LowerTriangularMaskWithTensorBias).
+- Cache writes, deviation and norms: Triton, since xformers has none.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ DECODE_HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 def import_xformers() -> Any:
-    """Import xformers.ops.fmha, without its warning about compiled extensions. Raises KernelError if the import fails."""
+    """Import xformers.ops.fmha, without its warning about compiled extensions. Raises KernelError if the import
+    fails."""
     logging.getLogger("xformers").setLevel(logging.ERROR)
     try:
         from xformers.ops import fmha
@@ -38,7 +40,8 @@ def import_xformers() -> Any:
 
 
 def has_block_pointers() -> bool:
-    """Return whether this Triton supports block pointers: in releases that removed them the function remains, and raises."""
+    """Return whether this Triton supports block pointers: in releases that removed them the function remains, and
+    raises."""
     make = getattr(tl, "make_block_ptr", None)
     if make is None:
         return False
@@ -46,7 +49,7 @@ def has_block_pointers() -> bool:
         make.__wrapped__(None, None, None, None, None, None, _semantic=None)
     except NotImplementedError:
         return False
-    except Exception:  # it went on to use its arguments
+    except Exception:  # the function accepted the call and went on to its arguments
         return True
     return True
 
@@ -93,14 +96,15 @@ class XformersBackend(TritonBackend):
         return self._run(self._decode_op, inputs).reshape(q.shape)
 
     def _run(self, op: Any, inputs: Any) -> Tensor:
-        """Run the operator. It is named explicitly: xformers' own choice considers only operators without paged biases."""
+        """Run the operator. It is named explicitly: xformers' own choice considers only operators without paged
+        biases."""
         out: Tensor = self._fmha.memory_efficient_attention_forward(
             inputs.query, inputs.key, inputs.value, inputs.attn_bias, scale=inputs.scale, op=op
         )
         return out
 
     def _paged_bias(self, meta: AttentionMetadata, block_size: int) -> Any:
-        """The bias over these tensors, reused from layer to layer: building one copies from the host.
+        """Return the bias over these tensors, reused from layer to layer: building one copies from the host.
 
         A captured graph reads the bias's own tensors at every replay, so biases used during a capture are kept.
         """
@@ -116,7 +120,7 @@ class XformersBackend(TritonBackend):
 
 
 def capturing(tensor: Tensor) -> bool:
-    """Return whether launches now become part of a CUDA graph."""
+    """Return whether launches are now recorded in a CUDA graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -127,7 +131,7 @@ def takes_decode(q: Tensor, cache: LayerCache) -> bool:
 
 
 def full_prefill_inputs(fmha: Any, q: Tensor, cache: LayerCache, first_slot: int, scale: float) -> Any:
-    """fmha.Inputs of a causal square: [1, rows, kv heads, group, head_dim], K and V as views of the pool."""
+    """Return fmha.Inputs of a causal square: [1, rows, kv heads, group, head_dim], K and V as views of the pool."""
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = cache.k.shape[2]
     group = num_heads // num_kv_heads
@@ -142,7 +146,7 @@ def full_prefill_inputs(fmha: Any, q: Tensor, cache: LayerCache, first_slot: int
 
 
 def paged_bias(fmha: Any, block_table: Tensor, kv_lens: Tensor, most: int, block_size: int) -> Any:
-    """A paged bias of one query per sequence that reads the lengths from kv_lens on the device.
+    """Return a paged bias of one query per sequence that reads the lengths from kv_lens on the device.
 
     most: upper bound of the lengths, used only to choose the number of splits.
     """
@@ -155,7 +159,8 @@ def paged_bias(fmha: Any, block_table: Tensor, kv_lens: Tensor, most: int, block
 
 
 def decode_inputs(fmha: Any, q: Tensor, cache: LayerCache, bias: Any, scale: float) -> Any:
-    """fmha.Inputs of one query per sequence over the whole pool: [1, slots, kv heads, group, head_dim], without copies."""
+    """Return fmha.Inputs of one query per sequence over the whole pool: [1, slots, kv heads, group, head_dim], without
+    copies."""
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads = cache.k.shape[2]
     group = num_heads // num_kv_heads

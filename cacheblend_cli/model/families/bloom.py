@@ -18,7 +18,7 @@ SIZES = {
 FIELDS = (
     *(name for names in SIZES.values() for name in names), "layer_norm_epsilon", "hidden_dropout",
     "slow_but_exact", "pretraining_tp",  # the order of sums
-    # of its training code; transformers ignores them
+    # options of BLOOM's training code; transformers ignores them
     "attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi", "skip_bias_add",
     "skip_bias_add_qkv",
 )  # fmt: skip

@@ -21,7 +21,7 @@ FP8, INT8 = "F8_E4M3", "I8"  # safetensors' names
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How a checkpoint's weights are quantised."""
+    """Quantisation of a checkpoint's weights."""
 
     # "scaled" (8-bit weights, or packed in int32, with scales), "gptq", "awq", "bitsandbytes" or "mxfp4" (see
     # `split_experts`)

@@ -1,4 +1,4 @@
-"""A reader of GGUF files that tells a truncated file from other damage."""
+"""A reader of GGUF files that distinguishes a truncated file from other damage."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from cacheblend_cli.errors import UsageError
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 MARK = "\u2581"  # SentencePiece's mark for a space
 ENDS = ("eos", "eot", "eom")  # tokens that end an answer
-# How text is split before merges (`tokenizer.ggml.pre`), where transformers lacks the name: as GPT-2 does; the same
+# Text splitting before merges (`tokenizer.ggml.pre`), where transformers lacks the name: as GPT-2 does; the same
 # after splitting off every digit; as Llama 3 does; or by patterns applied in turn. transformers treats every unknown
 # name as GPT-2.
 LIKE_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling")

@@ -1,1 +1,1 @@
-"""Triton kernels for NVIDIA GPUs, one family a file, and the backend that ties them together."""
+"""Triton kernels for NVIDIA GPUs, one family per file, and the backend that combines them."""

@@ -24,7 +24,8 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def product(a, b, acc, PRECISION: tl.constexpr):
-    """a @ b + acc in fp32. The interpreter keeps bf16 as raw bits and multiplies those, so there they are widened."""
+    """a @ b + acc in fp32. The interpreter keeps bf16 as raw bits and would multiply the bits, so there they are
+    widened."""
     if INTERPRETED and a.dtype == tl.bfloat16:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -35,7 +36,7 @@ def product(a, b, acc, PRECISION: tl.constexpr):
 def key_slots(
     table_ptr, first_slot, start, offsets, hi, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, CONTIGUOUS: tl.constexpr
 ):
-    """Slots [BLOCK_N] int64 of the keys at positions start + offsets; start is a multiple of BLOCK_N."""
+    """Return slots [BLOCK_N] int64 of the keys at positions start + offsets; start is a multiple of BLOCK_N."""
     if CONTIGUOUS:
         return first_slot + start + offsets.to(tl.int64)
     if BLOCK_SIZE % BLOCK_N == 0:
@@ -48,7 +49,7 @@ def key_slots(
 
 @triton.jit
 def key_slot(table_ptr, first_slot, start, BLOCK_SIZE: tl.constexpr, CONTIGUOUS: tl.constexpr):
-    """Slot, int32, of the key at position start."""
+    """Return the slot (int32) of the key at position start."""
     if CONTIGUOUS:
         return first_slot + start
     return tl.load(table_ptr + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
@@ -68,7 +69,7 @@ def load_keys(
     BOUNDED: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """K or V [BLOCK_N, BLOCK_D] of one head in the dtype of the product.
+    """Load K or V [BLOCK_N, BLOCK_D] of one head in the dtype of the product.
 
     BOUNDED: keys that are not `visible` are read as zeros, so that NaN in unused slots cannot reach a sum.
     """
@@ -90,7 +91,8 @@ def load_keys(
 
 @triton.jit
 def start_of_softmax(sinks_ptr, heads, own, split, BLOCK_M: tl.constexpr, SINKS: tl.constexpr):
-    """total and peak [BLOCK_M] fp32 before the first key. With sinks, the first split starts with one logit that has no value."""
+    """Return total and peak [BLOCK_M] fp32 before the first key. With sinks, the first split starts with one logit
+    without a value."""
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     if SINKS:  # noqa: SIM102 — one is a constant, the other a value of the program
@@ -139,8 +141,9 @@ def softmax_step(
 ):
     """Add one tile of keys to the running softmax.
 
-    acc [M, D], total [M], peak [M] fp32; q [M, D], k, v [N, D]; shown [M, N]: who sees which key (MASKED only). slopes [M]
-    fp32, of base-2 logits, distances [M, N] or [1, N]: position of each key less that of the row (ALIBI only).
+    acc [M, D], total [M], peak [M] fp32; q [M, D], k, v [N, D]; shown [M, N]: which row sees which key (MASKED only).
+    slopes [M] fp32, of base-2 logits, distances [M, N] or [1, N]: position of each key minus that of the row (ALiBi
+    only).
     """
     logits = score(q, k, scale, soft_cap, SOFT_CAP, PRECISION)
     factor = score_factor(scale, SOFT_CAP)
@@ -151,7 +154,7 @@ def softmax_step(
         logits = tl.where(shown, logits, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(logits, 1) * factor)
     base = new_peak
-    if MASKED:  # a row that has seen no key yet
+    if MASKED:  # for rows that have not seen a key yet
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     p = tl.exp2(logits * factor - base[:, None])
     alpha = tl.exp2(peak - base)
@@ -164,9 +167,9 @@ def softmax_step(
 def softmax_step_pair(
     acc, total, peak, q, k0, v0, k1, v1, scale, soft_cap, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """`softmax_step` for two tiles of keys that every row sees: acc is rescaled once, and both
-    products of q with keys stand before the exponentials. (Triton's compiler does not run one tile's product beside the
-    other's exponentials: it waits for each product where it is used.)"""
+    """`softmax_step` for two tiles of keys that every row sees: acc is rescaled once, and both products of q with keys
+    come before the exponentials. (Triton's compiler does not overlap one tile's product with the other's exponentials:
+    it waits for each product where it is used.)"""
     logits0 = score(q, k0, scale, soft_cap, SOFT_CAP, PRECISION)
     logits1 = score(q, k1, scale, soft_cap, SOFT_CAP, PRECISION)
     factor = score_factor(scale, SOFT_CAP)
@@ -204,13 +207,14 @@ def join_splits_kernel(
 
 
 def most_keys(meta: AttentionMetadata, block_size: int, sliding_window: int | None) -> int:
-    """Upper bound on the keys a row sees, without a device synchronisation."""
+    """Return an upper bound on the keys a row sees, without a device synchronisation."""
     most = meta.max_kv_len or meta.block_table.shape[1] * block_size
     return most if sliding_window is None else min(most, sliding_window)
 
 
 def split_buffers(q: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """Partial results [num_rows, num_heads, splits, head_dim] and their base-2 log-sum-exp; one element each if unsplit."""
+    """Return buffers for partial results [num_rows, num_heads, splits, head_dim] and their base-2 log-sum-exp; one
+    element each if unsplit."""
     rows, heads, dim = q.shape if splits > 1 else (1, 1, 1)
     part = torch.empty(rows, heads, splits, dim, dtype=torch.float32, device=q.device)
     return part, torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device)

@@ -1,7 +1,7 @@
 """Writes of fresh K and V into the paged pool, and the rotation alone.
 
-Rotate-half RoPE (RoFormer, arXiv 2104.09864; the half layout of GPT-NeoX): x1' = x1 cos - x2 sin, x2' = x2 cos + x1 sin,
-in fp32, cast once.
+Rotate-half RoPE (RoFormer, arXiv 2104.09864; the half layout of GPT-NeoX): x1' = x1 cos - x2 sin, x2' = x2 cos + x1
+sin, in fp32, cast once.
 """
 
 # Kernels are untyped: their arguments are Triton's.
@@ -37,13 +37,13 @@ HEADS_PER_PROGRAM = 16
 
 @triton.jit
 def rotate(x1, x2, cos, sin):
-    """Both halves of the head, fp32."""
+    """Return both halves of the rotated head, fp32."""
     return x1 * cos - x2 * sin, x2 * cos + x1 * sin
 
 
 @triton.jit
 def to_pool(x, ptr, FP8: tl.constexpr):
-    """x in the pool's dtype."""
+    """Convert x to the pool's dtype."""
     if FP8:
         return fp32_to_e4m3(x)
     return x.to(ptr.dtype.element_ty)
@@ -54,7 +54,7 @@ def _rotate_heads(
     x_ptr, out_ptr, heads, halves, cos, sin, factor,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """out = rotate(x) * factor for the heads of one row; both pointers stand at the row's first head."""
+    """Write rotate(x) * factor for the heads of one row to out; both pointers are at the row's first head."""
     mask = (heads < NUM_HEADS)[:, None] & (halves < HEAD_DIM // 2)[None, :]
     at = heads[:, None] * HEAD_DIM + halves[None, :]
     x1 = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -98,7 +98,7 @@ def rope_and_cache_kernel(
     in_half = halves < HEAD_DIM // 2
     cos = tl.load(cos_ptr + row * HEAD_DIM + halves, mask=in_half, other=0.0)[None, :]
     sin = tl.load(sin_ptr + row * HEAD_DIM + halves, mask=in_half, other=0.0)[None, :]
-    if KV_PROGRAMS > 0:  # else there are no slots, and what stands for them has another type
+    if KV_PROGRAMS > 0:  # else there are no slots, and their placeholder has another type
         heads = part * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         if part < KV_PROGRAMS:
             base = tl.load(slots_ptr + row) * (NUM_KV_HEADS * HEAD_DIM)
@@ -178,7 +178,8 @@ def _check_write(q: Tensor | None, k: Tensor, v: Tensor, cache: LayerCache, slot
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [num_rows, heads, head_dim] (rows may be strided) by cos, sin [num_rows, head_dim] fp32; packed result."""
+    """Rotate x [num_rows, heads, head_dim] (rows may be strided) by cos, sin [num_rows, head_dim] fp32; packed
+    result."""
     _check_rotation(x, cos, sin)
     num_rows, num_heads, head_dim = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

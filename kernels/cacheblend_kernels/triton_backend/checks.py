@@ -1,6 +1,7 @@
-"""Checks of what the Triton kernels assume about their tensors.
+"""Checks of the Triton kernels' assumptions about their tensors.
 
-Checks read no values, so there is no device synchronisation; each runs only for the first launch of a signature (`once`).
+Checks read no values, so there is no device synchronisation; each runs only for the first launch of a signature
+(`once`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from cacheblend_kernels.interface import AttentionParams, KernelError, LayerCache, Slots, StoredKV
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # of stored KV; a pool has the first
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # stored KV may have either; a pool has the first
 HEAD_DIMS = (*range(16, 257, 8), 512)
 MOST_SIGNATURES = 4096
 _INTERPRETER = threading.RLock()  # Triton's interpreter keeps its state in globals: one launch at a time
@@ -40,9 +41,9 @@ Arguments = TypeVarTuple("Arguments")
 
 
 def once(check: Callable[[*Arguments], None]) -> Callable[[*Arguments], None]:
-    """Wrap a check so that it is skipped for arguments like those that passed before.
+    """Wrap a check so that it is skipped for arguments that match earlier ones that passed.
 
-    Alike: tensors with the same shape, dtype, strides and device, and equal values of everything else.
+    Arguments match if tensors have the same shape, dtype, strides and device, and all other values are equal.
     """
     passed: set[tuple[Any, ...]] = set()
 
@@ -90,7 +91,8 @@ def check_device(*tensors: Tensor | None) -> None:
 
 
 def check_heads(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
-    """Check that x is [num_rows, heads, head_dim] with packed heads; rows may be strided (a slice of a fused projection)."""
+    """Check that x is [num_rows, heads, head_dim] with packed heads; rows may be strided (a slice of a fused
+    projection)."""
     check(x.dim() == 3, f"{name} is [num_rows, heads, head_dim], got {list(x.shape)}")
     check(x.dtype in dtypes, f"{name} is {x.dtype}", f"known: {', '.join(map(str, dtypes))}")
     packed = x.shape[0] == 0 or (x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2]))
@@ -98,7 +100,7 @@ def check_heads(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) 
 
 
 def check_cache(cache: LayerCache) -> None:
-    """Check that a layer's K and V pools are alike, and have scales if and only if they are float8."""
+    """Check that a layer's K and V pools have the same shape and dtype, and scales if and only if they are float8."""
     check(cache.k.shape == cache.v.shape and cache.k.dtype == cache.v.dtype, "the K and V pools differ")
     for name, pool in (("k", cache.k), ("v", cache.v)):
         shape = list(pool.shape)
@@ -142,7 +144,7 @@ def check_attention(q: Tensor, cache: LayerCache, params: AttentionParams) -> No
     num_kv_heads = cache.k.shape[2]
     check(head_dim == cache.k.shape[3], f"q has head_dim {head_dim}, the pool {cache.k.shape[3]}")
     check(head_dim in HEAD_DIMS, f"head_dim {head_dim}", "known: multiples of 8 from 16 to 256, and 512")
-    check(num_heads % num_kv_heads == 0, f"{num_heads} heads are no multiple of {num_kv_heads} KV heads")
+    check(num_heads % num_kv_heads == 0, f"{num_heads} heads are not a multiple of {num_kv_heads} KV heads")
     check(num_heads // num_kv_heads <= 128, f"{num_heads // num_kv_heads} heads share a KV head; at most 128 can")
     check(params.scale > 0, f"scale is {params.scale}, not above 0")
     check(params.sliding_window is None or params.sliding_window > 0, f"sliding window {params.sliding_window}")
@@ -187,5 +189,5 @@ def check_rope(cos: Tensor, sin: Tensor, num_rows: int, head_dim: int) -> None:
 
 
 def pool_bits(pool: Tensor) -> Tensor:
-    """A pool or stored codes as the kernels see them: float8 as bytes, since not every architecture converts it."""
+    """View a pool or stored codes for the kernels: float8 as bytes, since not every architecture converts it."""
     return pool.view(torch.uint8) if pool.dtype in FLOAT8 else pool

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from cacheblend_kernels.interface import KernelError
 
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Bytes of shared memory one block may use (CUDA C++ programming guide, table 'Technical Specifications per Compute
-Capability'). 80 stands for 8.x and 12.x, which run the same tiles: the least of them, though 8.0 itself has 163 KiB."""
+"""Bytes of shared memory per block (CUDA C++ programming guide, table 'Technical Specifications per Compute
+Capability'). 80 stands for 8.x and 12.x, which run the same tiles: the minimum of them, though 8.0 itself has 163
+KiB."""
 
 MAX_SPLITS = 64
 MIN_KEYS_PER_SPLIT = 256
@@ -20,59 +21,54 @@ MIN_KEYS_PER_SPLIT = 256
 
 @dataclass(frozen=True)
 class DenseRoute:
-    """Full prefills over adjacent keys with at least least_rows rows go to this SDPA kernel of torch: cudnn or flash."""
+    """A kernel of torch's SDPA for full prefills over adjacent keys."""
 
-    kernel: str
-    least_rows: int
+    kernel: str  # "cudnn" or "flash"
+    least_rows: int  # minimum rows of a prefill
 
 
 DENSE_ROUTES: dict[tuple[int, int], DenseRoute] = {}
-"""By architecture and head size. An entry is what stage 3 of `benchmarks/gpu_check.py` measured to be faster than our kernel,
-and its report writes it; where nothing was measured there is none, and our kernel does all."""
+"""By architecture and head size. Stage 3 of `benchmarks/gpu_check.py` writes an entry where it measured SDPA to be
+faster than our kernel. Without an entry our kernel is used."""
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """block_m: rows x heads of a group in a tile; block_n: keys per step; num_warps, num_stages: Triton's parameters.
+    """Tile sizes and launch parameters of an attention kernel."""
 
-    tma: prefill copies unmasked key tiles with the tensor memory accelerator, two per step, where the launch allows it.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
+    block_m: int  # rows x heads of a group in a tile
+    block_n: int  # keys per step
+    num_warps: int  # Triton's parameter
+    num_stages: int  # Triton's parameter, see `stages`
+    # prefill copies unmasked key tiles with the tensor memory accelerator, two per step, if the launch allows it
     tma: bool = False
 
     def stages(self, direct: bool) -> int:
         """num_stages to compile with. direct: the address of a key tile is known one step ahead.
 
-        Keys behind a block table take two dependent loads. Triton divides the stages between them, so reaching the same
-        prefetch distance as in the direct case needs more stages.
+        Keys behind a block table take two dependent loads. Triton divides the stages between them, so the same prefetch
+        distance as in the direct case needs more stages.
         """
         return self.num_stages if direct or self.num_stages == 1 else 2 * self.num_stages - 1
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Target of an attention launch: the architecture (`arch_of`) and its number of multiprocessors.
+    """Target of an attention launch."""
 
-    config, num_splits: override the choice of the tables below.
-    """
-
-    arch: int
-    num_sms: int
-    config: TileConfig | None = None
-    num_splits: int | None = None
+    arch: int  # see `arch_of`
+    num_sms: int  # number of multiprocessors
+    config: TileConfig | None = None  # overrides the tables below
+    num_splits: int | None = None  # overrides `num_context_splits`
 
 
 def padded(n: int) -> int:
-    """The power of two a dimension of n is padded to (Triton tiles are powers of two)."""
+    """Return the power of two that a dimension of n is padded to (Triton tiles are powers of two)."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def arch_of(capability: tuple[int, int]) -> int:
-    """Table key for a compute capability: 80, 90 or 100.
+    """Return the table key for a compute capability: 80, 90 or 100.
 
     Devices other than Hopper and data-centre Blackwell have the matrix instructions and the shared memory of 8.x.
     """
@@ -82,8 +78,8 @@ def arch_of(capability: tuple[int, int]) -> int:
 def prefill_configs(arch: int, head_dim: int, element_size: int, float8: bool = False) -> tuple[TileConfig, ...]:
     """All tiles that prefill attention may use, widest first.
 
-    Wide tiles reuse each key the most; narrow ones fill the device when there are few rows. element_size: of the queries;
-    float8: of the pool. Entries smaller or shallower than their neighbours spilled registers otherwise.
+    Wide tiles reuse each key the most; narrow ones fill the device when there are few rows. element_size: of the
+    queries; float8: of the pool. Entries smaller or shallower than their neighbours spilled registers otherwise.
     """
     dim = padded(head_dim)
     if element_size == 4:  # no tensor cores in full fp32: small tiles, or the operands spill
@@ -100,13 +96,14 @@ def prefill_configs(arch: int, head_dim: int, element_size: int, float8: bool = 
     if dim > 256:  # a head of 512 fills the registers with few rows
         wide = TileConfig(32, 16 if arch < 90 else 32, 8, 2)
         return wide, TileConfig(16, 16, 4, 2)
-    # Pairs of tiles this wide have no registers left for a window's mask.
+    # Pairs of tiles this wide leave no registers for a window's mask.
     widest = () if arch < 90 else (TileConfig(128, 32, 8, 2),)
     return *widest, TileConfig(64, 32, 8, 2), TileConfig(16, 32, 4, 2)
 
 
 def copies_tiles(config: TileConfig, head_dim: int, element_size: int, block_size: int, contiguous: bool) -> bool:
-    """Return whether the copy engine can load a launch's key tiles as boxes: whole heads of 2-byte values, each in one block.
+    """Return whether the copy engine can load a launch's key tiles as boxes: whole heads of 2-byte values, each in one
+    block.
 
     Only for a pool of q's dtype; float8 values are widened by the threads that read them.
     """
@@ -117,9 +114,10 @@ def copies_tiles(config: TileConfig, head_dim: int, element_size: int, block_siz
 def pick_prefill_config(
     configs: tuple[TileConfig, ...], group: int, num_rows: int, num_kv_heads: int, num_sms: int, max_keys: int
 ) -> TileConfig:
-    """The narrowest tile that holds all rows; if none does, the widest that still gives every multiprocessor work.
+    """Return the narrowest tile that holds all rows; if none does, the widest that still gives every multiprocessor
+    work.
 
-    max_keys: the longest context, which may be split. Raises KernelError when more heads share a KV head than the widest
+    max_keys: the longest context, which may be split. Raises KernelError if more heads share a KV head than the widest
     tile has rows.
     """
     fitting = [c for c in configs if c.block_m >= group]
@@ -132,7 +130,7 @@ def pick_prefill_config(
     for config in reversed(fitting):
         if config.block_m >= num_rows * group:  # few rows are bound by memory, and each key is read once
             return config
-    # A wide tile with its context split reads each key for as many rows as it has; narrow ones read it again and again.
+    # A wide tile with a split context reads each key once for all its rows; narrow tiles read it repeatedly.
     parts = max(1, min(MAX_SPLITS, max_keys // MIN_KEYS_PER_SPLIT))
     for config in fitting:
         if num_tiles(config, group, num_rows, 1) * num_kv_heads * parts >= num_sms:
@@ -141,12 +139,12 @@ def pick_prefill_config(
 
 
 def num_tiles(config: TileConfig, group: int, num_rows: int, num_seqs: int) -> int:
-    """Upper bound on tiles without reading row counts from the device: one partial tile per sequence."""
+    """Return an upper bound on tiles without reading row counts from the device: one partial tile per sequence."""
     return num_rows // (config.block_m // group) + num_seqs
 
 
 def decode_config(head_dim: int, group: int, element_size: int) -> TileConfig:
-    """The tile of decode attention: one row per sequence, so the heads of a group are its rows."""
+    """Return the tile of decode attention: one row per sequence, so the heads of a group are its rows."""
     block_m = max(16, padded(group))
     dim = padded(head_dim)
     if element_size == 4:
@@ -157,10 +155,10 @@ def decode_config(head_dim: int, group: int, element_size: int) -> TileConfig:
 
 
 def num_context_splits(num_programs: int, max_keys: int, num_sms: int) -> int:
-    """Number of parts to split the context into (1: one kernel, PagedAttention v1; more: v2's reduction).
+    """Return the number of parts to split the context into (1: one kernel, PagedAttention v1; more: v2's reduction).
 
-    num_programs: programs of an unsplit launch. Splits fill two waves of the device, keep at least
-    MIN_KEYS_PER_SPLIT keys each, and are a power of two, so that a growing context rarely changes the kernel.
+    num_programs: programs of an unsplit launch. Splits fill two waves of the device, keep at least MIN_KEYS_PER_SPLIT
+    keys each, and are a power of two, so that a growing context rarely changes the kernel.
     """
     if num_programs >= num_sms or max_keys < 2 * MIN_KEYS_PER_SPLIT:
         return 1
@@ -171,6 +169,7 @@ def num_context_splits(num_programs: int, max_keys: int, num_sms: int) -> int:
 
 
 def split_counts(num_kv_heads: int, max_keys: int, num_sms: int) -> tuple[int, ...]:
-    """All split counts of launches over contexts of up to max_keys; the largest is that of a single tile or sequence."""
+    """Return all split counts of launches over contexts of up to max_keys; the largest is for a single tile or
+    sequence."""
     most = num_context_splits(num_kv_heads, max_keys, num_sms)
     return tuple(1 << n for n in range(most.bit_length()))

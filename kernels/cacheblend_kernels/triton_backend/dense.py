@@ -1,4 +1,5 @@
-"""Full prefill over adjacent keys by torch's SDPA, where `configs.DENSE_ROUTES` records it as faster than our kernel."""
+"""Full prefill over adjacent keys by torch's SDPA, where `configs.DENSE_ROUTES` records it as faster than our
+kernel."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ KINDS = ("k", "v", "kv")
 
 @triton.jit
 def _held(ptrs, scale_ptrs, mask, FP8: tl.constexpr):
-    """Pool contents, fp32."""
+    """Load the pool's contents as fp32."""
     if FP8:
         return e4m3_to_fp32(tl.load(ptrs, mask=mask, other=0)) * tl.load(scale_ptrs, mask=mask, other=0.0)
     return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
@@ -56,7 +56,7 @@ def kv_deviation_kernel(
     USE_V: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """One row: sum of squared differences over its WIDTH = num_kv_heads * head_dim numbers, K and V in one pass."""
+    """One row: sum of squared differences over its WIDTH = num_kv_heads * head_dim elements, K and V in one pass."""
     row = tl.program_id(0).to(tl.int64)
     base = tl.load(slots_ptr + row) * WIDTH
     offsets = tl.arange(0, BLOCK)

@@ -1,7 +1,9 @@
-"""float8_e4m3fn and float8_e5m2 (arXiv 2209.05433) by bit operations, so that every architecture reads and writes them identically.
+"""float8_e4m3fn and float8_e5m2 (arXiv 2209.05433) by bit operations: every architecture reads and writes them
+identically.
 
-e4m3fn: sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinities; both all-ones codes are NaN; largest number 448.
-e5m2: the upper byte of float16.
+- e4m3fn: sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinities; both all-ones codes are NaN; largest number
+  448.
+- e5m2: the upper byte of float16.
 """
 
 # Kernels are untyped: their arguments are Triton's.
@@ -15,7 +17,7 @@ import triton.language as tl
 
 @triton.jit
 def e4m3_to_fp32(byte):
-    """uint8 codes as fp32, exactly: fp16 holds the same bits as numbers 2^8 times smaller."""
+    """Convert uint8 codes to fp32, exactly: fp16 holds the same bits as numbers 2^8 times smaller."""
     bits = byte.to(tl.uint16)
     half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
     wide = half.to(tl.float32) * 256.0
@@ -24,17 +26,17 @@ def e4m3_to_fp32(byte):
 
 @triton.jit
 def e5m2_to_fp32(byte):
-    """uint8 codes as fp32, exactly."""
+    """Convert uint8 codes to fp32, exactly."""
     return (byte.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def fp32_to_e4m3(x):
-    """fp32 as uint8 codes, rounded to nearest even; beyond 448 it saturates. NaN stays NaN."""
+    """Convert fp32 to uint8 codes, rounded to nearest even; beyond 448 it saturates. NaN stays NaN."""
     bits = x.to(tl.uint32, bitcast=True)
     size = tl.minimum(tl.abs(x), 448.0)
     size_bits = size.to(tl.uint32, bitcast=True)
-    normal = ((size_bits + 0x7FFFF + ((size_bits >> 20) & 1)) >> 20) - 960  # 8 codes an exponent, bias 127 - 7
+    normal = ((size_bits + 0x7FFFF + ((size_bits >> 20) & 1)) >> 20) - 960  # 8 codes per exponent, bias 127 - 7
     # Below 2^-6 codes are multiples of 2^-9, the spacing of fp32 at 2^14: the sum rounds to them.
     subnormal = (size + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
     code = tl.where(size < 0.015625, subnormal, normal)

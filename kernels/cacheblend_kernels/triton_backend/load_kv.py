@@ -39,7 +39,8 @@ BLOCK_HEADS = 8
 
 @triton.jit
 def _plane(ptr, at, channels, mask, HEAD_DIM: tl.constexpr, PLANE: tl.constexpr):
-    """The codes of the heads' channels in a plane of PLANE bits, int32; `at` is the plane's first byte of each head."""
+    """Return the codes of the heads' channels in a plane of PLANE bits, int32; `at` is the plane's first byte of each
+    head."""
     NUM_BYTES: tl.constexpr = (HEAD_DIM * PLANE + 7) // 8
     found = tl.load(ptr + at[:, None] + (channels % NUM_BYTES)[None, :], mask=mask, other=0).to(tl.int32)
     return (found >> (channels // NUM_BYTES * PLANE)[None, :]) & ((1 << PLANE) - 1)
@@ -47,8 +48,9 @@ def _plane(ptr, at, channels, mask, HEAD_DIM: tl.constexpr, PLANE: tl.constexpr)
 
 @triton.jit
 def _blocks_mixed(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """Hadamard transform, without its factor, of each BLOCK = 2^STAGES values in x. A stage adds and subtracts neighbours and
-    moves the lowest bit of their places to the top, so that all stages leave every value where it was."""
+    """Hadamard transform, without its factor, of each BLOCK = 2^STAGES values in x. A stage adds and subtracts
+    neighbours and moves the lowest bit of their index to the top, so that after all stages every value is where it
+    was."""
     rows = tl.reshape(x, [ROWS, BLOCK])
     for _ in tl.static_range(STAGES):
         a, b = tl.split(tl.reshape(rows, [ROWS, BLOCK // 2, 2]))
@@ -61,7 +63,7 @@ def _of_codes(
     ptr, scale_ptr, levels_ptr, row, heads, channels, mask,
     BITS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Levels of the heads' channels, a half of them, times the scale, mixed within their blocks."""
+    """Return one half of the heads' channels: levels of their codes times the scale, mixed within their blocks."""
     own = heads < NUM_KV_HEADS
     LOW: tl.constexpr = BITS if BITS == 8 else BITS & 4
     LOW_BYTES: tl.constexpr = (HEAD_DIM * LOW + 7) // 8
@@ -87,7 +89,7 @@ def _halves(
     ptr, scale_ptr, levels_ptr, row, heads, halves, mask, factor, CODEC: tl.constexpr, BITS: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Both halves of the heads' channels of one stored row, fp32 [BLOCK_HEADS, BLOCK_HALF], without a mean."""
+    """Return both halves of the heads' channels of one stored row, fp32 [BLOCK_HEADS, BLOCK_HALF], without a mean."""
     high = halves + HEAD_DIM // 2
     if CODEC == "codes":
         a = _of_codes(ptr, scale_ptr, levels_ptr, row, heads, halves, mask, BITS, BLOCK, STAGES, NUM_KV_HEADS, HEAD_DIM)
@@ -101,7 +103,7 @@ def _halves(
 def _decoded(
     ptr, scale_ptr, row, heads, channels, mask, CODEC: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
 ):  # fmt: skip
-    """The heads' channels of one row stored value by value, fp32 [BLOCK_HEADS, BLOCK_HALF]."""
+    """Return the heads' channels of one row stored as plain values, fp32 [BLOCK_HEADS, BLOCK_HALF]."""
     at = row * (NUM_KV_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + channels[None, :]
     if CODEC == "plain":
         return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -141,8 +143,11 @@ def load_kv_kernel(
     RUN: tl.constexpr,
     FP8_POOL: tl.constexpr,
 ):
-    """BLOCK_HEADS heads of one row. Grid (num_rows, parts). RUN: the slots are first_slot, first_slot + 1, ... CODEC "codes" has K_BITS and V_BITS a
-    value, mixed in blocks of BLOCK = 2^STAGES channels in each half of a head; factor: what makes mixing its own inverse."""
+    """BLOCK_HEADS heads of one row. Grid (num_rows, parts).
+
+    RUN: the slots are first_slot, first_slot + 1, ... CODEC "codes" has K_BITS and V_BITS per value, mixed in blocks of
+    BLOCK = 2^STAGES channels in each half of a head. factor: makes mixing its own inverse.
+    """
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     halves = tl.arange(0, BLOCK_HALF)
@@ -220,21 +225,22 @@ def load_kv(stored: StoredKV, cache: LayerCache, slots: Slots) -> None:
 
 
 def _codec(stored: StoredKV) -> str:
-    """The format of the tensors: plain, fp8 (e4m3), e5m2 or codes (see `StoredKV`)."""
+    """Return the format of the tensors: plain, fp8 (e4m3), e5m2 or codes (see `StoredKV`)."""
     if stored.k.dtype == torch.uint8:
         return "codes"
     return {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "e5m2"}.get(stored.k.dtype, "plain")
 
 
 def mixed_block(head_dim: int) -> int:
-    """Channels of a half of a head that are mixed together: the largest power of two that divides the half."""
+    """Return the number of channels in half a head that are mixed together: the largest power of two that divides the
+    half."""
     half = head_dim // 2
     return half & -half
 
 
 @once
 def _check(stored: StoredKV, cache: LayerCache, cos: Tensor, sin: Tensor, slots: Tensor | None) -> None:
-    """Check the inputs. slots: None if they are consecutive, and not read."""
+    """Check the inputs. slots: None if they are consecutive and thus not read."""
     check_cache(cache)
     k, v, num_rows, (num_kv_heads, head_dim) = stored.k, stored.v, stored.k.shape[0], cache.k.shape[2:]
     alike = k.shape == v.shape or k.dtype == torch.uint8

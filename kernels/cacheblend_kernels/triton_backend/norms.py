@@ -1,4 +1,4 @@
-"""RMSNorm (arXiv 1910.07467), alone or fused with the residual add, and the gated activations (GLU, arXiv 2002.05202)."""
+"""RMSNorm (arXiv 1910.07467), alone or fused with the residual add, and gated activations (GLU, arXiv 2002.05202)."""
 
 # Kernels are untyped: their arguments are Triton's.
 # mypy: allow-untyped-defs, no-check-untyped-defs
@@ -34,10 +34,10 @@ def rms_norm_kernel(
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """ROWS rows of WIDTH: normalise in fp32, cast to x's dtype unless weight is fp32, times weight. Row i is head i % HEADS of
-    i // HEADS.
+    """ROWS rows of WIDTH: normalise in fp32, cast to x's dtype unless weight is fp32, times weight. Row i is head i %
+    HEADS of row i // HEADS of x.
 
-    ADD: residual += x first, in place, and the sum (as it was rounded) is what is normalised.
+    ADD: residual += x first, in place; the rounded sum is normalised.
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
@@ -62,14 +62,15 @@ def rms_norm_kernel(
 
 
 def norm_tile(width: int) -> tuple[int, int, int]:
-    """(BLOCK, ROWS, num_warps) for rows of `width` numbers."""
+    """Return (BLOCK, ROWS, num_warps) for rows of `width` elements."""
     block = padded(width)
     rows = max(1, 1024 // block)
     return block, rows, 4 if block <= 2048 else 8 if block <= 8192 else 16
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., width] of 2 or 3 dimensions, the last one packed; weight [width]. A new, packed tensor of x's dtype."""
+    """Return RMSNorm of x as a new, packed tensor of x's dtype. x: [..., width] of 2 or 3 dimensions, the last one
+    packed; weight: [width]."""
     _check_norm(x, weight)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch_norm(x, x, weight, out, eps)
@@ -139,7 +140,8 @@ def act_and_mul_kernel(x_ptr, out_ptr, width, row_stride, ACTIVATION: tl.constex
 
 
 def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up for gate_up [num_rows, 2 * intermediate]; activation: silu, gelu (erf), gelu_pytorch_tanh."""
+    """Return activation(gate) * up for gate_up [num_rows, 2 * intermediate]; activation: silu, gelu (erf),
+    gelu_pytorch_tanh."""
     _check_gate(gate_up, activation)
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_rows, width, dtype=gate_up.dtype, device=gate_up.device)

@@ -90,7 +90,7 @@ def _walk_keys(
     FP8: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attend to the keys begin..end-1 in steps of BLOCK_N. MASKED: some row does not see some of them."""
+    """Attend to the keys begin..end-1 in steps of BLOCK_N. MASKED: some rows do not see some of them."""
     offsets = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     for start in range(begin, end, BLOCK_N):
@@ -138,8 +138,8 @@ def _walk_pairs(
 ):
     """Attend to `pairs` pairs of key tiles from `begin` on, all of them seen by every row.
 
-    A tile lies in one block, so it is one box of the pool for Hopper's copy engine: no address is computed by the
-    threads. The next pair's blocks are looked up a step ahead, so that no copy waits for the block table.
+    A tile lies in one block, so it is one box of the pool for Hopper's copy engine: the threads compute no addresses.
+    The next pair's blocks are looked up a step ahead, so that copies never wait for the block table.
     """
     step: tl.constexpr = 2 * BLOCK_N
     last = begin + pairs * step - BLOCK_N  # the last tile: the table is not read beyond it
@@ -238,14 +238,14 @@ def prefill_attention_kernel(
     own = (members < ROWS * GROUP) & (rows <= last_row)
     dims = tl.arange(0, BLOCK_D)
     in_head = dims < HEAD_DIM
-    # Members beyond the tile stand at its last row's position: what they compute is finite and never stored.
+    # Members beyond the tile use its last row's position: their results are finite and never stored.
     row_pos = tl.load(positions_ptr + tl.minimum(rows, last_row)).to(tl.int32)
     first_pos = tl.load(positions_ptr + begin_row).to(tl.int32)
     last_pos = tl.load(positions_ptr + last_row).to(tl.int32)
     q_offsets = rows.to(tl.int64)[:, None] * q_stride + heads[:, None] * HEAD_DIM + dims[None, :]
     q = tl.load(q_ptr + q_offsets, mask=own[:, None] & in_head[None, :], other=0.0)
 
-    # Keys lo..hi-1 are seen by some row, inner_lo..inner_hi-1 by all of them.
+    # Some row sees keys lo..hi-1, all rows see inner_lo..inner_hi-1.
     hi = last_pos + 1
     inner_hi = (first_pos + 1) // BLOCK_N * BLOCK_N
     if WINDOW:
@@ -320,7 +320,8 @@ def prefill_attention(
 ) -> Tensor:
     """`KernelBackend.prefill_attention`. q: fp16, bf16 or fp32; heads packed, rows may be strided.
 
-    The pool has q's dtype, or float8_e4m3fn. Returns a new contiguous tensor [num_rows, num_heads, head_dim] of q's dtype.
+    The pool has q's dtype, or float8_e4m3fn. Returns a new contiguous tensor [num_rows, num_heads, head_dim] of q's
+    dtype.
     """
     contiguous = meta.contiguous_slot >= 0
     check_attention(q, cache, params)

@@ -20,7 +20,8 @@ MOST_THREADS = 8
 
 
 def warm_up_attention(q: Tensor, cache: LayerCache, params: AttentionParams, max_keys: int, plan: LaunchPlan) -> None:
-    """`KernelBackend.warm_up`. The compiler releases the GIL most of the time, so several threads compile in parallel."""
+    """`KernelBackend.warm_up`. The compiler releases the GIL most of the time, so several threads compile in
+    parallel."""
     launches = _launches(q, cache, params, max_keys, plan)
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
         for done in [threads.submit(launch) for launch in launches]:
@@ -30,7 +31,7 @@ def warm_up_attention(q: Tensor, cache: LayerCache, params: AttentionParams, max
 def _launches(
     q: Tensor, cache: LayerCache, params: AttentionParams, max_keys: int, plan: LaunchPlan
 ) -> list[Callable[[], Tensor]]:
-    """All prefill tiles, and all split counts of both kernels, with and without a block table."""
+    """Return launches of all prefill tiles, and of all split counts of both kernels, with and without a block table."""
     num_kv_heads, head_dim = cache.k.shape[2:]
     keys = max_keys if params.sliding_window is None else min(max_keys, params.sliding_window)
     configs = prefill_configs(plan.arch, head_dim, q.element_size(), cache.k.dtype == torch.float8_e4m3fn)
@@ -48,7 +49,7 @@ def _launches(
 
 
 def _one_row(device: torch.device, contiguous_slot: int) -> AttentionMetadata:
-    """Metadata of one row at position 0 of a sequence in block 0."""
+    """Return metadata of one row at position 0 of a sequence in block 0."""
     one = torch.ones(1, dtype=torch.int32, device=device)
     return AttentionMetadata(
         positions=torch.zeros(1, dtype=torch.int64, device=device),
