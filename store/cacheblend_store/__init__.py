@@ -1,4 +1,4 @@
-"""The chunk-KV store on LMDB: records, digests, one transaction a chunk. Knows no model and imports no torch."""
+"""The chunk-KV store on LMDB: records, digests, one transaction per chunk. Independent of models and of torch."""
 
 from cacheblend_store.errors import (
     AmbiguousId,

@@ -15,13 +15,13 @@ class StoreError(Exception):
 
 
 class StoreNotFound(StoreError):
-    """There is no store at the path."""
+    """The path does not contain a store."""
 
     exit_code = 3
 
 
 class StoreFormat(StoreError):
-    """The directory is not a cacheblend store, or has another format version."""
+    """The directory is not a cacheblend store, or has a different format version."""
 
 
 class StoreCorrupt(StoreError):
@@ -45,13 +45,13 @@ class StoreIOError(StoreError):
 
 
 class StorePermission(StoreError):
-    """This user may not read or write the store, or the store is not private."""
+    """The user has no permission to read or write the store, or the store is not private."""
 
 
 class BadBlob(StoreError):
-    """A blob or manifest does not match its digest or shape. The chunk is a cache miss.
+    """A blob or manifest does not match its digest or shape. The chunk counts as a cache miss.
 
-    key, layer: the record, if known (layer None = the manifest). reason: the cause, without the record's name.
+    key, layer: the record, if known (layer None = the manifest). reason: the cause, without the name of the record.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class BadBlob(StoreError):
 
 
 class CodecError(StoreError):
-    """KV has values that its codec cannot represent. Nothing of it is stored."""
+    """The codec cannot represent some values of the KV. Nothing is stored."""
 
 
 class TierError(StoreError):
-    """A shared tier cannot be reached, refuses, or has another format."""
+    """A shared tier cannot be reached, refuses the request, or has a different format."""
 
 
 class TierUsage(TierError):
@@ -76,7 +76,7 @@ class TierUsage(TierError):
 
 
 class TierNotFound(TierError):
-    """There is no bucket or folder at the URL of a tier, or not that object."""
+    """The bucket, folder or object at the URL of a tier does not exist."""
 
     exit_code = 3
 
@@ -88,7 +88,7 @@ class ChunkNotFound(StoreError):
 
 
 class AmbiguousId(StoreError):
-    """More than one chunk id begins with the prefix. candidates: some of these ids."""
+    """Several chunk ids begin with the prefix. candidates: some of these ids."""
 
     exit_code = 3
 

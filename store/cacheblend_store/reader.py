@@ -1,4 +1,5 @@
-"""Read one snapshot of a store. Every page is checked before it is followed, every value against its digest."""
+"""Read one snapshot of a store. Pages are checked before they are followed, and values are checked against their
+digests."""
 
 from __future__ import annotations
 
@@ -29,17 +30,17 @@ from cacheblend_store.state import State, read_state
 
 
 class StoreReader:
-    """A snapshot of the store as one commit left it. Values are copies and stay valid after the reader is closed.
+    """A snapshot of the store at one commit. Values are copies and stay valid after the reader is closed.
 
     Not thread-safe: threads that load in parallel open one reader each, which takes microseconds. xxhash and file reads
-    release the GIL, so such threads run in parallel.
+    release the GIL, so the threads do run in parallel.
     """
 
     def __init__(self, pages: PageReader) -> None:
         self.pages = pages
 
     def manifest(self, key: bytes) -> ChunkManifest | None:
-        """Return a chunk's manifest, or None if it is not stored. Raises BadBlob if the record is damaged."""
+        """Return the manifest of a chunk, or None if it is not stored. Raises BadBlob if the record is damaged."""
         value = self.get("chunks", key)
         return None if value is None else decode_manifest(key, value)
 
@@ -62,16 +63,17 @@ class StoreReader:
             return None
 
     def layer(self, manifest: ChunkManifest, layer: int) -> dict[str, memoryview]:
-        """Return the tensors of a layer's blob by name, as bytes. Raises BadBlob if it is missing, damaged or of another shape."""
-        self._blob_node(manifest, layer)  # before memory is allocated for it
+        """Return the tensors of a layer's blob by name, as bytes. Raises BadBlob if it is missing, damaged or of wrong
+        shape."""
+        self._blob_node(manifest, layer)  # check the size before allocating memory
         parts = {name: memoryview(bytearray(tensor.num_bytes)) for name, tensor in layer_spec(manifest, layer).items()}
         self.copy_layer(manifest, layer, parts)
         return parts
 
     def copy_layer(self, manifest: ChunkManifest, layer: int, targets: Mapping[str, memoryview]) -> None:
-        """Copy the tensors of a layer's blob to `targets`, each of exactly its size. Raises BadBlob as `layer` does.
+        """Copy the tensors of a layer's blob to `targets`, buffers of exactly their sizes. Raises BadBlob like `layer`.
 
-        The digest is checked over the copy. One read and one digest update per tensor, each without the GIL.
+        The digest is computed over the copy, with one read and one digest update per tensor, without the GIL.
         """
         node, spec = self._blob_node(manifest, layer), layer_spec(manifest, layer)
         prefix = blob_prefix(spec)
@@ -86,7 +88,7 @@ class StoreReader:
             raise bad_blob(manifest, layer, "does not match its digest")
 
     def blob(self, manifest: ChunkManifest, layer: int) -> bytes:
-        """Return a layer's blob as it is stored. Raises BadBlob as `layer` does."""
+        """Return a layer's blob in its stored encoding. Raises BadBlob like `layer`."""
         return encode_blob(layer_spec(manifest, layer), self.layer(manifest, layer))
 
     def _blob_node(self, manifest: ChunkManifest, layer: int) -> Node:
@@ -106,7 +108,7 @@ class StoreReader:
         return None if node is None else self.pages.value(node)
 
     def keys_from(self, start: bytes, database: str = "chunks") -> Iterator[bytes]:
-        """Yield the keys of a database from `start` on, in order."""
+        """Yield the keys of a database in order, starting at `start`."""
         for node in self.pages.nodes(database, start):
             yield node.key
 
@@ -132,7 +134,8 @@ class StoreReader:
             yield name[KEY_BYTES:]
 
     def summaries(self) -> Iterator[DocumentSummary]:
-        """Yield the summaries of documents that hold (see format/summaries.py), in the order of `documents`. Damaged ones are left out."""
+        """Yield the valid document summaries (see format/summaries.py), in the order of `documents`. Skips damaged
+        ones."""
         if stamped(self.get) != self.pages.meta.txnid:
             return
         for node in self.pages.nodes("meta", SUMMARY_KEYS, skip_damaged=True):
@@ -143,7 +146,7 @@ class StoreReader:
                 yield decode_summary(node.key, self.pages.value(node))
 
     def is_sound(self, database: str, key: bytes) -> bool:
-        """Return whether a record is there and matches its digest. It is not decoded."""
+        """Return whether a record exists and matches its digest. The record is not decoded."""
         with suppress(StoreError):
             value = self.get(database, key)
             return value is not None and bool(unseal(key, value))
@@ -162,7 +165,7 @@ class StoreReader:
         return read_state(self.get, self.pages)
 
     def changes_since(self, generation: int) -> Changes | None:
-        """Return what changed after a generation of the store, None where the change log does not know all of it."""
+        """Return the changes since a generation of the store, None if the change log does not cover all of them."""
         return changes_between(self.get("meta", LOG), generation, self.state().generation)
 
     def entries(self, database: str) -> int:

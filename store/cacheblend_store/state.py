@@ -22,16 +22,14 @@ Get = Callable[[str, bytes], bytes | memoryview | None]
 
 @dataclass(frozen=True)
 class State:
-    """Counters, exact in the transaction that reads them, and the quota. All sizes are in bytes.
+    """Counters and quota. Counters are exact in the transaction that reads them."""
 
-    generation: increases with every commit that adds or removes chunks or documents; derived from the clock, so that no two
-    copies of a store share one. live_bytes: all blobs. text_bytes: all chunk records (text, token ids, digests); None in a
-    store of an earlier version, which did not count them. max_bytes: the quota for live_bytes + text_bytes, 0 = none.
-    """
-
+    # Increases with every commit that adds or removes chunks or documents. Derived from the clock, so that two copies
+    # of a store never share a generation.
     generation: int = 0
-    live_bytes: int = 0
-    max_bytes: int = 0
+    live_bytes: int = 0  # size of all blobs
+    max_bytes: int = 0  # quota for live_bytes + text_bytes; 0: no quota
+    # size of all chunk records (text, token ids, digests); None: not counted by older versions
     text_bytes: int | None = None
 
 
@@ -43,7 +41,8 @@ def write_identity(transaction: Any, dbs: Mapping[str, Any]) -> None:
 
 
 def read_identity(get: Get, where: str) -> str:
-    """Return the store's identity, a random hex number. Raises StoreFormat for a foreign store or format, StoreCorrupt."""
+    """Return the store's identity, a random hex number. Raises StoreFormat for a foreign store or format,
+    StoreCorrupt."""
     check_format(get, where)
     identity = get("meta", _IDENTITY)
     if identity is None or get("meta", _VERSION) is None:
@@ -57,7 +56,7 @@ def read_identity(get: Get, where: str) -> str:
 
 
 def check_format(get: Get, where: str) -> None:
-    """Raise StoreFormat for a store of another format version."""
+    """Raise StoreFormat for a store with a different format version."""
     version = get("meta", _VERSION)
     if version is not None and version != str(FORMAT_VERSION).encode():
         raise StoreFormat(
@@ -67,7 +66,7 @@ def check_format(get: Get, where: str) -> None:
 
 
 def read_state(get: Get, pages: PageReader) -> State:
-    """Return the state record. A damaged one is replaced by a new generation, new counts and no quota."""
+    """Return the state record. If it is damaged, return a new generation, fresh counts and no quota."""
     return decode_state(get) or State(time.time_ns(), count_bytes(pages, "blobs"), 0, count_bytes(pages, "chunks"))
 
 

@@ -1,4 +1,4 @@
-"""The store: chunks and documents in one LMDB environment, one short transaction a call."""
+"""The store: chunks and documents in one LMDB environment, one short transaction per call."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ if TYPE_CHECKING:
 
 __all__ = ["ChunkStore", "PutStatus", "StoreReader"]
 
-PAGE_OF_CHUNKS = 64  # manifests read in one transaction by `chunks`
+PAGE_OF_CHUNKS = 64  # manifests that `chunks` reads per transaction
 TOUCHES_HELD = 4096
 FLUSH_S = 5.0
-"""Seconds that a store waits, when it is closed, for chunks that are on their way to its tier."""
+"""Seconds that closing a store waits for pending uploads to its tier."""
 T = TypeVar("T")
 
 
 class ChunkStore:
     """Chunk KV on disk. Each method is one short transaction, durable on return.
 
-    Use as a context manager, from any number of threads. Opening twice in a process shares the environment; a forked
-    child opens the store for itself. Raises StoreErrors, each with a message and a hint.
+    Use as a context manager; thread-safe. Opening a store twice in a process shares the environment. A forked child
+    must open the store itself. Errors are StoreErrors with a message and a hint.
     """
 
     def __init__(self, path: Path, write: bool, create: bool, lock_timeout: float, force: bool) -> None:
@@ -86,9 +86,9 @@ class ChunkStore:
     ) -> ChunkStore:
         """Open a store.
 
-        create: make it when it is not there; by default when mode == "write". max_bytes: the new quota of KV and text in bytes, kept
-        in the store (0: none; None: as it was); what is over it is evicted. lock_timeout: seconds to wait for the writer
-        lock. force: accept a network filesystem or a directory of another user.
+        create: create a missing store; by default if mode == "write". max_bytes: new quota for KV and text in bytes,
+        saved in the store (0: no quota; None: unchanged); excess is evicted. lock_timeout: seconds to wait for the
+        writer lock. force: accept a network filesystem or a directory of another user.
         """
         write = mode == "write"
         store = cls(Path(path), write, write if create is None else create, lock_timeout, force)
@@ -115,7 +115,7 @@ class ChunkStore:
             self.close()
 
     def close(self) -> None:
-        """Give the environment back; the last store of the process on this path closes it. Twice does no harm."""
+        """Release the environment. The last store of the process on this path closes it. Can be called twice."""
         if self.tier is not None:
             self.tier.close()
         env, self._env = self._env, None
@@ -124,8 +124,8 @@ class ChunkStore:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Not open meanwhile, for work that puts another file in the place of data.mdb, and open again after it."""
-        self._environment()  # a store that was closed stays so
+        """Close the store temporarily, for work that replaces data.mdb, and open it again afterwards."""
+        self._environment()  # raises if the store is closed, so that it is not reopened
         self.close()
         try:
             yield
@@ -133,20 +133,22 @@ class ChunkStore:
             self._env = self._acquire()
 
     def share(self, tier: SharedTier) -> None:
-        """Put chunks there as they are stored from now on, in the background, until the store is closed. A store that is used as
-        a context manager waits for that up to FLUSH_S."""
+        """Upload newly stored chunks to a tier in the background, until the store is closed.
+
+        A store used as a context manager waits up to FLUSH_S for pending uploads.
+        """
         self.tier = tier
         tier.start(self.get_blobs, partial(self.memo, COLLECTION))
 
     @property
     def generation(self) -> int:
-        """Rises with every commit that adds or removes chunks or documents."""
+        """Counter that increases with every commit that adds or removes chunks or documents."""
         with self.read() as reader:
             return reader.state().generation
 
     @property
     def max_bytes(self) -> int:
-        """The quota in bytes, 0 for none."""
+        """Quota in bytes, 0 without one."""
         with self.read() as reader:
             return reader.state().max_bytes
 
@@ -169,7 +171,7 @@ class ChunkStore:
             return reader.undamaged(key)
 
     def get_blobs(self, key: bytes) -> tuple[ChunkManifest, list[bytes]] | None:
-        """Return a chunk with its blobs, or None if it has no KV. Raises BadBlob if any of it is damaged."""
+        """Return a chunk with its blobs, or None if it has no KV. Raises BadBlob if its record or a blob is damaged."""
         with self.read() as reader:
             manifest = reader.manifest(key)
             if manifest is None or not manifest.has_kv:
@@ -187,7 +189,8 @@ class ChunkStore:
             return reader.has_kv(key)
 
     def matching(self, prefix: str, limit: int = 4) -> list[bytes]:
-        """Keys whose hex ids begin with `prefix`, in order, at most `limit`. Raises ChunkNotFound where it is not hex."""
+        """Return up to `limit` keys whose hex ids begin with `prefix`, in order. Raises ChunkNotFound if it is not
+        hex."""
         text = prefix.strip().lower()
         if not re.fullmatch(f"[0-9a-f]{{1,{2 * KEY_BYTES}}}", text):
             raise ChunkNotFound(f"{prefix!r} is not a chunk id", "ids are hex; list them: cacheblend chunks ls")
@@ -212,7 +215,7 @@ class ChunkStore:
     def chunks(self, *, start_after: bytes | None = None, prefixes: bool = False) -> Iterator[ChunkManifest]:
         """Yield chunks in key order, PAGE_OF_CHUNKS per transaction. Damaged records are skipped (see `damaged_keys`).
 
-        start_after: key of the chunk before the first. prefixes: include prompts' prefixes.
+        start_after: last key of the previous page. prefixes: include the prefixes of prompts.
         """
         start = b"" if start_after is None else start_after + b"\0"
         while True:
@@ -230,7 +233,7 @@ class ChunkStore:
             return [key for key in reader.keys_from(b"") if reader.undamaged(key) is None]
 
     def get_document(self, collection: str, source: str, context: str = "sink") -> DocumentRecord | None:
-        """Return a document record, or None if it is missing or damaged (then the document is precomputed again)."""
+        """Return a document record, or None if it is missing or damaged (the next precompute then stores it again)."""
         with self.read() as reader:
             return reader.document(document_key(collection, source, context))
 
@@ -244,19 +247,20 @@ class ChunkStore:
     # writing
 
     def put_chunk(self, manifest: ChunkManifest, blobs: Sequence[Blob]) -> PutStatus:
-        """Store a chunk whole: manifest and one blob a layer, in one transaction, durable on return.
+        """Store a complete chunk, the manifest and one blob per layer, in one transaction. It is durable on return.
 
-        Sizes and digests are filled in here. Raises StoreNoSpace, StoreFull, StoreLocked, StoreIOError.
+        Fills in sizes and digests. Raises StoreNoSpace, StoreFull, StoreLocked, StoreIOError.
         """
         return self.put_chunks([(manifest, blobs)])[0]
 
     def put_chunks(
         self, chunks: Iterable[tuple[ChunkManifest, Sequence[Blob]]], keep: Container[bytes] = ()
     ) -> list[PutStatus]:
-        """Store several chunks in one transaction: all are there, durable, or none. Raises as `put_chunk`.
+        """Store several chunks in one transaction: either all are durable on return, or none is stored. Raises like
+        `put_chunk`.
 
-        A chunk that was there without KV is "new". Over the quota, the KV of the least recently used chunks goes, never
-        that of these or of those whose keys are in `keep`.
+        A chunk that was stored without KV is "new". If the quota is exceeded, KV of the least recently used chunks is
+        evicted, except for these chunks and the keys in `keep`.
         """
         given = list(chunks)
         num_bytes = sum(memoryview(blob).nbytes for _, blobs in given for blob in blobs)
@@ -265,29 +269,31 @@ class ChunkStore:
         except StoreNoSpace:
             with self.read() as reader:
                 check_space(self.path, num_bytes, reader.pages.free_bytes)
-            self.transact(StoreWriter.changed)  # LMDB takes pages that a commit freed from the second one after it on
+            self.transact(StoreWriter.changed)  # LMDB reuses freed pages only from the second commit after that
 
         def put(writer: StoreWriter) -> list[PutStatus]:
             if writer.state.max_bytes:
                 whole = [with_digests(*chunk) for chunk in given]
                 sizes = {m.key: m.num_bytes + len(encode_manifest(m)) for m in whole}
                 writer.make_room(sum(sizes.values()) - sum(map(writer.size_of, sizes)), sizes, keep)
-            in_order = sorted(range(len(given)), key=lambda i: given[i][0].key)  # neighbours share pages, checked once
-            now = time.time()  # evicted in the order in which they were given
+            # adjacent keys share pages, checked once
+            in_order = sorted(range(len(given)), key=lambda i: given[i][0].key)
+            now = time.time()  # distinct times: eviction follows the given order
             statuses = {i: writer.put_chunk(*given[i], now + i * 1e-6) for i in in_order}
             return [statuses[i] for i in range(len(given))]
 
-        self.flush_touches()  # so that the least recently used chunks are known
+        self.flush_touches()  # eviction needs up-to-date last uses
         statuses = self.transact(put)
         if self.tier is not None:
             self.tier.offer(m.key for (m, _), status in zip(given, statuses, strict=True) if status != "unchanged")
         return statuses
 
     def put_records(self, manifests: Iterable[ChunkManifest], keep: Container[bytes] = ()) -> int:
-        """Store chunks of no document without KV, in one transaction, unless they are stored. Returns how many were missing.
+        """Store chunks without KV and without a document, in one transaction, if they are missing. Return how many were
+        missing.
 
-        They count against the quota and are removed in turn, least recently used first. keep: keys of chunks that are not
-        evicted. Raises StoreFull as well as `put_chunk`'s errors.
+        They count against the quota, and the least recently used are removed first. Raises StoreFull and the errors of
+        `put_chunk`. keep: keys of chunks that must not be evicted.
         """
         given = list(manifests)
 
@@ -304,11 +310,15 @@ class ChunkStore:
         texts: Sequence[ChunkManifest] = (),
         keep: Container[bytes] = (),
     ) -> list[bytes]:
-        """Store document records, each in place of the one of its collection, source and context, in one transaction.
+        """Store document records in one transaction. A record replaces the one with the same collection, source and
+        context.
 
-        removed: keys of records to remove. texts: chunks of the documents, stored without KV unless they are stored; KV in the
-        store makes way for them, but they are stored even if they alone exceed the quota. keep: keys of chunks that are not
-        evicted. Returns the keys of the chunks that were removed because no document refers to them any more.
+        Return the keys of chunks that were removed because no document refers to them any more.
+
+        removed: keys of records to remove. texts: chunks of the documents, to store without KV if they are missing. KV
+        in the store is evicted to make room for them;
+            they are stored even if they alone exceed the quota.
+        keep: keys of chunks that must not be evicted.
         """
 
         def put(writer: StoreWriter) -> list[bytes]:
@@ -322,12 +332,14 @@ class ChunkStore:
         return self.transact(put) if records or removed or texts else []
 
     def put_summaries(self, summaries: Collection[DocumentSummary]) -> int:
-        """Keep summaries of documents in one transaction, except of those that are stored otherwise or lack KV. Returns how many are
-        kept."""
+        """Store document summaries in one transaction. Return how many were stored.
+
+        Summaries of documents that are stored differently, or that lack KV, are dropped.
+        """
         return self.transact(lambda writer: sum(map(writer.put_summary, summaries))) if summaries else 0
 
     def evict_chunks(self, keys: Iterable[bytes]) -> int:
-        """Remove the KV of chunks and keep their records, in one transaction. Returns how many had KV."""
+        """Remove the KV of chunks and keep their records, in one transaction. Return how many had KV."""
         wanted = list(keys)
         return self.transact(lambda writer: sum(writer.evict(key) for key in wanted))
 
@@ -342,7 +354,7 @@ class ChunkStore:
             return reader.memo(memo_key(kind, name))
 
     def put_memos(self, memos: Sequence[Memo]) -> None:
-        """Store memos in one transaction, each replacing the one of its kind and name."""
+        """Store memos in one transaction. A memo replaces the one with the same kind and name."""
 
         def put(writer: StoreWriter) -> None:
             for memo in memos:
@@ -352,14 +364,15 @@ class ChunkStore:
             self.transact(put)
 
     def remove_chunks(self, keys: Iterable[bytes]) -> int:
-        """Remove chunks in one transaction. Returns how many were stored. Their documents are precomputed again."""
+        """Remove chunks in one transaction. Return how many were stored. The next precompute stores their documents
+        again."""
         wanted = list(keys)
         return self.transact(lambda writer: sum(writer.delete_chunk(key) for key in wanted))
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Record that chunks were used now, in memory until `flush_touches`, which closing the store calls.
+        """Record in memory that chunks were used now. `flush_touches` writes this; closing the store calls it.
 
-        Does nothing in a store that is open for reading only.
+        Does nothing in a read-only store.
         """
         if not self.writable:
             return
@@ -371,9 +384,9 @@ class ChunkStore:
             self.flush_touches()
 
     def flush_touches(self) -> bool:
-        """Write the recorded uses in one transaction. Returns whether none are left.
+        """Write the recorded uses in one transaction. Return whether all were written.
 
-        Uses only guide eviction. If another process is writing, or the write fails, they are kept for the next call.
+        Uses only affect eviction. If another process is writing, or the write fails, they are kept for the next call.
         """
         with self._touch_lock:
             uses, self._touched = self._touched, {}
@@ -388,7 +401,8 @@ class ChunkStore:
         return True
 
     def set_max_bytes(self, max_bytes: int) -> None:
-        """Set the quota in bytes of KV and text, 0 = none. What exceeds it is freed, least recently used first.
+        """Set the quota for KV and text in bytes, 0 = no quota. If it is exceeded, the least recently used chunks are
+        evicted.
 
         Text of documents stays, even if it alone exceeds the quota.
         """
@@ -411,7 +425,7 @@ class ChunkStore:
     def transact(self, work: Callable[[StoreWriter], T], lock_timeout: float | None = None) -> T:
         """Run `work` in a write transaction and commit.
 
-        lock_timeout: seconds to wait for the writer lock, by default what the store was opened with.
+        lock_timeout: seconds to wait for the writer lock; by default the store's own timeout.
         """
         self.require_writable()
         timeout = self.lock_timeout if lock_timeout is None else lock_timeout
@@ -427,7 +441,7 @@ class ChunkStore:
 
 
 def _make_room_for_texts(writer: StoreWriter, manifests: Sequence[ChunkManifest], keep: Container[bytes]) -> None:
-    """Free space for the records of these chunks that are not stored. Raises StoreFull."""
+    """Make room for the records of missing chunks. Raises StoreFull."""
     if writer.state.max_bytes:
         sizes = {m.key: 0 if writer.manifest(m.key) else len(encode_manifest(m.without_kv())) for m in manifests}
         writer.make_room(sum(sizes.values()), sizes, keep)

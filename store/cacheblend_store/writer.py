@@ -1,4 +1,4 @@
-"""Write transactions. Counters change in the same commit as the records they count."""
+"""Write transactions. Counters and the records they count change in the same commit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Blob = bytes | bytearray | memoryview
 class StoreWriter:
     """One write transaction. Call `finish` before the commit.
 
-    Checked pages are those of the commit that the transaction started from.
+    Page checks cover the pages of the commit that the transaction started from.
     """
 
     def __init__(self, transaction: Any, dbs: Mapping[str, Any], pages: PageReader) -> None:
@@ -45,10 +45,11 @@ class StoreWriter:
         text_bytes = self.state.text_bytes if self.state.text_bytes is not None else count_bytes(pages, "chunks")
         self._num_bytes = {"blobs": self.state.live_bytes, "chunks": text_bytes}
         self._own = set[tuple[str, bytes]]()  # records written in this transaction
-        self._changes: Changes | None = Changes(set(), set())  # None: not all of them are known
+        self._changes: Changes | None = Changes(set(), set())  # None: incomplete
         self._wrote = False
         self._has_summaries = any(self._summary_keys())
-        if self._has_summaries and stamped(self.get) != pages.meta.txnid:  # written by a version that drops none
+        # the last writer was a version that does not drop stale ones
+        if self._has_summaries and stamped(self.get) != pages.meta.txnid:
             for name in list(self._summary_keys()):
                 self.delete("meta", name)
 
@@ -68,15 +69,17 @@ class StoreWriter:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that count against the quota: blobs and chunk records."""
+        """Bytes of blobs and chunk records, which count against the quota."""
         return sum(self._num_bytes.values())
 
     def set_max_bytes(self, max_bytes: int) -> None:
         self.state = replace(self.state, max_bytes=max_bytes)
 
     def changed(self, *, chunk: bytes | None = None, document: bytes | None = None) -> None:
-        """Increase the generation: a chunk or a document record was added, removed or replaced. Without a key the change log
-        gets a gap, and its readers compare everything."""
+        """Increase the generation after a chunk or document record was added, removed or replaced.
+
+        Without a key the change log gets a gap, and its readers must compare everything.
+        """
         if chunk is None and document is None:
             self._changes = None
         elif self._changes is not None:
@@ -95,7 +98,7 @@ class StoreWriter:
         own, self._wrote = (database, key), True
         if database == "documents":
             self._drop_summary(key)
-        if own in self._own:  # LMDB would keep all of the old value's pages, even if the new one needs fewer
+        if own in self._own:  # LMDB would keep all pages of the old value, even if the new one needs fewer
             self.delete(database, key)
         elif database in self._num_bytes:
             self._num_bytes[database] -= len(self._txn.get(key, b"", db=self._dbs[database]))
@@ -105,7 +108,7 @@ class StoreWriter:
             self._num_bytes[database] += memoryview(value).nbytes
 
     def delete(self, database: str, key: bytes) -> bool:
-        """Delete a record. Returns whether it existed."""
+        """Delete a record. Return whether it existed."""
         self._check(database, key)
         old = self._txn.get(key, db=self._dbs[database])
         if old is None:
@@ -119,14 +122,14 @@ class StoreWriter:
         return bool(self._txn.delete(key, db=self._dbs[database]))
 
     def _check(self, database: str, key: bytes) -> None:
-        """Check the pages that LMDB walks to a record, and those of its old value, which a write frees."""
+        """Check the pages on LMDB's path to a record, and the pages of its old value, which a write frees."""
         record = database, key
         if record not in self._checked:
             self._pages.get(database, key)
             self._checked.add(record)
 
     def manifest(self, key: bytes) -> ChunkManifest | None:
-        """Return a chunk's manifest, or None if it is missing or damaged."""
+        """Return the manifest of a chunk, or None if it is missing or damaged."""
         value = self.get("chunks", key)
         try:
             return None if value is None else decode_manifest(key, value)
@@ -136,8 +139,10 @@ class StoreWriter:
     # chunks
 
     def put_chunk(self, manifest: ChunkManifest, blobs: Sequence[Blob], used_s: float) -> PutStatus:
-        """Store a chunk: manifest (sizes and digests are filled in) and one blob per layer. used_s: time of its last use, of which
-        the earliest is evicted first."""
+        """Store a chunk: the manifest, with sizes and digests filled in, and one blob per layer.
+
+        used_s: time of last use, seconds since the epoch. The earliest is evicted first.
+        """
         whole, record = with_digests(manifest, blobs), self.get("chunks", manifest.key)
         is_text = record is not None and is_text_of(manifest, record)
         old = None if is_text else self.manifest(manifest.key)
@@ -145,19 +150,20 @@ class StoreWriter:
             if old.has_kv and self._holds(whole):
                 return "unchanged"
             is_text = not old.has_kv
-        for layer, blob in enumerate(blobs):  # in place of those that are stored: a key has one number of layers
+        for layer, blob in enumerate(blobs):  # overwrites all old blobs, because a key implies the number of layers
             self.put("blobs", blob_key(manifest.key, layer), blob)
         self.put("chunks", manifest.key, encode_manifest(whole))
         self.put("lru", manifest.key, use_record(manifest.key, used_s))
         if is_text:
-            return "new"  # the list of chunks is as it was: no new generation
+            return "new"  # the set of chunks is unchanged: no new generation
         self.changed(chunk=manifest.key)
         return "replaced" if record is not None else "new"
 
     def put_record(self, manifest: ChunkManifest, *, owned: bool = False) -> bool:
-        """Store a chunk without KV, unless it is stored with or without KV. Returns whether it was missing.
+        """Store a chunk without KV if it is missing. Return whether it was missing.
 
-        owned: a document refers to the chunk; any other is noted as used now, so that `make_room` can remove it in turn.
+        owned: a document refers to the chunk. Otherwise it is recorded as used now, so that `make_room` can remove it
+        later.
         """
         old = self.manifest(manifest.key)
         if old is not None and old.token_ids == manifest.token_ids:
@@ -172,7 +178,8 @@ class StoreWriter:
         return True
 
     def delete_chunk(self, key: bytes) -> bool:
-        """Remove record, blobs and last use of a chunk, damaged or not. Returns whether any existed."""
+        """Remove record, blobs and last use of a chunk, even if damaged. Return whether the record or a blob
+        existed."""
         existed = self._delete_blobs(key)
         existed = self.delete("chunks", key) or existed
         self.delete("lru", key)
@@ -182,7 +189,7 @@ class StoreWriter:
         return existed
 
     def evict(self, key: bytes) -> bool:
-        """Remove a chunk's KV and keep its record; a damaged record goes too. Returns whether there was KV."""
+        """Remove a chunk's KV and keep its record, unless the record is damaged. Return whether there was KV."""
         manifest = self.manifest(key)
         if manifest is None:
             return self.delete_chunk(key)
@@ -194,7 +201,7 @@ class StoreWriter:
         return existed or manifest.has_kv
 
     def _delete_blobs(self, key: bytes) -> bool:
-        """Remove all blobs of a chunk. Returns whether there were any."""
+        """Remove all blobs of a chunk. Return whether there were any."""
         for node in self._pages.nodes("blobs", key):  # check the pages that the cursor walks
             if not node.key.startswith(key):
                 break
@@ -203,12 +210,12 @@ class StoreWriter:
         while more and (name := bytes(cursor.key())).startswith(key):
             found.append(name)
             more = cursor.next()
-        for name in found:  # not by the cursor: py-lmdb's delete ends in a SystemError if the next page is damaged
+        for name in found:  # do not delete by cursor: py-lmdb raises SystemError if the next page is damaged
             self.delete("blobs", name)
         return bool(found)
 
     def _holds(self, manifest: ChunkManifest) -> bool:
-        """Return whether the stored blobs match these digests: a sound record can belong to a damaged blob."""
+        """Return whether the stored blobs match these digests. A valid record can belong to a damaged blob."""
         for layer, digest in enumerate(manifest.blob_digests):
             key = blob_key(manifest.key, layer)
             self._pages.get("blobs", key)
@@ -218,10 +225,10 @@ class StoreWriter:
         return True
 
     def make_room(self, num_bytes: int, *keep: Container[bytes]) -> None:
-        """Free space until num_bytes more fit the quota, least recently used chunks first.
+        """Free space until num_bytes more fit the quota, least recently used chunks first. Raises StoreFull.
 
-        A chunk of a document loses its KV; a chunk that no document refers to is removed. keep: keys of chunks that stay as
-        they are. Raises StoreFull.
+        A chunk of a document loses only its KV; a chunk without a document is removed. keep: keys of chunks to leave
+        alone.
         """
         limit = self.state.max_bytes
         if not limit or self.used_bytes + num_bytes <= limit:
@@ -240,7 +247,7 @@ class StoreWriter:
         )
 
     def size_of(self, key: bytes) -> int:
-        """Return the bytes that a chunk counts against the quota, 0 if it is not stored."""
+        """Return the bytes of a chunk that count against the quota, 0 if it is not stored."""
         manifest = self.manifest(key)
         return 0 if manifest is None else manifest.num_bytes + len(self.get("chunks", key) or b"")
 
@@ -252,13 +259,13 @@ class StoreWriter:
         return manifest is not None and manifest.context == "prefix"
 
     def _by_last_use(self) -> Iterator[bytes]:
-        """Keys of the chunks that can be freed, least recently used first; then those with KV but no recorded use."""
+        """Yield keys of chunks to free: least recently used first, then chunks with KV but no recorded use."""
         used = {node.key: used_at(node.key, node.inline) for node in self._pages.nodes("lru")}
         yield from sorted(used, key=lambda key: (used[key], key))
         yield from sorted({node.key[:KEY_BYTES] for node in self._pages.nodes("blobs")} - used.keys())
 
     def touch(self, uses: Mapping[bytes, float]) -> None:
-        """Record last uses (seconds since the epoch) of chunks that have KV, unless a later use is recorded."""
+        """Record last uses (seconds since the epoch) of chunks with KV. A later recorded use stays."""
         for key, moment in uses.items():
             manifest = self.manifest(key)
             if manifest is not None and manifest.has_kv and moment > used_at(key, self.get("lru", key) or b""):
@@ -267,7 +274,8 @@ class StoreWriter:
     # documents
 
     def put_documents(self, records: Sequence[DocumentRecord], removed: Collection[bytes] = ()) -> list[bytes]:
-        """Replace document records and remove those in `removed`. Returns the keys of the chunks removed with them.
+        """Store document records and remove those in `removed`. Return the keys of the chunks that were removed with
+        them.
 
         A chunk that moved from one of these documents to another stays.
         """
@@ -278,7 +286,7 @@ class StoreWriter:
             self.put("documents", key, encode_document(record))
             refs |= {chunk.key + key for chunk in record.chunks}
             self.changed(document=key)
-        for name in sorted(refs):  # in order, neighbours share pages, which are checked once
+        for name in sorted(refs):  # adjacent keys share pages, which are then checked once
             self.put("refs", name, b"")
         for key in removed:
             dropped += self._unrefer(key, keep=set())
@@ -287,7 +295,7 @@ class StoreWriter:
         return [key for key in dropped if not self.is_referred(key) and self.delete_chunk(key)]
 
     def _unrefer(self, document: bytes, keep: set[bytes]) -> list[bytes]:
-        """Remove a document's references. Returns the chunks that no other document refers to, except those in `keep`."""
+        """Remove a document's references. Return chunks that no other document refers to, except for `keep`."""
         value = self.get("documents", document)
         if value is None:
             return []
@@ -304,13 +312,13 @@ class StoreWriter:
 
     def is_referred(self, key: bytes) -> bool:
         """Return whether a document refers to the chunk."""
-        self._pages.check_beside("refs", key)  # a cursor goes on to the next leaf
+        self._pages.check_beside("refs", key)  # the cursor can move on to the next leaf
         self._pages.check_beside("refs", key + b"\xff" * 16)
         cursor = self._txn.cursor(db=self._dbs["refs"])
         return bool(cursor.set_range(key)) and bytes(cursor.key()[:KEY_BYTES]) == key
 
     def put_summary(self, summary: DocumentSummary) -> bool:
-        """Keep a summary if its document is stored as it says and all its chunks have KV. Returns whether that is so."""
+        """Store a summary if it matches the stored document and all chunks have KV. Return whether it was stored."""
         value = self.get("documents", summary.document)
         try:
             record = None if value is None else decode_document(summary.document, value)
@@ -320,7 +328,7 @@ class StoreWriter:
             return False
         if summary.keys != b"".join(chunk.key for chunk in record.chunks):
             return False
-        for key in sorted({chunk.key for chunk in record.chunks}):  # in the order in which they are stored
+        for key in sorted({chunk.key for chunk in record.chunks}):  # in storage order
             found = self.get("chunks", key)
             if found is None or not has_blobs(key, found):
                 return False
@@ -329,7 +337,7 @@ class StoreWriter:
         return True
 
     def _summary_keys(self) -> Iterator[bytes]:
-        """Keys of the summaries in the commit that the transaction started from."""
+        """Return the keys of the summaries in the commit that the transaction started from."""
         names = (node.key for node in self._pages.nodes("meta", SUMMARY_KEYS))
         return takewhile(lambda name: name.startswith(SUMMARY_KEYS), names)
 
@@ -357,7 +365,7 @@ class StoreWriter:
         return found
 
     def rebuild_references(self) -> None:
-        """Rebuild the references from the document records of this transaction. Damaged records give none."""
+        """Rebuild the references from the document records of this transaction. Damaged records are skipped."""
         wanted = set()
         for name, value in self._txn.cursor(db=self._dbs["documents"]):
             try:
@@ -371,12 +379,12 @@ class StoreWriter:
             self.put("refs", name, b"")
 
     def recount(self) -> None:
-        """Count bytes of blobs and records again, as of the commit that this transaction started from."""
+        """Recount the bytes of blobs and records at the commit that this transaction started from."""
         self._num_bytes = {database: count_bytes(self._pages, database) for database in self._num_bytes}
 
 
 def with_digests(manifest: ChunkManifest, blobs: Sequence[Blob]) -> ChunkManifest:
-    """Return the manifest with sizes and digests of its blobs."""
+    """Return the manifest with the sizes and digests of its blobs."""
     assert len(blobs) == manifest.num_layers
     digests = tuple(blob_digest(manifest.key, i, manifest.num_tokens, blob) for i, blob in enumerate(blobs))
     return replace(manifest, blob_sizes=tuple(memoryview(blob).nbytes for blob in blobs), blob_digests=digests)

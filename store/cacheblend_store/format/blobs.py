@@ -1,7 +1,7 @@
 """Blobs: one layer of one chunk as a safetensors container, by codec.
 
-A blob has exactly one encoding; any other is damage. This module does not import torch, so that records can be checked
-without it.
+A blob has exactly one valid encoding; anything else is damage. This module does not import torch, so that records can
+be checked without it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ FINER: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("int7", "int6"), (*_WIDE, "int8")),
     **dict.fromkeys(("int4", "int3"), (*_WIDE, "int8", "int7", "int6")),
 }
-"""Codec -> codecs whose error hardly adds to its own, best first: KV in these can be converted to it."""
+"""Codec -> finer codecs, best first. Their error adds little to its own, so KV in them can be converted to it."""
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "U8": 1}
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """dtype: safetensors' name."""
+    """Type and shape of one tensor in a blob."""
 
-    dtype: str
+    dtype: str  # as named by safetensors
     shape: tuple[int, ...]
 
     @property
@@ -49,13 +49,15 @@ BlobSpec = Mapping[str, TensorSpec]
 """Tensor name -> dtype and shape, in the order of the data."""
 
 
-@lru_cache(maxsize=1024)  # a loader asks hundreds of times for a few shapes
+@lru_cache(maxsize=1024)  # a loader needs few shapes, hundreds of times each
 def blob_spec(codec: str, num_tokens: int, num_kv_heads: int, head_dim: int, v_head_dim: int = 0) -> BlobSpec:
-    """Return the tensors of one layer. Plain codecs: k and v [tokens, num_kv_heads, head_dim]. float8 codecs add a scale per head.
-    v_head_dim: of v, where it is not k's.
+    """Return the tensors of one layer.
 
-    int8, int7, int6, int4, int3: codes of that many bits (`levels.BITS`), packed as `levels.PLANES` says, with a scale a token and head, and the mean
-    of K's channels over the chunk; scales and means are bfloat16.
+    Plain codecs: k and v [tokens, num_kv_heads, head_dim]. float8 codecs add a scale per head. int8 to int3: packed
+    codes (bits in `levels.BITS`, layout in `levels.PLANES`), a scale per token and head, and the mean of K's channels
+    over the chunk; scales and means are bfloat16.
+
+    v_head_dim: head_dim of v if it differs from k's, else 0.
     """
     dims = {"k": head_dim, "v": v_head_dim or head_dim}
     if codec in PLAIN:
@@ -86,7 +88,7 @@ def encode_blob(spec: BlobSpec, data: Mapping[str, bytes | memoryview]) -> bytes
 
 
 def blob_prefix(spec: BlobSpec) -> bytes:
-    """Return the beginning of the container: header length and JSON, padded with spaces. The tensors' bytes follow."""
+    """Return the start of the container: header length and JSON, padded with spaces. The tensor data follows."""
     return _prefix_of(tuple(spec.items()))
 
 
@@ -94,7 +96,7 @@ def blob_size(spec: BlobSpec) -> int:
     return len(blob_prefix(spec)) + sum(tensor.num_bytes for tensor in spec.values())
 
 
-@lru_cache(maxsize=256)  # a loader parses hundreds of blobs of a few shapes
+@lru_cache(maxsize=256)  # a loader parses hundreds of blobs with few shapes
 def _prefix_of(items: tuple[tuple[str, TensorSpec], ...]) -> bytes:
     header, offset = {}, 0
     for name, tensor in items:

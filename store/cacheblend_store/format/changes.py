@@ -1,4 +1,4 @@
-"""Change log: chunks and documents that the last commits added or removed, for data derived from the store."""
+"""Change log: chunks and documents added or removed by the latest commits. It serves to update derived data."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ MAX_BYTES = 64 << 10
 
 
 class Entry(NamedTuple):
-    """Changes of one commit. before, after: generations of the store. chunks, documents: keys."""
+    """Changes of one commit."""
 
-    before: int
-    after: int
-    chunks: tuple[bytes, ...]
-    documents: tuple[bytes, ...]
+    before: int  # generation of the store
+    after: int  # generation of the store
+    chunks: tuple[bytes, ...]  # keys
+    documents: tuple[bytes, ...]  # keys
 
     @property
     def num_bytes(self) -> int:
@@ -28,16 +28,16 @@ class Entry(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """Keys of the chunks and of the document records that were added, removed or replaced."""
+    """Keys of chunks and document records that were added, removed or replaced."""
 
     chunks: set[bytes]
     documents: set[bytes]
 
 
 def append(value: bytes | memoryview | None, before: int, after: int, changes: Changes) -> bytes:
-    """Return the log record with one more commit, without its oldest ones where it is longer than MAX_BYTES.
+    """Return the log record with one more commit. The oldest entries are dropped if it gets longer than MAX_BYTES.
 
-    value: the record so far. Entries that do not lead up to `before` are dropped.
+    value: the current record. Its entries are dropped if they do not end at generation `before`.
     """
     entries = _entries(value)
     if entries and entries[-1].after != before:
@@ -49,7 +49,7 @@ def append(value: bytes | memoryview | None, before: int, after: int, changes: C
 
 
 def changes_between(value: bytes | memoryview | None, before: int, after: int) -> Changes | None:
-    """Return what changed between two generations, None where the log does not reach back so far or has a gap."""
+    """Return the changes between two generations, None if the log does not reach back far enough or has a gap."""
     entries = [entry for entry in _entries(value) if entry.after > before]
     reached = before
     for entry in entries:
@@ -66,7 +66,7 @@ def changes_between(value: bytes | memoryview | None, before: int, after: int) -
 
 
 def _entries(value: bytes | memoryview | None) -> list[Entry]:
-    """Return the entries, oldest first; none for a record that is missing or damaged."""
+    """Return the entries, oldest first; [] if the record is missing or damaged."""
     try:
         return msgspec.msgpack.decode(unseal(LOG, value or b""), type=list[Entry])
     except (BadBlob, msgspec.DecodeError):

@@ -1,11 +1,15 @@
-"""Encode and decode K and V: exact dtypes, float8, and codecs of 8, 6, 4 and 3 bits a value.
+"""Encode and decode K and V: exact dtypes, float8, and few-bit codecs (int8 to int3).
 
-The codecs of few bits: the mean of K's channels over the chunk is subtracted, each head is rotated (`rotated`), so that no channel
-stands out, divided by a scale of its own (a token and a head), and each value becomes the nearest level of a normal
-distribution. The scale is the root mean square, or, of a row that this clips, what makes its largest value the largest level. So a row's error
-depends on no other row, and tokens far from all others (those that attract attention) stay as close as the others.
-K is stored before RoPE, where its channels have a size of their own that a mean takes out (KVQuant, arXiv 2401.18079); for the rotation
-see QuaRot (arXiv 2404.00456), for the levels TurboQuant (arXiv 2504.19874).
+Few-bit codecs encode in four steps:
+
+1. Subtract the mean of K's channels over the chunk. K is stored before RoPE, where its channels have constant offsets
+   that the mean removes (KVQuant, arXiv 2401.18079).
+2. Rotate each head (`rotated`), so that no channel is an outlier (QuaRot, arXiv 2404.00456).
+3. Divide each row (one token and head) by its own scale: its root mean square. If that clips the row and increases its
+   error, the scale is chosen so that the largest value gets the largest level.
+4. Replace each value by the nearest level for a normal distribution (TurboQuant, arXiv 2504.19874).
+
+A row's error does not depend on other rows, so outlier tokens (attention sinks) are as accurate as others.
 """
 
 from __future__ import annotations
@@ -30,9 +34,9 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "U8": torch.uint8,
 }
-_USUAL = (
-    3.7  # largest value of a row by its scale; rows beyond it and beyond the levels may be better with a wider scale
-)
+# Usual maximum of a row relative to its scale. A row that exceeds this and the largest level may be better with a wider
+# scale.
+_USUAL = 3.7
 _CELLS = 1 << 14
 
 
@@ -48,7 +52,8 @@ def encode_kv(k: Tensor, v: Tensor, codec: str) -> bytes:
 
 
 def coded(k: Tensor, v: Tensor, codec: str) -> dict[str, Tensor]:
-    """Return the tensors of a blob of k and v, both [tokens, num_kv_heads, head_dim] (v's may differ), any float dtype, any device.
+    """Return the tensors of a blob of k and v, both [tokens, num_kv_heads, head_dim] (v's may differ), any float dtype,
+    any device.
 
     Raises CodecError for values beyond the codec's range, and in codecs that scale for infinities and NaNs.
     """
@@ -69,15 +74,16 @@ def coded(k: Tensor, v: Tensor, codec: str) -> dict[str, Tensor]:
 def view_kv(
     parts: Mapping[str, memoryview], codec: str, num_tokens: int, num_kv_heads: int, head_dim: int, v_head_dim: int = 0
 ) -> dict[str, Tensor]:
-    """Return zero-copy tensors over a blob's parts, as described by `blobs.blob_spec`. Valid as long as the bytes are."""
+    """Return zero-copy tensors over the parts of a blob, see `blobs.blob_spec`. They are valid as long as the bytes
+    are."""
     spec = blob_spec(codec, num_tokens, num_kv_heads, head_dim, v_head_dim)
     return {n: torch.frombuffer(parts[n], dtype=DTYPES[t.dtype]).view(t.shape) for n, t in spec.items()}
 
 
 def decode_kv(tensors: Mapping[str, Tensor], codec: str, v_head_dim: int = 0) -> tuple[Tensor, Tensor]:
-    """Return k and v [tokens, num_kv_heads, head_dim] in fp32, copies, from the tensors of `coded` or `view_kv`.
+    """Return k and v [tokens, num_kv_heads, head_dim] as fp32 copies, from the tensors of `coded` or `view_kv`.
 
-    v_head_dim: of v, where it is not k's.
+    v_head_dim: head_dim of v if it differs from k's, else 0.
     """
     k, v = tensors["k"], tensors["v"]
     if codec in PLAIN:
@@ -122,9 +128,9 @@ def _not_finite(codec: str) -> CodecError:
 def rotated(x: Tensor) -> Tensor:
     """Return x [..., dim] with its channels mixed by an orthonormal transform that is its own inverse.
 
-    The two halves of a head are added and subtracted, then each half is transformed by Hadamard matrices of the largest power of
-    two that divides it: Hadamard over the whole head where its size is a power of two, in 16 channels of 80, in 32 of 96. An odd
-    number of channels is left as it is.
+    The sum and difference of the two halves are computed. Then a Hadamard transform is applied within each half, in
+    blocks of the largest power of two that divides the half. If dim is a power of two, this is a Hadamard transform of
+    the whole head; for dim 80 it covers 16 channels, for 96 it covers 32. An odd number of channels is not rotated.
     """
     dim = x.shape[-1]
     if dim % 2:
@@ -140,14 +146,16 @@ def rotated(x: Tensor) -> Tensor:
 
 @cache
 def level_table(bits: int) -> Tensor:
-    """Return the levels of so many bits, fp32 [2^bits]."""
+    """Return the levels for `bits` bits, fp32 [2^bits]."""
     return torch.tensor(levels_of(bits), dtype=torch.float32)
 
 
 @cache
 def _grid(bits: int) -> Tensor:
-    """Return the code of the nearest level, uint8 [_CELLS], for cells of equal width over the levels' range. A code is at most a
-    64th of a step off at the bounds between levels."""
+    """Return the code of the nearest level, uint8 [_CELLS], for cells of equal width over the range of the levels.
+
+    Near the boundary between two levels, the choice is off by at most 1/64 of a step.
+    """
     levels = level_table(bits)
     cells = torch.linspace(float(levels[0]), float(levels[-1]), _CELLS)
     return torch.bucketize(cells, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
@@ -155,7 +163,7 @@ def _grid(bits: int) -> Tensor:
 
 @cache
 def _rotation(dim: int) -> Tensor:
-    """Return the matrix of `rotated`, fp32 [dim, dim]: a product with it is faster on a CPU than the transform."""
+    """Return the matrix of `rotated`, fp32 [dim, dim]. On a CPU, multiplying by it is faster than the transform."""
     return rotated(torch.eye(dim))
 
 
@@ -200,7 +208,7 @@ def _nearest(rows: Tensor, scale: Tensor, bits: int) -> Tensor:
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes [..., dim] uint8 as `levels.PLANES` says."""
+    """Pack codes [..., dim] uint8 in the layout of `levels.PLANES`."""
     planes, shift, dim = [], 0, codes.shape[-1]
     for plane in PLANES[bits]:
         each = 8 // plane
@@ -215,7 +223,7 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def _unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
-    """Return codes [..., dim] uint8: the inverse of `_pack`."""
+    """Invert `_pack`: return codes [..., dim] uint8."""
     codes, shift, first = packed.new_zeros(()), 0, 0
     for plane in PLANES[bits]:
         num_bytes = -(-dim * plane // 8)

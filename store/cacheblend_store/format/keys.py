@@ -1,4 +1,4 @@
-"""Chunk keys: a cryptographic digest of everything that the KV depends on."""
+"""Chunk keys: cryptographic digests of everything that determines the KV."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from functools import lru_cache
 from cacheblend_store.format.levels import BITS
 
 FORMAT_VERSION = 2
-CODEC_VERSION = 2  # of the codecs with a number of bits
+CODEC_VERSION = 2  # version of the few-bit codecs
 KEY_BYTES = 20  # blake2b-160
 
 
 @dataclass(frozen=True)
 class KeyParts:
-    """model: fingerprint of architecture, weights, RoPE and dtype; tokenizer: its fingerprint; prefix_ids: tokens before
-    every chunk; left_context_ids: tokens between the prefix and this chunk when it was collected; salt separates tenants."""
+    """Parts of a chunk key other than the chunk's tokens."""
 
-    model: str
-    tokenizer: str
-    prefix_ids: Sequence[int]
-    left_context_ids: Sequence[int]
+    model: str  # fingerprint of architecture, weights, RoPE and dtype
+    tokenizer: str  # fingerprint
+    prefix_ids: Sequence[int]  # tokens before every chunk
+    left_context_ids: Sequence[int]  # tokens between the prefix and this chunk when it was collected
     codec: str
-    salt: str = ""
+    salt: str = ""  # separates tenants
 
 
 def chunk_key(parts: KeyParts, token_ids: Sequence[int]) -> bytes:
@@ -37,12 +36,12 @@ def chunk_key(parts: KeyParts, token_ids: Sequence[int]) -> bytes:
 
 
 def blob_key(key: bytes, layer: int) -> bytes:
-    """Return the key of a layer's blob. The blobs of a chunk are adjacent and in order."""
+    """Return the key of a layer's blob. The blobs of a chunk are adjacent and ordered by layer."""
     return key + layer.to_bytes(4, "big")
 
 
 def collection_id(parts: KeyParts) -> str:
-    """Return the hex digest of the parts without the left context. Chunks that can be in one prompt share it."""
+    """Return the hex digest of the parts without the left context. Chunks that can share a prompt have the same id."""
     return _digest_of(b"collection", parts).hexdigest()
 
 
@@ -61,7 +60,7 @@ def _digest_of(kind: bytes, parts: KeyParts) -> hashlib.blake2b:
     return _digest(kind, parts.model, parts.tokenizer, ids, codec, parts.salt).copy()
 
 
-@lru_cache(64)  # millions of chunks share it
+@lru_cache(64)  # shared by millions of chunks
 def _digest(
     kind: bytes, model: str, tokenizer: str, prefix_ids: tuple[int, ...], codec: str, salt: str
 ) -> hashlib.blake2b:

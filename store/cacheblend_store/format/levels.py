@@ -1,4 +1,5 @@
-"""Levels of the few-bit codecs: Lloyd-Max levels of the standard normal distribution. This module does not import torch."""
+"""Levels of the few-bit codecs: Lloyd-Max levels for the standard normal distribution. This module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -8,17 +9,19 @@ from itertools import pairwise
 from statistics import NormalDist
 
 BITS = {"int8": (8, 8), "int7": (7, 6), "int6": (7, 5), "int4": (5, 3), "int3": (3, 3)}
-"""Codec -> bits of a value of K, and of V. Attention is more sensitive to K."""
+"""Codec -> (bits per value of K, bits per value of V). Attention is more sensitive to K."""
 _LATENT = {"int8": (8, 8), "int7": (7, 7), "int6": (6, 6), "int4": (4, 4), "int3": (3, 3)}
-"""The same of latent attention, whose latents, stored as V, are multiplied as keys, too."""
+"""The same for latent attention. Its latents are stored as V, but they also act as keys."""
 PLANES = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1)}
-"""Bits of a code -> bits of the planes that its row of codes is packed in, low bits first. A plane of p bits is ceil(dim * p / 8)
-bytes; byte j holds the codes of channels j, j + num_bytes, j + 2 * num_bytes, ..., from the low bits up."""
-_STEPS = 1 << 12  # of Lloyd's iteration, divided by the number of levels: many levels are nearly right before the first
+"""Bits of a code -> bits of each plane that a row of codes is packed into, low bits first. A plane of p bits takes
+ceil(dim * p / 8) bytes. Byte j holds the codes of channels j, j + num_bytes, j + 2 * num_bytes, ..., from the low bits
+up."""
+_STEPS = 1 << 12  # Lloyd iterations times number of levels: with many levels the initial guess is already close
 
 
 def bits_of(codec: str, head_dim: int, v_head_dim: int = 0) -> tuple[int, int]:
-    """Return the bits of a value of K, and of V. v_head_dim: of V, where it is not K's: V is then the latents."""
+    """Return (bits per value of K, bits per value of V). v_head_dim: differs from head_dim for latent attention, 0: the
+    same."""
     return (BITS if v_head_dim in (0, head_dim) else _LATENT)[codec]
 
 
@@ -29,9 +32,9 @@ def packed_bytes(dim: int, bits: int) -> int:
 
 @cache
 def levels_of(bits: int) -> tuple[float, ...]:
-    """Return the 2^bits levels, in order: centroids of their intervals (Lloyd 1982, Max 1960), symmetric."""
+    """Return the 2^bits levels in order: centroids of their intervals (Lloyd 1982, Max 1960), made symmetric."""
     normal, count = NormalDist(), 2**bits
-    levels = [math.sqrt(3) * normal.inv_cdf((i + 0.5) / count) for i in range(count)]  # right for many levels
+    levels = [math.sqrt(3) * normal.inv_cdf((i + 0.5) / count) for i in range(count)]  # asymptotically optimal
     for _ in range(_STEPS // count):
         edges = [-math.inf, *((a + b) / 2 for a, b in pairwise(levels)), math.inf]
         levels = [

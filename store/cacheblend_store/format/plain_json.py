@@ -1,4 +1,4 @@
-"""JSON of untrusted records: size-limited before parsing, type-checked after."""
+"""JSON for untrusted records: size-limited before parsing, type-checked afterwards."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Annotated, Any, TypeVar
 from msgspec import DecodeError, Meta, convert, to_builtins
 from msgspec.json import decode, encode
 
-Count = Annotated[int, Meta(ge=0, le=1 << 53)]  # what JSON carries exactly
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]  # exact in JSON
 Size = Annotated[int, Meta(gt=0, le=1 << 20)]  # a dimension of a tensor
-Moment = Annotated[float, Meta(ge=-1e300, le=1e300)]  # seconds since the epoch; neither infinite nor not a number
+Moment = Annotated[float, Meta(ge=-1e300, le=1e300)]  # seconds since the epoch; neither infinite nor NaN
 TokenIds = tuple[Annotated[int, Meta(ge=0, lt=1 << 32)], ...]
-_MAX_CONTAINERS = 1 << 20  # lists and objects: each takes twenty times its two bytes
+_MAX_CONTAINERS = 1 << 20  # lists and objects: in memory each takes twenty times its two bytes of JSON
 T = TypeVar("T")
 
 
@@ -26,7 +26,7 @@ def load_object(data: bytes, max_bytes: int) -> dict[str, Any]:
     try:
         found = decode(data)
     except (DecodeError, UnicodeDecodeError, RecursionError):
-        found = _loads(data)  # msgspec refuses lone surrogates, which texts may contain
+        found = _loads(data)  # msgspec rejects lone surrogates, which texts may contain
     if not isinstance(found, dict):
         raise ValueError("the record is not an object")
     return found
@@ -40,7 +40,7 @@ def _loads(data: bytes) -> Any:
 
 
 def dump_object(record: Mapping[str, Any]) -> bytes:
-    """Return the object as JSON, bytes in it as base64."""
+    """Return the object as JSON, with bytes encoded as base64."""
     try:
         return encode(record)
     except UnicodeEncodeError:  # a lone surrogate
@@ -50,7 +50,7 @@ def dump_object(record: Mapping[str, Any]) -> bytes:
 
 
 def typed(record: Mapping[str, Any], of: type[T]) -> T:
-    """Return the record as a dataclass. Raises ValueError for unknown fields and for values of the wrong type or range."""
+    """Convert the record to a dataclass. Raises ValueError for unknown fields and for values of wrong type or range."""
     if not record.keys() <= _names(of):  # type: ignore[arg-type]
         raise ValueError("it has an unknown field")
     return convert(record, of)

@@ -1,4 +1,4 @@
-"""Records: the manifest of a chunk, the record of a document, and memos, as bytes that carry their own digest."""
+"""Records: chunk manifests, document records and memos, encoded as bytes with a digest."""
 
 from __future__ import annotations
 
@@ -19,56 +19,53 @@ from cacheblend_store.format.keys import KEY_BYTES, blob_key, pack_ids, unpack_i
 from cacheblend_store.format.plain_json import Count, Moment, Size, TokenIds, dump_object, load_object, typed
 
 DIGEST_BYTES = 16
-MAX_MANIFEST_BYTES = 8 << 20  # some 800,000 tokens
+MAX_MANIFEST_BYTES = 8 << 20  # about 800,000 tokens
 MAX_DOCUMENT_BYTES = 256 << 20
 MAX_MEMO_BYTES = 64 << 20
 MEMO_KEYS = b"memo\0"
 COLLECTION = "collection"
-"""Kind of the memos that say what collections are, named by their ids. They go to a tier with the collections' chunks."""
+"""Kind of the memos that describe collections. Their name is the collection id. They are uploaded to a tier with the
+chunks."""
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 
 
 @dataclass(frozen=True)
 class ChunkManifest:
-    """A stored chunk. It has one blob per layer; blob_sizes in bytes, blob_digests as returned by `blob_digest`.
+    """A stored chunk, with one blob per layer.
 
-    num_layers: those with KV of their own. layer_shapes: (KV heads, head_dim) of each, empty where all are alike. v_head_dim: of V,
-    where it is not K's (0: it is): of a model with latent attention V is the latent, and K the position key.
-    source, index, span: first document it was found in, its number there, and its character range.
-    context: "prefix", "sink", "document" or "neighbours"; collected_len: length of the sequence it was prefilled in.
-    created: seconds since the epoch.
-
-    A chunk has no KV if it was evicted or is not computed yet. Then its blob_sizes are 0, no blobs are stored, and its digests
-    are those of the evicted KV, or zeros. Its text, tokens and places stay known; its KV is computed when it is needed.
+    A chunk has no KV if it was evicted or is not computed yet. Then no blobs are stored, blob_sizes are 0, and
+    blob_digests are those of the evicted KV, or zeros. Text, tokens and places stay known, and the KV is computed when
+    it is needed.
     """
 
     key: Key
     token_ids: TokenIds
     text: str
-    model: str
+    model: str  # fingerprint
     model_name: str
-    tokenizer: str
-    collection: str
-    context: str
-    left_context_ids: TokenIds
-    collected_len: Count
+    tokenizer: str  # fingerprint
+    collection: str  # id
+    context: str  # "prefix", "sink", "document" or "neighbours"
+    left_context_ids: TokenIds  # tokens between the prefix and the chunk
+    collected_len: Count  # length of the sequence in which the chunk was prefilled
     codec: str
-    num_layers: Size
+    num_layers: Size  # layers with their own KV
     num_kv_heads: Size
     head_dim: Size
-    source: str
-    index: Count
-    span: tuple[Count, Count]
-    created: Moment
-    blob_sizes: tuple[Count, ...] = ()
-    blob_digests: tuple[Digest, ...] = ()
-    layer_shapes: tuple[tuple[Size, Size], ...] = ()
+    source: str  # first document with this chunk
+    index: Count  # of the chunk in that document
+    span: tuple[Count, Count]  # character range in that document
+    created: Moment  # seconds since the epoch
+    blob_sizes: tuple[Count, ...] = ()  # bytes per layer
+    blob_digests: tuple[Digest, ...] = ()  # per layer, see `blob_digest`
+    layer_shapes: tuple[tuple[Size, Size], ...] = ()  # (KV heads, head_dim) per layer; empty if all are the same
+    # head_dim of V if it differs from K's, else 0. With latent attention, V is the latent and K the position key.
     v_head_dim: Count = 0
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """(KV heads, head_dim) of each layer, and V's head_dim where it has its own."""
+        """(KV heads, head_dim) of each layer, plus the head_dim of V if it differs."""
         of_v = (self.v_head_dim,) if self.v_head_dim else ()
         return self.layer_shapes or ((self.num_kv_heads, self.head_dim, *of_v),) * self.num_layers
 
@@ -94,29 +91,25 @@ class ChunkManifest:
         return not self.has_kv and any(map(any, self.blob_digests))
 
     def without_kv(self) -> ChunkManifest:
-        """Return the record of this chunk without KV."""
+        """Return the manifest of this chunk without KV."""
         digests = self.blob_digests or (bytes(DIGEST_BYTES),) * self.num_layers
         return replace(self, blob_sizes=(0,) * self.num_layers, blob_digests=digests)
 
     def is_of_model(self, model: str) -> bool:
-        """Return whether `model` is the model's name, or at least the first four digits of its fingerprint."""
+        """Return whether `model` is the model's name, or a prefix of its fingerprint with at least four digits."""
         return self.model_name == model or (len(model) >= 4 and self.model.startswith(model))
 
 
 class Locator(NamedTuple):
-    """Place of a chunk in its file.
+    """Place of a chunk in its file."""
 
-    part: "page 3", "pages 3-5", "sheet Budget", or "" for files without parts. lines: first and last, from 1; (0, 0) for files
-    without lines. headings: titles above the chunk, outermost first.
-    """
-
-    part: str = ""
-    lines: tuple[Count, Count] = (0, 0)
-    headings: tuple[str, ...] = ()
+    part: str = ""  # "page 3", "pages 3-5", "sheet Budget"; "" for files without parts
+    lines: tuple[Count, Count] = (0, 0)  # first and last, from 1; (0, 0) for files without lines
+    headings: tuple[str, ...] = ()  # titles above the chunk, outermost first
 
     @property
     def text(self) -> str:
-        """The place for people: "page 3", "lines 10-42", or "" if unknown."""
+        """Readable form: "page 3", "lines 10-42", or "" if unknown."""
         first, last = self.lines
         lines = "" if not first else f"line {first}" if first == last else f"lines {first}-{last}"
         return ", ".join(filter(None, (self.part, lines)))
@@ -126,7 +119,7 @@ NOWHERE = Locator()
 
 
 class DocumentChunk(NamedTuple):
-    """One chunk of a document: key, number, character range start:end, and place in the file."""
+    """One chunk of a document: key, index, character range start:end, and place in the file."""
 
     key: Key
     index: Count  # type: ignore[assignment]  # in the place of a tuple's method
@@ -137,18 +130,15 @@ class DocumentChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class DocumentRecord:
-    """A document as last precomputed into a collection, in one context (see ChunkManifest).
-
-    settings: those that its chunks and left contexts depend on.
-    """
+    """A document as last precomputed into a collection, in one context."""
 
     source: str
-    collection: str
+    collection: str  # id
     content_digest: str
     chunks: tuple[DocumentChunk, ...]
-    updated: Moment
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    context: str = "sink"
+    updated: Moment  # seconds since the epoch
+    settings: Mapping[str, Any] = field(default_factory=dict)  # determine the chunks and their left contexts
+    context: str = "sink"  # see ChunkManifest
 
     @property
     def place(self) -> tuple[str, str, str]:
@@ -162,15 +152,12 @@ class DocumentRecord:
 
 @dataclass(frozen=True)
 class Memo:
-    """A small record that the store keeps for its users and does not interpret, unique by kind and name.
-
-    value: a JSON object. updated: seconds since the epoch.
-    """
+    """A small record that the store keeps for its users without interpreting it. Unique by kind and name."""
 
     kind: str
     name: str
-    value: Mapping[str, Any]
-    updated: Moment
+    value: Mapping[str, Any]  # JSON object
+    updated: Moment  # seconds since the epoch
 
     @property
     def key(self) -> bytes:
@@ -194,7 +181,7 @@ def encode_manifest(manifest: ChunkManifest) -> bytes:
 
 
 def decode_manifest(key: bytes, value: bytes | memoryview) -> ChunkManifest:
-    """Return the manifest. Raises BadBlob if the record is not what was written under this key."""
+    """Return the manifest. Raises BadBlob if the record is damaged or belongs to another key."""
     name = f"manifest of chunk {key.hex()[:12]}"
     with readable(name):
         data = load_object(unseal(key, value), MAX_MANIFEST_BYTES)
@@ -202,11 +189,11 @@ def decode_manifest(key: bytes, value: bytes | memoryview) -> ChunkManifest:
             data[ids] = unpack_ids(base64.b64decode(data[ids]))
         manifest = typed({**data, "key": key}, ChunkManifest)
     if not len(manifest.blob_sizes) == len(manifest.blob_digests) == manifest.num_layers:
-        raise BadBlob(f"{name} does not name one blob a layer")
+        raise BadBlob(f"{name} does not have one blob per layer")
     if len(manifest.shapes) != manifest.num_layers:
-        raise BadBlob(f"{name} does not name one shape a layer")
+        raise BadBlob(f"{name} does not have one shape per layer")
     if manifest.has_kv and not all(manifest.blob_sizes):
-        raise BadBlob(f"{name} has KV for some of its layers")
+        raise BadBlob(f"{name} has KV for only some of its layers")
     return manifest
 
 
@@ -219,7 +206,10 @@ _outline = Decoder(_Outline)
 
 
 def is_text_of(manifest: ChunkManifest, value: bytes) -> bool:
-    """Return whether an encoded manifest is the chunk's without KV. Decodes no more than it takes. False if that fails: `decode_manifest` knows more."""
+    """Return whether an encoded manifest describes this chunk without KV. It is decoded only partially.
+
+    False if it cannot be decoded; `decode_manifest` then gives the reason.
+    """
     try:
         found = _outline.decode(unseal(manifest.key, value))
     except (BadBlob, DecodeError, ValueError):
@@ -240,13 +230,13 @@ def encode_document(record: DocumentRecord) -> bytes:
 
 
 def decode_document(key: bytes, value: bytes | memoryview) -> DocumentRecord:
-    """Raises BadBlob."""
+    """Return the document record. Raises BadBlob if it is damaged."""
     with readable(f"document record {key.hex()[:12]}"):
         return typed(load_object(unseal(key, value), MAX_DOCUMENT_BYTES), DocumentRecord)
 
 
 def document_key(collection: str, source: str, context: str = "sink") -> bytes:
-    """Return the key of a document record: a digest, because sources can be longer than LMDB's keys."""
+    """Return the key of a document record: a digest, because sources can be longer than LMDB allows for keys."""
     return xxhash.xxh3_128_digest(f"{collection}\0{source}\0{context}".encode("utf-8", "surrogatepass"))
 
 
@@ -255,7 +245,7 @@ def encode_memo(memo: Memo) -> bytes:
 
 
 def decode_memo(key: bytes, value: bytes | memoryview) -> Memo:
-    """Raises BadBlob."""
+    """Return the memo. Raises BadBlob if it is damaged."""
     with readable(f"memo {key.hex()[-12:]}"):
         return typed(load_object(unseal(key, value), MAX_MEMO_BYTES), Memo)
 
@@ -273,7 +263,7 @@ def blob_digest(key: bytes, layer: int, num_tokens: int, blob: bytes | bytearray
 
 
 def blob_hasher(key: bytes, layer: int, num_tokens: int) -> Any:
-    """Return an xxhash object; updated with the blob's bytes in any pieces, its digest is `blob_digest`."""
+    """Return an xxhash object to compute `blob_digest` incrementally: update it with the bytes of the blob."""
     return xxhash.xxh3_128(blob_key(key, layer) + num_tokens.to_bytes(4, "big"))
 
 
@@ -292,12 +282,12 @@ def used_at(key: bytes, value: bytes | memoryview) -> float:
 
 
 def seal(key: bytes, payload: bytes) -> bytes:
-    """Return the payload behind a digest that binds it to its key."""
+    """Return the payload with a digest in front that binds it to its key."""
     return xxhash.xxh3_128_digest(key + payload) + payload
 
 
 def seal_json(key: bytes, record: Mapping[str, Any]) -> bytes:
-    """Return the sealed record as JSON, bytes in it as base64."""
+    """Return the record as sealed JSON, with bytes encoded as base64."""
     return seal(key, dump_object(record))
 
 
@@ -311,8 +301,8 @@ def unseal(key: bytes, value: bytes | memoryview) -> bytes:
 
 @contextmanager
 def readable(name: str) -> Iterator[None]:
-    """Turn errors of decoding a record into BadBlob."""
+    """Convert decoding errors of a record to BadBlob."""
     try:
         yield
     except (ValueError, KeyError, TypeError, struct.error) as error:
-        raise BadBlob(f"{name} does not read: {error}") from error
+        raise BadBlob(f"{name} cannot be decoded: {error}") from error

@@ -1,8 +1,9 @@
-"""Document summaries: what a document's record says without the places of its chunks, kept only while all its chunks have KV.
+"""Document summaries: document records without the places of their chunks, kept only while all chunks have KV.
 
-A run over an unchanged corpus reads these instead of every record. They are derived data: a summary is dropped in the transaction
-that replaces or removes its document's record, or evicts or removes one of its chunks. A version of this package that does not know
-summaries drops none, so they hold only if the last commit was made by one that does (`STAMP`).
+A run over an unchanged corpus reads these instead of every record. Summaries are derived data: a summary is dropped in
+the same transaction that replaces or removes its document record, or evicts or removes one of its chunks. Older
+versions of this package do not drop summaries, so they are valid only if a version that does made the last commit
+(`STAMP`).
 """
 
 from __future__ import annotations
@@ -18,33 +19,30 @@ from cacheblend_store.format.plain_json import Moment, load_object, typed
 from cacheblend_store.format.records import MAX_DOCUMENT_BYTES, document_key, readable, seal, seal_json, unseal
 
 SUMMARY_KEYS = b"summary\0"
-"""What the keys of summaries in the database `meta` begin with."""
+"""Prefix of the keys of summaries in the database `meta`."""
 STAMP = b"summaries"
-"""Key in the database `meta` of the number of the last commit whose writer kept summaries."""
+"""Key in the database `meta`: number of the last commit by a writer that maintains summaries."""
 _NUMBER = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
 class DocumentSummary:
-    """Summary of a document record (see DocumentRecord).
-
-    keys: the chunks' keys in order, joined. tokens: their numbers of tokens, little-endian uint32. file: state of the document's
-    file when it was read; not interpreted by the store.
-    """
+    """Summary of a document record. Fields without a comment: see DocumentRecord."""
 
     source: str
     collection: str
     context: str
     content_digest: str
     settings: Mapping[str, Any]
-    keys: bytes
-    tokens: bytes
+    keys: bytes  # chunk keys in order, joined
+    tokens: bytes  # token count of each chunk, little-endian uint32
     updated: Moment = 0.0
+    # state of the file when it was read; not interpreted by the store
     file: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def document(self) -> bytes:
-        """Key of the document's record."""
+        """Key of the document record."""
         return document_key(self.collection, self.source, self.context)
 
 
@@ -53,22 +51,22 @@ def encode_summary(summary: DocumentSummary) -> bytes:
 
 
 def decode_summary(key: bytes, value: bytes | memoryview) -> DocumentSummary:
-    """key: in the database `meta`. Raises BadBlob."""
+    """Return the summary. key: its key in the database `meta`. Raises BadBlob if it is damaged."""
     name = f"summary of document {key.removeprefix(SUMMARY_KEYS).hex()[:12]}"
     with readable(name):
         summary = typed(load_object(unseal(key, value), MAX_DOCUMENT_BYTES), DocumentSummary)
     if len(summary.keys) * 4 != len(summary.tokens) * KEY_BYTES or len(summary.keys) % KEY_BYTES:
-        raise BadBlob(f"{name} does not name the tokens of each chunk")
+        raise BadBlob(f"{name} does not have a token count for each chunk")
     return summary
 
 
 def stamp(commit: int) -> bytes:
-    """Return the record under STAMP. commit: LMDB's transaction number."""
+    """Return the record to store under STAMP. commit: LMDB transaction number."""
     return seal(STAMP, _NUMBER.pack(commit))
 
 
 def stamped(get: Callable[[str, bytes], bytes | memoryview | None]) -> int:
-    """Return the commit of the stamp, -1 if there is none. get: reads a record of a database."""
+    """Return the commit number in the stamp, -1 without one. get: reads a record of a database."""
     try:
         [commit] = _NUMBER.unpack(unseal(STAMP, get("meta", STAMP) or b""))
     except (BadBlob, struct.error):

@@ -26,10 +26,11 @@ Fill = Callable[[Any, dict[str, Any]], None]
 
 
 def open_lmdb(store: Path) -> Any:
-    """Open an LMDB environment: sync on, no writemap, LMDB 0.9's format. A file made aside is synced once, before its rename.
+    """Open an LMDB environment: sync on, no writemap, LMDB 0.9's format. A file made aside is synced once, before its
+    rename.
 
-    The map is twice the size of the file system, or half of a limited address space, and does not grow, so that a process
-    with many open stores has address space left.
+    The map is twice the size of the file system, or half of a limited address space, and does not grow, so that a
+    process with many open stores has address space left.
     """
     sync = not (store.name == MAKING and (store.parent / locks.WRITER).exists())
     size, limit = min(MAP_SIZE, _room_on_disk(store)), resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -88,8 +89,8 @@ def compact_copy(store: Path, folder: Path) -> None:
 def replacing(store: Path, lock_timeout: float, num_bytes: int) -> Iterator[Path]:
     """Yield an empty directory; the data.mdb created in it replaces the store's, which must not be open.
 
-    num_bytes: its size at most. Safe against a crash at any point: the file is renamed into place. Raises StoreLocked if other
-    processes keep the store open, StoreNoSpace.
+    num_bytes: its size at most. Safe against a crash at any point: the file is renamed into place. Raises StoreLocked
+    if other processes keep the store open, StoreNoSpace.
     """
     locked = locks.writer_lock(store, lock_timeout), locks.nobody_else(store, lock_timeout)
     with locked[0], locked[1], made_aside(store, num_bytes) as folder:
@@ -98,7 +99,8 @@ def replacing(store: Path, lock_timeout: float, num_bytes: int) -> Iterator[Path
 
 @contextmanager
 def made_aside(store: Path, num_bytes: int = 0) -> Iterator[Path]:
-    """Yield an empty directory in the store, whose data.mdb is renamed into place at the end. Call it with the writer lock held."""
+    """Yield an empty directory in the store, whose data.mdb is renamed into place at the end. Call it with the writer
+    lock held."""
     folder = store / MAKING
     clear_making(store)
     check_space(store, num_bytes)

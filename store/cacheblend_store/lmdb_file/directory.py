@@ -128,7 +128,8 @@ def filesystem_type(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> 
 
 
 def check_space(path: Path, num_bytes: int, reusable: int = 0) -> None:
-    """Raise StoreNoSpace if the disk has no space for num_bytes more and a margin. reusable: free bytes within the file."""
+    """Raise StoreNoSpace if the disk has no space for num_bytes more and a margin. reusable: free bytes within the
+    file."""
     beyond = num_bytes + num_bytes // 4 - max(0, reusable - _TREE_BYTES)
     free, needed = shutil.disk_usage(path).free, beyond + _MIN_FREE_BYTES
     if beyond > 0 and free < needed:

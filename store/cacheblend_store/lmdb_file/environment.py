@@ -1,8 +1,8 @@
 """Transactions of one store in this process, each with the checked pages of its snapshot.
 
-LMDB gives a read transaction a slot in its reader table, which keeps its pages from being overwritten; the pages are read by
-`pages`. LMDB does the writing. Its environment may not be closed under an open transaction, so transactions are counted, and
-reopening waits until none is left.
+LMDB gives a read transaction a slot in its reader table, which keeps its pages from being overwritten; the pages are
+read by `pages`. LMDB does the writing. Its environment may not be closed under an open transaction, so transactions are
+counted, and reopening waits until none is left.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ class Environment:
 
     @contextmanager
     def writing(self, lock_timeout: float) -> Iterator[tuple[Any, dict[str, Any], PageReader]]:
-        """Yield py-lmdb's write transaction, its database handles by name, and the pages it starts from. Durable on exit."""
+        """Yield py-lmdb's write transaction, its database handles by name, and the pages it starts from. Durable on
+        exit."""
         with locks.writer_lock(self.store, lock_timeout):
             transaction, pages = self._begin(write=True)
             try:
@@ -127,7 +128,8 @@ class Environment:
         return {name: self._lmdb.open_db(name.encode(), transaction, create=False) for name in DATABASES}
 
     def _begin(self, *, write: bool) -> tuple[Any, PageReader]:
-        """Begin a transaction, to be ended by `_end`. Returns it and its pages; a user who is not the owner reads without one."""
+        """Begin a transaction, to be ended by `_end`. Returns it and its pages; a user who is not the owner reads
+        without one."""
         if write and not self._is_owner:
             raise StorePermission(f"the store at {self.store} is read-only for this user", "use a store of your own")
         for _ in range(_TRIES):
@@ -161,7 +163,8 @@ class Environment:
 
     def _end(self, transaction: Any) -> None:
         if self.pid != os.getpid():
-            return  # a child that was forked inside it: the transaction and its place among the readers are the parent's
+            # a child that was forked inside it: the transaction and its place among the readers are the parent's
+            return
         if transaction is not None:
             with suppress(lmdb.Error):
                 transaction.abort()
@@ -170,7 +173,8 @@ class Environment:
             self._changed.notify_all()
 
     def _look_at_file(self) -> None:
-        """Check the file before LMDB reads the meta pages in its map, which raises a signal if the file was truncated."""
+        """Check the file before LMDB reads the meta pages in its map, which raises a signal if the file was
+        truncated."""
         self._require_own()
         try:
             info = os.stat(self.store / DATA)
@@ -195,7 +199,8 @@ class Environment:
         return True
 
     def reopen(self) -> None:
-        """Close and open again when no transaction of this process is open: after a failed commit, or for a new data.mdb."""
+        """Close and open again when no transaction of this process is open: after a failed commit, or for a new
+        data.mdb."""
         with self._changed:
             self._waiting += 1
             try:

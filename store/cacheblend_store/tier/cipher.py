@@ -17,8 +17,8 @@ _SHORTEST = 16
 class Cipher:
     """AES-256-GCM by parts of an object, and names by HMAC-SHA-256.
 
-    Each object has a key of its own, derived from the secret and the object's random salt, so the part's number is a nonce
-    that is used once.
+    Each object has a key of its own, derived from the secret and the object's random salt, so the part's number is a
+    nonce that is used once.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -33,7 +33,8 @@ class Cipher:
 
     @classmethod
     def of_file(cls, path: Path) -> Cipher:
-        """Read the secret, without a newline at its end. Raises TierUsage if the file cannot be read or is too short."""
+        """Read the secret, without a newline at its end. Raises TierUsage if the file cannot be read or is too
+        short."""
         try:
             secret = path.read_bytes().rstrip(b"\r\n")
         except OSError as error:

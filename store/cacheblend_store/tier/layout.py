@@ -1,8 +1,8 @@
 """Byte format of a tier's objects.
 
-An object begins with HEAD; then comes the manifest, sealed as in the store, behind its key; then, of a chunk, one blob a layer,
-as the store has them. All layers of a chunk are of one size, which its shape gives, so the size of the object tells where each
-layer is. With a cipher the manifest and each layer are encrypted by themselves.
+An object begins with HEAD; then comes the manifest, sealed as in the store, behind its key; then, of a chunk, one blob
+a layer, as the store has them. All layers of a chunk are of one size, which its shape gives, so the size of the object
+tells where each layer is. With a cipher the manifest and each layer are encrypted by themselves.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class DocumentBundle(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Places in the object of a chunk. head_bytes: up to the first layer; bounds: the end of each layer behind that, from 0 on."""
+    """Places in the object of a chunk. head_bytes: up to the first layer; bounds: the end of each layer behind that,
+    from 0 on."""
 
     head_bytes: int
     bounds: tuple[int, ...]
@@ -141,7 +142,8 @@ def decode_head(data: memoryview, name: str, cipher: Cipher | None) -> Head:
 
 
 def encode_bundle(parts: tuple[bytes, bytes, list[bytes]], name: str, cipher: Cipher | None) -> bytes:
-    """Return the object of a document. parts: its record, the key of the prefix, records of its chunks behind their keys."""
+    """Return the object of a document. parts: its record, the key of the prefix, records of its chunks behind their
+    keys."""
     return _encode_head(seal(name.encode(), msgspec.msgpack.encode(parts)), _salt(cipher), name, cipher)
 
 

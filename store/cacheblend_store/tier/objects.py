@@ -61,7 +61,8 @@ _NAME = re.compile(rf"{_ROOT}/[0-9a-f]+/(?:{_DOCUMENTS}/)?[0-9a-f]+")
 
 
 def check_url(url: str) -> str:
-    """Return the scheme. Raises TierUsage for one that is unknown and for a URL with credentials; it does not repeat these."""
+    """Return the scheme. Raises TierUsage for one that is unknown and for a URL with credentials; it does not repeat
+    these."""
     parts = urlsplit(url)
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise TierUsage(
@@ -79,9 +80,9 @@ def check_url(url: str) -> str:
 def open_tier(url: str, key_file: str | Path | None = None, *, create: bool = True) -> Tier:
     """Return the tier at a URL. Nothing is sent yet: `check` does that.
 
-    key_file: secret that objects are encrypted with. create: make a folder that is not there, if the one above it is. Credentials
-    and endpoint come from the environment, as obstore takes them (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS,
-    AZURE_STORAGE_ACCOUNT_NAME, ...). Raises TierUsage, TierNotFound.
+    key_file: secret that objects are encrypted with. create: make a folder that is not there, if the one above it is.
+    Credentials and endpoint come from the environment, as obstore takes them (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL,
+    GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME, ...). Raises TierUsage, TierNotFound.
     """
     scheme = check_url(url)
     cipher = None if not key_file else Cipher.of_file(Path(key_file).expanduser())
@@ -122,8 +123,8 @@ class TierObject(NamedTuple):
 class Tier:
     """Chunks and documents that several stores share. cipher: None for a tier without encryption.
 
-    A put is complete or not there. Nothing that is read is trusted before `Layout` has bounded its size and `Head.layer` has
-    checked its digest. Methods raise TierError, never an error of a library.
+    A put is complete or not there. Nothing that is read is trusted before `Layout` has bounded its size and
+    `Head.layer` has checked its digest. Methods raise TierError, never an error of a library.
     """
 
     def __init__(self, url: str, store: Any, cipher: Cipher | None = None) -> None:
@@ -186,7 +187,8 @@ class Tier:
             return None
 
     def layout(self, chunk: ChunkManifest, size: int) -> Layout:
-        """Return the byte ranges of an object of this size with KV of the chunk's shape. Raises BadBlob if it cannot be one."""
+        """Return the byte ranges of an object of this size with KV of the chunk's shape. Raises BadBlob if it cannot be
+        one."""
         return Layout.of(chunk, size, encrypted=self._cipher is not None)
 
     def read(self, collection: str, key: bytes, start: int, end: int) -> memoryview:
@@ -317,7 +319,8 @@ class Tier:
 
 @contextmanager
 def _errors(url: str) -> Iterator[None]:
-    """Turn errors of the library and the system into TierError and its like, in one line and without queries of URLs."""
+    """Turn errors of the library and the system into TierError and its like, in one line and without queries of
+    URLs."""
     try:
         yield
     except StoreError:

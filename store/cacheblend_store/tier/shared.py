@@ -33,9 +33,10 @@ logger = logging.getLogger("cacheblend")
 
 @dataclass
 class TierCounts:
-    """Since the tier was opened. hits and misses: chunks that were looked for. late: those that were not answered in time.
-    failed: requests. refused: objects that were damaged or another writer's. rests: times that the breaker opened.
-    read_bytes, read_s: of requests, side by side. puts, put_bytes: chunks written. unput: chunks that could not be written."""
+    """Since the tier was opened. hits and misses: chunks that were looked for. late: those that were not answered in
+    time. failed: requests. refused: objects that were damaged or another writer's. rests: times that the breaker
+    opened. read_bytes, read_s: of requests, side by side. puts, put_bytes: chunks written. unput: chunks that could not
+    be written."""
 
     hits: int = 0
     misses: int = 0
@@ -53,8 +54,8 @@ class TierCounts:
 class SharedTier:
     """Reads and writes of one process. Any thread. Raises nothing of the tier's.
 
-    deadline_s: to find out which chunks are there. say: called once for each kind of failure. latency_s, bytes_per_s: measured;
-    0 if unknown.
+    deadline_s: to find out which chunks are there. say: called once for each kind of failure. latency_s, bytes_per_s:
+    measured; 0 if unknown.
     """
 
     def __init__(self, tier: Tier, deadline_s: float = 0.05, say: Callable[[str], None] = logger.warning) -> None:
@@ -99,7 +100,8 @@ class SharedTier:
     def find(self, chunks: Iterable[ChunkManifest], seconds: float | None = None) -> dict[bytes, Layout]:
         """Return the layouts of those chunks that the tier has, asked at the same time, as far as it answers in time.
 
-        chunks: of the shape that is wanted; sizes and digests are not looked at. seconds: to wait, by default deadline_s.
+        chunks: of the shape that is wanted; sizes and digests are not looked at. seconds: to wait, by default
+        deadline_s.
         """
         seconds = self.deadline_s if seconds is None else seconds
         wanted = {chunk.key: chunk for chunk in chunks if chunk.key not in self._refused}
@@ -169,7 +171,8 @@ class SharedTier:
     # writing
 
     def start(self, load: Load, load_collection: LoadCollection) -> None:
-        """Put chunks from now on, and the memos of their collections. load, load_collection: read them from the store."""
+        """Put chunks from now on, and the memos of their collections. load, load_collection: read them from the
+        store."""
         self._load, self._load_collection = load, load_collection
 
     def offer(self, keys: Iterable[bytes]) -> None:

@@ -27,8 +27,8 @@ Rename = Callable[[str], str]
 
 @dataclass(frozen=True)
 class MovedChunk:
-    """A chunk that was pushed or pulled. rejected: `reason` says why its object is not used. damaged: its record or KV in the
-    store is. text: it has no KV, or the quota has no room for it."""
+    """A chunk that was pushed or pulled. rejected: `reason` says why its object is not used. damaged: its record or KV
+    in the store is. text: it has no KV, or the quota has no room for it."""
 
     id: str
     status: Status
@@ -38,7 +38,8 @@ class MovedChunk:
 
 @dataclass
 class MoveReport:
-    """kept: documents of which the store has another version, which stays. rejected: documents whose objects are not used."""
+    """kept: documents of which the store has another version, which stays. rejected: documents whose objects are not
+    used."""
 
     chunks: dict[str, int] = field(default_factory=dict)
     documents: int = 0
@@ -59,7 +60,8 @@ OnChunk = Callable[[MovedChunk, int, int], None]
 def push(
     store: ChunkStore, tier: Tier, keys: Collection[bytes] | None, rename: Rename, on_chunk: OnChunk
 ) -> MoveReport:
-    """Put chunks (None: all), the prefixes before them and the documents they are of. Chunks that are there are not put again.
+    """Put chunks (None: all), the prefixes before them and the documents they are of. Chunks that are there are not put
+    again.
 
     Chunks without KV go as text with their documents. Raises TierError, StoreErrors.
     """
@@ -108,10 +110,12 @@ def pull(
     store: ChunkStore, tier: Tier, wanted: Callable[[DocumentRecord | str], bool] | None, rename: Rename,
     on_chunk: OnChunk, *, replace_documents: bool = False,
 ) -> MoveReport:  # fmt: skip
-    """Take documents with the texts and KV of their chunks, and chunks of no document, each checked. Raises TierError, StoreErrors.
+    """Take documents with the texts and KV of their chunks, and chunks of no document, each checked. Raises TierError,
+    StoreErrors.
 
-    wanted: called with each document, and with the id of each chunk that is of none; None for everything. Chunks that the store
-    has, undamaged, stay as they are, as do documents that it has in another version, unless `replace_documents`.
+    wanted: called with each document, and with the id of each chunk that is of none; None for everything. Chunks that
+    the store has, undamaged, stay as they are, as do documents that it has in another version, unless
+    `replace_documents`.
     """
     tier.check()
     report, needed, owned = MoveReport(), dict[str, None](), set[str]()
@@ -224,7 +228,8 @@ def _is_wanted(found: TierObject, wanted: Callable[[DocumentRecord | str], bool]
 
 
 def _key_in(store: ChunkStore, tier: Tier, found: TierObject) -> bytes | None:
-    """Return the key of a chunk that the store has, read from the object's name; None if it is hidden or the store lacks it."""
+    """Return the key of a chunk that the store has, read from the object's name; None if it is hidden or the store
+    lacks it."""
     name = found.name.rpartition("/")[2]
     key = bytes.fromhex(name) if len(name) == 40 else b""
     with store.read() as reader:
@@ -252,7 +257,8 @@ def _fits(tier: Tier, manifest: ChunkManifest, size: int) -> bool:
 
 
 def _side_by_side(items: Iterable[T], work: Callable[[T], R]) -> Iterator[R]:
-    """Yield the results in order; a few are worked out ahead. What is not begun when an error ends it is left undone."""
+    """Yield the results in order; a few are worked out ahead. What is not begun when an error ends it is left
+    undone."""
     rest = iter(items)
     with ThreadPoolExecutor(_AT_ONCE, "tier-move") as pool:
         running: list[Future[R]] = [pool.submit(work, item) for item in islice(rest, 2 * _AT_ONCE)]

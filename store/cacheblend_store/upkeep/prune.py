@@ -16,7 +16,8 @@ _BATCH = 512  # chunks a transaction
 
 @dataclass(frozen=True)
 class PruneReport:
-    """Result of a prune or its dry run. keys: chunks removed. evicted: chunks that keep their text. bytes: blobs of both."""
+    """Result of a prune or its dry run. keys: chunks removed. evicted: chunks that keep their text. bytes: blobs of
+    both."""
 
     keys: tuple[bytes, ...]
     evicted: tuple[bytes, ...]
@@ -43,10 +44,10 @@ def prune(
 ) -> PruneReport:
     """Remove unwanted chunks, and evict KV of unused chunks, whose text is still found and cited.
 
-    orphans: remove chunks that no document refers to (prompt prefixes stay). model: remove chunks of a model, given by name or
-    beginning of its fingerprint. older_than: evict KV not used for so many seconds. to_bytes: then evict least recently used KV
-    until at most so many bytes are left. Damaged records are left to `verify`. Runs several short transactions; an interruption
-    leaves a consistent store.
+    orphans: remove chunks that no document refers to (prompt prefixes stay). model: remove chunks of a model, given by
+    name or beginning of its fingerprint. older_than: evict KV not used for so many seconds. to_bytes: then evict least
+    recently used KV until at most so many bytes are left. Damaged records are left to `verify`. Runs several short
+    transactions; an interruption leaves a consistent store.
     """
     now = time.time()
     with store.read() as reader:

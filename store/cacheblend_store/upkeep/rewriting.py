@@ -24,8 +24,8 @@ T = TypeVar("T")
 def compact(store: ChunkStore) -> tuple[int, int]:
     """Copy live pages into a new file and rename it over the old one. Returns (bytes before, bytes after).
 
-    Needs disk space for the copy, and no other process may have the store open. If it is interrupted anywhere, the store is
-    the old one or the new one, whole. The copy is opened, and so checked, before the rename.
+    Needs disk space for the copy, and no other process may have the store open. If it is interrupted anywhere, the
+    store is the old one or the new one, whole. The copy is opened, and so checked, before the rename.
     """
     store.require_writable()
     data = store.path / DATA
@@ -39,7 +39,8 @@ def compact(store: ChunkStore) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class SalvageReport:
-    """chunks, documents: records kept. lost: chunks that lost their KV or more. sources: their documents, to be precomputed again."""
+    """chunks, documents: records kept. lost: chunks that lost their KV or more. sources: their documents, to be
+    precomputed again."""
 
     chunks: int
     documents: int
@@ -50,9 +51,9 @@ class SalvageReport:
 def salvage(path: Path, lock_timeout: float = 30.0, progress: Progress | None = None) -> SalvageReport:
     """Rebuild a store that does not open any more (StoreCorrupt).
 
-    Needs disk space for a copy, and no other process may have the store open. Records that cannot be read or do not match their
-    digests are dropped; they are computed again. Raises StoreCorrupt if the file cannot be identified, StoreFormat,
-    StoreLocked, StoreNoSpace, StorePermission.
+    Needs disk space for a copy, and no other process may have the store open. Records that cannot be read or do not
+    match their digests are dropped; they are computed again. Raises StoreCorrupt if the file cannot be identified,
+    StoreFormat, StoreLocked, StoreNoSpace, StorePermission.
     """
     try:
         file = (path / DATA).open("rb", buffering=0)

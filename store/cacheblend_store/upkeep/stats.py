@@ -26,11 +26,11 @@ class Amount:
 
 @dataclass
 class StoreStats:
-    """Sizes are in bytes. live_bytes: all blobs. text_bytes: all chunk records. max_bytes: the quota for the two, 0 = none.
-    used_bytes: the pages of both. free_bytes: pages of the file that can be used again.
+    """Sizes are in bytes. live_bytes: all blobs. text_bytes: all chunk records. max_bytes: the quota for the two, 0 =
+    none. used_bytes: the pages of both. free_bytes: pages of the file that can be used again.
 
-    damaged, without_kv: records that do not read, and those of chunks, but of no prefix, that have no KV now. models: by
-    (model name, fingerprint, codec), their chunks without prompts' prefixes, which are apart.
+    damaged, without_kv: records that do not read, and those of chunks, but of no prefix, that have no KV now. models:
+    by (model name, fingerprint, codec), their chunks without prompts' prefixes, which are apart.
     """
 
     chunks: int

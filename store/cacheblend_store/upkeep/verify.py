@@ -27,7 +27,8 @@ _DATABASE = {"document": "documents", "memo": "meta", "summary": "meta", "use": 
 
 @dataclass(frozen=True)
 class Finding:
-    """kind: "page", "manifest", "blob", "stray-blob", "document", "reference", "counter", "memo", "summary", "use". key: the chunk, if any."""
+    """kind: "page", "manifest", "blob", "stray-blob", "document", "reference", "counter", "memo", "summary", "use".
+    key: the chunk, if any."""
 
     kind: str
     message: str
@@ -38,8 +39,8 @@ class Finding:
 class VerifyReport:
     """Result of an audit.
 
-    repaired: findings that were repaired. without_kv: chunks that are not computed or were evicted. missing: chunks that documents
-    name and that are not stored (not damage: the next precompute stores them).
+    repaired: findings that were repaired. without_kv: chunks that are not computed or were evicted. missing: chunks
+    that documents name and that are not stored (not damage: the next precompute stores them).
     """
 
     chunks: int = 0
@@ -59,8 +60,8 @@ class VerifyReport:
 def verify(store: ChunkStore, progress: Progress | None = None, repair: bool = False) -> VerifyReport:
     """Audit the store. With `repair`, damaged KV and records are removed, references and counters rebuilt.
 
-    A chunk without KV is a missing chunk: it is computed when it is needed. Damaged pages cannot be repaired in place: records
-    that can be read are copied into a new file, which replaces the old one (see `salvage`).
+    A chunk without KV is a missing chunk: it is computed when it is needed. Damaged pages cannot be repaired in place:
+    records that can be read are copied into a new file, which replaces the old one (see `salvage`).
     """
     report = VerifyReport()
     with store.read():  # raises for a store that was closed

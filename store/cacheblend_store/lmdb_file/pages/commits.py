@@ -94,8 +94,8 @@ def salvageable(handle: int, store: Path) -> PageReader:
 def _check_commit(pages: PageReader) -> None:
     """Check that a meta page belongs to the commit it names.
 
-    Every commit frees the pages it replaced under its own number, which is then the last key of the free list. A meta page
-    with a damaged number can appear to be the newest, or make the other appear so, and a commit would be lost.
+    Every commit frees the pages it replaced under its own number, which is then the last key of the free list. A meta
+    page with a damaged number can appear to be the newest, or make the other appear so, and a commit would be lost.
     """
     number = pages.meta.txnid
     if number > 2 and pages.last_freed() != number:
@@ -105,9 +105,9 @@ def _check_commit(pages: PageReader) -> None:
 def _check_unused(older: PageReader, newest: int) -> None:
     """Check that the older meta page is not the newest one with a damaged number, which would hide the last commit.
 
-    A failed commit leaves a sound older page whose number does not match its trees: LMDB writes the number of the commit
-    before the last over a page that already names the failed commit's trees, which may not have reached the disk. Its number
-    then differs from the failed commit's in more than one bit, which a single flip cannot cause.
+    A failed commit leaves a sound older page whose number does not match its trees: LMDB writes the number of the
+    commit before the last over a page that already names the failed commit's trees, which may not have reached the
+    disk. Its number then differs from the failed commit's in more than one bit, which a single flip cannot cause.
     """
     try:
         freed = older.last_freed()

@@ -145,8 +145,9 @@ class PageReader:
     def check_beside(self, database: str, key: bytes) -> None:
         """Check the two pages on each side of the path to `key`, on every level and below any branch.
 
-        When LMDB deletes a record it merges with these pages or borrows from them, merged branches bring their pages together,
-        and a cursor moves on to the next of them. `get` checks the path itself, which is all that a put walks.
+        When LMDB deletes a record it merges with these pages or borrows from them, merged branches bring their pages
+        together, and a cursor moves on to the next of them. `get` checks the path itself, which is all that a put
+        walks.
         """
         tree = self.tree(database)
         if tree is None or tree.root == NO_PAGE:
