@@ -99,7 +99,7 @@ class StoreReader:
             raise bad_blob(manifest, layer, "is missing")
         wanted = blob_size(layer_spec(manifest, layer))
         if node.size != wanted or manifest.blob_sizes[layer] != wanted:
-            raise bad_blob(manifest, layer, f"has {node.size} bytes, and {wanted} are implied")
+            raise bad_blob(manifest, layer, f"has {node.size} bytes instead of {wanted}")
         return node
 
     def get(self, database: str, key: bytes) -> memoryview | None:

@@ -1,1 +1,1 @@
-"""The LMDB file: opening, locks, pages checked before LMDB walks them."""
+"""The LMDB file: opening it, locking it, and checking its pages before LMDB walks them."""

@@ -1,4 +1,4 @@
-"""Open data.mdb with LMDB, and replace it: the new file is written beside it, then renamed."""
+"""Open data.mdb with LMDB, and replace it: a new file is written next to it, then renamed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from cacheblend_store.lmdb_file.pages.commits import snapshot
 from cacheblend_store.lmdb_file.pages.reader import DATABASES
 from cacheblend_store.lmdb_file.translation import MAX_READERS, system_errors, translated
 
-MAP_SIZE = 16 << 40  # at most; sparse: address space, not disk
+MAP_SIZE = 16 << 40  # maximum; takes address space, not disk
 _LEAST_MAP = 64 << 20
 Fill = Callable[[Any, dict[str, Any]], None]
-"""Writes the first records of a new store, given py-lmdb's transaction and database handles by name."""
+"""Writes the first records of a new store. Arguments: py-lmdb's transaction, and database handles by name."""
 
 
 def open_lmdb(store: Path) -> Any:
-    """Open an LMDB environment: sync on, no writemap, LMDB 0.9's format. A file made aside is synced once, before its
+    """Open an LMDB environment: sync on, no writemap, LMDB 0.9's format. A replacement file is synced once, before its
     rename.
 
     The map is twice the size of the file system, or half of a limited address space, and does not grow, so that a
@@ -52,7 +52,7 @@ def open_lmdb(store: Path) -> Any:
 
 
 def _room_on_disk(store: Path) -> int:
-    """Return twice the size of the file system in bytes: it can grow while the store is open."""
+    """Return twice the size of the file system in bytes, because it can grow while the store is open."""
     held = os.statvfs(store)
     return max(1 << 30, 2 * held.f_blocks * held.f_frsize)
 
@@ -72,7 +72,7 @@ def make_store(store: Path, lock_timeout: float, fill: Fill) -> None:
 def compact_copy(store: Path, folder: Path) -> None:
     """Copy the store's data.mdb without its free pages into an empty directory. The store must not be open.
 
-    LMDB trusts every page it copies, so all are checked first. Raises StoreCorrupt.
+    LMDB trusts every page that it copies, so all pages are checked first. Raises StoreCorrupt.
     """
     with (store / DATA).open("rb", buffering=0) as file, translated(store):
         pages = snapshot(file.fileno(), store)
@@ -87,10 +87,10 @@ def compact_copy(store: Path, folder: Path) -> None:
 
 @contextmanager
 def replacing(store: Path, lock_timeout: float, num_bytes: int) -> Iterator[Path]:
-    """Yield an empty directory; the data.mdb created in it replaces the store's, which must not be open.
+    """Yield an empty directory. The data.mdb created in it replaces the store's, which must not be open.
 
-    num_bytes: its size at most. Safe against a crash at any point: the file is renamed into place. Raises StoreLocked
-    if other processes keep the store open, StoreNoSpace.
+    Safe against a crash at any point, because the file is renamed into place. Raises StoreLocked if other processes
+    keep the store open, StoreNoSpace. num_bytes: maximum size of the new file.
     """
     locked = locks.writer_lock(store, lock_timeout), locks.nobody_else(store, lock_timeout)
     with locked[0], locked[1], made_aside(store, num_bytes) as folder:
@@ -109,7 +109,7 @@ def made_aside(store: Path, num_bytes: int = 0) -> Iterator[Path]:
     try:
         yield folder
         with system_errors(store):
-            os.chmod(folder / DATA, 0o600)  # LMDB's copies go by the umask
+            os.chmod(folder / DATA, 0o600)  # LMDB's copies follow the umask
             sync_file(folder / DATA)
             os.rename(folder / DATA, store / DATA)
             sync_file(store)

@@ -16,9 +16,9 @@ from cacheblend_store.lmdb_file.translation import again_hint, bad_disk, system_
 DATA, LOCK, MAKING = "data.mdb", "lock.mdb", "making.tmp"
 OWN_FILES = ("writer.lock", "open.lock", MAKING, "search.sqlite3", "search.sqlite3-journal")
 _SERVER_FILES = re.compile(r"engine-[0-9a-f]+\.(lock|log|sock(\.\d+)?)")
-"""Log and socket of a server, which are made before it opens the store."""
+"""Log and socket of a server. They are created before it opens the store."""
 _MIN_FREE_BYTES = 64 << 20
-_TREE_BYTES = 1 << 20  # more than the pages of its trees that a commit writes anew
+_TREE_BYTES = 1 << 20  # upper bound for tree pages that a commit rewrites
 _NETWORK = {
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "fuse.sshfs", "beegfs", "ncpfs",
     "fuse.glusterfs", "fuse.s3fs", "fuse.rclone", "gfs2", "ocfs2", "gpfs", "orangefs",
@@ -26,7 +26,8 @@ _NETWORK = {
 
 
 def check_directory(path: Path, *, write: bool, create: bool, force: bool) -> None:
-    """Refuse directories that are not a store or not private to this user. Creates the directory (0700) if asked to."""
+    """Refuse a directory that is not a store or not private to this user. With `create`, create it (0700) if
+    missing."""
     try:
         there = _is_there(path, create=write and create)
         if write:
@@ -50,7 +51,7 @@ def _is_there(path: Path, *, create: bool) -> bool:
     if (path / DATA).exists():
         return True
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
-    if LOCK in names:  # LMDB made it when it opened a data.mdb
+    if LOCK in names:  # LMDB creates it when it opens a data.mdb
         raise lost(path)
     if not create:
         raise StoreNotFound(f"there is no store at {path}", "store documents first: cacheblend precompute FOLDER")
@@ -83,11 +84,11 @@ def _check_private(path: Path, *, there: bool, force: bool) -> None:
 
 
 def _make_directory(path: Path, mode: int = 0o700) -> None:
-    """Create the directory and its parents durably, so that a store survives a power cut with its path."""
+    """Create the directory and its parents durably, so that the path of a store survives a power cut."""
     if not path.parent.is_dir():
         _make_directory(path.parent, 0o777)
     path.mkdir(mode=mode, exist_ok=True)
-    with suppress(PermissionError):  # a directory above that may be entered and not read
+    with suppress(PermissionError):  # the parent directory may be enterable but not readable
         sync_file(path.parent)
 
 

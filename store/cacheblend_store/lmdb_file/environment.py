@@ -1,8 +1,8 @@
 """Transactions of one store in this process, each with the checked pages of its snapshot.
 
-LMDB gives a read transaction a slot in its reader table, which keeps its pages from being overwritten; the pages are
-read by `pages`. LMDB does the writing. Its environment may not be closed under an open transaction, so transactions are
-counted, and reopening waits until none is left.
+For reading, LMDB only provides a slot in its reader table, which protects the pages of the snapshot from being
+overwritten; `pages` reads them. LMDB does the writing. Its environment must not be closed during a transaction, so
+transactions are counted, and reopening waits until none is left.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from cacheblend_store.lmdb_file.pages.layout import PAGE_SIZES
 from cacheblend_store.lmdb_file.pages.reader import DATABASES, PageReader
 from cacheblend_store.lmdb_file.translation import Reopen, damaged, translated
 
-_TRIES = 64  # at what others can make fail again and again
+_TRIES = 64  # attempts to begin a transaction, which other processes can make fail repeatedly
 
 
 class Environment:
-    """An open LMDB environment. Use `opened.acquire` and `opened.release`, which count its users."""
+    """An open LMDB environment. Use `opened.acquire` and `opened.release`, which count users."""
 
     def __init__(self, store: Path, lock_timeout: float) -> None:
         self.store, self.pid, self.users = store, os.getpid(), 1
         self._timeout = lock_timeout
         self._changed = threading.Condition()
         self.transactions = self._waiting = 0
-        self._file = -1  # while it is not open
+        self._file = -1  # -1: not open
         self._lmdb: Any = None
-        # a user who may not write has no place among the readers, and reads what the owner may write over meanwhile
+        # A user without write permission gets no slot in the reader table: the owner may overwrite pages during a read.
         self._is_owner = os.access(store / DATA, os.W_OK) and os.access(store, os.W_OK)
         self._share = locks.share(store, lock_timeout)
         try:
@@ -59,7 +59,7 @@ class Environment:
         try:
             info = os.fstat(self._file)
             self._inode = info.st_dev, info.st_ino
-            snapshot(self._file, self.store)  # LMDB believes the meta pages as soon as it opens the file
+            snapshot(self._file, self.store)  # checks the meta pages, which LMDB trusts as soon as it opens the file
             if self._is_owner:
                 self._lmdb = open_lmdb(self.store)
                 with translated(self.store):
@@ -69,7 +69,7 @@ class Environment:
             raise
 
     def close(self) -> None:
-        """Close the environment. Only in the process that opened it."""
+        """Close the environment. Call it only in the process that opened it."""
         self._close_file()
         if self._share is not None:
             locks.close(self._share)
@@ -90,7 +90,7 @@ class Environment:
 
     @contextmanager
     def reading(self) -> Iterator[PageReader]:
-        """Yield the pages of one snapshot, which do not change meanwhile."""
+        """Yield the pages of one snapshot. They do not change inside the context."""
         transaction, pages = self._begin(write=False)
         try:
             yield pages
@@ -120,7 +120,7 @@ class Environment:
                     yield transaction, dbs, pages
                     self._require_own()
                     transaction.commit()
-                self._dbs = dbs  # LMDB forgets handles of a transaction that is aborted
+                self._dbs = dbs  # only now: LMDB discards the handles of an aborted transaction
             finally:
                 self._end(transaction)
 
@@ -135,15 +135,15 @@ class Environment:
         for _ in range(_TRIES):
             self._look_at_file()
             with self._changed:
-                # those who wait go first; not for ever, since one transaction may be begun inside another
+                # Waiting threads go first, with a timeout, because a transaction may begin inside another.
                 self._changed.wait_for(lambda: not self._waiting, 0.1)
                 self.transactions += 1
             transaction = None
             try:
-                if self._file < 0:  # another thread could not open it again
+                if self._file < 0:  # another thread failed to reopen it
                     raise Reopen(f"the store at {self.store} could not be opened again", "check the disk")
                 with translated(self.store):
-                    if write:  # a reader that was killed would keep every page freed since
+                    if write:  # a killed reader would hold every page freed since
                         self._lmdb.reader_check()
                     if self._lmdb is not None:
                         transaction = self._lmdb.begin(write=write, buffers=True)
@@ -151,7 +151,7 @@ class Environment:
                     pages = snapshot(self._file, self.store, commit)
                 if pages is not None:
                     return transaction, pages
-                # overtaken: two commits happened between its begin and the look at its meta page
+                # overtaken: two commits happened between begin and reading the meta page
                 self._end(transaction)
             except Reopen:
                 self._end(transaction)
@@ -206,7 +206,7 @@ class Environment:
             try:
                 if not self._changed.wait_for(lambda: self.transactions == 0, self._timeout):
                     raise StoreIOError(
-                        f"the store at {self.store} has to be opened anew, and transactions of this process are in the way",
+                        f"the store at {self.store} must be reopened, but transactions of this process are still open",
                         "end them, then try again",
                     )
                 self._close_file()

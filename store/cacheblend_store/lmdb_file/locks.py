@@ -1,6 +1,6 @@
 """Lock files: one writer at a time, and exclusive access while the data file is replaced.
 
-Both are flocks, which a forked child shares with its parent, so a child closes its copies at once.
+Both are flocks. A forked child shares them with its parent, so it closes its copies at once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def writer_lock(store: Path, timeout: float) -> Iterator[None]:
 
 
 def share(store: Path, timeout: float) -> int | None:
-    """Return a descriptor of a shared lock on an open store, held until `close`; None if this user may not lock.
+    """Return the descriptor of a shared lock on an open store, held until `close`; None if the user may not lock.
 
     Raises StoreLocked if the store is being rewritten for longer than `timeout` seconds.
     """
@@ -93,7 +93,7 @@ def _wait(handle: int, kind: int, timeout: float) -> bool:
 
 
 def _open(path: Path) -> int:
-    """Open the lock file, creating it if needed; read-only if this user may not write it."""
+    """Open the lock file and create it if needed; read-only if the user may not write it."""
     try:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -108,7 +108,7 @@ def _open(path: Path) -> int:
 
 
 def _holders(path: Path) -> str:
-    """Return the holders of a lock on the file, as far as the system tells."""
+    """Return the holders of a lock on the file, if the system lists them."""
     pids, inode = set[str](), path.stat().st_ino
     with suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Stores open in this process: one environment per file, since LMDB forbids a second one in a process."""
+"""Stores open in this process: one environment per file, because LMDB forbids a second one in a process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cacheblend_store.lmdb_file.directory import DATA
 from cacheblend_store.lmdb_file.environment import Environment
 
 _shared: dict[str, Environment] = {}
-_inherited: dict[str, Environment] = {}  # the parent's; kept, since LMDB would close them when they are collected
+_inherited: dict[str, Environment] = {}  # of the parent; kept, because LMDB closes environments on garbage collection
 _registry = threading.RLock()
 
 
@@ -49,7 +49,7 @@ def _close_inherited(key: str) -> None:
     if _inherited[key].transactions:
         raise StoreError(
             f"this process was forked while its parent read or wrote the store at {_inherited[key].store}",
-            "fork when nothing is read or written, or start workers with spawn or forkserver",
+            "fork while the store is idle, or start workers with spawn or forkserver",
         )
     _inherited.pop(key).close_lmdb()
 

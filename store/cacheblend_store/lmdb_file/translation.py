@@ -1,4 +1,4 @@
-"""Translate errors of LMDB and the system into the store's errors."""
+"""Translate errors of LMDB and the operating system to StoreErrors."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def translated(store: Path) -> Iterator[None]:
             "raise its limit (ulimit -v), or remove chunks: cacheblend chunks prune",
         ) from error
     except lmdb.ReadersFullError as error:
-        raise StoreIOError(f"the store at {store} has {MAX_READERS} readers already", "end some of them") from error
+        raise StoreIOError(f"the store at {store} already has {MAX_READERS} readers", "end some of them") from error
     except _DAMAGE as error:
         raise damaged(store, str(error)) from error
     except lmdb.Error as error:
         if "already open in this process" in str(error):
-            raise StoreError(f"this process has {store} open by other means than ChunkStore", "close it") from error
+            raise StoreError(f"this process has opened {store} without ChunkStore", "close it") from error
         if any(text in str(error) for text in _FULL_DISK):
             raise full_disk(store) from error
         raise bad_disk(store, error) from error
@@ -55,7 +55,7 @@ def translated(store: Path) -> Iterator[None]:
 
 @contextmanager
 def system_errors(store: Path) -> Iterator[None]:
-    """Translate the system's errors."""
+    """Translate errors of the operating system."""
     try:
         yield
     except OSError as error:

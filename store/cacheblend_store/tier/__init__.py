@@ -1,4 +1,4 @@
-"""A shared tier: chunk KV in an object store, behind the local store. One object a chunk."""
+"""A shared tier: chunk KV in an object store, as a second level behind the local store. One object per chunk."""
 
 from cacheblend_store.tier.objects import Tier, TierObject, open_tier
 from cacheblend_store.tier.shared import SharedTier, TierCounts

@@ -1,4 +1,4 @@
-"""Encryption of a tier's objects with a secret that those who share the tier have."""
+"""Encryption of a tier's objects with a secret shared by its users."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SHORTEST = 16
 
 
 class Cipher:
-    """AES-256-GCM by parts of an object, and names by HMAC-SHA-256.
+    """AES-256-GCM for the parts of an object, HMAC-SHA-256 for names.
 
-    Each object has a key of its own, derived from the secret and the object's random salt, so the part's number is a
-    nonce that is used once.
+    Each object has its own key, derived from the secret and a random salt, so the number of a part is a nonce that is
+    used once.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -44,7 +44,7 @@ class Cipher:
         return cls(secret)
 
     def name(self, text: str) -> str:
-        """Return what a name is replaced by."""
+        """Return the replacement of a name."""
         return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()[:40]
 
     def seal(self, salt: bytes, part: int, data: bytes | memoryview, about: bytes) -> bytes:
@@ -53,7 +53,7 @@ class Cipher:
         return sealed
 
     def open(self, salt: bytes, part: int, data: bytes | memoryview, about: bytes) -> bytes:
-        """Return the plain part. Raises BadBlob if it, or what it is about, was changed."""
+        """Return the plain part. Raises BadBlob if the part or its associated data was changed."""
         from cryptography.exceptions import InvalidTag
 
         try:

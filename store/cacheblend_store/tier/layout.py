@@ -1,8 +1,8 @@
 """Byte format of a tier's objects.
 
-An object begins with HEAD; then comes the manifest, sealed as in the store, behind its key; then, of a chunk, one blob
-a layer, as the store has them. All layers of a chunk are of one size, which its shape gives, so the size of the object
-tells where each layer is. With a cipher the manifest and each layer are encrypted by themselves.
+An object consists of HEAD, the key, the manifest (sealed as in the store) and, for a chunk, one blob per layer in the
+store's encoding. The chunk's shape determines the size of each layer, so the size of the object tells where each layer
+is. With a cipher, the manifest and each layer are encrypted separately.
 """
 
 from __future__ import annotations
@@ -48,32 +48,31 @@ MAX_COLLECTION_BYTES = 1 << 20
 
 
 class DocumentBundle(NamedTuple):
-    """A document with the texts of its chunks. prefix_key: key of the prompt's prefix. texts: manifests without KV."""
+    """A document with the texts of its chunks."""
 
     record: DocumentRecord
-    prefix_key: bytes
-    texts: tuple[ChunkManifest, ...]
+    prefix_key: bytes  # of the prompt's prefix
+    texts: tuple[ChunkManifest, ...]  # manifests without KV
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Places in the object of a chunk. head_bytes: up to the first layer; bounds: the end of each layer behind that,
-    from 0 on."""
+    """Byte ranges in the object of a chunk."""
 
-    head_bytes: int
-    bounds: tuple[int, ...]
+    head_bytes: int  # bytes before the first layer
+    bounds: tuple[int, ...]  # boundaries of the layers, relative to head_bytes; starts with 0
 
     @classmethod
     def of(cls, chunk: ChunkManifest, size: int, *, encrypted: bool) -> Layout:
-        """Raises BadBlob for a shape or a size that no chunk has."""
+        """Return the layout of an object of this size. Raises BadBlob if no chunk can have this shape or size."""
         tag = TAG_BYTES if encrypted else 0
         if chunk.num_layers > MAX_LAYERS or chunk.codec not in CODECS:
-            raise BadBlob("its shape is one that no chunk has")
+            raise BadBlob("no chunk can have its shape")
         sizes = (blob_size(layer_spec(chunk, layer)) + tag for layer in range(chunk.num_layers))
         bounds = tuple(accumulate(sizes, initial=0))
         head = size - bounds[-1]
         if not HEAD.size + KEY_BYTES + tag < head <= HEAD.size + KEY_BYTES + MAX_MANIFEST_BYTES + tag:
-            raise BadBlob(f"its object has {size:,} bytes, and {bounds[-1]:,} and a manifest are implied")
+            raise BadBlob(f"its object has {size:,} bytes instead of {bounds[-1]:,} plus a manifest")
         return cls(head, bounds)
 
     @property
@@ -85,7 +84,7 @@ class Layout:
         return self.head_bytes + self.bounds[-1]
 
     def groups(self) -> list[range]:
-        """Return the layers by request: GROUP_BYTES or more, or all of an object below WHOLE_BYTES."""
+        """Return the layers to read per request: at least GROUP_BYTES, or all layers of an object below WHOLE_BYTES."""
         least = self.size if self.size < WHOLE_BYTES else GROUP_BYTES
         groups, first = [], 0
         for stop in range(1, self.num_layers + 1):
@@ -95,18 +94,18 @@ class Layout:
         return groups
 
     def span(self, layers: range) -> tuple[int, int]:
-        """Return start and end of these layers in the object, of the first ones with the head."""
+        """Return (start, end) of these layers in the object. The range of the first layers includes the head."""
         start = self.head_bytes + self.bounds[layers.start] if layers.start else 0
         return start, self.head_bytes + self.bounds[layers.stop]
 
     def layer(self, number: int, start: int = 0) -> slice:
-        """Return the place of a layer in the bytes of the object from `start` on."""
+        """Return the place of a layer in the bytes of the object that begin at `start`."""
         first = self.head_bytes - start
         return slice(first + self.bounds[number], first + self.bounds[number + 1])
 
 
 class Head:
-    """The opened beginning of a chunk's object. manifest: as its writer made it. num_bytes: up to the first layer."""
+    """Decoded head of a chunk's object. manifest: from the writer. num_bytes: bytes before the first layer."""
 
     def __init__(self, manifest: ChunkManifest, cipher: Cipher | None, salt: bytes, num_bytes: int) -> None:
         self.manifest, self.num_bytes, self._cipher, self._salt = manifest, num_bytes, cipher, salt
@@ -124,7 +123,7 @@ class Head:
 
 
 def encode_chunk(manifest: ChunkManifest, blobs: Sequence[bytes], name: str, cipher: Cipher | None) -> bytes:
-    """Return the object of a chunk. manifest: with sizes and digests of the blobs."""
+    """Return the object of a chunk. manifest: includes sizes and digests of the blobs."""
     salt, body = _salt(cipher), manifest.key + encode_manifest(manifest)
     head = _encode_head(body, salt, name, cipher)
     if cipher is not None:
@@ -148,12 +147,12 @@ def encode_bundle(parts: tuple[bytes, bytes, list[bytes]], name: str, cipher: Ci
 
 
 def decode_bundle(data: memoryview, name: str, cipher: Cipher | None) -> tuple[bytes, bytes, list[bytes]]:
-    """Return the parts that `encode_bundle` took. Raises BadBlob."""
+    """Invert `encode_bundle`. Raises BadBlob."""
     body, _, _ = _decode_head(data, name, cipher, MAX_DOCUMENT_BYTES)
     try:
         return msgspec.msgpack.decode(unseal(name.encode(), body), type=tuple[bytes, bytes, list[bytes]])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadBlob(f"the document does not read: {error}") from error
+        raise BadBlob(f"the document cannot be decoded: {error}") from error
 
 
 def encode_collection(memo: Memo, name: str, cipher: Cipher | None) -> bytes:
@@ -162,7 +161,7 @@ def encode_collection(memo: Memo, name: str, cipher: Cipher | None) -> bytes:
 
 
 def decode_collection(data: memoryview, collection: str, name: str, cipher: Cipher | None) -> Memo:
-    """Return the memo. Raises BadBlob if it is damaged, or another collection's."""
+    """Return the memo. Raises BadBlob if it is damaged or belongs to another collection."""
     body, _, _ = _decode_head(data, name, cipher, MAX_COLLECTION_BYTES)
     memo = decode_memo(memo_key(COLLECTION, collection), body)
     if (memo.kind, memo.name) != (COLLECTION, collection):
@@ -196,5 +195,5 @@ def _decode_head(data: memoryview, name: str, cipher: Cipher | None, most: int) 
 
 
 def _about(chunk: ChunkManifest, layer: int) -> bytes:
-    """Return what a layer is bound to: key, layer and token ids."""
+    """Return the associated data of a layer: key, layer and token ids."""
     return blob_key(chunk.key, layer) + pack_ids(chunk.token_ids)

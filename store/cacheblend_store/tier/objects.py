@@ -1,4 +1,4 @@
-"""A tier on an object store: S3, Google Cloud Storage, Azure, a folder, or memory, by obstore."""
+"""A tier on an object store (S3, Google Cloud Storage, Azure, a folder, or memory), through obstore."""
 
 from __future__ import annotations
 
@@ -54,35 +54,36 @@ SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "file", "me
 MAX_CHUNK_BYTES = 16 << 30
 _ROOT, _DOCUMENTS, _COLLECTION, _MARKER = f"v{VERSION}", "documents", "collection", "cacheblend-tier.json"
 _CONNECT_S, _REQUEST_S = 2, 30
-_PIECE_BYTES = 8 << 20  # a request: a timeout is of one, however large the object
-_LISTED = 1000  # objects a request
+_PIECE_BYTES = 8 << 20  # bytes per request, so that the timeout does not depend on the object size
+_LISTED = 1000  # objects per listing request
 _DENIED = re.compile(r"40[13] (Forbidden|Unauthorized)|[Pp]ermission denied")
 _NAME = re.compile(rf"{_ROOT}/[0-9a-f]+/(?:{_DOCUMENTS}/)?[0-9a-f]+")
 
 
 def check_url(url: str) -> str:
-    """Return the scheme. Raises TierUsage for one that is unknown and for a URL with credentials; it does not repeat
-    these."""
+    """Return the scheme. Raises TierUsage for an unknown scheme or a URL with credentials; the message omits
+    credentials."""
     parts = urlsplit(url)
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise TierUsage(
-            "the URL of a tier holds more than a bucket and a prefix",
+            "the URL of a tier may have only a bucket and a prefix",
             "credentials come from the environment: docs/scale.md",
         )
     if parts.scheme not in SCHEMES:
         known = "s3://BUCKET/PREFIX, gs://, az://, file:///FOLDER, memory:///"
         raise TierUsage(f"unknown tier {url!r}", f"known: {known}")
     if parts.scheme == "file" and parts.netloc:
-        raise TierUsage(f"{url!r} names a host", "write three slashes: file:///FOLDER")
+        raise TierUsage(f"{url!r} contains a host name", "write three slashes: file:///FOLDER")
     return parts.scheme
 
 
 def open_tier(url: str, key_file: str | Path | None = None, *, create: bool = True) -> Tier:
-    """Return the tier at a URL. Nothing is sent yet: `check` does that.
+    """Return the tier at a URL, without sending a request; `check` does that.
 
-    key_file: secret that objects are encrypted with. create: make a folder that is not there, if the one above it is.
-    Credentials and endpoint come from the environment, as obstore takes them (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL,
-    GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME, ...). Raises TierUsage, TierNotFound.
+    Credentials and endpoint come from the environment variables that obstore reads (AWS_ACCESS_KEY_ID,
+    AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME, ...). Raises TierUsage, TierNotFound.
+
+    key_file: file with the secret to encrypt objects. create: create a missing folder if its parent exists.
     """
     scheme = check_url(url)
     cipher = None if not key_file else Cipher.of_file(Path(key_file).expanduser())
@@ -106,25 +107,25 @@ def open_tier(url: str, key_file: str | Path | None = None, *, create: bool = Tr
 
 @cache
 def _memory(url: str) -> Any:
-    """The process's store at a memory URL."""
+    """Return this process's object store for a memory URL."""
     from obstore.store import MemoryStore
 
     return MemoryStore()
 
 
 class TierObject(NamedTuple):
-    """An object as a listing gives it. modified: seconds since the epoch."""
+    """An object in a listing."""
 
     name: str
-    size: int
-    modified: float
+    size: int  # bytes
+    modified: float  # seconds since the epoch
 
 
 class Tier:
-    """Chunks and documents that several stores share. cipher: None for a tier without encryption.
+    """Chunks and documents shared by several stores. cipher: None for a tier without encryption.
 
-    A put is complete or not there. Nothing that is read is trusted before `Layout` has bounded its size and
-    `Head.layer` has checked its digest. Methods raise TierError, never an error of a library.
+    A put is atomic. Data is not trusted before `Layout` has bounded its size and `Head.layer` has checked its digest.
+    Methods raise TierError, never an error of a library.
     """
 
     def __init__(self, url: str, store: Any, cipher: Cipher | None = None) -> None:
@@ -134,9 +135,9 @@ class Tier:
         self._marked = False
 
     def check(self) -> None:
-        """Reach the tier and read its format. Raises TierError, which says what is wrong."""
+        """Connect to the tier and check its format. Raises TierError."""
         with _errors(self.url):
-            for _ in self._api.list(self._store, prefix=_ROOT, chunk_size=1):  # a bucket that is not there has no list
+            for _ in self._api.list(self._store, prefix=_ROOT, chunk_size=1):  # fails if the bucket does not exist
                 break
             try:
                 found = bytes(self._api.get(self._store, _MARKER).bytes())
@@ -179,7 +180,7 @@ class Tier:
     # chunks
 
     def size(self, collection: str, key: bytes) -> int | None:
-        """Return the size of a chunk's object, or None if it is not there."""
+        """Return the size of a chunk's object, or None if it does not exist."""
         try:
             with _errors(self.url):
                 return int(self._api.head(self._store, self.name(collection, key))["size"])
@@ -187,8 +188,8 @@ class Tier:
             return None
 
     def layout(self, chunk: ChunkManifest, size: int) -> Layout:
-        """Return the byte ranges of an object of this size with KV of the chunk's shape. Raises BadBlob if it cannot be
-        one."""
+        """Return the byte ranges in an object of this size with KV of the chunk's shape. Raises BadBlob if they do not
+        fit."""
         return Layout.of(chunk, size, encrypted=self._cipher is not None)
 
     def read(self, collection: str, key: bytes, start: int, end: int) -> memoryview:
@@ -207,31 +208,31 @@ class Tier:
         return data
 
     def head(self, collection: str, key: bytes, data: memoryview) -> Head:
-        """Open the beginning of a chunk's object. Raises BadBlob if it is damaged, or another chunk's."""
+        """Decode the head of a chunk's object. Raises BadBlob if it is damaged or belongs to another chunk."""
         return self._head(self.name(collection, key), data)
 
     def _head(self, name: str, data: memoryview) -> Head:
         head = decode_head(data, name, self._cipher)
         if self.name(head.manifest.collection, head.manifest.key) != name:
-            raise BadBlob("its object is another chunk's", key=head.manifest.key)
+            raise BadBlob("its object belongs to another chunk", key=head.manifest.key)
         return head
 
     def put_chunk(self, manifest: ChunkManifest, blobs: Sequence[bytes]) -> int:
-        """Write a chunk, one blob a layer, in place of what is there. Returns the object's size."""
+        """Write a chunk with one blob per layer, replacing an existing object. Return the size of the object."""
         digests = tuple(blob_digest(manifest.key, i, manifest.num_tokens, blob) for i, blob in enumerate(blobs))
         whole = replace(manifest, blob_sizes=tuple(map(len, blobs)), blob_digests=digests)
         name = self.name(manifest.collection, manifest.key)
         return self._put(name, encode_chunk(whole, blobs, name, self._cipher))
 
     def get_chunk(self, name: str, size: int) -> tuple[ChunkManifest, list[bytes]]:
-        """Return the chunk of an object that `chunks` named, checked. Raises BadBlob."""
+        """Return the chunk of an object from `chunks`, checked. Raises BadBlob."""
         if size > MAX_CHUNK_BYTES:
             raise BadBlob(f"its object has {size:,} bytes")
         data = self._read(name, 0, size)
         head = self._head(name, data)
         layout = self.layout(head.manifest, size)
         if layout.head_bytes != head.num_bytes:
-            raise BadBlob("its object is of another size than its manifest", key=head.manifest.key)
+            raise BadBlob("the size of its object does not match its manifest", key=head.manifest.key)
         blobs = [head.layer(i, data[layout.layer(i)]) for i in range(layout.num_layers)]
         return head.manifest, [bytes(blob) for blob in blobs]
 
@@ -242,7 +243,7 @@ class Tier:
     # documents
 
     def put_document(self, bundle: DocumentBundle) -> None:
-        """Write a document and the texts of its chunks in place of what is there."""
+        """Write a document and the texts of its chunks, replacing an existing object."""
         record = bundle.record
         name = self._document_name(record.collection, record.key)
         texts = [m.key + encode_manifest(m.without_kv()) for m in bundle.texts]
@@ -251,7 +252,7 @@ class Tier:
         )
 
     def get_document(self, name: str, size: int) -> DocumentBundle:
-        """Return the document of an object that `documents` named, checked. Raises BadBlob."""
+        """Return the document of an object from `documents`, checked. Raises BadBlob."""
         if size > MAX_DOCUMENT_BYTES:
             raise BadBlob(f"a document of {size:,} bytes")
         raw, prefix_key, texts = decode_bundle(self._read(name, 0, size), name, self._cipher)
@@ -271,12 +272,12 @@ class Tier:
     # collections
 
     def put_collection(self, memo: Memo) -> None:
-        """Write a collection's memo in place of what is there."""
+        """Write a collection's memo, replacing an existing object."""
         name = self._collection_name(memo.name)
         self._put(name, encode_collection(memo, name, self._cipher))
 
     def get_collection(self, collection: str) -> Memo | None:
-        """Return a collection's memo, checked; None if it is not there. Raises BadBlob."""
+        """Return a collection's memo, checked; None if it does not exist. Raises BadBlob."""
         name = self._collection_name(collection)
         try:
             with _errors(self.url):
@@ -343,6 +344,6 @@ def _errors(url: str) -> Iterator[None]:
 
 
 def _line(error: Exception) -> str:
-    """Return the first line of an error without queries of URLs; of an XML body, its code."""
+    """Return the first line of an error without URL queries, or the error code of an XML body."""
     text = re.sub(r"<\?xml.*?<Code>(\w+)</Code>.*", r"\1", str(error), flags=re.DOTALL)
     return re.sub(r"(://[^\s?]*)\?\S*", r"\1", (text.strip().splitlines() or [type(error).__name__])[0])[:300]

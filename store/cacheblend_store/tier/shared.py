@@ -21,11 +21,11 @@ from cacheblend_store.tier.threads import Threads
 
 READERS, WRITERS = 32, 4
 FAILURES, REST_S = 3, 30.0
-"""So many failed requests in a row leave the tier alone for so long."""
+"""After FAILURES failed requests in a row, the tier is not used for REST_S seconds."""
 _NEW = 0.2  # weight of the newest measurement in a running average
 T = TypeVar("T")
 Load = Callable[[bytes], tuple[ChunkManifest, Sequence[bytes]] | None]
-"""Reads a chunk with KV from the store; None if it has none now."""
+"""Reads a chunk with KV from the store; None if it currently has no KV."""
 LoadCollection = Callable[[str], Memo | None]
 """Reads a collection's memo from the store."""
 logger = logging.getLogger("cacheblend")
@@ -33,29 +33,26 @@ logger = logging.getLogger("cacheblend")
 
 @dataclass
 class TierCounts:
-    """Since the tier was opened. hits and misses: chunks that were looked for. late: those that were not answered in
-    time. failed: requests. refused: objects that were damaged or another writer's. rests: times that the breaker
-    opened. read_bytes, read_s: of requests, side by side. puts, put_bytes: chunks written. unput: chunks that could not
-    be written."""
+    """Counters since the tier was opened."""
 
-    hits: int = 0
-    misses: int = 0
-    late: int = 0
-    failed: int = 0
-    refused: int = 0
-    rests: int = 0
+    hits: int = 0  # look-ups of chunks that the tier has
+    misses: int = 0  # look-ups of chunks that it does not have
+    late: int = 0  # look-ups that were not answered in time
+    failed: int = 0  # requests
+    refused: int = 0  # objects that were damaged or belong to another writer
+    rests: int = 0  # times that the circuit breaker opened
     read_bytes: int = 0
-    read_s: float = 0.0
-    puts: int = 0
+    read_s: float = 0.0  # time with concurrent reads in flight
+    puts: int = 0  # chunks written
     put_bytes: int = 0
-    unput: int = 0
+    unput: int = 0  # chunks that could not be written
 
 
 class SharedTier:
-    """Reads and writes of one process. Any thread. Raises nothing of the tier's.
+    """Reads and writes of one process. Thread-safe. Errors of the tier are not raised.
 
-    deadline_s: to find out which chunks are there. say: called once for each kind of failure. latency_s, bytes_per_s:
-    measured; 0 if unknown.
+    deadline_s: default time to look up chunks. say: called once for each kind of failure. latency_s, bytes_per_s:
+    measured averages, 0 if unknown.
     """
 
     def __init__(self, tier: Tier, deadline_s: float = 0.05, say: Callable[[str], None] = logger.warning) -> None:
@@ -66,10 +63,10 @@ class SharedTier:
         self._changed = threading.Condition()
         self._load: Load | None = None
         self._load_collection: LoadCollection = lambda collection: None
-        self._collections = set[str]()  # those that were put
+        self._collections = set[str]()  # collections that were uploaded
         self._waiting = deque[bytes]()
         self._writing = 0
-        self._known, self._refused = set[bytes](), set[bytes]()  # keys that are there; those of objects to replace
+        self._known, self._refused = set[bytes](), set[bytes]()  # keys in the tier; keys of objects to replace
         self._in_row, self._rests_until = 0, 0.0
         self._said = set[str]()
         self._checked: Future[None] | None = None
@@ -84,7 +81,8 @@ class SharedTier:
         return time.monotonic() < self._rests_until
 
     def check_later(self) -> None:
-        """Check the tier in the background. It is left alone until that is done, and where the check fails for good."""
+        """Check the tier in the background. The tier is not used until the check is done, or if it fails
+        permanently."""
 
         def check() -> None:
             try:
@@ -98,9 +96,9 @@ class SharedTier:
     # reading
 
     def find(self, chunks: Iterable[ChunkManifest], seconds: float | None = None) -> dict[bytes, Layout]:
-        """Return the layouts of those chunks that the tier has, asked at the same time, as far as it answers in time.
+        """Return the layouts of the chunks in the tier. Look-ups run concurrently; late answers are dropped.
 
-        chunks: of the shape that is wanted; sizes and digests are not looked at. seconds: to wait, by default
+        chunks: manifests with the expected shape; sizes and digests are ignored. seconds: timeout, by default
         deadline_s.
         """
         seconds = self.deadline_s if seconds is None else seconds
@@ -152,12 +150,13 @@ class SharedTier:
         return data
 
     def measured(self, num_bytes: int, seconds: float) -> None:
-        """Note how long it took until so many bytes were read side by side."""
+        """Record the time of concurrent reads of num_bytes bytes."""
         if num_bytes and seconds > 0:
             self.bytes_per_s = _average(self.bytes_per_s, num_bytes / seconds)
 
     def refuse(self, key: bytes, error: StoreError) -> None:
-        """Do not ask for this object again: it is damaged or another's. The next put replaces it."""
+        """Ignore this object from now on, because it is damaged or belongs to another chunk. The next put replaces
+        it."""
         with self._changed:
             self._counts.refused += 1
             self._refused.add(key)
@@ -165,18 +164,18 @@ class SharedTier:
         self._say("refused", f"for chunk {key.hex()[:12]}: {error.message}")
 
     def gave_up(self) -> None:
-        """Note that an answer waited as long as it could."""
+        """Record that a request timed out while an answer waited for it."""
         self._failed("slow", "its KV did not come in time")
 
     # writing
 
     def start(self, load: Load, load_collection: LoadCollection) -> None:
-        """Put chunks from now on, and the memos of their collections. load, load_collection: read them from the
+        """Start to upload chunks and the memos of their collections. load, load_collection: read them from the
         store."""
         self._load, self._load_collection = load, load_collection
 
     def offer(self, keys: Iterable[bytes]) -> None:
-        """Put these chunks of the store in the background, unless the tier has them."""
+        """Upload chunks of the store in the background, unless the tier has them."""
         with self._changed:
             new = [key for key in keys if key not in self._known]
             self._known.update(new)
@@ -201,7 +200,7 @@ class SharedTier:
                 put = True
                 self._put_collection(chunk[0].collection)
         except StoreError:
-            pass  # `_request` said so, or verify says that the store is damaged
+            pass  # reported by `_request`, or by verify if the store is damaged
         finally:
             with self._changed:
                 self._writing -= 1
@@ -215,7 +214,7 @@ class SharedTier:
                 self._changed.notify_all()
 
     def _put_collection(self, collection: str) -> None:
-        """Put a collection's memo once."""
+        """Upload a collection's memo once."""
         with self._changed:
             new = collection not in self._collections
             self._collections.add(collection)
@@ -225,18 +224,18 @@ class SharedTier:
 
     @property
     def unput(self) -> int:
-        """Chunks that wait to be put."""
+        """Number of chunks waiting to be uploaded."""
         with self._changed:
             return len(self._waiting) + self._writing
 
     def flush(self, seconds: float) -> int:
-        """Wait for the puts, at most so long. Returns how many are left."""
+        """Wait up to `seconds` for pending uploads. Return how many are left."""
         with self._changed:
             self._changed.wait_for(lambda: not (self._waiting or self._writing), timeout=seconds)
             return len(self._waiting) + self._writing
 
     def close(self, seconds: float = 0.0) -> int:
-        """Flush, and put nothing more. Returns how many chunks were not put."""
+        """Flush, and stop uploading. Return how many chunks were not uploaded."""
         left = self.flush(seconds)
         with self._changed:
             self._waiting.clear()
@@ -246,7 +245,7 @@ class SharedTier:
     # failures
 
     def _request(self, send: Callable[[], T]) -> T:
-        """Send a request, and count whether it failed. A missing or damaged object is no failure of the tier."""
+        """Send a request and count failures. A missing or damaged object is not a failure of the tier."""
         try:
             result = send()
         except (BadBlob, TierNotFound):

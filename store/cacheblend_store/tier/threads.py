@@ -1,4 +1,4 @@
-"""Threads for requests to a tier. A process that ends does not wait for them."""
+"""Daemon threads for requests to a tier. Process exit does not wait for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Threads:
-    """Up to `count` daemon threads, started as they are needed."""
+    """Up to `count` daemon threads, started on demand."""
 
     def __init__(self, count: int, name: str) -> None:
         self._most, self._name, self._started, self._idle = count, name, 0, 0
@@ -39,6 +39,6 @@ class Threads:
                     future.set_result(work())
                 except BaseException as error:
                     future.set_exception(error)
-            del work, future  # what they hold is not kept until the next one comes
+            del work, future  # release references while waiting for the next job
             with self._lock:
                 self._idle += 1

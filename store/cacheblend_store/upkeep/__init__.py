@@ -1,1 +1,1 @@
-"""Verify, prune, compact, statistics."""
+"""Maintenance: verify, prune, compact, salvage, statistics, moving chunks to and from a tier."""

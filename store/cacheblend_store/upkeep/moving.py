@@ -1,4 +1,4 @@
-"""Push chunks and documents of a store to a tier, and pull them into a store. Both go on where an earlier run ended."""
+"""Push chunks and documents of a store to a tier, and pull them into a store. Both resume interrupted runs."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from cacheblend_store.tier.layout import DocumentBundle
 from cacheblend_store.tier.objects import Tier, TierObject
 
 _AT_ONCE = 8
-_BATCH_BYTES = 32 << 20  # of chunks a transaction
+_BATCH_BYTES = 32 << 20  # bytes of chunks per transaction
 T = TypeVar("T")
 R = TypeVar("R")
 Status = Literal["new", "unchanged", "replaced", "rejected", "damaged", "text"]
 Rename = Callable[[str], str]
-"""From a document's name in the store to its name in the tier, or back."""
+"""Converts a document's name in the store to its name in the tier, or back."""
 
 
 @dataclass(frozen=True)
 class MovedChunk:
-    """A chunk that was pushed or pulled. rejected: `reason` says why its object is not used. damaged: its record or KV
-    in the store is. text: it has no KV, or the quota has no room for it."""
+    """A chunk that was pushed or pulled."""
 
     id: str
+    # "rejected": its object is not used, see `reason`. "damaged": its record or KV in the store is damaged. "text": it
+    # has no KV, or the KV does not fit the quota.
     status: Status
     num_bytes: int = 0
     reason: str = ""
@@ -38,14 +39,13 @@ class MovedChunk:
 
 @dataclass
 class MoveReport:
-    """kept: documents of which the store has another version, which stays. rejected: documents whose objects are not
-    used."""
+    """Result of a push or pull."""
 
-    chunks: dict[str, int] = field(default_factory=dict)
+    chunks: dict[str, int] = field(default_factory=dict)  # status -> number of chunks
     documents: int = 0
     num_bytes: int = 0
-    kept: list[str] = field(default_factory=list)
-    rejected: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)  # documents with a different version in the store, which stays
+    rejected: list[str] = field(default_factory=list)  # documents with unusable objects
 
     def add(self, chunk: MovedChunk) -> MovedChunk:
         self.chunks[chunk.status] = self.chunks.get(chunk.status, 0) + 1
@@ -54,16 +54,15 @@ class MoveReport:
 
 
 OnChunk = Callable[[MovedChunk, int, int], None]
-"""Called with a chunk, how many are done, and how many there are."""
+"""Called with a chunk, the number of chunks done, and the total."""
 
 
 def push(
     store: ChunkStore, tier: Tier, keys: Collection[bytes] | None, rename: Rename, on_chunk: OnChunk
 ) -> MoveReport:
-    """Put chunks (None: all), the prefixes before them and the documents they are of. Chunks that are there are not put
-    again.
+    """Upload chunks (None: all), their prefixes and their documents. Chunks that the tier has are not uploaded again.
 
-    Chunks without KV go as text with their documents. Raises TierError, StoreErrors.
+    Chunks without KV are uploaded as text with their documents. Raises TierError, StoreErrors.
     """
     tier.check()
     report = MoveReport()
@@ -110,12 +109,12 @@ def pull(
     store: ChunkStore, tier: Tier, wanted: Callable[[DocumentRecord | str], bool] | None, rename: Rename,
     on_chunk: OnChunk, *, replace_documents: bool = False,
 ) -> MoveReport:  # fmt: skip
-    """Take documents with the texts and KV of their chunks, and chunks of no document, each checked. Raises TierError,
-    StoreErrors.
+    """Download documents with the texts and KV of their chunks, and chunks without a document. All data is checked.
 
-    wanted: called with each document, and with the id of each chunk that is of none; None for everything. Chunks that
-    the store has, undamaged, stay as they are, as do documents that it has in another version, unless
-    `replace_documents`.
+    Undamaged chunks in the store stay unchanged. A different version of a document stays too, unless
+    `replace_documents`. Raises TierError, StoreErrors.
+
+    wanted: filter, called with each document and with the id of each chunk without a document; None for everything.
     """
     tier.check()
     report, needed, owned = MoveReport(), dict[str, None](), set[str]()
@@ -172,7 +171,7 @@ def pull(
 def prune_tier(
     tier: Tier, before: float, *, dry_run: bool = False, progress: Progress | None = None
 ) -> tuple[int, int]:
-    """Delete what was written before a moment (seconds since the epoch). Returns (objects, bytes)."""
+    """Delete objects written before a moment (seconds since the epoch). Return (number of objects, bytes)."""
     tier.check()
     names, num_bytes = list[str](), 0
     for listed in (tier.chunks, tier.documents):
@@ -189,7 +188,7 @@ def prune_tier(
 
 
 def _take_collection(store: ChunkStore, tier: Tier, collection: str, known: set[str]) -> None:
-    """Store a collection's memo if it is not known. A damaged one is left out: chunks are found without."""
+    """Store a collection's memo if it is not known. A damaged memo is skipped, because chunks are found without it."""
     if collection in known:
         return
     known.add(collection)
@@ -201,7 +200,7 @@ def _take_collection(store: ChunkStore, tier: Tier, collection: str, known: set[
 def _take_document(
     store: ChunkStore, record: DocumentRecord, bundle: DocumentBundle, report: MoveReport, rename: Rename, replaces: bool
 ) -> bool:  # fmt: skip
-    """Store a document and the texts of its chunks. Returns whether its KV is wanted."""
+    """Store a document and the texts of its chunks. Return whether to download its KV."""
     old = store.get_document(*record.place)
     same = old is not None and (old.chunks, old.content_digest) == (record.chunks, record.content_digest)
     if old is not None and not same and not replaces:
@@ -216,7 +215,7 @@ def _take_document(
 def _put(store: ChunkStore, batch: list[tuple[ChunkManifest, list[bytes]]]) -> Iterator[MovedChunk]:
     try:
         statuses: Iterable[Status] = store.put_chunks(batch) if batch else []
-    except StoreFull:  # the quota has no room for KV: the texts stay
+    except StoreFull:  # no room for KV under the quota: store only texts
         statuses = ["text"] * len(batch)
         store.put_documents((), (), [m for m, _ in batch])
     for (manifest, blobs), status in zip(batch, statuses, strict=True):
@@ -228,8 +227,8 @@ def _is_wanted(found: TierObject, wanted: Callable[[DocumentRecord | str], bool]
 
 
 def _key_in(store: ChunkStore, tier: Tier, found: TierObject) -> bytes | None:
-    """Return the key of a chunk that the store has, read from the object's name; None if it is hidden or the store
-    lacks it."""
+    """Return the key in an object's name if the store has that chunk with KV; None if not, or if the name is
+    encrypted."""
     name = found.name.rpartition("/")[2]
     key = bytes.fromhex(name) if len(name) == 40 else b""
     with store.read() as reader:
@@ -240,7 +239,7 @@ def _key_in(store: ChunkStore, tier: Tier, found: TierObject) -> bytes | None:
 
 
 def _holds(store: ChunkStore, manifest: ChunkManifest) -> bool:
-    """Return whether the store has the chunk with all of its KV, undamaged."""
+    """Return whether the store has the chunk with undamaged KV."""
     try:
         chunk = store.get_blobs(manifest.key)
     except BadBlob:
@@ -257,8 +256,7 @@ def _fits(tier: Tier, manifest: ChunkManifest, size: int) -> bool:
 
 
 def _side_by_side(items: Iterable[T], work: Callable[[T], R]) -> Iterator[R]:
-    """Yield the results in order; a few are worked out ahead. What is not begun when an error ends it is left
-    undone."""
+    """Yield results in order, computing a few ahead. After an error, no further work is started."""
     rest = iter(items)
     with ThreadPoolExecutor(_AT_ONCE, "tier-move") as pool:
         running: list[Future[R]] = [pool.submit(work, item) for item in islice(rest, 2 * _AT_ONCE)]

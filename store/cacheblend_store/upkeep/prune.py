@@ -11,25 +11,24 @@ from cacheblend_store.format.records import used_at
 from cacheblend_store.reader import StoreReader
 from cacheblend_store.store import ChunkStore
 
-_BATCH = 512  # chunks a transaction
+_BATCH = 512  # chunks per transaction
 
 
 @dataclass(frozen=True)
 class PruneReport:
-    """Result of a prune or its dry run. keys: chunks removed. evicted: chunks that keep their text. bytes: blobs of
-    both."""
+    """Result of a prune or its dry run."""
 
-    keys: tuple[bytes, ...]
-    evicted: tuple[bytes, ...]
-    bytes: int
+    keys: tuple[bytes, ...]  # chunks removed
+    evicted: tuple[bytes, ...]  # chunks that keep only their text
+    bytes: int  # blobs of both
 
 
 class _Chunk(NamedTuple):
-    """used: last use, or creation, in seconds since the epoch. size: bytes of its blobs."""
+    """A chunk that can be pruned."""
 
-    used: float
+    used: float  # last use, or creation, in seconds since the epoch
     key: bytes
-    size: int
+    size: int  # bytes of its blobs
     unwanted: bool
 
 
@@ -55,7 +54,7 @@ def prune(
     gone = [chunk for chunk in chunks if chunk.unwanted]
     left = sorted(chunk for chunk in chunks if chunk.size and not chunk.unwanted)
     evicted, total = list[_Chunk](), sum(chunk.size for chunk in left)
-    for chunk in left:  # the least recently used first
+    for chunk in left:  # least recently used first
         is_old = older_than is not None and now - chunk.used > older_than
         if not is_old and (to_bytes is None or total <= to_bytes):
             break

@@ -1,4 +1,4 @@
-"""A new data.mdb in the place of the old one: without its free pages, or with what still reads of a damaged one."""
+"""Replace data.mdb by a new file: without free pages, or with the readable records of a damaged file."""
 
 from __future__ import annotations
 
@@ -39,17 +39,16 @@ def compact(store: ChunkStore) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class SalvageReport:
-    """chunks, documents: records kept. lost: chunks that lost their KV or more. sources: their documents, to be
-    precomputed again."""
+    """Result of a salvage."""
 
-    chunks: int
-    documents: int
-    lost: int
-    sources: tuple[str, ...]
+    chunks: int  # records kept
+    documents: int  # records kept
+    lost: int  # chunks that lost at least their KV
+    sources: tuple[str, ...]  # documents of the lost chunks, to precompute again
 
 
 def salvage(path: Path, lock_timeout: float = 30.0, progress: Progress | None = None) -> SalvageReport:
-    """Rebuild a store that does not open any more (StoreCorrupt).
+    """Rebuild a store that cannot be opened any more (StoreCorrupt).
 
     Needs disk space for a copy, and no other process may have the store open. Records that cannot be read or do not
     match their digests are dropped; they are computed again. Raises StoreCorrupt if the file cannot be identified,
@@ -66,16 +65,16 @@ def salvage(path: Path, lock_timeout: float = 30.0, progress: Progress | None = 
     ):
         source = StoreReader(salvageable(file.fileno(), path))
         with suppress(StoreCorrupt):
-            check_format(source.get, str(path))  # of another one no record would read, and all be dropped
+            check_format(source.get, str(path))  # with another format, no record could be read and all would be dropped
         return _copy(source, target, progress)
 
 
 def _copy(source: StoreReader, target: ChunkStore, progress: Progress | None) -> SalvageReport:
-    lost = dict[bytes, str]()  # chunk -> where it stands
+    lost = dict[bytes, str]()  # chunk -> its document
     for done, manifest in enumerate(_readable(source, "chunks", source.manifest), 1):
         try:
             target.put_chunk(manifest, [source.blob(manifest, layer) for layer in range(manifest.num_layers)])
-        except (BadBlob, StoreCorrupt):  # its text at the least
+        except (BadBlob, StoreCorrupt):  # keep at least its text
             target.put_records([manifest])
             if not manifest.evicted:
                 lost[manifest.key] = manifest.source if manifest.context != "prefix" else ""
@@ -88,7 +87,7 @@ def _copy(source: StoreReader, target: ChunkStore, progress: Progress | None) ->
         target.set_max_bytes(source.state().max_bytes)
     with target.read() as reader:
         kept = set(reader.keys_from(b""))
-    for document in documents:  # which know better than a chunk where it stands now
+    for document in documents:  # a document record is more current than the name in a manifest
         lost |= {c.key: document.source for c in document.chunks if c.key in lost or c.key not in kept}
     return SalvageReport(len(kept), len(documents), len(lost), tuple(sorted(set(lost.values()) - {""})))
 

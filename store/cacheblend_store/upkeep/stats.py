@@ -11,11 +11,11 @@ from cacheblend_store.store import ChunkStore
 
 @dataclass
 class Amount:
-    """A number of chunks, their tokens, and the bytes of their blobs."""
+    """Size of a set of chunks."""
 
     chunks: int = 0
     tokens: int = 0
-    bytes: int = 0
+    bytes: int = 0  # of their blobs
 
     def add(self, tokens: int, num_bytes: int) -> None:
         """Add one chunk."""
@@ -26,28 +26,24 @@ class Amount:
 
 @dataclass
 class StoreStats:
-    """Sizes are in bytes. live_bytes: all blobs. text_bytes: all chunk records. max_bytes: the quota for the two, 0 =
-    none. used_bytes: the pages of both. free_bytes: pages of the file that can be used again.
-
-    damaged, without_kv: records that do not read, and those of chunks, but of no prefix, that have no KV now. models:
-    by (model name, fingerprint, codec), their chunks without prompts' prefixes, which are apart.
-    """
+    """Statistics of a store. Sizes are in bytes."""
 
     chunks: int
     documents: int
-    live_bytes: int
-    text_bytes: int
-    used_bytes: int
-    max_bytes: int
+    live_bytes: int  # all blobs
+    text_bytes: int  # all chunk records
+    used_bytes: int  # pages of blobs and chunk records
+    max_bytes: int  # quota for live_bytes + text_bytes, 0: no quota
     file_bytes: int
-    free_bytes: int
-    damaged: int = 0
-    without_kv: int = 0
+    free_bytes: int  # reusable pages in the file
+    damaged: int = 0  # records that cannot be decoded
+    without_kv: int = 0  # chunks that currently have no KV, without prefixes
+    # (model name, fingerprint, codec) -> its chunks, without the prefixes of prompts
     models: dict[tuple[str, str, str], Amount] = field(default_factory=dict)
     prefixes: Amount = field(default_factory=Amount)
 
     def totals(self) -> dict[str, int]:
-        """Return the plain numbers; chunks without the prefixes."""
+        """Return the plain numbers. Chunks do not include prefixes."""
         numbers = {k: v for k, v in vars(self).items() if isinstance(v, int) and k not in ("damaged", "without_kv")}
         return numbers | {"chunks": self.chunks - self.prefixes.chunks}
 

@@ -1,4 +1,4 @@
-"""Audit a store both ways: every record has the data it names, and all data is named by a record."""
+"""Audit a store in both directions: records have their data, and data belongs to a record."""
 
 from __future__ import annotations
 
@@ -22,34 +22,29 @@ from cacheblend_store.upkeep.rewriting import salvage
 from cacheblend_store.writer import StoreWriter
 
 _DATABASE = {"document": "documents", "memo": "meta", "summary": "meta", "use": "lru"}
-"""Finding kind -> database from which the record is deleted."""
+"""Kind of finding -> database with the record to delete."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """kind: "page", "manifest", "blob", "stray-blob", "document", "reference", "counter", "memo", "summary", "use".
-    key: the chunk, if any."""
+    """One problem in a store."""
 
-    kind: str
+    kind: str  # "page", "manifest", "blob", "stray-blob", "document", "reference", "counter", "memo", "summary", "use"
     message: str
-    key: bytes = b""
+    key: bytes = b""  # of the record, if any
 
 
 @dataclass
 class VerifyReport:
-    """Result of an audit.
-
-    repaired: findings that were repaired. without_kv: chunks that are not computed or were evicted. missing: chunks
-    that documents name and that are not stored (not damage: the next precompute stores them).
-    """
+    """Result of an audit."""
 
     chunks: int = 0
     blobs: int = 0
     bytes: int = 0
     documents: int = 0
-    without_kv: int = 0
-    missing: int = 0
-    repaired: int = 0
+    without_kv: int = 0  # chunks that are not computed or were evicted
+    missing: int = 0  # chunks of documents that are not stored; not damage: the next precompute stores them
+    repaired: int = 0  # findings that were repaired
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -64,7 +59,7 @@ def verify(store: ChunkStore, progress: Progress | None = None, repair: bool = F
     records that can be read are copied into a new file, which replaces the old one (see `salvage`).
     """
     report = VerifyReport()
-    with store.read():  # raises for a store that was closed
+    with store.read():  # raises if the store is closed
         pass
     _check_pages(store, report)
     if not report.findings:
@@ -115,7 +110,7 @@ def _check_chunk(reader: StoreReader, key: bytes, report: VerifyReport) -> None:
     try:
         manifest = reader.manifest(key)
         if manifest is None:
-            raise StoreCorrupt(f"chunk {key.hex()[:12]} is in the list of chunks and is not found under its key")
+            raise StoreCorrupt(f"chunk {key.hex()[:12]} is in the list of chunks but not found by its key")
         layers = manifest.num_layers if manifest.has_kv else 0
         for layer in range(layers):
             reader.layer(manifest, layer)
@@ -123,7 +118,7 @@ def _check_chunk(reader: StoreReader, key: bytes, report: VerifyReport) -> None:
         report.bytes += manifest.num_bytes
         report.without_kv += not manifest.has_kv
         if next(reader.keys_from(blob_key(key, layers), "blobs"), b"").startswith(key):
-            raise bad_blob(manifest, layers, "is there, and its record knows of none")
+            raise bad_blob(manifest, layers, "exists, but its record does not list it")
     except BadBlob as error:
         report.findings.append(Finding("manifest" if error.layer is None else "blob", error.message, key))
 
@@ -146,7 +141,7 @@ def _check_documents(reader: StoreReader, known: set[bytes], report: VerifyRepor
         report.documents += 1
         value = reader.get("documents", name)
         if value is None:
-            raise StoreCorrupt(f"document record {name.hex()[:12]} is listed and is not found under its key")
+            raise StoreCorrupt(f"document record {name.hex()[:12]} is listed but not found by its key")
         try:
             record = decode_document(name, value)
         except BadBlob as error:
@@ -171,7 +166,7 @@ def _check_memos(reader: StoreReader, report: VerifyReport) -> None:
 
 def _check_summaries(reader: StoreReader, report: VerifyReport) -> None:
     if stamped(reader.get) != reader.pages.meta.txnid:
-        return  # nobody reads them
+        return  # they are not used
     for name in reader.keys_with(SUMMARY_KEYS, "meta"):
         try:
             summary = decode_summary(name, reader.get("meta", name) or b"")
@@ -192,7 +187,7 @@ def _check_counters(reader: StoreReader, report: VerifyReport) -> None:
     state, there = decode_state(reader.get), count_bytes(reader.pages, "blobs")
     text_bytes, text = count_bytes(reader.pages, "chunks"), ""
     if state is None:
-        text = "the record of the counters does not read, and the quota that was in it is lost"
+        text = "the record of the counters cannot be decoded, and the quota in it is lost"
     elif state.live_bytes != there:
         text = f"the counters say {state.live_bytes:,} bytes of blobs, and there are {there:,}"
     elif state.text_bytes not in (None, text_bytes):

@@ -1,4 +1,4 @@
-"""Read and check the two meta pages, which say which commit a file is at."""
+"""Read and check the two meta pages, which identify the latest commits of a file."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from cacheblend_store.lmdb_file.translation import again_hint, bad_disk, damaged
 
 
 def read_metas(handle: int, store: Path) -> tuple[Meta, Meta]:
-    """Return the older and the newer meta page; commits write them in turn. Raises StoreCorrupt, StoreFormat.
+    """Return the older and the newer meta page. Commits write them alternately. Raises StoreCorrupt, StoreFormat.
 
-    LMDB trusts them as soon as it opens the file, so they are checked first.
+    LMDB trusts the meta pages as soon as it opens the file, so they are checked first.
     """
     try:
         return _read_metas(handle, store)
     except StoreCorrupt:
-        time.sleep(0.001)  # others may have committed between the reads of the two
+        time.sleep(0.001)  # another process may have committed between the two reads
         return _read_metas(handle, store)
 
 
@@ -34,7 +34,7 @@ def _read_metas(handle: int, store: Path) -> tuple[Meta, Meta]:
     if first is None and second is None:
         raise StoreFormat(f"{store / 'data.mdb'} is not an LMDB file", "name another --store")
     if first is None or second is None or first.page_size != second.page_size:
-        raise damaged(store, "a meta page does not read")
+        raise damaged(store, "a meta page cannot be decoded")
     new_file = first.txnid in (0, 1) and second.txnid in (0, 1)
     in_turn = abs(first.txnid - second.txnid) == 1 and first.txnid % 2 == 0
     if not (new_file or in_turn):
@@ -58,7 +58,7 @@ def snapshot(handle: int, store: Path, txnid: int | None = None) -> PageReader |
 
 
 def check_index(handle: int, pages: PageReader) -> None:
-    """Check an open file once: the meta pages belong to the commits they name, and all databases exist."""
+    """Check an open file once: the meta pages belong to the commits that they name, and all databases exist."""
     older, newest = read_metas(handle, pages.store)
     _check_unused(PageReader(handle, older, pages.store), newest.txnid)
     _check_commit(pages)
@@ -74,7 +74,8 @@ def check_index(handle: int, pages: PageReader) -> None:
 def salvageable(handle: int, store: Path) -> PageReader:
     """Return the newest commit of a damaged file, or the one before it if the newest one's roots cannot be read.
 
-    The size of the file is not checked: pages beyond its end cannot be read. Raises StoreCorrupt without a meta page.
+    The file size is not checked; pages beyond the end of the file cannot be read. Raises StoreCorrupt without a meta
+    page.
     """
     found = []
     for meta in filter(None, (_meta_at(handle, offset, store) for offset in (0, *PAGE_SIZES))):
@@ -87,15 +88,16 @@ def salvageable(handle: int, store: Path) -> PageReader:
                 num_roots += tree is not None and (tree.root == NO_PAGE or bool(pages.page_at(tree.root, tree)))
         found.append((num_roots, freed, meta.txnid, pages))
     if not found:
-        raise StoreCorrupt(f"of the store at {store} nothing reads, and nothing can be rescued", again_hint(store))
+        raise StoreCorrupt(f"nothing in the store at {store} can be read, so nothing can be rescued", again_hint(store))
     return max(found, key=lambda entry: entry[:3])[3]
 
 
 def _check_commit(pages: PageReader) -> None:
-    """Check that a meta page belongs to the commit it names.
+    """Check that a meta page belongs to the commit that it names.
 
-    Every commit frees the pages it replaced under its own number, which is then the last key of the free list. A meta
-    page with a damaged number can appear to be the newest, or make the other appear so, and a commit would be lost.
+    Every commit frees the pages that it replaced under its own number, which then is the last key of the free list. A
+    meta page with a damaged number can look like the newest, or make the other one look newest, and a commit would be
+    lost.
     """
     number = pages.meta.txnid
     if number > 2 and pages.last_freed() != number:
@@ -105,14 +107,14 @@ def _check_commit(pages: PageReader) -> None:
 def _check_unused(older: PageReader, newest: int) -> None:
     """Check that the older meta page is not the newest one with a damaged number, which would hide the last commit.
 
-    A failed commit leaves a sound older page whose number does not match its trees: LMDB writes the number of the
-    commit before the last over a page that already names the failed commit's trees, which may not have reached the
-    disk. Its number then differs from the failed commit's in more than one bit, which a single flip cannot cause.
+    A failed commit leaves a valid older page whose number does not match its trees: LMDB writes the number of the
+    second-last commit over a page that already names the trees of the failed commit, which may not have reached the
+    disk. That number differs from the failed commit's in more than one bit, which a single bit flip cannot cause.
     """
     try:
         freed = older.last_freed()
     except StoreCorrupt:
-        return  # nobody reads from it, so what it leads to may be gone
+        return  # no reader uses it, so its pages may have been reused
     failed, number = newest + 1, older.meta.txnid
     if not (freed == failed and number == newest - 1 and (failed ^ number).bit_count() > 1):
         _check_commit(older)
@@ -121,7 +123,8 @@ def _check_unused(older: PageReader, newest: int) -> None:
 def _ends_in_free_pages(pages: PageReader, size: int) -> bool:
     """Return whether all pages beyond the end of the file are free.
 
-    A commit does not write pages that it took at the end and freed itself; they are written before they are read again.
+    A commit does not write pages that it appended and then freed itself. Such pages are written before they are read
+    again.
     """
     end, free = size // pages.meta.page_size, set[int]()
     try:

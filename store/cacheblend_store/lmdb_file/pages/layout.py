@@ -1,4 +1,4 @@
-"""Parse pages. Nothing is trusted: anything inconsistent raises a ValueError with the reason."""
+"""Parse pages without trusting them: any inconsistency raises a ValueError with the reason."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import struct
 from bisect import bisect_right
 from typing import NamedTuple
 
-HEADER = 16  # bytes of a page before its node pointers
+HEADER = 16  # bytes in a page before the node pointers
 NO_PAGE = (1 << 64) - 1
 MAX_DEPTH = 32
 PAGE_SIZES = (4096, 8192, 16384, 32768, 65536)
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8
 _BIG, SUBTREE = 1, 2  # node flags
-_INTEGER_KEYS = 8  # the free list's flags
+_INTEGER_KEYS = 8  # flags of the free list
 _NODE = struct.Struct("<HHHH")
 _PAGE = struct.Struct("<QHHHH")
 _TREE = struct.Struct("<IHHQQQQQ")
@@ -33,10 +33,10 @@ class Tree(NamedTuple):
 
 
 class Meta(NamedTuple):
-    """A meta page: the state after one commit. next_pgno: number of pages in the file, free ones included."""
+    """A meta page: the state after one commit."""
 
     txnid: int
-    next_pgno: int
+    next_pgno: int  # number of pages in the file, including free pages
     page_size: int
     free: Tree
     main: Tree
@@ -78,7 +78,7 @@ class Branch(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A checked page of records. Nodes are created on demand: few of a page are needed."""
+    """A checked page of records. Nodes are created on demand, because few of them are needed."""
 
     keys: list[bytes]
     pointers: tuple[int, ...]
@@ -150,7 +150,7 @@ def parse_page(data: bytes, pgno: int, num_pages: int, *, integer_keys: bool) ->
     if named_pages and not 2 <= min(named_pages) <= max(named_pages) < num_pages:
         raise ValueError("a node names a page that is not there")
     if [*sorted(pointers), size] != [upper, *sorted(ends)]:
-        raise ValueError("its nodes overlap or leave a gap")  # which LMDB relies on when it moves them
+        raise ValueError("its nodes overlap or leave a gap")  # LMDB relies on contiguous nodes when it moves them
     named = keys[1:] if is_branch else keys
     order = [key[::-1] for key in named] if integer_keys else named
     if order != sorted(set(order)):
@@ -159,7 +159,7 @@ def parse_page(data: bytes, pgno: int, num_pages: int, *, integer_keys: bool) ->
 
 
 def check_big(header: bytes, node: Node, page_size: int, num_pages: int) -> None:
-    """Check the header of a big value's first overflow page: LMDB frees as many pages as it says."""
+    """Check the header of the first overflow page of a big value. LMDB frees as many pages as the header says."""
     pgno, _, flags, low, high = _PAGE.unpack(header)
     pages, wanted = low | high << 16, (HEADER - 1 + node.size) // page_size + 1
     if pgno != node.pgno or flags != _OVERFLOW or pages != wanted or node.pgno + pages > num_pages:

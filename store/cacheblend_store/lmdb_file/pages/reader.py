@@ -1,4 +1,4 @@
-"""Look-ups in one snapshot of data.mdb."""
+"""Look up records in one snapshot of data.mdb."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ from cacheblend_store.lmdb_file.pages.layout import (
 )
 from cacheblend_store.lmdb_file.translation import bad_disk, damaged
 
-_LEAVES_HELD = 2048  # some 20 MB; a scan of the store must not keep all of it
+_LEAVES_HELD = 2048  # about 20 MB; a scan must not keep the whole store in memory
 _NO_LEAF: tuple[None, Bounds] = (None, Bounds())
 DATABASES = ("meta", "chunks", "blobs", "documents", "refs", "lru")
 
 
 class PageReader:
-    """Pages of one commit. Every page is checked before anything in it is followed.
+    """Pages of one commit. Every page is checked before its contents are followed.
 
-    store: the directory, for messages. Raises StoreCorrupt, which names the page. Not thread-safe: one per transaction.
+    Raises StoreCorrupt, which names the page. Not thread-safe: use one per transaction. store: the directory, for
+    messages.
     """
 
     def __init__(self, handle: int, meta: Meta, store: Path) -> None:
@@ -44,12 +45,10 @@ class PageReader:
         self._branches: dict[int, Branch] = {}
         self._leaves: dict[int, Leaf] = {}
         self._trees: dict[str, Tree] = {}
-        self._last: dict[
-            Tree, tuple[Leaf, Bounds]
-        ] = {}  # of each tree, the leaf that was found last: the next key is often near
+        self._last: dict[Tree, tuple[Leaf, Bounds]] = {}  # per tree, the leaf found last: the next key is often close
 
     def tree(self, name: str) -> Tree | None:
-        """Return a database's tree, None if there is no database of that name."""
+        """Return the tree of a database, None if the database does not exist."""
         if name not in self._trees:
             node = self._find(self.meta.main, name.encode())
             if node is None:
@@ -77,7 +76,7 @@ class PageReader:
     def nodes(self, database: str, start: bytes = b"", *, skip_damaged: bool = False) -> Iterator[Node]:
         """Yield all nodes of a database from `start` on, in key order.
 
-        skip_damaged: skip pages that cannot be read, and those below them.
+        skip_damaged: skip unreadable pages, with everything below them.
         """
         tree = self.tree(database)
         return self.nodes_in(tree, start, skip_damaged=skip_damaged) if tree else iter(())
@@ -98,7 +97,7 @@ class PageReader:
                 return
             raise
         if isinstance(page, Leaf):
-            first = 0 if tree is self.meta.free else bisect_left(page.keys, start)  # the free list's keys are integers
+            first = 0 if tree is self.meta.free else bisect_left(page.keys, start)  # keys of the free list are integers
             yield from map(page.node, range(first, len(page.keys)))
             return
         for at in range(page.at(start), len(page.children)):
@@ -106,14 +105,15 @@ class PageReader:
             yield from self._nodes_below(tree, *below, start, skip_damaged, depth + 1)
 
     def check_extent(self, node: Node) -> None:
-        """Check that a big value is where its node says, within the file. For nodes of `nodes`; `get` does it."""
+        """Check that a big value is where its node says, within the file. Call it for nodes from `nodes`; `get` does
+        it."""
         if node.big:
             header = self._read(node.pgno, HEADER)
             with self._checked(node.pgno):
                 check_big(header, node, self.meta.page_size, self.meta.next_pgno)
 
     def value(self, node: Node) -> memoryview:
-        """Return a copy of a node's value, whose extent was checked."""
+        """Return a copy of a node's value. Its extent must have been checked."""
         if not node.big:
             return memoryview(node.inline)
         buffer = memoryview(bytearray(node.size))
@@ -121,7 +121,7 @@ class PageReader:
         return buffer
 
     def read_into(self, node: Node, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers, one after another, with a node's value, whose extent was checked."""
+        """Fill the buffers one after another with a node's value. Its extent must have been checked."""
         if node.big:
             self._fill(buffers, node.pgno, HEADER)
         else:
@@ -130,7 +130,7 @@ class PageReader:
                 rest.readinto(buffer)
 
     def used_bytes(self, database: str) -> int:
-        """Return the bytes of a database's pages, by LMDB's counters."""
+        """Return the page bytes of a database, from LMDB's counters."""
         tree = self.tree(database)
         return tree.num_pages * self.meta.page_size if tree else 0
 
@@ -145,35 +145,34 @@ class PageReader:
     def check_beside(self, database: str, key: bytes) -> None:
         """Check the two pages on each side of the path to `key`, on every level and below any branch.
 
-        When LMDB deletes a record it merges with these pages or borrows from them, merged branches bring their pages
-        together, and a cursor moves on to the next of them. `get` checks the path itself, which is all that a put
-        walks.
+        When LMDB deletes a record, it may merge with these pages or borrow from them; merging branches brings their
+        pages together, and a cursor can move on to the next page. A put walks only the path itself, which `get` checks.
         """
         tree = self.tree(database)
         if tree is None or tree.root == NO_PAGE:
             return
         self._leaf_of(tree, key)
-        row, at = [(tree.root, Bounds())], 0  # the pages of a level, and which of them is on the path
+        row, at = [(tree.root, Bounds())], 0  # the pages of a level, and the index of the one on the path
         for _ in range(tree.depth):
             below = list[tuple[int, Bounds]]()
             path = 0
             for number, (pgno, bounds) in enumerate(row):
                 page = self._page_within(pgno, tree, bounds)
                 if isinstance(page, Branch):
-                    here = page.at(key)  # the last one of a page before the path, the first one of a page behind it
+                    here = page.at(key)  # last child of a page before the path, first child of a page after it
                     near = range(max(0, here - 2), min(here + 3, len(page.children)))
                     path = len(below) + near.index(here) if number == at else path
                     below += ((page.children[i], page.bounds(i, bounds)) for i in near)
             row, at = below[max(0, path - 2) : path + 3], min(path, 2)
 
     def check(self) -> None:
-        """Check every page of every tree and the extent of every big value, before LMDB walks them all."""
+        """Check every page of every tree and the extent of every big value, before LMDB walks all of them."""
         for node in self.nodes_in(self.meta.main):
             tree = self.tree(node.key.decode(errors="replace"))
             for inner in self.nodes_in(tree) if tree else ():
                 self.check_extent(inner)
                 if inner.flags == SUBTREE:
-                    raise self._bad(tree.root if tree else 0, "a record of it passes for a tree")
+                    raise self._bad(tree.root if tree else 0, "one of its records looks like a tree")
         for _ in self.free_pages():
             pass
 
@@ -190,7 +189,7 @@ class PageReader:
             raise self._bad(tree.root, "the free list names more pages than there are")
 
     def last_freed(self) -> int:
-        """Return the number of the last commit that freed pages, 0 if there is none."""
+        """Return the number of the last commit that freed pages, 0 for none."""
         tree = self.meta.free
         pgno, depth = tree.root, 0
         while pgno != NO_PAGE and depth < MAX_DEPTH:
@@ -217,7 +216,7 @@ class PageReader:
         return page
 
     def _leaf_of(self, tree: Tree, key: bytes) -> Leaf:
-        """Return the leaf that holds the key if the tree does."""
+        """Return the leaf that would hold the key."""
         last, (low, high) = self._last.get(tree, _NO_LEAF)
         if last is not None and low <= key and (high is None or key < high):
             return last
@@ -234,7 +233,8 @@ class PageReader:
         raise self._bad(pgno, "the tree is deeper than any tree")
 
     def _page_within(self, pgno: int, tree: Tree, bounds: Bounds) -> Branch | Leaf:
-        """Return the page after checking that its keys are within bounds; otherwise a look-up would miss a record."""
+        """Return the page after checking that its keys are within bounds. Keys out of bounds would make look-ups
+        miss."""
         page = self.page_at(pgno, tree)
         keys = page.keys[1:] if isinstance(page, Branch) else page.keys
         (low, high), flip = bounds, -1 if tree is self.meta.free else 1  # its keys are integers, little-endian
@@ -250,13 +250,13 @@ class PageReader:
         return bytes(buffer)
 
     def _fill(self, buffers: Sequence[memoryview], pgno: int, start: int) -> None:
-        """Read from the file, beginning `start` bytes into a page."""
+        """Read from the file, starting at byte `start` of a page."""
         try:
             count = os.preadv(self._handle, buffers, pgno * self.meta.page_size + start)
         except OSError as error:
             raise bad_disk(self.store, error) from error
         if count != sum(map(len, buffers)):
-            raise self._bad(pgno, "it lies behind the end of the file")
+            raise self._bad(pgno, "it is beyond the end of the file")
 
     @contextmanager
     def _checked(self, pgno: int) -> Iterator[None]:
