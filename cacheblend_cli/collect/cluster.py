@@ -158,8 +158,10 @@ class ClusterCollector(Collector):
                 yield key, "new"
 
     def _groups(self, chunks: Sequence[PlannedChunk]) -> Iterator[RemoteChunks]:
-        """Yield groups of chunks, a few launches each. Chunks of one window stay together, to compute the left context
-        once."""
+        """Yield groups of chunks, a few launches each.
+
+        Chunks of one window stay together, to compute the left context once.
+        """
         collection = self.collection
         most = _PACKS * pack_tokens(collection.model.decoder.device)
         group, tokens, follows = list[Record](), 0, tuple[int, ...]()

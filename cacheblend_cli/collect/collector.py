@@ -54,13 +54,14 @@ class Collector:
         return collect_prefix(collection.model.decoder, collection.prefix_ids, collection.prefix_key)
 
     def collect(self, chunks: Sequence[PlannedChunk]) -> Iterator[ChunkKV]:
-        """Yield the KV of every chunk, in order. Raises DeviceError if the device runs out of memory for a single
-        chunk."""
+        """Yield the KV of every chunk, in order.
+
+        Raises DeviceError if the device runs out of memory for a single chunk.
+        """
         yield from collect(self.collection.model.decoder, self.prefix, collect_sequences(chunks))
 
     def present(self, chunks: Sequence[PlannedChunk]) -> set[bytes]:
-        """Return the keys of chunks that need no computation although the store lacks their KV. A subclass may know
-        some."""
+        """Return the keys of chunks with KV outside the store, which need not be computed. Subclasses override this."""
         return set()
 
     def store(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
@@ -70,8 +71,10 @@ class Collector:
         yield from commit(self._store, (self._whole(planned, kv) for planned, kv in collected), self._keep)
 
     def convert(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
-        """Convert the chunks that the store has in a finer codec, and commit them. Yields each key and status once
-        durable."""
+        """Convert the chunks that the store has in a finer codec, and commit them.
+
+        Yields each key and status once durable.
+        """
         assert self._store is not None, "a collector that stores has a store"
         yield from commit(self._store, self._converted(self._store, chunks), self._keep)
 
@@ -86,8 +89,10 @@ class Collector:
                 yield self._whole(planned, kv)
 
     def fetch(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
-        """Read chunks from the store's tier and commit them; any thread. Yields each key and status once it is
-        durable."""
+        """Read chunks from the store's tier and commit them; any thread.
+
+        Yields each key and status once it is durable.
+        """
         assert self._store is not None, "a collector that stores has a store"
         yield from commit(self._store, self._from_tier(self._store, chunks), self._keep)
 
@@ -209,8 +214,10 @@ def record_bytes_with_kv(collection: Collection, manifest: ChunkManifest, num_by
 
 
 def collect_sequences(chunks: Sequence[PlannedChunk]) -> list[CollectSequence]:
-    """Return the sequences to prefill. Consecutive chunks of one window share a sequence: each attends to the ones
-    before."""
+    """Return the sequences to prefill.
+
+    Consecutive chunks of one window share a sequence: each attends to the ones before.
+    """
     out: list[CollectSequence] = []
     for planned in chunks:
         ids = (*planned.left, *planned.chunk.token_ids)

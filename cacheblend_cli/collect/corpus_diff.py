@@ -65,8 +65,7 @@ class CorpusDiff:
 
     @cached_property
     def left_behind(self) -> set[str]:
-        """Names of documents outside this run that `ask` does not find, because they are stored with an earlier
-        date."""
+        """Names of other documents that `ask` does not find, because they are stored with an earlier date."""
         ending = {record.source for record in self.gone.values()}
         current = {r.source for r in self.stored.values() if r.collection not in self.earlier}
         names = {r.source for r in self.stored.values() if r.collection in self.earlier}
@@ -77,8 +76,7 @@ class CorpusDiff:
         return self._by_name.get(name, [])
 
     def replaced(self, name: str, collection: Collection, context: str) -> list[StoredDocument]:
-        """Return the records of a document in a codec and context, also with an earlier date or from an earlier
-        version."""
+        """Return a document's records in a codec and context, including an earlier date or version of cacheblend."""
         return [
             r
             for r in self.versions(name)

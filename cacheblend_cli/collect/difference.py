@@ -100,8 +100,10 @@ def compare(
 
 
 def _finer(store: ChunkStore, diff: CorpusDiff, part: Part, document: PlannedDocument) -> list[bool]:
-    """Return for each chunk of a document whether its KV is stored in a finer codec. Return [] if no finer codec has
-    the current version of the document."""
+    """Return for each chunk of a document whether its KV is stored in a finer codec.
+
+    Return [] if no finer codec has the current version of the document.
+    """
     collection, source = part.collection, document.file.source
     settings, found = record_settings(collection, part.settings), diff.versions(source)
     for codec in FINER.get(collection.codec, ()):

@@ -61,8 +61,7 @@ def document_record(
 
 
 def record_settings(collection: Collection, settings: CollectSettings) -> dict[str, Any]:
-    """Return the settings that determine a document's chunks, apart from text, context and codec, in the form of a
-    record."""
+    """Return the settings to record: they determine a document's chunks, along with text, context and codec."""
     head = collection.template.wording.head
     return settings.of_record() | ({"head": head} if head else {}) | {"cut": CUT_VERSION}
 

@@ -163,8 +163,10 @@ class Planner:
                 yield PlannedDocument(file, self._sizes(part, chunks), place=self._spool.append(found[1]))
 
     def _plan_together(self, parts: Sequence[tuple[Part, Sequence[DocumentFile]]]) -> None:
-        """Plan documents if some use context `neighbours`. All documents are cut and held in memory, because any
-        passage can be a neighbour."""
+        """Plan documents if some use context `neighbours`.
+
+        All documents are cut and held in memory, because any passage can be a neighbour.
+        """
         diff = self.diff
         cuts = [
             (part, [(file, found) for file in files if (found := self._cut(file, part, self._on_cut)) is not None])
@@ -198,8 +200,10 @@ class Planner:
         return ChunkSizes(sizes, self._spool)
 
     def _cut(self, file: DocumentFile, part: Part, on_cut: OnCut | None = None) -> tuple[Document, list[Chunk]] | None:
-        """Read and cut a document. Return None if it has changed since it was found, or the model cannot store it: the
-        stored version then stays."""
+        """Read and cut a document.
+
+        Return None if it has changed since it was found, or the model cannot store it: the stored version then stays.
+        """
         of, settings = part.collection, part.settings
         cut = Cut(settings.chunk_tokens, settings.overlap, of.template.wording.head)
         chunks: list[Chunk] = []
@@ -247,8 +251,10 @@ def plan_documents(
     settings: CollectSettings,
     others: Iterable[Passage] = (),
 ) -> list[tuple[D, list[PlannedChunk]]]:
-    """Return the documents with their chunks, keys and left contexts. others: passages of other documents, for
-    `neighbours`."""
+    """Return the documents with their chunks, keys and left contexts.
+
+    others: passages of other documents, for `neighbours`.
+    """
     window = collection.window(settings.window)
     near: Neighbours | None = None
     if settings.context == "neighbours":

@@ -290,14 +290,15 @@ class _Run:
         self._summaries.flush()
 
     def _is_noted(self, part: Part, file: DocumentFile) -> bool:
-        """Return whether the store has a summary of the current version of a document, with the current state of its
-        file."""
+        """Return whether the store has a summary of a document's current version, with its current file state."""
         record = self._diff.stored.get(document_key(part.collection.id, file.source, part.settings.context))
         return record is not None and record.tokens is not None and record.file == file.state
 
     def remove_gone(self) -> None:
-        """Remove documents that no longer exist, in every context and codec. Moved documents keep their records,
-        renamed."""
+        """Remove documents that no longer exist, in every context and codec.
+
+        Moved documents keep their records, renamed.
+        """
         gone, names = self._diff.gone, self._diff.names
         self._report.removed += len(self._store.put_documents(renamed(self._store, gone.values(), names), gone))
         for source, digest in dict.fromkeys((r.source, r.content_digest) for r in gone.values()):

@@ -51,8 +51,7 @@ class CollectSequence:
 
 @dataclass
 class ChunkKV:
-    """K (before RoPE) and V of one chunk: per layer one tensor [num_tokens, num_kv_heads, head_dim] in the compute
-    dtype."""
+    """K (before RoPE) and V of one chunk, in the compute dtype: per layer [num_tokens, num_kv_heads, head_dim]."""
 
     key: bytes
     k: list[Tensor] = field(default_factory=list)
@@ -61,8 +60,7 @@ class ChunkKV:
 
 @dataclass(frozen=True)
 class PrefixKV:
-    """KV of the shared prefix, computed once. kv.k (before RoPE), kv.v: [prefix_len, num_kv_heads, head_dim] per
-    layer."""
+    """KV of the shared prefix. kv.k (before RoPE), kv.v: per layer [prefix_len, num_kv_heads, head_dim]."""
 
     token_ids: tuple[int, ...]
     kv: ChunkKV
@@ -119,8 +117,7 @@ def _collect_what_fits(decoder: Decoder, prefix: PrefixKV, pack: Sequence[Collec
 
 
 def _collect_alone(decoder: Decoder, prefix: PrefixKV, sequence: CollectSequence) -> Iterator[ChunkKV]:
-    """Collect one sequence in pieces of about `pack_tokens` rows, so that a long window needs no more memory per
-    launch."""
+    """Collect one sequence in pieces of about `pack_tokens` rows, to bound the memory per launch for a long window."""
     try:
         place = _Place(decoder, prefix, [sequence])
         for piece in _pieces(sequence, pack_tokens(decoder.device)):
@@ -134,8 +131,10 @@ def _collect_alone(decoder: Decoder, prefix: PrefixKV, sequence: CollectSequence
 
 
 def _pieces(sequence: CollectSequence, most: int) -> Iterator[tuple[int, int]]:
-    """Yield runs start:end that cover the sequence. Each ends where a kept run ends, and is as long as `most`
-    allows."""
+    """Yield runs start:end that cover the sequence.
+
+    Each ends where a kept run ends, and is as long as `most` allows.
+    """
     ends = sorted({kept.end for kept in sequence.kept})
     start = 0
     for end, following in zip(ends, [*ends[1:], None], strict=True):
@@ -209,8 +208,7 @@ class _Place:
             _place_prefix(decoder, pool, self._held, prefix, self._rope_len)
 
     def collect(self, pieces: Sequence[tuple[int, int]]) -> list[ChunkKV]:
-        """Prefill tokens start:end of each sequence; all tokens before must be prefilled. Return the kept KV, in
-        order."""
+        """Prefill tokens start:end of each sequence, after all tokens before. Return the kept KV, in order."""
         if self._ranks is None:
             return self._collect(pieces)
         with self._ranks.telling(CollectPieces(self._decoder.number, self._number, [*pieces])):

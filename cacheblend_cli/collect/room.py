@@ -16,8 +16,10 @@ from cacheblend_cli.collect.sizes import ChunkSize
 
 @dataclass(frozen=True)
 class Room:
-    """The part of a run's KV that fits the quota. A chunk is `in` it if it has or gets KV. All numbers are 0 without a
-    quota."""
+    """The part of a run's KV that fits the quota.
+
+    A chunk is `in` it if it has or gets KV. All numbers are 0 without a quota.
+    """
 
     # Keys of these chunks, and of the prefix if it fits. This run does not evict them. None without a quota: all
     # chunks.

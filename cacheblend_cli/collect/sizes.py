@@ -29,8 +29,10 @@ class ChunkSize(NamedTuple):
 
 
 class ChunkSizes:
-    """Sizes of a document's chunks, in order. They are in the spool, or in memory if they are few or the disk is
-    full."""
+    """Sizes of a document's chunks, in order.
+
+    They are in the spool, or in memory if they are few or the disk is full.
+    """
 
     __slots__ = ("_data", "_spool")
 

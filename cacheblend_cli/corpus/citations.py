@@ -60,8 +60,10 @@ class Citations:
         self._asked, self.damaged = 0, False
 
     def all_of(self, manifest: ChunkManifest) -> list[Citation]:
-        """Return all documents of the chunk, the one to cite first. A chunk without a document gets the name in its
-        manifest."""
+        """Return all documents of the chunk, the one to cite first.
+
+        A chunk without a document gets the name in its manifest.
+        """
         found = [Citation(name, chunk.index, chunk.locator, title) for name, chunk, title in self._of(manifest.key)]
         if not found:
             return [Citation(manifest.source, manifest.index)]

@@ -25,8 +25,10 @@ _LOOKED_AT = 4  # candidates per neighbour, because some do not fit the window
 
 
 def document_contexts(chunks: Iterable[Ids], window: int) -> list[Ids]:
-    """Return the left context of each chunk of one document, in order. A chunk that does not fit the window starts a
-    new one."""
+    """Return the left context of each chunk of one document, in order.
+
+    A chunk that does not fit the window starts a new one.
+    """
     out: list[Ids] = []
     left: Ids = ()
     for ids in chunks:

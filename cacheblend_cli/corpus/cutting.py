@@ -51,8 +51,7 @@ def cut_document(document: Document, encode: Encode, cut: Cut) -> Iterator[Chunk
 
 
 def _parts(document: Document) -> Iterator[tuple[int, int]]:
-    """Return the character ranges to cut separately: the parts of the document if they stay apart, else the whole
-    text."""
+    """Return the character ranges to cut separately: parts of the document that stay apart, else the whole text."""
     starts = [mark.start for mark in document.layout.marks] if document.layout.apart else [0]
     return zip(starts, (*starts[1:], len(document.text)), strict=True)
 

@@ -73,8 +73,7 @@ def _reader_of_suffix(name: str) -> str:
 
 
 def reader_of(name: str) -> str:
-    """Return the code that reads a file, by its name: converter, and versions of this package, Python and parser
-    libraries."""
+    """Return the converter for a file name, with versions of this package, Python and parser libraries."""
     suffix = os.path.splitext(name)[1]
     return _reader_of_suffix(f"x{suffix}" if suffix else name)
 

@@ -83,8 +83,7 @@ def with_parents(name: str) -> Iterator[str]:
 
 
 def linked_from(path: str) -> str | None:
-    """Return the current project if the typed path is below it but resolves, through a link, to a place outside; else
-    None."""
+    """Return the current project if the typed path is below it but a link leads out of it; else None."""
     folder = project_folder()
     if folder is None or path == STDIN or is_within(place_of(path), folder):
         return None

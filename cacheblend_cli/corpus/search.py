@@ -171,7 +171,9 @@ def _beside(db: sqlite3.Connection, rows: Sequence[Row], count: int) -> Iterator
 
 class _Counted:
     """Filter rows: in the scope, in the requested collections, from the newest text of a document, in one context.
-    Duplicate passages are dropped."""
+
+    Duplicate passages are dropped.
+    """
 
     def __init__(self, db: sqlite3.Connection, collections: Sequence[str] | None, context: str, scope: Scope) -> None:
         self._db, self._collections, self._scope = db, collections, scope

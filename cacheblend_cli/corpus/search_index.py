@@ -100,8 +100,10 @@ def _open(path: Path) -> sqlite3.Connection:
 
 
 def _refresh(db: sqlite3.Connection, store: ChunkStore) -> None:
-    """Update the index to the store's generation. The cost is proportional to the changes, unless the change log has a
-    gap: then everything is compared."""
+    """Update the index to the store's generation.
+
+    The cost is proportional to the changes, unless the change log has a gap: then everything is compared.
+    """
     if _stamp(db) == (store.identity, store.generation):
         return
     with in_transaction(db):

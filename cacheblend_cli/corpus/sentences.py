@@ -94,8 +94,7 @@ class SentenceModel:
 
 
 def is_sentence_model(folder: Path) -> bool:
-    """Return whether sentence-transformers saved an encoder there (model2vec's directories have a modules.json,
-    too)."""
+    """Return whether a directory has an encoder saved by sentence-transformers. model2vec has a modules.json, too."""
     return any(kind == "Transformer" for kind, _ in _modules(folder))
 
 

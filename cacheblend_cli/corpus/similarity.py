@@ -42,8 +42,7 @@ class TfIdf:
         self._size = len(texts)
 
     def nearest(self, number: int, most: int) -> list[int]:
-        """Return up to `most` other texts that share a weighted term with this one, most similar first; ties in
-        order."""
+        """Return up to `most` other texts that share a weighted term, most similar first; ties in order."""
         own: list[tuple[float, str]] = []
         for term in self._terms[number]:
             index, weight = self._postings[term]

@@ -60,8 +60,10 @@ def telling_sentence(text: str, embedder: Embedder | None, vector: NDArray[np.fl
 
 
 def _embed_some(db: sqlite3.Connection, embedder: Embedder) -> bool:
-    """Compute up to _BATCH missing vectors. If the weights changed, all are missing. Return False when none is
-    missing."""
+    """Compute up to _BATCH missing vectors.
+
+    If the weights changed, all are missing. Return False when none is missing.
+    """
     import numpy as np
 
     own = (embedder.digest,)

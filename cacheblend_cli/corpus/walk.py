@@ -36,8 +36,11 @@ def walk(folder: Path, selection: Selection) -> Iterator[Found]:
 def _walk(
     folder: Path, real: Path, below: str, rules: IgnoreRules, parents: tuple[Path, ...], selection: Selection
 ) -> Iterator[Found]:
-    """below: path relative to the named folder, with a trailing slash. parents: real paths, to stop at cycles of
-    links."""
+    """Walk one folder.
+
+    below: its path relative to the named folder, with a trailing slash, or "" for that folder.
+    parents: real paths of the folders above, to stop at cycles of links.
+    """
     if real in parents:
         return
     if not selection.no_ignore:

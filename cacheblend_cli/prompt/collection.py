@@ -122,8 +122,7 @@ class Collection:
 
     @property
     def prefix_codec(self) -> str:
-        """Codec of the prefix's KV: exact, because every prompt has the prefix and most attention goes to its first
-        tokens."""
+        """Codec of the prefix's KV: exact, because every prompt has it and most attention goes to its first tokens."""
         return dtype_name(self.model.decoder.dtype)
 
     @property

@@ -61,8 +61,10 @@ def _for(model: str, differences: list[str]) -> str:
 def _differences(
     record: CollectionRecord | None, model_name: str, collection: Collection, codecs: set[str]
 ) -> list[_Difference]:
-    """Compare a stored collection with the requested one. If the model differs, return only that. codecs: usable
-    codecs."""
+    """Compare a stored collection with the requested one.
+
+    If the model differs, return only that. codecs: usable codecs.
+    """
     own = CollectionRecord.of(collection)
     if model_name != own.model_name and (record is None or record.identity != own.identity):
         return [_Difference("", "", f"--model {model_name}")]

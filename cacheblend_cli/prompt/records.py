@@ -81,8 +81,7 @@ def keep_record(store: ChunkStore, collection: Collection) -> None:
 
 
 def kept_day(store: ChunkStore, collection: Collection) -> date | None:
-    """Return the date of the latest collection of the model and salt, None if nothing is stored or the template has no
-    date."""
+    """Return the date of the latest collection of the model and salt. None without one, or without a date."""
     if collection.day is None:
         return None
     return _latest_day(kept_records(store).values(), CollectionRecord.of(collection))

@@ -35,8 +35,10 @@ class PromptTemplate:
 
     @cached_property
     def reasoning_tags(self) -> ReasoningTags:
-        """Tags around the model's reasoning. A model without tags gets `<think>`, because its answers do not begin with
-        that."""
+        """Tags around the model's reasoning.
+
+        A model without tags gets `<think>`, because its answers do not begin with that.
+        """
         return find_tags(self._ending, self.tokenizer.knows) or THINK
 
     @property
@@ -46,8 +48,7 @@ class PromptTemplate:
 
     @property
     def may_reason(self) -> bool:
-        """Return whether the model can reason: template or tokenizer has reasoning tags, and the template does not
-        close them."""
+        """Return whether the model can reason: it has reasoning tags, and the template does not close them."""
         knows, tags = self.tokenizer.knows, self.reasoning_tags
         closed = self._ending.endswith(tags.close)
         return self.opens_reasoning or (any(map(knows, (tags.open, tags.close, CHANNEL))) and not closed)

@@ -63,8 +63,10 @@ class StoreReader:
             return None
 
     def layer(self, manifest: ChunkManifest, layer: int) -> dict[str, memoryview]:
-        """Return the tensors of a layer's blob by name, as bytes. Raises BadBlob if it is missing, damaged or of wrong
-        shape."""
+        """Return the tensors of a layer's blob by name, as bytes.
+
+        Raises BadBlob if it is missing, damaged or of wrong shape.
+        """
         self._blob_node(manifest, layer)  # check the size before allocating memory
         parts = {name: memoryview(bytearray(tensor.num_bytes)) for name, tensor in layer_spec(manifest, layer).items()}
         self.copy_layer(manifest, layer, parts)
@@ -134,8 +136,7 @@ class StoreReader:
             yield name[KEY_BYTES:]
 
     def summaries(self) -> Iterator[DocumentSummary]:
-        """Yield the valid document summaries (see format/summaries.py), in the order of `documents`. Skips damaged
-        ones."""
+        """Yield the valid document summaries (see format/summaries.py) in the order of `documents`."""
         if stamped(self.get) != self.pages.meta.txnid:
             return
         for node in self.pages.nodes("meta", SUMMARY_KEYS, skip_damaged=True):

@@ -189,8 +189,10 @@ class ChunkStore:
             return reader.has_kv(key)
 
     def matching(self, prefix: str, limit: int = 4) -> list[bytes]:
-        """Return up to `limit` keys whose hex ids begin with `prefix`, in order. Raises ChunkNotFound if it is not
-        hex."""
+        """Return up to `limit` keys whose hex ids begin with `prefix`, in order.
+
+        Raises ChunkNotFound if it is not hex.
+        """
         text = prefix.strip().lower()
         if not re.fullmatch(f"[0-9a-f]{{1,{2 * KEY_BYTES}}}", text):
             raise ChunkNotFound(f"{prefix!r} is not a chunk id", "ids are hex; list them: cacheblend chunks ls")
@@ -364,8 +366,10 @@ class ChunkStore:
             self.transact(put)
 
     def remove_chunks(self, keys: Iterable[bytes]) -> int:
-        """Remove chunks in one transaction. Return how many were stored. The next precompute stores their documents
-        again."""
+        """Remove chunks in one transaction.
+
+        Return how many were stored. The next precompute stores their documents again.
+        """
         wanted = list(keys)
         return self.transact(lambda writer: sum(writer.delete_chunk(key) for key in wanted))
 

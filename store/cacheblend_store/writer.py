@@ -178,8 +178,10 @@ class StoreWriter:
         return True
 
     def delete_chunk(self, key: bytes) -> bool:
-        """Remove record, blobs and last use of a chunk, even if damaged. Return whether the record or a blob
-        existed."""
+        """Remove record, blobs and last use of a chunk, even if damaged.
+
+        Return whether the record or a blob existed.
+        """
         existed = self._delete_blobs(key)
         existed = self.delete("chunks", key) or existed
         self.delete("lru", key)

@@ -47,8 +47,7 @@ def from_json_records(data: bytes) -> Converted:
 
 
 def _records(value: Any) -> list[Mapping[str, Any]]:
-    """Return the records of a list or of an object with a single list, else the object itself; [] if any has no
-    text."""
+    """Return the records in a list or in an object's only list, else the object itself; [] if any has no text."""
     if isinstance(value, Mapping) and not _field(value, _TEXT):
         lists = [inner for inner in value.values() if isinstance(inner, list)]
         value = lists[0] if len(lists) == 1 else None

@@ -65,8 +65,10 @@ class _Result(msgspec.Struct):
 
 
 class ConverterProcess:
-    """Converts files in another process. The process starts with the first file that needs it and ends with this
-    object."""
+    """Converts files in another process.
+
+    The process starts with the first file that needs it and ends with this object.
+    """
 
     def __init__(self, limits: ConversionLimits | None = None) -> None:
         self._limits = limits or ConversionLimits()
@@ -75,8 +77,10 @@ class ConverterProcess:
         self._owner = 0
 
     def convert(self, name: str, data: bytes) -> Converted:
-        """Convert the bytes of a file. The name selects the converter; unknown names are plain text. Raises
-        NoDocument."""
+        """Convert the bytes of a file.
+
+        The name selects the converter; unknown names are plain text. Raises NoDocument.
+        """
         converter = converter_of(name) or from_plain
         if converter in PLAIN:
             return converter(data)

@@ -20,8 +20,7 @@ _STEPS = 1 << 12  # Lloyd iterations times number of levels: with many levels th
 
 
 def bits_of(codec: str, head_dim: int, v_head_dim: int = 0) -> tuple[int, int]:
-    """Return (bits per value of K, bits per value of V). v_head_dim: differs from head_dim for latent attention, 0: the
-    same."""
+    """Return (bits per value of K, bits per value of V). v_head_dim: 0 or head_dim, except for latent attention."""
     return (BITS if v_head_dim in (0, head_dim) else _LATENT)[codec]
 
 

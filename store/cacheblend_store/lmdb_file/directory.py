@@ -26,8 +26,10 @@ _NETWORK = {
 
 
 def check_directory(path: Path, *, write: bool, create: bool, force: bool) -> None:
-    """Refuse a directory that is not a store or not private to this user. With `create`, create it (0700) if
-    missing."""
+    """Refuse a directory that is not a store or not private to this user.
+
+    With `create`, create it (0700) if missing.
+    """
     try:
         there = _is_there(path, create=write and create)
         if write:
@@ -129,8 +131,7 @@ def filesystem_type(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> 
 
 
 def check_space(path: Path, num_bytes: int, reusable: int = 0) -> None:
-    """Raise StoreNoSpace if the disk has no space for num_bytes more and a margin. reusable: free bytes within the
-    file."""
+    """Raise StoreNoSpace if the disk has no space for num_bytes and a margin. reusable: free bytes within the file."""
     beyond = num_bytes + num_bytes // 4 - max(0, reusable - _TREE_BYTES)
     free, needed = shutil.disk_usage(path).free, beyond + _MIN_FREE_BYTES
     if beyond > 0 and free < needed:

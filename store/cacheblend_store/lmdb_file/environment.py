@@ -105,8 +105,7 @@ class Environment:
 
     @contextmanager
     def writing(self, lock_timeout: float) -> Iterator[tuple[Any, dict[str, Any], PageReader]]:
-        """Yield py-lmdb's write transaction, its database handles by name, and the pages it starts from. Durable on
-        exit."""
+        """Yield py-lmdb's write transaction, database handles by name, and the starting pages. Durable on exit."""
         with locks.writer_lock(self.store, lock_timeout):
             transaction, pages = self._begin(write=True)
             try:
@@ -128,8 +127,10 @@ class Environment:
         return {name: self._lmdb.open_db(name.encode(), transaction, create=False) for name in DATABASES}
 
     def _begin(self, *, write: bool) -> tuple[Any, PageReader]:
-        """Begin a transaction, to be ended by `_end`. Returns it and its pages; a user who is not the owner reads
-        without one."""
+        """Begin a transaction, to be ended by `_end`.
+
+        Returns it and its pages; a user who is not the owner reads without one.
+        """
         if write and not self._is_owner:
             raise StorePermission(f"the store at {self.store} is read-only for this user", "use a store of your own")
         for _ in range(_TRIES):
@@ -163,7 +164,7 @@ class Environment:
 
     def _end(self, transaction: Any) -> None:
         if self.pid != os.getpid():
-            # a child that was forked inside it: the transaction and its place among the readers are the parent's
+            # forked inside the transaction, which belongs to the parent, like its slot in the reader table
             return
         if transaction is not None:
             with suppress(lmdb.Error):
@@ -173,8 +174,7 @@ class Environment:
             self._changed.notify_all()
 
     def _look_at_file(self) -> None:
-        """Check the file before LMDB reads the meta pages in its map, which raises a signal if the file was
-        truncated."""
+        """Check the file before LMDB reads the meta pages in its map: a truncated file would raise a signal."""
         self._require_own()
         try:
             info = os.stat(self.store / DATA)
@@ -199,8 +199,7 @@ class Environment:
         return True
 
     def reopen(self) -> None:
-        """Close and open again when no transaction of this process is open: after a failed commit, or for a new
-        data.mdb."""
+        """Reopen once no transaction of this process is open: after a failed commit, or for a new data.mdb."""
         with self._changed:
             self._waiting += 1
             try:

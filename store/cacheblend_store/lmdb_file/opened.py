@@ -44,8 +44,7 @@ def release(environment: Environment) -> None:
 
 
 def _close_inherited(key: str) -> None:
-    """Close an environment inherited by fork: py-lmdb opens a file once per process and counts the parent's as the
-    child's."""
+    """Close an environment inherited by fork: py-lmdb opens a file once per process, and counts the inherited one."""
     if _inherited[key].transactions:
         raise StoreError(
             f"this process was forked while its parent read or wrote the store at {_inherited[key].store}",

@@ -141,8 +141,7 @@ def decode_head(data: memoryview, name: str, cipher: Cipher | None) -> Head:
 
 
 def encode_bundle(parts: tuple[bytes, bytes, list[bytes]], name: str, cipher: Cipher | None) -> bytes:
-    """Return the object of a document. parts: its record, the key of the prefix, records of its chunks behind their
-    keys."""
+    """Return the object of a document. parts: its record, the prefix key, and for each chunk its key + record."""
     return _encode_head(seal(name.encode(), msgspec.msgpack.encode(parts)), _salt(cipher), name, cipher)
 
 

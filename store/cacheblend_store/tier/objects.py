@@ -61,8 +61,10 @@ _NAME = re.compile(rf"{_ROOT}/[0-9a-f]+/(?:{_DOCUMENTS}/)?[0-9a-f]+")
 
 
 def check_url(url: str) -> str:
-    """Return the scheme. Raises TierUsage for an unknown scheme or a URL with credentials; the message omits
-    credentials."""
+    """Return the scheme.
+
+    Raises TierUsage for an unknown scheme or a URL with credentials; the message omits credentials.
+    """
     parts = urlsplit(url)
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise TierUsage(
@@ -188,8 +190,10 @@ class Tier:
             return None
 
     def layout(self, chunk: ChunkManifest, size: int) -> Layout:
-        """Return the byte ranges in an object of this size with KV of the chunk's shape. Raises BadBlob if they do not
-        fit."""
+        """Return the byte ranges in an object of this size with KV of the chunk's shape.
+
+        Raises BadBlob if they do not fit.
+        """
         return Layout.of(chunk, size, encrypted=self._cipher is not None)
 
     def read(self, collection: str, key: bytes, start: int, end: int) -> memoryview:
@@ -320,8 +324,7 @@ class Tier:
 
 @contextmanager
 def _errors(url: str) -> Iterator[None]:
-    """Turn errors of the library and the system into TierError and its like, in one line and without queries of
-    URLs."""
+    """Convert errors of the library and the system to StoreErrors, in one line and without URL queries."""
     try:
         yield
     except StoreError:

@@ -81,8 +81,10 @@ class SharedTier:
         return time.monotonic() < self._rests_until
 
     def check_later(self) -> None:
-        """Check the tier in the background. The tier is not used until the check is done, or if it fails
-        permanently."""
+        """Check the tier in the background.
+
+        The tier is not used until the check is done, or if it fails permanently.
+        """
 
         def check() -> None:
             try:
@@ -155,8 +157,7 @@ class SharedTier:
             self.bytes_per_s = _average(self.bytes_per_s, num_bytes / seconds)
 
     def refuse(self, key: bytes, error: StoreError) -> None:
-        """Ignore this object from now on, because it is damaged or belongs to another chunk. The next put replaces
-        it."""
+        """Ignore this object, because it is damaged or belongs to another chunk. The next put replaces it."""
         with self._changed:
             self._counts.refused += 1
             self._refused.add(key)
@@ -170,8 +171,7 @@ class SharedTier:
     # writing
 
     def start(self, load: Load, load_collection: LoadCollection) -> None:
-        """Start to upload chunks and the memos of their collections. load, load_collection: read them from the
-        store."""
+        """Start to upload chunks and collection memos. load, load_collection: read them from the store."""
         self._load, self._load_collection = load, load_collection
 
     def offer(self, keys: Iterable[bytes]) -> None:

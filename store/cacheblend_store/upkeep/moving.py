@@ -227,8 +227,7 @@ def _is_wanted(found: TierObject, wanted: Callable[[DocumentRecord | str], bool]
 
 
 def _key_in(store: ChunkStore, tier: Tier, found: TierObject) -> bytes | None:
-    """Return the key in an object's name if the store has that chunk with KV; None if not, or if the name is
-    encrypted."""
+    """Return the key in an object's name if the store has that chunk with KV, else None. A hashed name has no key."""
     name = found.name.rpartition("/")[2]
     key = bytes.fromhex(name) if len(name) == 40 else b""
     with store.read() as reader:

@@ -105,8 +105,10 @@ class PageReader:
             yield from self._nodes_below(tree, *below, start, skip_damaged, depth + 1)
 
     def check_extent(self, node: Node) -> None:
-        """Check that a big value is where its node says, within the file. Call it for nodes from `nodes`; `get` does
-        it."""
+        """Check that a big value is where its node says, within the file.
+
+        Call it for nodes from `nodes`; `get` does it.
+        """
         if node.big:
             header = self._read(node.pgno, HEADER)
             with self._checked(node.pgno):
@@ -233,8 +235,10 @@ class PageReader:
         raise self._bad(pgno, "the tree is deeper than any tree")
 
     def _page_within(self, pgno: int, tree: Tree, bounds: Bounds) -> Branch | Leaf:
-        """Return the page after checking that its keys are within bounds. Keys out of bounds would make look-ups
-        miss."""
+        """Return the page after checking that its keys are within bounds.
+
+        Keys out of bounds would make look-ups miss.
+        """
         page = self.page_at(pgno, tree)
         keys = page.keys[1:] if isinstance(page, Branch) else page.keys
         (low, high), flip = bounds, -1 if tree is self.meta.free else 1  # its keys are integers, little-endian
