@@ -16,7 +16,7 @@ _HOMES = {"ChunkStore": "cacheblend_store", "Client": "cacheblend_cli.client", "
 
 
 def __getattr__(name: str) -> Any:
-    """Import a class on first use, so that the command line does without torch."""
+    """Import a class on first use, so that the command line does not import torch."""
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

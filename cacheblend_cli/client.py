@@ -1,4 +1,4 @@
-"""Client: asks a running engine by HTTP over the Unix socket beside its store. Imports neither torch nor numpy."""
+"""Client of a running engine: HTTP over the Unix socket next to its store. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DATA = b"data: "
 
 @dataclass(frozen=True)
 class Notes:
-    """Messages about the sources, known before the answer."""
+    """Messages about the sources. They arrive before the answer."""
 
     notes: list[str]
 
@@ -42,13 +42,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer. names: of its chunks' documents, see corpus/places.py. explained, tokens: see engine/engine.py: Engine.explain. pid: of the engine."""
+    """A complete answer."""
 
     answer: Answer
-    names: list[str]
-    explained: list[str]
-    tokens: list[list[TokenUse]]
-    pid: int
+    names: list[str]  # document names of its chunks, see corpus/places.py
+    explained: list[str]  # see engine/engine.py: Engine.explain
+    tokens: list[list[TokenUse]]  # see engine/engine.py: Engine.explain
+    pid: int  # of the engine
 
 
 class EngineLost(CacheBlendError):
@@ -56,15 +56,17 @@ class EngineLost(CacheBlendError):
 
 
 class Connection:
-    """One request to a running engine, and the events of its reply. Closing it before the end cancels the request."""
+    """One request to a running engine and the events of its reply. Closing it early cancels the request."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket, self._file = connected, connected.makefile("rb")
 
     @classmethod
     def to(cls, path: Path, timeout_s: float | None = None) -> Connection | None:
-        """Connect. None where no engine of this user listens, as behind a stale socket. timeout_s: for each read, None for no
-        limit."""
+        """Connect. Return None if no engine of this user listens, as with a stale socket.
+
+        timeout_s: for each read, None for no limit.
+        """
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connected.settimeout(_CONNECT_S)
         try:
@@ -94,8 +96,10 @@ class Connection:
             self._socket.close()
 
     def request(self, what: str, body: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-        """Send a request now: POST /engine/`what`. Returns the events of its reply up to the last one; reading them raises the
-        error that the engine reports, and EngineLost."""
+        """Send a request immediately: POST /engine/`what`. Return the events of its reply.
+
+        Reading the events raises errors reported by the engine, and EngineLost.
+        """
         payload = json.dumps(body or {}).encode()
         head = (
             f"POST /engine/{what} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
@@ -107,7 +111,10 @@ class Connection:
         return self._events()
 
     def _events(self) -> Iterator[dict[str, Any]]:
-        """The reply to an HTTP/1.0 request ends with the connection. (http.client takes as long to import as a warm answer does.)"""
+        """Yield the events of an HTTP/1.0 reply, which ends with the connection.
+
+        Does not use http.client, because importing it takes as long as a warm answer.
+        """
         try:
             if b" 200 " in self._file.readline():
                 for line in self._file:
@@ -125,16 +132,22 @@ class Connection:
 
 
 class Client:
-    """A running engine (`cacheblend serve`) of this user, over one store, with one model. Each call is a connection of its own; any
-    thread. Errors are the engine's; EngineLost where it ends before the answer."""
+    """Client of a running engine (`cacheblend serve`) of this user, over one store, with one model.
+
+    Thread-safe: each call opens its own connection. Raises the engine's errors, and EngineLost if it ends before the
+    answer.
+    """
 
     def __init__(self, path: Path, resolved: Resolved = DEFAULTS) -> None:
-        """path: the engine's socket. resolved: settings of requests."""
+        """path: socket of the engine. resolved: settings for requests."""
         self._path, self._resolved = path, resolved
 
     @classmethod
     def connect(cls, **settings: Any) -> Client:
-        """Find the engine of these settings (store, model, ...; see `cacheblend config show`). Raises NotFoundError if none runs."""
+        """Find the engine with these settings (store, model, ...; see `cacheblend config show`).
+
+        Raises NotFoundError if none is running.
+        """
         resolved = overridden(DEFAULTS, settings)
         if (found := cls.of(resolved.settings)) is None:
             raise NotFoundError(
@@ -145,12 +158,12 @@ class Client:
 
     @classmethod
     def of(cls, settings: Settings) -> Client | None:
-        """Return the client of the engine with this store, model and settings, None if none runs."""
+        """Return a client of the engine with this store, model and settings, None if none is running."""
         path = socket_of(settings)
         return cls(path) if Connection.is_open(path) else None
 
     def request(self, question: str, *, chunks: Sequence[str] = (), **about: Any) -> AskRequest:
-        """Return a request. chunks: whole ids. about: documents, search, history, verify and settings, as for `Engine.request`."""
+        """Build a request. chunks: complete ids. about: documents, search, history, ..., see `Engine.request`."""
         try:
             keys = tuple(map(bytes.fromhex, chunks))
         except ValueError as error:
@@ -158,7 +171,7 @@ class Client:
         return ask_request(self._resolved, question, keys, **about)
 
     def ask(self, question: str | AskRequest, **about: Any) -> Answer:
-        """Return the answer. about: as for `request`."""
+        """Return the answer. about: see `request`."""
         ask = question if isinstance(question, AskRequest) else self.request(question, **about)
         return next(event for event in self.events(ask.unstreamed()) if isinstance(event, Reply)).answer
 
@@ -170,7 +183,7 @@ class Client:
                 yield event.text
 
     def events(self, ask: AskRequest) -> Iterator[Notes | Piece | Reply]:
-        """Send a request now. Returns its events, Reply last. Closing the iterator cancels the request."""
+        """Send a request immediately. Return its events, Reply last. Closing the iterator cancels the request."""
         connection = self._connected()
         received = connection.request("ask", ask.wire)
 
@@ -188,13 +201,13 @@ class Client:
         return events()
 
     def plan(self, ask: AskRequest) -> tuple[AskPlan, list[str]]:
-        """Return what running the request would do, and the names of its chunks' documents."""
+        """Return the plan of a request without running it, and the document names of its chunks."""
         with self._connected() as connection:
             [event] = connection.request("plan", ask.wire)
         return convert(event["plan"], AskPlan), convert(event["names"], list[str])
 
     def search(self, query: str, params: SearchParams) -> tuple[Found, list[str], int]:
-        """Return what is found, messages for the user, and the engine's process id."""
+        """Return (result, messages for the user, process id of the engine)."""
         from cacheblend_cli.corpus.search import Found
 
         with self._connected() as connection:
@@ -203,7 +216,7 @@ class Client:
 
     @property
     def speaks_this_version(self) -> bool:
-        """Return whether the engine understands these requests."""
+        """Return whether the engine has the same protocol version."""
         with suppress(CacheBlendError), self._connected() as connection:
             [status] = connection.request("status")
             return bool(status.get("protocol") == PROTOCOL)
@@ -226,11 +239,11 @@ def _reply(event: dict[str, Any]) -> Reply:
 
 
 def lost() -> EngineLost:
-    return EngineLost("the engine ended before the answer did", "ask again, or with --local")
+    return EngineLost("the engine ended before the answer was complete", "ask again, or use --local")
 
 
 def failure(event: dict[str, Any]) -> CacheBlendError:
-    """The error that the engine reports."""
+    """Return the error in an engine's event."""
     kind = PromptTooLong if event.get("kind") == PromptTooLong.__name__ else CacheBlendError
     error = kind(event["message"], event["hint"])
     error.exit_code = ExitCode(event["exit_code"])

@@ -1,4 +1,4 @@
-"""Seconds since this process started, which is how long its user has waited."""
+"""Seconds since process start: the time that the user has waited."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _imported = time.perf_counter()
 
 
 def since_process_start(moment: float) -> float:
-    """Seconds from the start of the process to a `time.perf_counter()`."""
+    """Return the seconds from process start to a `time.perf_counter()` value."""
     return moment - _started()
 
 
 @cache
 def _started() -> float:
-    """The `perf_counter` at which the process began, as the kernel knows it; elsewhere when this module was imported."""
+    """Return the `perf_counter` value at process start, or at the import of this module if the kernel does not tell."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""The errors a user can cause, each with the exit code of the CLI contract."""
+"""Errors shown to users, each with its exit code."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class ExitCode(IntEnum):
     NOT_FOUND = 3
     STORE = 4
     DEVICE = 5
-    CHANGED = 6  # no error: the answer was printed, and --confirm changed it
+    CHANGED = 6  # not an error: the answer was printed, and --confirm changed it
     INTERRUPTED = 130
 
 
 class CacheBlendError(Exception):
     """Base class of errors with a message and a hint.
 
-    `message` says what and why; `hint` names the next step and is printed on its own line.
+    `message` says what happened and why. `hint` says what to do and is printed on its own line.
     """
 
     exit_code: ExitCode = ExitCode.INTERNAL
@@ -31,7 +31,7 @@ class CacheBlendError(Exception):
 
 
 class UsageError(CacheBlendError):
-    """A bad flag, a bad value, an unknown setting, an input the tool cannot take."""
+    """An invalid flag, value, setting or input."""
 
     exit_code = ExitCode.USAGE
 
@@ -41,11 +41,11 @@ class PromptTooLong(UsageError):
 
 
 class TextRefused(UsageError):
-    """A text that a model's tokenizer cannot keep apart from its control tokens, or has no embeddings for."""
+    """A text that the tokenizer cannot distinguish from control tokens, or that has tokens without embeddings."""
 
 
 class TemplateFailed(UsageError):
-    """The chat template raised. reason: in its words. hint: None to check the template."""
+    """The chat template raised an error. reason: its message. hint: None to suggest checking the template."""
 
     def __init__(self, reason: str, hint: str | None = None) -> None:
         super().__init__(f"the chat template failed: {reason}", hint or "check chat_template in the model directory")
@@ -53,29 +53,29 @@ class TemplateFailed(UsageError):
 
 
 class NotFoundError(CacheBlendError):
-    """A file, model or chunk id that is not there, or an id prefix that is ambiguous."""
+    """A file, model or chunk id does not exist, or an id prefix is ambiguous."""
 
     exit_code = ExitCode.NOT_FOUND
 
 
 class NothingFound(NotFoundError):
-    """A search that finds no chunk."""
+    """A search found no chunk."""
 
 
 class StoreFault(CacheBlendError):
-    """The store is corrupt, full, locked, of a wrong format, or out of disk space."""
+    """The store is corrupt, full, locked, in a wrong format, or out of disk space."""
 
     exit_code = ExitCode.STORE
 
 
 class DeviceError(CacheBlendError):
-    """No CUDA, out of memory, or a backend that cannot run on this machine."""
+    """CUDA is missing, memory ran out, or a backend cannot run on this machine."""
 
     exit_code = ExitCode.DEVICE
 
 
 class QueueFull(CacheBlendError):
-    """Too many requests wait. retry_after_s: seconds until there may be room."""
+    """Too many requests are waiting. retry_after_s: seconds to wait before a retry."""
 
     exit_code = ExitCode.DEVICE
 

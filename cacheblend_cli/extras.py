@@ -4,9 +4,9 @@ from __future__ import annotations
 
 
 def install_hint(extra: str) -> str:
-    """Return the pip command that installs an extra, from the checkout or file that this package was installed from."""
+    """Return the pip command that installs an extra from the same checkout, file or index as this package."""
     import json
-    from importlib import metadata  # takes a tenth of a warm answer's imports
+    from importlib import metadata  # slow: a tenth of the import time of a warm answer
     from urllib.parse import unquote, urlsplit
 
     try:

@@ -1,4 +1,4 @@
-"""Rows of JSON, a line each, that a run appends to and a later one goes on from."""
+"""JSON Lines files that a run appends to and a later run continues."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ T = TypeVar("T")
 
 
 class JsonLines(Generic[T]):
-    """A file of rows, made if it is not there. rows: those that it had; an incomplete last one, of a run that was interrupted, is cut
-    off."""
+    """A JSON Lines file, created if missing. rows: the rows it had.
+
+    An incomplete last row of an interrupted run is removed.
+    """
 
     def __init__(self, path: Path, parse: Callable[[Any], T], begin: str, what: str) -> None:
-        """parse: makes a row of a line's value; raises ValueError. begin: of every line, so that nothing of another file is cut off.
-        what: the rows, for messages. Raises UsageError for a file that holds something else or cannot be written."""
+        """Open the file and read its rows. Raises UsageError if it has other content or cannot be written.
+
+        parse: converts the value of a line to a row; raises ValueError.
+        begin: start of every line, so that a different file is not truncated.
+        what: name of the rows for messages.
+        """
         self.rows, number = list[T](), 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -28,7 +34,7 @@ class JsonLines(Generic[T]):
                 if number <= len(lines):
                     self.rows += [parse(json.loads(line))] if line.strip() else []
                 elif not begin.encode().startswith(torn[: len(begin)]):
-                    raise ValueError("it does not begin as one")
+                    raise ValueError(f"the last line does not begin with {begin}")
             self._stream = path.open("ab")
             self._stream.truncate(len(data) - len(torn))
         except ValueError as error:

@@ -20,16 +20,17 @@ from cacheblend_cli.text_files import check_text, read_text
 FILE = "cacheblend.toml"
 _ENV = "CACHEBLEND_"
 API_KEY_VARIABLE = "CACHEBLEND_API_KEY"
-"""Keys of `serve`: a secret, so it is not a setting, which `config show` prints."""
+"""Environment variable with the API keys of `serve`. Not a setting, because `config show` would print the secret."""
 
 
 def _setting(
     default: Any, help: str = "", *, shown: str | bool = True, flag: str = "", least: int | None = None, most: int = 2**63 - 1
 ) -> Any:  # fmt: skip
-    """Field with the metadata of its flag.
+    """Return a dataclass field with the metadata of its flag.
 
-    shown: the default in words; False hides it, True shows the value unless it is empty or off. flag: names of the flag where
-    they differ from the field's, such as "--top-k -k". least, most: bounds of a number, where nothing else checks them.
+    shown: text for the default in --help. False hides it; True shows the value unless it is empty or off.
+    flag: names of the flag if they differ from the field's, such as "--top-k -k".
+    least, most: bounds of a number, if nothing else checks them.
     """
     bounds = {"least": least, "most": most}
     return field(default=default, metadata={"help": help, "shown": shown, "flag": flag, **bounds})
@@ -37,13 +38,9 @@ def _setting(
 
 @dataclass(frozen=True)
 class Settings:
-    """Every setting, with its default and the help of its flag.
+    """All settings, each with its default and the help text of its flag."""
 
-    model "": SmolLM2 if it is installed. seed, threads None: not fixed. ratio: a number, "model" (see engine/profile.py) or "auto" (at
-    least ratio_floor).
-    max_size "": the quota that the store has. force_store: accept a store on a network filesystem, or of another owner.
-    """
-
+    # "": SmolLM2 if it is installed
     model: str = _setting(
         "", "Model directory, GGUF file, Hugging Face id, smollm2 or handbook.", shown="smollm2, if installed"
     )
@@ -51,9 +48,9 @@ class Settings:
     store: str = _setting("", "Directory of the store.")
     chunk_tokens: int = _setting(512, "Maximum tokens of a chunk.")
     collection: str = _setting("", "Only documents of this collection.")
-    overlap: int = _setting(0, "Maximum tokens that a chunk repeats of the text before it.")
+    overlap: int = _setting(0, "Maximum tokens of the preceding text that a chunk repeats.")
     context: str = _setting(
-        "document", "Which stored KV to use: computed after document, neighbours or sink, or the next one there is."
+        "document", "Prefer KV stored with this left context: document, neighbours or sink; else use another one."
     )
     window: int = _setting(2048, "Maximum tokens of a chunk and the text before it.")
     neighbours: int = _setting(3, "Number of similar chunks for --context neighbours.")
@@ -72,30 +69,30 @@ class Settings:
         (), "Variable of the chat template: NAME=VALUE, such as enable_thinking=true (repeatable)."
     )
     decode_with: str = _setting(
-        "auto", "Engine that decodes: torch, llama.cpp, or auto, the faster one where the model is a GGUF file."
+        "auto", "Decode with torch or llama.cpp; auto: the faster one if llama.cpp can run the model."
     )
-    decode_model: str = _setting("", "GGUF file of the same model that llama.cpp decodes with, unless --model is one.")
+    decode_model: str = _setting("", "GGUF file of the same model for llama.cpp, if --model is not a GGUF file.")
     mode: str = _setting("blend", "blend, full (reuse nothing) or reuse (recompute nothing).")
     ratio: float | str = _setting(
         0.15,
-        "Share of the reused, inexact tokens to recompute; model: what models check found this model to need, 0.15 if it was not run; "
+        "Share of the reused, inexact tokens to recompute; model: the share that models check measured for this model, or 0.15; "
         "auto: as many as fit into the loading time, or a full prefill if that is faster.",
     )
     ratio_floor: float = _setting(0.15, "Lower bound of --ratio auto.")
     selector: str = _setting("query", "query, hkvd, first, random, all, none, or first:4+query.")
-    deviation: str = _setting("k", "What hkvd compares: v, k or kv.")
+    deviation: str = _setting("k", "Tensors that hkvd compares: v, k or kv.")
     check_layer: int = _setting(1, "Layer at which hkvd chooses tokens.")
     block: int = _setting(1, "Choose runs of this many tokens.")
     gradual: str = _setting("", "Several check layers with decreasing ratios, such as 1:0.3,4:0.15.")
     probe_layers: str = _setting("", "Layers that query observes: FIRST-LAST.", shown="the middle half")
     correction: str = _setting("regression", "Correct the KV of other tokens by regression, or none.")
     kl_mean: float = _setting(
-        0.03, "Largest mean KL to a full prefill at which models check calls a ratio close enough, nats a token."
+        0.03, "models check: accept a ratio up to this mean KL to a full prefill, in nats per token."
     )
-    kl_p90: float = _setting(0.08, "The same for the 90th percentile over prompts.")
+    kl_p90: float = _setting(0.08, "models check: the same limit for the 90th percentile over prompts.")
     max_risk: float | None = _setting(
         None,
-        "Replace the answer by a full prefill's when the estimated risk that it differs exceeds this (see eval --fit-risk); not with streaming.",
+        "Answer from a full prefill if the estimated risk that the answer differs exceeds this (see eval --fit-risk); not with streaming.",
     )
     max_tokens: int = _setting(128, "Maximum tokens of the answer.")
     reasoning_tokens: int = _setting(1024, "Maximum tokens of reasoning before the answer.")
@@ -119,7 +116,7 @@ class Settings:
     frequency_penalty: float = _setting(0.0, "Subtract this once for each time a token was generated; 0: off.")
     stop_repetition: bool = _setting(
         True,
-        "End an answer that repeats itself: three times the same, 32 tokens or more.",
+        "End an answer that repeats the same text three times, over 32 tokens or more.",
         flag="--stop-repetition/--no-stop-repetition",
     )
     model_sampling: bool = _setting(
@@ -129,7 +126,8 @@ class Settings:
     )
     seed: int | None = _setting(None, "Random seed of sampling.", least=-(2**63))
     lock_timeout: float = _setting(30.0, "Seconds to wait for another process that writes to the store.", least=0)
-    force_store: bool = False
+    force_store: bool = False  # accept a store on a network filesystem or of another owner
+    # "": keep the store's quota
     max_size: str = _setting(
         "", "Quota of the store, such as 20GB: the least recently used KV is evicted, documents' text stays. 0: none."
     )
@@ -137,13 +135,13 @@ class Settings:
         "",
         "Shared tier behind the store: s3://BUCKET/PREFIX, gs://, az://, file:///FOLDER. Credentials: environment only.",
     )
-    tier_key_file: str = _setting("", "File with the secret that KV in the tier is encrypted with.")
-    tier_deadline: float = _setting(0.05, "Seconds to find out which chunks the tier has.", least=0)
+    tier_key_file: str = _setting("", "File with the secret to encrypt KV in the tier.")
+    tier_deadline: float = _setting(0.05, "Seconds to wait for the tier to report which chunks it has.", least=0)
     salt: str = _setting("", "Keep the chunks of this tenant separate.")
     threads: int | None = _setting(None, "CPU threads.", least=1, most=4096)
     tensor_parallel: int = _setting(
         0,
-        "Processes that compute the model together, each on a GPU of its own or on CPU cores.",
+        "Number of tensor-parallel processes, each on its own GPU or on CPU cores.",
         shown="1, or torchrun's",
         least=0,
         most=1024,
@@ -152,17 +150,17 @@ class Settings:
     gpu_memory_utilization: float = _setting(0.9, "Share of the GPU's memory to use, including weights.")
     eager: bool = _setting(False, "Decode without CUDA graphs.", flag="--eager")
     swap_space: float = _setting(
-        4.0, "Host memory for the KV of answers that give way to others, in GiB; beyond it their KV is computed again."
+        4.0, "Host memory for the KV of preempted answers, in GiB; KV that does not fit is computed again."
     )
     kv_pool_dtype: str = _setting("auto", "Format of KV on the device: auto (as computed) or float8_e4m3.", shown=False)
     keep_alive: str = _setting(
-        "", "Answer by an engine in the background, which exits after this long idle, such as 10m. 0: off."
+        "", "Answer with a background engine that exits after being idle this long, such as 10m. 0: off."
     )
-    weights_cache_gb: float = _setting(4.0, "Disk for weights packed for this CPU, in GB; 0: none.", least=0)
+    weights_cache_gb: float = _setting(4.0, "Disk space for weights packed for this CPU, in GB; 0: none.", least=0)
 
     @property
     def store_path(self) -> Path:
-        """Path of the store: --store, else ./.cacheblend/store if ./.cacheblend exists, else in the user's data directory."""
+        """Path of the store: --store, else ./.cacheblend/store if ./.cacheblend exists, else in the user's data folder."""
         if self.store:
             return Path(self.store).expanduser()
         if Path(".cacheblend").is_dir():
@@ -192,11 +190,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "tier": ("tier", "tier_key_file", "tier_deadline"),
     "start": ("weights_cache_gb", "keep_alive"),
 }  # fmt: skip
-"""Settings by topic. Commands choose their flags by group; sockets.py uses the groups that define an engine."""
+"""Settings by topic. Commands select their flags by group; sockets.py uses the groups that identify an engine."""
 
 
 def grouped(*groups: str, but: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the names of the settings of these groups, in order."""
+    """Return the names of the settings in these groups, in order."""
     return tuple(name for group in groups for name in GROUPS[group] if name not in but)
 
 
@@ -212,7 +210,7 @@ class Resolved:
 
 
 def _kind(hint: Any) -> type:
-    """Return the type of a setting's value when it is set."""
+    """Return the type of a setting's value, ignoring None."""
     kind: type = get_args(hint)[0] if isinstance(hint, UnionType) else get_origin(hint) or hint
     return kind
 
@@ -223,11 +221,11 @@ _METADATA = {field.name: field.metadata for field in fields(Settings)}
 _WORDS = {"ratio": ("auto", "model")}  # words allowed in place of a number
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 PATHS = ("store", "model", "lora", "prompt", "embeddings", "tier_key_file", "decode_model")
-"""Relative to the file that sets them."""
+"""Settings with paths, which are relative to the file that sets them."""
 
 
 def resolve(flags: Mapping[str, Any]) -> Resolved:
-    """Merge all layers; a flag of None or [] was not given. Raises UsageError naming the origin of a bad value."""
+    """Merge all sources. A flag of None or [] counts as not given. Raises UsageError with the origin of a bad value."""
     values: dict[str, Any] = {}
     origin = dict(DEFAULTS.origin)
     for path in config_files():
@@ -253,9 +251,10 @@ def parse_setting(key: str, texts: Sequence[str]) -> tuple[str, Any]:
 
 
 def config_files() -> list[Path]:
-    """Return the user's file and, if there is one, the project's, which takes precedence.
+    """Return the user's file and, if it exists, the project's file, which takes precedence.
 
-    The project's is the nearest cacheblend.toml from the working directory up to the repository root or home directory.
+    The project's file is the nearest cacheblend.toml from the working directory up to the repository root or home
+    directory.
     """
     files = [user_config_path("cacheblend") / "config.toml"]
     try:
@@ -271,14 +270,14 @@ def config_files() -> list[Path]:
 
 
 def of_settings(kind: type[T], settings: Settings, **others: Any) -> T:
-    """Build a dataclass from the settings named like its fields; `others` are further or replaced fields."""
+    """Build a dataclass from the settings with the names of its fields. `others` adds or replaces fields."""
     own = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     values = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name in own}
     return kind(**values | others)
 
 
 class _Text(str):
-    """A value from a source that only has text (environment, command line), to be converted."""
+    """A value from the environment or command line, to convert from text."""
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -306,7 +305,7 @@ def _similar(name: str) -> str:
 
 
 def _convert(name: str, value: Any, place: str) -> Any:
-    """Return the value in the setting's type. place: "flag", or the file or variable that a message names, or "" for none."""
+    """Return the value in the setting's type. place: origin for messages: "flag", a file, a variable, or ""."""
     kind = _FIELDS[name]
     shown = f"--{name.replace('_', '-')}" if place == "flag" else f"{name} in {place}" if place else name
     if name in _WORDS:
@@ -329,8 +328,8 @@ def _convert(name: str, value: Any, place: str) -> Any:
         raise UsageError(f"{shown} is {value!r}, not {hint}", "see: cacheblend config show") from None
     if kind is str and name not in PATHS:
         check_text(value, shown)
-    if name == "tier" and ("@" in value or "?" in value):  # not repeated: config show and messages are read by others
-        raise UsageError(f"{shown} holds credentials", "a bucket and a prefix: credentials come from the environment")
+    if name == "tier" and ("@" in value or "?" in value):  # do not print it: others may read the message
+        raise UsageError(f"{shown} contains credentials", "name only a bucket and a prefix; credentials: environment")
     if kind is int and converted > (most := _METADATA[name].get("most", 2**63 - 1)):
         raise UsageError(f"{shown} is {value!r}; the maximum is {most}", "see: cacheblend config show")
     if (least := _METADATA[name].get("least")) is not None and converted < least:
@@ -339,7 +338,7 @@ def _convert(name: str, value: Any, place: str) -> Any:
 
 
 def _texts(value: Any, shown: str) -> tuple[str, ...]:
-    """Values of a list, or of comma-separated text."""
+    """Return the values of a list, or of comma-separated text."""
     values = value.split(",") if isinstance(value, _Text) else value
     if not isinstance(values, list | tuple) or not all(isinstance(v, str) for v in values):
         raise UsageError(f"{shown} is {value!r}, not a list of text", "see: cacheblend config show")
@@ -347,7 +346,10 @@ def _texts(value: Any, shown: str) -> tuple[str, ...]:
 
 
 def _beside(folder: Path, name: str, value: str) -> str:
-    """Resolve a path in a configuration file relative to it. What may be a Hugging Face id stays unless the path exists."""
+    """Resolve a path relative to its configuration file.
+
+    A possible Hugging Face id stays, unless such a path exists.
+    """
     path = Path(value).expanduser()
     if name in ("model", "embeddings") and not (
         value.startswith(("./", "../", "~")) or (folder / path).is_dir() or path.suffix == ".gguf"

@@ -1,4 +1,4 @@
-"""Suggestions for a name that is not known."""
+"""Suggestions for unknown names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def did_you_mean(name: str, known: Iterable[str], see: str, most: int = 1) -> str:
-    """Return a hint: at most this many known names that are similar, best first, and the command that lists all."""
+    """Return a hint with up to `most` similar known names, best first. see: command that lists all names."""
     from difflib import get_close_matches
 
     similar = get_close_matches(name, list(known), n=most)

@@ -1,4 +1,4 @@
-"""Path of a running engine's socket. Imports neither torch nor numpy, as a warm question must not."""
+"""Path of a running engine's socket. Imports neither torch nor numpy, to keep warm answers fast."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from cacheblend_cli.settings import Settings, grouped
 from cacheblend_cli.version import __version__
 
 PROTOCOL = 7
-_LONGEST = 100  # bytes of a socket's path; the system takes 107
+_LONGEST = 100  # maximum bytes of a socket path; the system allows 107
 _NAME = "engine-"
 _ELSEWHERE = "set XDG_RUNTIME_DIR to a directory of your own"
 
 
 def socket_of(settings: Settings) -> Path:
-    """The socket of an engine of this version over the settings' store, with their model and the rest that an engine has."""
+    """Return the socket of the engine of this version for these settings (store, model, machine, memory, prompt)."""
     identity = {name: getattr(settings, name) for name in grouped("prompt", "model", "machine", "memory")}
     lora = os.path.realpath(Path(settings.lora).expanduser()) if settings.lora else ""
     identity |= {
@@ -35,12 +35,12 @@ def socket_of(settings: Settings) -> Path:
 
 
 def sockets_of(settings: Settings) -> list[Path]:
-    """The sockets of all engines over the store, also of those that have ended."""
+    """Return the sockets of all engines over the store, including engines that have ended."""
     return sorted(folder_of(settings).glob(f"{_NAME}*.sock"))
 
 
 def folder_of(settings: Settings) -> Path:
-    """The store's own directory, or where its path is too long for a socket one of this user's."""
+    """Return the directory for sockets: the store, or a private directory if the path of the store is too long."""
     store = Path(os.path.realpath(settings.store_path))
     if len(os.fsencode(store)) + len(_NAME) + 18 <= _LONGEST:
         return store
@@ -51,8 +51,11 @@ def folder_of(settings: Settings) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the socket's directory. Raises UsageError when it, or the fallback directory it is in, is another user's or
-    others may write to it: they could put a socket of their own in its place."""
+    """Create the socket's directory.
+
+    Raises UsageError if the directory, or the parent of the fallback directory, belongs to another user or is writable
+    by others: they could replace the socket by their own.
+    """
     is_fallback = folder.parent.name == _own_name()
     for part in (folder.parent, folder):
         part.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -65,12 +68,12 @@ def make_folder(folder: Path) -> None:
 
 
 def _own_name() -> str:
-    """Name of this user's directory below the directory for run-time files."""
+    """Return the name of this user's directory below the directory for run-time files."""
     return f"cacheblend-{os.getuid()}"
 
 
 def _model(name: str) -> str:
-    """Return a model's identity: a name, or the real path of a directory or a file."""
+    """Return a model's identity: its name, or the real path of its directory or file."""
     if not name:
         from cacheblend_cli.model.named import default_model
 
@@ -80,7 +83,7 @@ def _model(name: str) -> str:
 
 
 def _content(path: str) -> str:
-    """Return the content of the prompt's file; "" for none, and for one that cannot be read (reported elsewhere)."""
+    """Return the content of the prompt file; "" without one, or if it cannot be read (which is reported elsewhere)."""
     try:
         return Path(path).expanduser().read_text(encoding="utf-8") if path else ""
     except (OSError, UnicodeDecodeError):

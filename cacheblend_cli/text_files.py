@@ -1,4 +1,4 @@
-"""Text that a user hands in, as a file or as bytes, or gets as a file: UTF-8, and errors that name where."""
+"""Read and write UTF-8 text for users, with errors that name the file and position."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from cacheblend_cli.errors import NotFoundError, UsageError
 
 
 def read_text(path: Path) -> str:
-    """The file as text, without a byte order mark; line ends are left as they are.
+    """Return the text of a file without byte order mark. Line ends are not converted.
 
-    Raises NotFoundError when it is not there, UsageError when it cannot be read or is no UTF-8.
+    Raises NotFoundError if it does not exist, UsageError if it cannot be read or is not UTF-8.
     """
     try:
         return decode_text(path.read_bytes(), str(path))
@@ -21,7 +21,7 @@ def read_text(path: Path) -> str:
 
 
 def decode_text(data: bytes, name: str) -> str:
-    """Decode bytes as read_text does. name: used in the error."""
+    """Decode bytes like `read_text`. name: used in the error."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -29,7 +29,7 @@ def decode_text(data: bytes, name: str) -> str:
 
 
 def write_text(path: Path, text: str, hint: str, *, new: bool = False) -> None:
-    """new: not over a file that is there. Raises UsageError with the hint where it cannot be written."""
+    """Write a file. new: fail if it exists. Raises UsageError with the hint if it cannot be written."""
     try:
         with path.open("x" if new else "w", encoding="utf-8") as stream:
             stream.write(text)
@@ -38,8 +38,8 @@ def write_text(path: Path, text: str, hint: str, *, new: bool = False) -> None:
 
 
 def check_text(text: str, name: str) -> None:
-    """Raises UsageError for what a tokenizer does not take: bytes of an argument that are no UTF-8, half of a character."""
+    """Raise UsageError for text that tokenizers reject: lone surrogates, from arguments that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"{name} is no UTF-8 at character {error.start + 1}", "convert it: iconv -t utf-8") from None
+        raise UsageError(f"{name} is not UTF-8 at character {error.start + 1}", "convert it: iconv -t utf-8") from None

@@ -1,4 +1,4 @@
-"""Facts measured once on a machine: small files in the user's cache directory."""
+"""Small files in the user's cache directory with facts that are measured once per machine."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from pathlib import Path
 from platformdirs import user_cache_path
 
 PACKED_WEIGHTS = "packed"
-"""Kind of the files that model/packed_cache.py keeps: the only large ones."""
+"""Kind of the files of model/packed_cache.py, the only large ones."""
 
 
 def folder(kind: str) -> Path:
-    """Directory of one kind of files. It need not exist."""
+    """Return the directory for one kind of files. It need not exist."""
     return user_cache_path("cacheblend") / kind
 
 
 def place(kind: str, *identity: object) -> Path:
-    """Return the path of the file for these facts, which may not exist."""
+    """Return the path of the file for these facts. It need not exist."""
     return folder(kind) / hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
 
 
 def recall(path: Path) -> str:
-    """Return the kept text; "" if there is none or it is not UTF-8."""
+    """Return the text of a file; "" if it is missing or not UTF-8."""
     with suppress(OSError, UnicodeDecodeError):
         return path.read_text(encoding="utf-8")
     return ""
 
 
 def keep(path: Path, text: str) -> None:
-    """Write the file, unless that is impossible, as in a read-only home."""
+    """Write the file. Failures are ignored, such as a read-only home."""
     with suppress(OSError):
         replace(path, text)
 
 
 def replace(path: Path, text: str) -> None:
-    """Write the file as a whole: processes side by side never see half of it. Raises OSError."""
+    """Write the file atomically: concurrent processes never see half of it. Raises OSError."""
     temporary = temporary_of(path)
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -47,7 +47,7 @@ def replace(path: Path, text: str) -> None:
 
 
 def settle(path: Path, text: str) -> str:
-    """Write the file unless another process did meanwhile. Returns what is in it: every process goes on with the same."""
+    """Write the file unless another process did meanwhile. Return its content, which is the same for every process."""
     with suppress(OSError):
         temporary = temporary_of(path)
         try:
@@ -65,7 +65,7 @@ def settle(path: Path, text: str) -> str:
 
 
 def temporary_of(path: Path) -> Path:
-    """Create an empty file beside `path`, with a name of its own and for its owner alone, and the folder. Raises OSError."""
+    """Create an empty private file with a unique name next to `path`, and the folder. Raises OSError."""
     from tempfile import mkstemp
 
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
