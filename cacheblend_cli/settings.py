@@ -160,7 +160,7 @@ class Settings:
 
     @property
     def store_path(self) -> Path:
-        """Path of the store: --store, else ./.cacheblend/store if ./.cacheblend exists, else in the user's data folder."""
+        """Path of the store: --store, else ./.cacheblend/store if ./.cacheblend exists, else in user data."""
         if self.store:
             return Path(self.store).expanduser()
         if Path(".cacheblend").is_dir():
