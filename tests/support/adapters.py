@@ -31,8 +31,8 @@ def write_adapter(
     seed: int = 1,
     **config: Any,
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """An adapter of these modules, by the ends of their names. ranks: of modules, by the ends of theirs, that have another
-    than r. Returns (A, B) of each changed weight."""
+    """An adapter of these modules, by the ends of their names. ranks: of modules, by the ends of theirs, that have
+    another than r. Returns (A, B) of each changed weight."""
     folder.mkdir(parents=True, exist_ok=True)
     values = CONFIG | {"target_modules": sorted(modules)} | config
     (folder / "adapter_config.json").write_text(json.dumps(values))

@@ -1,4 +1,4 @@
-"""Commands of this process in a directory with documents that are stored: what is asked of an engine beside them."""
+"""Run commands in this process, in a directory with stored documents, next to a running engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Cli = Callable[..., Said]
 
 
 def process(*arguments: str, code: str = "sys.exit(run(sys.argv[1:]))") -> Said:
-    """A command in a process of its own."""
+    """Run a command in a separate process."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "store", ROOT / "kernels")))}
     program = f"import sys; from cacheblend_cli.cli.main import run; {code}"
     done = subprocess.run(
@@ -43,7 +43,7 @@ def process(*arguments: str, code: str = "sys.exit(run(sys.argv[1:]))") -> Said:
 
 
 def cli_in(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Commands whose settings are those of the first server of `start`, after a precompute of PAGES."""
+    """Precompute PAGES and return a function that runs commands with the settings of the first server of `start`."""
     settings = {
         "MODEL": model,
         "STORE": folder / "store0",

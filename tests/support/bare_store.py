@@ -1,4 +1,4 @@
-"""What a test does to a store behind its back."""
+"""Change a store without going through ChunkStore."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from cacheblend_store import ChunkStore
 
 @contextmanager
 def bare_writing(store: ChunkStore) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """py-lmdb's write transaction and its database handles."""
+    """Yield py-lmdb's write transaction and its database handles."""
     with store._environment().writing(store.lock_timeout) as (transaction, dbs, _):
         yield transaction, dbs

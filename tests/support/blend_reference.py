@@ -1,9 +1,10 @@
 """CacheBlend a second time, over transformers' own forward pass: what the engine's blending is compared with.
 
-It shares nothing with the engine and knows no architecture. transformers computes every row at every layer, in the model's
-own dtype (float64). Two of its functions are ours: the one that rotates (where K before RoPE is seen), and attention, which
-is one matrix with a mask made of positions. There the K and V of rows that are not recomputed are put back to the old ones,
-so nobody sees what such rows compute. K is kept before RoPE, [num_tokens, num_kv_heads, head_dim] a layer.
+It shares nothing with the engine and knows no architecture. transformers computes every row at every layer, in the
+model's own dtype (float64). Two of its functions are ours: the one that rotates (where K before RoPE is seen), and
+attention, which is one matrix with a mask made of positions. There the K and V of rows that are not recomputed are put
+back to the old ones, so nobody sees what such rows compute. K is kept before RoPE, [num_tokens, num_kv_heads, head_dim]
+a layer.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Reference:
     def continues(self, ids: list[int], generated: list[int]) -> tuple[Tensor, bool]:
         """transformers' own logits of every position of ids, and whether it generates just that behind them, greedily.
 
-        One pass over both says so: what stands at a position does not depend on what follows. But for a RoPE that depends
-        on the length; there transformers generates.
+        One pass over both says so: what stands at a position does not depend on what follows. But for a RoPE that
+        depends on the length; there transformers generates.
         """
         rope = str(getattr(self.model.config.get_text_config(), "rope_parameters", None))
         if "dynamic" in rope or "longrope" in rope:
@@ -50,9 +51,9 @@ class Reference:
 
     @torch.no_grad()
     def generate(self, ids: list[int], count: int) -> list[int]:
-        """What transformers generates, greedily. Without its cache, which for some configs has a window that the model has
-        not (a Llama with a left-over sliding_window); with it where RoPE turns faster token by token: there K stays as it was
-        turned, and without a cache all of it would be turned anew."""
+        """What transformers generates, greedily. Without its cache, which for some configs has a window that the model
+        has not (a Llama with a left-over sliding_window); with it where RoPE turns faster token by token: there K stays
+        as it was turned, and without a cache all of it would be turned anew."""
         rope = getattr(self.model.config, "rope_parameters", None) or {}
         given = torch.tensor([ids])
         config = GenerationConfig(
@@ -174,8 +175,8 @@ class _Pass:
         return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), None
 
     def fused(self, k: Tensor, v: Tensor, turns: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """K before RoPE and V of the next layer as a module projects them, [num_tokens, num_kv_heads, head_dim] -> the same, as the
-        layer is to have them. turns: what tells the frequencies of RoPE."""
+        """K before RoPE and V of the next layer as a module projects them, [num_tokens, num_kv_heads, head_dim] -> the
+        same, as the layer is to have them. turns: what tells the frequencies of RoPE."""
         layer = len(self.kv)
         self.kv.append((k, v))
         self.turns.append(torch.ones(self.length, 1) if turns is None else turns)
@@ -218,8 +219,8 @@ FUSED = ("bloom", "mpt", "falcon")
 
 
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
-"""Models with latent attention: what is stored is between two projections. Latents are put back before their norm, and compared
-after it; with the position key they are K."""
+"""Models with latent attention: what is stored is between two projections. Latents are put back before their norm, and
+compared after it; with the position key they are K."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Chromium, headless, by its DevTools protocol: what a test of a page needs of it."""
+"""Headless Chromium through its DevTools protocol, for tests of web pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 
 def chromium() -> str:
-    """Its path. Skips the test where there is none."""
+    """Return the path of Chromium. Skips the test if it is missing."""
     found = next(
         (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
     )
@@ -49,7 +49,7 @@ class Session:
 
 
 class Browser:
-    """A browser, which ends with the `with`."""
+    """Start a browser, for the duration of the `with` block."""
 
     def __init__(self, folder: Path) -> None:
         flags = [
@@ -83,7 +83,7 @@ class Browser:
 
 
 class Page:
-    """A page of a browser, with storage of its own."""
+    """A browser page with its own storage."""
 
     def __init__(self, url: str, browser: Browser, width: int = 1000, height: int = 1400) -> None:
         self._browser = browser.session
@@ -107,7 +107,7 @@ class Page:
         self._do("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def js(self, expression: str) -> Any:
-        """The value of an expression."""
+        """Evaluate an expression."""
         result = self._do("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
@@ -119,7 +119,7 @@ class Page:
             time.sleep(0.01)  # for the server, which is in this process
 
     def theme(self, name: str) -> None:
-        """What the system prefers: "light" or "dark"."""
+        """Set the system's preferred colour scheme: "light" or "dark"."""
         self._do("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
     def reload(self) -> None:
@@ -128,7 +128,7 @@ class Page:
         self.until("document.readyState === 'complete' && document.body.id !== 'before'")
 
     def type(self, text: str) -> None:
-        """Into what has the focus."""
+        """Type into the focused element."""
         self._do("Input.insertText", text=text)
 
     def press(self, key: str, *, shift: bool = False, control: bool = False) -> None:
@@ -141,6 +141,6 @@ class Page:
         self._do("Input.dispatchKeyEvent", type="keyUp", **same)
 
     def shot(self, path: Path) -> None:
-        """A picture of all of the page."""
+        """Take a screenshot of the whole page."""
         image = self._do("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(image["data"]))

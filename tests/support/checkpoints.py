@@ -146,7 +146,8 @@ OTHER_CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     ),
     "olmoe": (OlmoeConfig, {"num_experts": 8, "num_experts_per_tok": 2}),
 }
-"""With experts, with ALiBi, with layers of different shapes, on transformers' own layers: for tests that ask for them."""
+"""With experts, with ALiBi, with layers of different shapes, on transformers' own layers: for tests that ask for
+them."""
 
 
 def write_tokenizer(path: Path) -> None:
@@ -171,7 +172,10 @@ def write_tokenizer(path: Path) -> None:
 
 
 def write_checkpoint(path: Path, family: str, seed: int = 0, **overrides: Any) -> Any:
-    """Write a random checkpoint and return transformers' model (fp32, eval). Every weight is drawn, norms and biases too."""
+    """Write a random checkpoint and return transformers' model (fp32, eval).
+
+    Every weight is drawn, norms and biases too.
+    """
     path.mkdir(parents=True, exist_ok=True)
     cls, extra = (FAMILY_CONFIGS | OTHER_CONFIGS)[family]
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Forked children that can be killed, or that say what became of a piece of work which may end in a signal."""
+"""Forked children that can be killed, or that report the outcome of work which may end in a signal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class Child:
-    """A forked process that runs work(acknowledge). Each acknowledge() is one byte that outlives the process."""
+    """A forked process that runs work(acknowledge). Each acknowledge() writes a byte that outlives the process."""
 
     def __init__(self, work: Callable[[Callable[[], None]], None]) -> None:
         self._pipe, end = os.pipe()
@@ -37,7 +37,7 @@ class Child:
         os.close(end)
 
     def until(self, acknowledged: int, timeout: float = 60.0) -> None:
-        """Return when it has acknowledged so often, or has ended. RuntimeError after `timeout` seconds."""
+        """Wait for this many acknowledgements, or for the end of the process. RuntimeError after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while _bytes_in(self._pipe) < acknowledged:
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
@@ -47,7 +47,10 @@ class Child:
             time.sleep(0.001)
 
     def kill(self) -> int:
-        """SIGKILL, whatever it does; how often it acknowledged. RuntimeError when it had ended by itself in error."""
+        """Send SIGKILL.
+
+        Return the number of acknowledgements. RuntimeError if the process had already failed by itself.
+        """
         os.kill(self.pid, signal.SIGKILL)
         _, status = os.waitpid(self.pid, 0)
         if not os.WIFSIGNALED(status) and os.waitstatus_to_exitcode(status) != 0:
@@ -55,7 +58,7 @@ class Child:
         return self._count()
 
     def wait(self, timeout: float = 60.0) -> tuple[int, int]:
-        """(exit code, negative for a signal; acknowledgements). Killed with SIGALRM after `timeout` seconds."""
+        """Return (exit code, negative for a signal; acknowledgements). Killed with SIGALRM after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while True:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -84,10 +87,10 @@ def _write_byte(end: int) -> None:
 
 
 def outcomes(work: Callable[[Any], Any], items: Iterable[Any], timeout: float) -> Iterator[tuple[Any, Any]]:
-    """(item, work(item)) for each, run in forked children; answers travel as JSON.
+    """Yield (item, work(item)) for each item, run in forked children. Results are sent as JSON.
 
-    What a child does not survive is an outcome too: Ended("signal SIGSEGV"), Ended("no answer in 20 s"), or
-    Ended("exception ...") when `work` raised; the rest goes on in a new child.
+    If a child dies, the result is Ended("signal SIGSEGV"), Ended("no answer in 20 s"), or Ended("exception ...") if
+    `work` raised. The remaining items continue in a new child.
     """
     todo = list(items)
     while todo:
@@ -127,14 +130,14 @@ def outcomes(work: Callable[[Any], Any], items: Iterable[Any], timeout: float) -
 
 
 def limit_memory(num_bytes: int = 200 << 20) -> None:
-    """No more address space for this process than it has now and num_bytes: more is a MemoryError."""
+    """Limit the address space of this process to its current size plus num_bytes. More raises MemoryError."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + num_bytes, hard))
 
 
 class Ended(str):
-    """How a child ended that gave no answer."""
+    """Describe how a child ended without a result."""
 
 
 def _answer(pipe: int, timeout: float) -> list[Any] | dict[str, str] | str:

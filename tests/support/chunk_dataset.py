@@ -1,4 +1,4 @@
-"""What the workers of a data loader read. A module of its own, so that spawned workers can import it."""
+"""Dataset for the workers of a data loader. It is a separate module so that spawned workers can import it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 
 class ChunkDataset(Dataset[int]):
-    """The seeds of the first `count` small chunks, each of which is read and compared."""
+    """Seeds of the first `count` small chunks. Each chunk is read and compared."""
 
     def __init__(self, path: Path, count: int) -> None:
         self.path, self.count = path, count

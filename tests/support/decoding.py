@@ -1,4 +1,4 @@
-"""Decoding one token of one sequence, for tests that hold the token on the host."""
+"""Decode one token of one sequence, for tests that have the token on the host."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from cacheblend_cli.model.decoder import Decoder
 
 
 def decode_one_token(decoder: Decoder, pool: KVPool, sequence: PagedSequence, token_id: int, position: int) -> Tensor:
-    """fp32 logits [vocab_size] after token_id, in a sequence that holds `position` tokens before it."""
+    """Return fp32 logits [vocab_size] after token_id, in a sequence with `position` tokens before it."""
     rows = next_rows(decoder, [sequence], [position])
     return forward(decoder, rows, upload([token_id], decoder.device))[0]

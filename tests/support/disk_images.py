@@ -1,9 +1,9 @@
-"""What a disk may hold after the power goes: rebuilt from the writes and syncs of a process.
+"""Possible disk contents after a power loss, rebuilt from the writes and syncs of a process.
 
-The model is the weakest that POSIX allows and disks show: a write that no sync followed may be there, not be there, or
-be there in part (whole sectors of 512 bytes), in any combination with others, though never under an older write. A
-sync of a file makes what was written to it durable, with its length. Names (created, renamed, removed files) are durable
-once their directory was synced; before that, the first few of a directory's changes may be.
+This is the weakest model that POSIX allows and disks show. A write without a later sync may be present, absent, or
+partly present (whole sectors of 512 bytes), in any combination with other writes, but never covered by an older write.
+Syncing a file makes its writes and its length durable. Names (created, renamed, removed files) are durable once their
+directory is synced; before that, the first few changes of a directory may be.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _File:
 
 @dataclass
 class _Change:
-    """Of a name. inode None: it goes."""
+    """A change of a name. inode None: the name is removed."""
 
     path: str
     inode: int | None
@@ -50,7 +50,7 @@ class _Change:
 
 
 class Disk:
-    """Follows the events; `image` says what the disk may hold now. root is there and durable from the start."""
+    """Tracks events; `image` returns possible disk contents. root exists and is durable from the start."""
 
     def __init__(self, root: Path) -> None:
         self._root, self._root_inode = str(root), root.stat().st_ino
@@ -134,7 +134,7 @@ class Disk:
 
 
 def lay_out(folders: set[str], files: dict[str, bytes], target: Path) -> None:
-    """Put an image where it can be opened."""
+    """Write an image to a folder, to open it."""
     for name in sorted(folders):
         (target / name).mkdir(mode=0o700, parents=True)
     for name, content in files.items():
@@ -142,7 +142,7 @@ def lay_out(folders: set[str], files: dict[str, bytes], target: Path) -> None:
 
 
 def cuts(events: Sequence[Event], count: int, rng: random.Random) -> list[int]:
-    """`count` moments, each the number of events that have happened, in order and spread over all of them."""
+    """Return `count` moments in order, spread over all events. A moment is the number of events so far."""
     return sorted(rng.randrange(1, len(events) + 1) for _ in range(count))
 
 

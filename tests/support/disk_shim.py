@@ -45,7 +45,7 @@ class Event:
 
 
 def build(folder: Path) -> Path:
-    """The shared object. Skips the test on a system without a C compiler or preloading."""
+    """Build the shared object. Skips the test on a system without a C compiler or preloading."""
     import pytest
 
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
@@ -61,7 +61,7 @@ def build(folder: Path) -> Path:
 def run(
     shim: Path, root: Path, code: str, *arguments: str, log: Path | None = None, fault: str = "", timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """`python -c code arguments` with its file calls under `root` recorded to `log`."""
+    """Run `python -c code arguments`, recording its file calls under `root` to `log`."""
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], env=environment(shim, root, log, fault),
         capture_output=True, text=True, timeout=timeout,

@@ -1,4 +1,4 @@
-"""Streams and events without a GPU: what is queued runs late, in any order that its streams and events allow."""
+"""CUDA streams and events without a GPU: queued work runs late, in any order that streams and events allow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cacheblend_cli.kv import transfer
 
 
 class FakeCuda:
-    """Takes the place of the parts of torch.cuda that `CudaTransfer` uses. `seed` draws the order of execution."""
+    """Replaces the parts of torch.cuda that `CudaTransfer` uses. `seed` determines the order of execution."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -48,7 +48,7 @@ class FakeCuda:
             self.current = before
 
     def run(self, until: Callable[[], bool] | None = None, steps: int = 1 << 30) -> None:
-        """Random streams take their next step, until nothing can run, `until` holds or the steps are spent."""
+        """Run the next step of random streams, until nothing can run, `until` holds or the steps are used up."""
         for _ in range(steps):
             ready = [s for s in self.streams if s.queue and s.queue[0].ready()]
             if not ready or (until is not None and until()):
@@ -110,7 +110,7 @@ class FakeEvent:
 
 
 class DeviceTensor:
-    """Device memory: copies into it are queued on the current stream."""
+    """Device memory. Copies into it are queued on the current stream."""
 
     def __init__(self, cuda: FakeCuda, memory: torch.Tensor) -> None:
         self._cuda, self.memory = cuda, memory

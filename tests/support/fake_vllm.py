@@ -1,4 +1,4 @@
-"""What of vLLM the connector and the server meet: the connector's base class, and a completions server that reads hand-overs."""
+"""Fake vLLM: the connector's base class, and a completions server that reads hand-overs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
 
 class KVConnectorBase_V1:
-    """As vLLM 0.32 has it, without what nobody here calls."""
+    """The interface of vLLM 0.32, without methods that are not called here."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         self._kv_transfer_config, self._metadata = vllm_config.kv_transfer_config, None
@@ -62,16 +62,15 @@ def install(monkeypatch: Any, rank: int = 0, world: int = 1) -> None:
 
 @dataclass
 class FakeServer:
-    """POST /v1/completions over transformers. place: where hand-overs are read. requests: bodies. loaded: tokens of each that came
-    as KV. cut_after: tokens after which the connection breaks. goes_on: answers wait for it."""
+    """POST /v1/completions over transformers."""
 
     model: Any
-    place: Any = None
+    place: Any = None  # source of hand-overs
     url: str = ""
-    requests: list[dict[str, Any]] = field(default_factory=list)
-    loaded: list[int] = field(default_factory=list)
-    cut_after: int | None = None
-    goes_on: threading.Event = field(default_factory=threading.Event)
+    requests: list[dict[str, Any]] = field(default_factory=list)  # bodies
+    loaded: list[int] = field(default_factory=list)  # tokens loaded as KV, per request
+    cut_after: int | None = None  # tokens after which the connection breaks
+    goes_on: threading.Event = field(default_factory=threading.Event)  # answers wait for it
 
     def __post_init__(self) -> None:
         self.goes_on.set()
@@ -121,7 +120,7 @@ def serving(fake: FakeServer) -> Iterator[FakeServer]:
             self._send(text.encode(), extra=len(ids) - cut)
 
         def _send(self, data: bytes, status: int = 200, extra: int = 0) -> None:
-            """extra: bytes that are promised and do not come."""
+            """extra: bytes that are announced but not sent."""
             self.send_response(status)
             self.send_header("Content-Length", str(len(data) + extra))
             self.end_headers()

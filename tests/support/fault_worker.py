@@ -1,8 +1,9 @@
-"""Run under disk_shim.so: let each write, sync and rename of an operation fail in turn, and say what came of it.
+"""Run under disk_shim.so: let each write, sync and rename of an operation fail in turn, and report the result.
 
     python fault_worker.py FOLDER OPERATION FAULT STICKY
 
-One JSON line a failed call: {call, error, message, hint, state: "old" | "new" | "torn ...", again: "" or what failed}.
+Prints one JSON line per failed call: {call, error, message, hint, state: "old" | "new" | "torn ...", again: "" or what
+failed}.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small files of many kinds, made without any writer but the standard library's, but for those of Office."""
+"""Small files of many kinds, written with the standard library, except for Office files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def pdf(pages: list[str], title: str = "") -> bytes:
-    """A PDF with a page of text lines each; "" is a page without text."""
+    """Return a PDF with one page per text; "" is a page without text."""
     objects = ["<< /Type /Catalog /Pages 2 0 R >>", ""]
     kids = []
     for text in pages:

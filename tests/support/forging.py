@@ -1,4 +1,4 @@
-"""KV that is wrong and that no digest finds wrong."""
+"""Wrong KV with valid digests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cacheblend_store.format.codecs import decode_kv, encode_kv, view_kv
 
 
 def forge(path: Path, key: str) -> None:
-    """Give a chunk another token's V in one layer, every digest right: what no audit of digests can find."""
+    """Give a chunk another token's V in one layer, with valid digests, so that no audit of digests can find it."""
     with ChunkStore.open(path, mode="write") as store:
         manifest = store.get_chunk(bytes.fromhex(key))
         assert manifest is not None

@@ -40,16 +40,16 @@ LONG = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 4.0, 8.0
 
 @dataclass(frozen=True)
 class GGUFFamily:
-    """extra: metadata beside what all files have, None takes one out. factors: tensors of RoPE. kind: of the matrices."""
+    """A family to write as GGUF."""
 
     name: str
     arch: str
     config: Callable[..., Any]
     shape: dict[str, Any]
-    extra: dict[str, Any] = field(default_factory=dict)
-    factors: dict[str, list[float]] = field(default_factory=dict)
-    kind: str = "F32"
-    alone: bool = False  # experts in tensors of their own, as old files have them
+    extra: dict[str, Any] = field(default_factory=dict)  # additional metadata; None removes a key
+    factors: dict[str, list[float]] = field(default_factory=dict)  # RoPE tensors
+    kind: str = "F32"  # type of the matrices
+    alone: bool = False  # each expert has its own tensors, as in old files
     tokenizer: str | None = None
 
     def write(self, folder: Path, file: Path) -> None:

@@ -28,7 +28,8 @@ def write_gguf(
 ) -> dict[str, Tensor]:
     """The checkpoint with its matrices in `kind`; returns the weights that are in the file, under transformers' names.
 
-    K-quants are not quantised, which the package does not do, but drawn. extra: more metadata; a value of None takes one out.
+    K-quants are not quantised, which the package does not do, but drawn. extra: more metadata; a value of None takes
+    one out.
     """
     state = load_file(checkpoint / "model.safetensors")
     writer, config, names = begun(checkpoint, file, arch, pre, extra)

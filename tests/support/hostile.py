@@ -1,4 +1,5 @@
-"""Hostile files: archives that unpack to gigabytes, entities, nesting, broken PDFs, and documents that name addresses."""
+"""Hostile files: archives that unpack to gigabytes, entities, nesting, broken PDFs, and documents that name
+addresses."""
 
 from __future__ import annotations
 

@@ -181,7 +181,8 @@ def adapter_alone(path: Path) -> None:
 
 LONG = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 4.0, 8.0]}
 INTERLEAVED = ["sliding_attention", "full_attention", "sliding_attention"]
-SYSTEM = (  # as Mistral Small and Llama 3.x: a system prompt of its own, tools where there are some, a date that was set
+# as Mistral Small and Llama 3.x: a system prompt of its own, tools where there are some, a date that was set
+SYSTEM = (
     "{{ bos_token }}[INST]{% if tools %}Tools: {{ tools | tojson }}{% endif %}{% if messages[0]['role'] == 'system' %}"
     "{{ messages[0]['content'] }}{% else %}You are an assistant. Today is {{ date_string | default('26 Jul 2024') }}.{% endif %}"
     "\n\n{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}</s>"

@@ -1,4 +1,4 @@
-"""A hub of models on this machine: what huggingface_hub asks for, over a directory."""
+"""A local model hub that serves a directory to huggingface_hub."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ ID = "someone/some-model"
 
 
 class Hub(ThreadingHTTPServer):
-    """One repository. fetched: (file, first byte) of each download, in order. cut: the bytes after which each download of
-    a file breaks off. gated: whether it refuses to give files."""
+    """One repository.
+
+    fetched: (file, first byte) of each download, in order. cut: file -> bytes after which each download breaks off.
+    gated: refuse downloads.
+    """
 
     daemon_threads = True
 

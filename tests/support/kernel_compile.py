@@ -1,4 +1,4 @@
-"""Compile a kernel for an architecture and read what it takes there: registers, spills, shared memory. Needs no GPU."""
+"""Compile a kernel for an architecture and read its resources: registers, spills, shared memory. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
 @dataclass(frozen=True)
 class KernelResources:
-    """registers a thread; spill_bytes a thread, stores and loads; shared_bytes a block; matrix: the instruction used."""
+    """Resources of a compiled kernel."""
 
     family: str
     label: str
     arch: int
     num_warps: int
     num_stages: int
-    registers: int
-    spill_bytes: int
-    shared_bytes: int
-    matrix: str
+    registers: int  # per thread
+    spill_bytes: int  # per thread, stores and loads
+    shared_bytes: int  # per block
+    matrix: str  # matrix instruction used
 
     @property
     def fits(self) -> bool:

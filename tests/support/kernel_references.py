@@ -1,5 +1,5 @@
-"""What kernels are held against, in fp64 and sharing no code with any backend: stored forms and what they stand for, the
-rotation, and outputs that start as NaN."""
+"""What kernels are held against, in fp64 and sharing no code with any backend: stored forms and what they stand for,
+the rotation, and outputs that start as NaN."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ def stored_kv(
     nan: bool = False,
     seed: int = 0,
 ) -> StoredKV:
-    """Random K and V as a codec stores them. Of float8 every code occurs in turn, NaNs and infinities only if asked
-    for."""
+    """Random K and V as a codec stores them.
+
+    Of float8 every code occurs in turn, NaNs and infinities only if asked for.
+    """
     gen = torch.Generator(device).manual_seed(seed)
     shape = (num_rows, num_kv_heads, head_dim)
     if codec in PLAIN:
@@ -66,7 +68,8 @@ def decoded(stored: StoredKV, head_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _of_codes(packed: Tensor, scale: Tensor | None, levels: Tensor | None, dim: int) -> Tensor:
-    """Levels of each code, looked up one by one, times the scale and a Hadamard matrix (Sylvester's) of each block of channels."""
+    """Levels of each code, looked up one by one, times the scale and a Hadamard matrix (Sylvester's) of each block of
+    channels."""
     assert scale is not None
     assert levels is not None
     bits, first, codes = len(levels).bit_length() - 1, 0, packed.new_zeros(*packed.shape[:2], dim, dtype=torch.int64)

@@ -1,9 +1,9 @@
 """Every kernel and every tile a launch may pick, for compiling ahead of time on a machine without a GPU.
 
 What a launch compiles has no end: heads, block sizes, numbers of splits and widths are constants of the code. These are
-the launches of a model of 32 query and 8 KV heads over blocks of 64, in all that the tool does with a bf16 model of heads
-of 128 (`tests/kernels/test_launches.py` holds them to the launches themselves); of other head sizes, dtypes, groups and
-blocks each kernel's plain cases and those that take the most registers. Split contexts stand as 8 splits.
+the launches of a model of 32 query and 8 KV heads over blocks of 64, in all that the tool does with a bf16 model of
+heads of 128 (`tests/kernels/test_launches.py` holds them to the launches themselves); of other head sizes, dtypes,
+groups and blocks each kernel's plain cases and those that take the most registers. Split contexts stand as 8 splits.
 """
 
 # mypy: allow-untyped-defs

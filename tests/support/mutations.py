@@ -10,7 +10,7 @@ _WORDS = (
 
 
 def mutate(rng: random.Random, data: bytes) -> bytes:
-    """A few random edits: bits, runs of bytes, cuts, repetitions, and words that parsers stumble over."""
+    """Make a few random edits: bits, runs of bytes, cuts, repetitions, and words that are hard to parse."""
     out = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         at, kind = rng.randrange(max(1, len(out))), rng.randrange(6)

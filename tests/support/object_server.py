@@ -1,4 +1,4 @@
-"""An object server of the test, which speaks S3: nanio in a thread, with faults on request."""
+"""An S3 server for tests: nanio in a thread, with faults on request."""
 
 from __future__ import annotations
 
@@ -21,15 +21,12 @@ KEY, SECRET = "test-access", "test-secret"
 
 @dataclass
 class ObjectServer:
-    """data: folder of the buckets. status: what every request gets, 0 for an answer. hang: seconds that every request waits.
+    """A running object server. seen: (method, path, Range header) of each request."""
 
-    seen: (method, path, Range header) of the requests.
-    """
-
-    data: Path
+    data: Path  # folder of the buckets
     port: int = 0
-    status: int = 0
-    hang: float = 0.0
+    status: int = 0  # HTTP status for every request; 0: answer normally
+    hang: float = 0.0  # delay of every request, seconds
     seen: list[tuple[str, str, str]] = field(default_factory=list)
 
     @property
@@ -48,7 +45,7 @@ class ObjectServer:
 
 @contextmanager
 def object_server(data: Path, bucket: str = "kv-test") -> Iterator[ObjectServer]:
-    """An object server with one bucket, until the block ends."""
+    """Run an object server with one bucket for the duration of the block."""
     (data / bucket).mkdir(parents=True, exist_ok=True)
     server = ObjectServer(data)
     inner = build_app(Settings(data_dir=data, credentials=StaticCredentialResolver({KEY: SECRET}), access_log=False))

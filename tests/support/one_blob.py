@@ -1,4 +1,4 @@
-"""A store's reader over one blob, whatever is in it: its digest is right, its layout is what is tested."""
+"""A store reader over one blob with arbitrary content and a valid digest, to test layout checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from small_chunks import make_chunk
 
 
 class OneBlob:
-    """In the place of the pages of a store."""
+    """Replaces the pages of a store."""
 
     def __init__(self, blob: bytes) -> None:
         self._blob = blob
@@ -28,7 +28,7 @@ class OneBlob:
 
 
 def read_layer(blob: bytes, manifest: ChunkManifest, layer: int = 0) -> dict[str, memoryview]:
-    """What a reader finds of the layer of such a chunk."""
+    """Read the layer of a chunk whose blob this is."""
     return StoreReader(OneBlob(blob)).layer(manifest, layer)  # type: ignore[arg-type]
 
 

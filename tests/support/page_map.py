@@ -1,4 +1,5 @@
-"""Which page of a store's file is what, so that damage can be aimed. Reads an undamaged file with the store's own reader."""
+"""Map the pages of a store's file to their roles, to aim damage. Reads an undamaged file with the store's own
+reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One model beside transformers and beside a second implementation of blending: how far apart they are."""
+"""Compare a model with transformers and with a second implementation of blending."""
 
 from __future__ import annotations
 
@@ -26,21 +26,15 @@ QUESTION, GREEDY = "where does Mara work?", SamplingParams(max_tokens=NUM_GENERA
 
 @dataclass(frozen=True)
 class Parity:
-    """Largest differences of logits, and whether the same was done.
+    """Largest differences of logits."""
 
-    full: a full prefill and transformers, at every position. everything: blending at ratio 1 and the full prefill, over the
-    question. some: blending at ratio .15 and the reference, over the question. repair: how far that reference is from a full
-    prefill, so what a comparison can tell. reference: the reference at ratio 1 and transformers. same_choice: the same tokens
-    were recomputed. same_answer: decoding gave the tokens that transformers generates.
-    """
-
-    full: float
-    everything: float
-    some: float
-    repair: float
-    reference: float
-    same_choice: bool
-    same_answer: bool
+    full: float  # full prefill vs transformers, at every position
+    everything: float  # blending at ratio 1 vs full prefill, over the question
+    some: float  # blending at ratio .15 vs the reference, over the question
+    repair: float  # that reference vs a full prefill: the sensitivity of the comparison
+    reference: float  # the reference at ratio 1 vs transformers
+    same_choice: bool  # the same tokens were recomputed
+    same_answer: bool  # decoding gave the tokens that transformers generates
     num_tokens: int
 
 

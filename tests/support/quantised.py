@@ -1,4 +1,4 @@
-"""Quantised checkpoints by the definition of their formats, and the weights that stand for in them."""
+"""Quantised checkpoints, by the definition of their formats, and the weights that they represent."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ E4M3_MOST = 448.0
 def write_quantised(
     checkpoint: Path, quantise: Callable[[Tensor], Parts], config: dict[str, Any] | None, plain: tuple[str, ...] = ()
 ) -> dict[str, Tensor]:
-    """Quantise the checkpoint's linear layers in place, but those with `plain` in their name. Returns all weights as they
-    are to be read, float32."""
+    """Quantise the checkpoint's linear layers in place, but those with `plain` in their name.
+
+    Returns all weights as they are to be read, float32.
+    """
     held, stored, read = load_file(checkpoint / "model.safetensors"), dict[str, Tensor](), dict[str, Tensor]()
     for name, weight in held.items():
         base = name.removesuffix("weight")
@@ -38,7 +40,7 @@ def write_quantised(
 def in_blocks(
     rows: int, columns: int, scale: str = "weight_scale", kind: torch.dtype = torch.float8_e4m3fn
 ) -> Callable[[Tensor], Parts]:
-    """Eight bits with a scale a block."""
+    """Quantise to eight bits with one scale per block."""
 
     def quantise(weight: Tensor) -> Parts:
         out, into = weight.shape
@@ -105,8 +107,10 @@ def awq(group: int) -> Callable[[Tensor], Parts]:
 
 
 def _affine(weight: Tensor, groups: Tensor, bits: int, sym: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """values [out, in], zeros and float16 scales [groups, out], and what they stand for [out, in]. Zero points are 1 at
-    least: version 1 of GPTQ stores one less."""
+    """values [out, in], zeros and float16 scales [groups, out], and what they stand for [out, in].
+
+    Zero points are 1 at least: version 1 of GPTQ stores one less.
+    """
     most, count = 2**bits - 1, int(groups.max()) + 1
     values, read = torch.empty(weight.shape, dtype=torch.int64), torch.empty(weight.shape)
     zeros, scales = (

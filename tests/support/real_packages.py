@@ -24,7 +24,8 @@ def gguf(name: str) -> Path:
 
 
 def tokenizer_folder(name: str) -> Path:
-    """Return the folder with tokenizer.json and tokenizer_config.json of one of `TOKENIZERS`. Skips if it is not there."""
+    """Return the folder with tokenizer.json and tokenizer_config.json of one of `TOKENIZERS`. Skips if it is not
+    there."""
     return _fetched(FOLDER / "tok" / name)
 
 

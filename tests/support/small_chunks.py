@@ -87,11 +87,11 @@ def read_chunk(reader: StoreReader, manifest: ChunkManifest) -> tuple[int, int]:
 
 @dataclass
 class Contents:
-    """chunks: seed -> version. documents: source -> seeds. without_kv: those of the chunks."""
+    """Expected contents of a store."""
 
-    chunks: dict[int, int] = field(default_factory=dict)
-    documents: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    without_kv: set[int] = field(default_factory=set)
+    chunks: dict[int, int] = field(default_factory=dict)  # seed -> version
+    documents: dict[str, tuple[int, ...]] = field(default_factory=dict)  # source -> seeds
+    without_kv: set[int] = field(default_factory=set)  # seeds of chunks without KV
 
     def copy(self) -> Contents:
         return Contents(dict(self.chunks), dict(self.documents), set(self.without_kv))
@@ -109,8 +109,8 @@ class Contents:
 
 @dataclass(frozen=True)
 class Operation:
-    """kind: put (chunks in one transaction), records (of chunks, without KV), evict, remove, document (replace its record),
-    forget (a document), summary (of a document, kept where all its chunks have KV)."""
+    """kind: put (chunks in one transaction), records (of chunks, without KV), evict, remove, document (replace its
+    record), forget (a document), summary (of a document, kept where all its chunks have KV)."""
 
     kind: str
     seeds: tuple[int, ...] = ()
@@ -118,7 +118,7 @@ class Operation:
     source: str = ""
 
     def expect(self, contents: Contents) -> Contents:
-        """What a store must hold after it."""
+        """Return the expected contents of a store after this operation."""
         after = contents.copy()
         if self.kind == "put":
             after.chunks |= dict.fromkeys(self.seeds, self.version)

@@ -1,4 +1,4 @@
-"""Documents of one chunk a paragraph, stored without a model, for who searches them."""
+"""Documents with one chunk per paragraph, stored without a model, for tests of search."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHAPE = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1}
 
 
 def put_document(store: ChunkStore, source: str, *paragraphs: str, collection: str = "one") -> list[str]:
-    """Store a document of one chunk a paragraph; returns the ids."""
+    """Store a document with one chunk per paragraph. Return the ids."""
     parts = KeyParts("model", "tokenizer", (), (), "float32", collection)
     places = []
     for index, text in enumerate(paragraphs):
@@ -29,5 +29,5 @@ def put_document(store: ChunkStore, source: str, *paragraphs: str, collection: s
 
 
 def forget(store: ChunkStore, collection: str, source: str, context: str = "sink") -> list[bytes]:
-    """Remove a document's record, and the chunks that only it has; their keys."""
+    """Remove a document's record and the chunks that only it has. Return their keys."""
     return store.put_documents((), [document_key(collection, source, context)])

@@ -1,4 +1,5 @@
-"""Tokenizers of every kind that checkpoints bring, trained on a few words: what splits text, and how it is put together."""
+"""Tokenizers of every kind that checkpoints bring, trained on a few words: what splits text, and how it is put
+together."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def _llama2_decoder(strip: bool = True) -> Any:
 
 
 def _legacy() -> tokenizers.Tokenizer:
-    """As transformers 4 converts Llama 2, TinyLlama and the first Mistral: every run between control tokens gets a mark."""
+    """As transformers 4 converts Llama 2, TinyLlama and the first Mistral: every run between control tokens gets a
+    mark."""
     normalizer = normalizers.Sequence([normalizers.Prepend(MARK), normalizers.Replace(" ", MARK)])
     return _with_bytes(_bpe(unk_token="<unk>")(normalizer=normalizer, decoder=_llama2_decoder()))
 

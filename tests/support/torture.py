@@ -1,4 +1,4 @@
-"""Where tests put what they counted, so that `make torture` can commit it."""
+"""Record the counts of tests, so that `make torture` can commit them."""
 
 from __future__ import annotations
 
