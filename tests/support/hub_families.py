@@ -459,7 +459,7 @@ REFUSED = [
     fault("gemma 3 with a soft cap that transformers does not apply", "attn_logit_softcapping", Gemma3TextConfig,
           attn_logit_softcapping=50.0),
     fault("gemma 3, one RoPE", "by kind of layer", Gemma3TextConfig, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
-    fault("gemma 2, no size of windows", "there is no sliding_window", Gemma2Config, sliding_window=None),
+    fault("gemma 2, no size of windows", "sliding_window is missing", Gemma2Config, sliding_window=None),
     fault("gemma 2, cap of nothing", "final_logit_softcapping in config.json is 0", Gemma2Config, final_logit_softcapping=0),
     fault("phi-3 with yarn", "RoPE of a phi3 is of type 'yarn'", Phi3Config, **new("yarn", factor=4.0)),
     fault("phi-3, odd part", "partial_rotary_factor", Phi3Config, **new("default", partial_rotary_factor=0.4)),
