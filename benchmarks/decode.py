@@ -1,10 +1,12 @@
-"""Where a decoded token's time goes: share of the matrix products, tensor operations and OpenMP regions of a step, tokens per second.
+"""Where a decoded token's time goes: share of the matrix products, tensor operations and OpenMP regions of a step,
+tokens per second.
 
     python benchmarks/decode.py [--threads 1] [--folder FOLDER] [--tokens 40] [--dry]
 
-Qwen2.5-0.5B's shape with random weights (`peers.py` writes the models), a context of 2,000 tokens, one answer. With one thread the
-shares are of CPU time, which other programs hardly change; with more they are of wall-clock time, and only a quiet machine gives
-usable ones. OpenMP regions are counted where there is a C compiler. Each case is a process of its own.
+Qwen2.5-0.5B's shape with random weights (`peers.py` writes the models), a context of 2,000 tokens, one answer. With one
+thread the shares are of CPU time, which other programs hardly change; with more they are of wall-clock time, and only a
+quiet machine gives usable ones. OpenMP regions are counted where there is a C compiler. Each case is a process of its
+own.
 """
 
 from __future__ import annotations

@@ -1,21 +1,23 @@
 """Check and measure everything that needs a GPU, in three stages of less than ten minutes each.
 
-    python benchmarks/gpu_check.py [--stages 1,2,3] [--resume [--again]] [--wheels FOLDER] [--store-dir FOLDER] [--out STEM]
-    python benchmarks/gpu_check.py --device cpu --tiny --out /tmp/tiny
+    python benchmarks/gpu_check.py [--stages 1,2,3] [--resume [--again]] [--wheels FOLDER] [--store-dir FOLDER] [--out
+    STEM] python benchmarks/gpu_check.py --device cpu --tiny --out /tmp/tiny
 
-The machine needs the packages in LARGE and NEEDED; wheels of missing ones (lmdb, msgspec, platformdirs; optionally xformers)
-are installed from FOLDER into a temporary folder.
+The machine needs the packages in LARGE and NEEDED; wheels of missing ones (lmdb, msgspec, platformdirs; optionally
+xformers) are installed from FOLDER into a temporary folder.
 
-1. Ceilings (copy bandwidth, bf16 matrix product, host to device), every kernel's numbers against fp64, the 1B shape from
-   question to answer, and compute-sanitizer over small cases if it is installed.
+1. Ceilings (copy bandwidth, bf16 matrix product, host to device), every kernel's numbers against fp64, the 1B shape
+   from question to answer, and compute-sanitizer over small cases if it is installed.
 2. The 8B shape: full prefill, `hkvd` and `query` at .15, `query` without its correction, `hkvd` with its KV in the pool
    already, transformers, then the rest.
-3. Each kernel's speed against its ceiling, and tiles and splits of prefill attention against SDPA by cuDNN and by flash.
+3. Each kernel's speed against its ceiling, and tiles and splits of prefill attention against SDPA by cuDNN and by
+   flash.
 
-Each step runs in a process of its own (`gpu/steps.py`); this process never touches the GPU. If a step's process dies, hangs or
-loses the device, another continues with the next case. Rows are appended to STEM.jsonl as they are measured; STEM.json and STEM.md,
-by default in benchmarks/results/, are rewritten after each step. Cases that a stage's --budget has no time for are listed as
-left out. --resume continues a run with the same STEM; --again also repeats failed cases and wrong numbers.
+Each step runs in a process of its own (`gpu/steps.py`); this process never touches the GPU. If a step's process dies,
+hangs or loses the device, another continues with the next case. Rows are appended to STEM.jsonl as they are measured;
+STEM.json and STEM.md, by default in benchmarks/results/, are rewritten after each step. Cases that a stage's --budget
+has no time for are listed as left out. --resume continues a run with the same STEM; --again also repeats failed cases
+and wrong numbers.
 
 Exit code: 0; 1 if a number is wrong or a step failed; 2 if a package is missing.
 """
@@ -180,8 +182,8 @@ def follow(step: Step, arguments: argparse.Namespace, log: Log, budget: Budget, 
 
 
 def run_child(command: list[str], log: Path, quiet_s: float, seconds: float) -> tuple[int, str]:
-    """Return the exit code, and why the process was ended or "". It is ended after `seconds`, or if the log did not grow for
-    quiet_s (SLOW_START_S before its first line)."""
+    """Return the exit code, and why the process was ended or "". It is ended after `seconds`, or if the log did not
+    grow for quiet_s (SLOW_START_S before its first line)."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     child = subprocess.Popen(command, env=environment, start_new_session=True)
     deadline, size, heard = time.monotonic() + seconds, size_of(log), time.monotonic()

@@ -2,9 +2,10 @@
 
     python benchmarks/long_prompts.py [--tokens 4096,8192,16384,32768] [--modes reuse,.05,.15,full]
 
-Qwen2.5-0.5B's shape with random weights in bfloat16, chunks of 512 tokens stored in the default codec, a question of 32 tokens. Stored KV is
-random: times do not depend on it. Each mode of a prompt runs in a process of its own, once to warm up on a prompt of four chunks and once to be
-measured; the peak is of the memory that is not mapped from files. Rows that are not measured anew stay as they were.
+Qwen2.5-0.5B's shape with random weights in bfloat16, chunks of 512 tokens stored in the default codec, a question of 32
+tokens. Stored KV is random: times do not depend on it. Each mode of a prompt runs in a process of its own, once to warm
+up on a prompt of four chunks and once to be measured; the peak is of the memory that is not mapped from files. Rows
+that are not measured anew stay as they were.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def in_child(model: Path, tokens: int, mode: str) -> dict[str, Any]:
 
 
 def measured(model: Path, tokens: int, mode: str) -> dict[str, Any]:
-    """Return seconds to the first token, of loading and waited for it, and peak memory in MiB, of one mode in this process."""
+    """Return seconds to the first token, of loading and waited for it, and peak memory in MiB, of one mode in this
+    process."""
     import torch
     from cacheblend_store import ChunkStore
 

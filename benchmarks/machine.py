@@ -1,4 +1,5 @@
-"""What the benchmarks share: the machine they run on, what other processes use of it, and a checkpoint of random weights."""
+"""What the benchmarks share: the machine they run on, what other processes use of it, and a checkpoint of random
+weights."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ MOST_USED = 0.2
 
 
 class Others:
-    """CPU time of other processes since construction, in CPUs (1.0 = one core). Child processes count as ours once reaped. ours: CPU
-    seconds so far of others that belong to what is measured."""
+    """CPU time of other processes since construction, in CPUs (1.0 = one core). Child processes count as ours once
+    reaped. ours: CPU seconds so far of others that belong to what is measured."""
 
     def __init__(self, ours: Callable[[], float] = lambda: 0.0) -> None:
         self._ours = ours

@@ -2,10 +2,10 @@
 
     python benchmarks/models.py [--speed [--rounds 5]] [--only MODEL_TYPE,MODEL_TYPE]
 
-Runs the configurations of tests/model/test_parity.py: small checkpoints with random weights and the files of models on the
-hub. --speed first measures a full prefill against transformers at a common small shape (float32, one prompt, alternating in
-one process, medians after a warm-up) and writes benchmarks/results/model_speed.json. --only runs the configurations of these
-model_types alone: the table keeps the other rows.
+Runs the configurations of tests/model/test_parity.py: small checkpoints with random weights and the files of models on
+the hub. --speed first measures a full prefill against transformers at a common small shape (float32, one prompt,
+alternating in one process, medians after a warm-up) and writes benchmarks/results/model_speed.json. --only runs the
+configurations of these model_types alone: the table keeps the other rows.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def main() -> None:
 
 
 def parity_table(only: set[str], page: str) -> str:
-    """Run every configuration and return a row per model_type: the largest differences over its configurations. only: run these, and
-    take the other rows from the page."""
+    """Run every configuration and return a row per model_type: the largest differences over its configurations. only:
+    run these, and take the other rows from the page."""
     begin = time.perf_counter()
     found: dict[str, list[Parity]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
@@ -156,8 +156,8 @@ GROUPED_SHAPES = {  # layers, KV heads, head_dim
 
 
 def kv_table() -> str:
-    """Return what KV of a token takes in 16 bits, of published models with latent attention and of models of about their size with
-    grouped heads; the first are computed from the classes' own shapes."""
+    """Return what KV of a token takes in 16 bits, of published models with latent attention and of models of about
+    their size with grouped heads; the first are computed from the classes' own shapes."""
     text = "| model | latent and position key | K and V of its heads | a model of that size | K and V there | share |\n|---|---|---|---|---|---|\n"
     for name, (config, other) in LATENT_SHAPES.items():
         spec, (layers, heads, dim) = spec_from_config(config), GROUPED_SHAPES[other]
@@ -269,7 +269,8 @@ def wide(model: HubModel) -> HubModel:
 
 @torch.inference_mode()
 def measure(path: Path, rounds: int) -> dict[str, float]:
-    """Return median seconds of a full prefill, ours and transformers', and the relative difference of the last logits."""
+    """Return median seconds of a full prefill, ours and transformers', and the relative difference of the last
+    logits."""
     engine = Engine.load(EngineConfig(model=str(path), dtype="float32", prompt="{chunks}\n\n{question}"))
     runtime, ordinary = engine.runtime, ordinary_ids(engine.model)
     ids = random_ids(ordinary, TOKENS, torch.Generator().manual_seed(1))

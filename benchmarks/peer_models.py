@@ -1,4 +1,5 @@
-"""Models and stores of `peers.py`: checkpoints in float32 and bfloat16, GGUF files of the same weights, and chunks of a document."""
+"""Models and stores of `peers.py`: checkpoints in float32 and bfloat16, GGUF files of the same weights, and chunks of a
+document."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ QUANTS = ("F16", "BF16", "Q8_0", "Q4_0")
 
 
 def precisions() -> list[str]:
-    """Return those of PRECISIONS that this CPU has products for: without AVX-512 oneDNN has none in bfloat16, and without VNNI no exact ones of int8."""
+    """Return those of PRECISIONS that this CPU has products for: without AVX-512 oneDNN has none in bfloat16, and
+    without VNNI no exact ones of int8."""
     import torch
     from cacheblend_kernels.torch_attention import onednn_multiplies
 
@@ -34,7 +36,8 @@ def precisions() -> list[str]:
 
 
 def environment(python: str) -> dict[str, str]:
-    """Return the environment of a measured program: without threads and spinning that somebody has set, nor, of another Python, our path."""
+    """Return the environment of a measured program: without threads and spinning that somebody has set, nor, of another
+    Python, our path."""
     unset = ("OMP_NUM_THREADS", "PYTHONPATH" if python != sys.executable else "", *VARIABLES)
     return {k: v for k, v in os.environ.items() if k not in unset} | {"HF_HUB_OFFLINE": "1"}
 

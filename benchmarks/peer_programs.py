@@ -1,8 +1,9 @@
-"""Minimal programs for the same token ids with other libraries, each run by its own Python: `python -c PROGRAM MODEL IDS KIND`.
+"""Minimal programs for the same token ids with other libraries, each run by its own Python: `python -c PROGRAM MODEL
+IDS KIND`.
 
-IDS is a JSON file of token ids, KIND the dtype (where the program takes one). A fourth argument "plain" turns llama.cpp's extra
-buffer types off. Each prints {"loaded", "first", "last"}: `time.time()` when model and ids are ready, at the first token, and at
-the hundredth. Greedy, 100 tokens, without an end of text.
+IDS is a JSON file of token ids, KIND the dtype (where the program takes one). A fourth argument "plain" turns
+llama.cpp's extra buffer types off. Each prints {"loaded", "first", "last"}: `time.time()` when model and ids are ready,
+at the first token, and at the hundredth. Greedy, 100 tokens, without an end of text.
 """
 
 TRANSFORMERS = """

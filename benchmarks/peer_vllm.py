@@ -2,8 +2,8 @@
 
     python benchmarks/peer_vllm.py URL FOLDER alone|blended [HAND-OVERS]
 
-is one measured process: a client of the server at URL, which in the second case starts `cacheblend serve` first. It prints
-{"loaded", "first", "last"} as the programs of `peer_programs.py` do; loaded: when the request is sent.
+is one measured process: a client of the server at URL, which in the second case starts `cacheblend serve` first. It
+prints {"loaded", "first", "last"} as the programs of `peer_programs.py` do; loaded: when the request is sent.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ SERVED = {f"cacheblend {PRECISION}, query .15 + vLLM, served": "blended", f"vLLM
 
 
 class VllmServer:
-    """A vLLM server with the connector of `cacheblend_vllm`, from `with` to its end. Its CPU time and memory are those of its session."""
+    """A vLLM server with the connector of `cacheblend_vllm`, from `with` to its end. Its CPU time and memory are those
+    of its session."""
 
     def __init__(self, models: Models, python: str) -> None:
         self.url = f"http://127.0.0.1:{_free_port()}"

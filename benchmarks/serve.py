@@ -4,13 +4,13 @@
     python benchmarks/serve.py --quick      # two minutes with a tiny model, to see that every part works
     python benchmarks/serve.py --novel 500  # only this: questions over ever new sets of documents, and the server's memory
 
-Qwen2.5-0.5B's shape with random weights, fp32 on CPU; four chunks of 512 tokens per prompt, drawn by Zipf's law from 64, answers of 32
-tokens. One question after another; closed loop (a number of clients, each asking again when answered) and Poisson arrivals,
-blended and by full prefills; transformers' generate and its continuous batching; llama.cpp's server with parallel slots, if PYTHON
-has xllamacpp. All get the same prompts.
+Qwen2.5-0.5B's shape with random weights, fp32 on CPU; four chunks of 512 tokens per prompt, drawn by Zipf's law from
+64, answers of 32 tokens. One question after another; closed loop (a number of clients, each asking again when answered)
+and Poisson arrivals, blended and by full prefills; transformers' generate and its continuous batching; llama.cpp's
+server with parallel slots, if PYTHON has xllamacpp. All get the same prompts.
 
-Every part runs over as many requests as its share of the minutes allows. Results are written after each part; a later run does
-the parts that are not in --out yet. To repeat parts: --parts "decode,blend 16".
+Every part runs over as many requests as its share of the minutes allows. Results are written after each part; a later
+run does the parts that are not in --out yet. To repeat parts: --parts "decode,blend 16".
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ Case = dict[str, Any]
 
 @dataclass
 class Bench:
-    """State shared by the parts. ttft_s: of a single question, by mode; token_s: per token of its answer; found: earlier parts."""
+    """State shared by the parts. ttft_s: of a single question, by mode; token_s: per token of its answer; found:
+    earlier parts."""
 
     engine: Engine
     store: ChunkStore
@@ -306,8 +307,8 @@ def repeated(bench: Bench, seconds: float) -> list[Case]:
 
 
 def decode(bench: Bench, seconds: float) -> list[Case]:
-    """Measure tokens per second of one answer and of eight. Their prompts are in the prefix cache, and short answers are subtracted from
-    longer ones."""
+    """Measure tokens per second of one answer and of eight. Their prompts are in the prefix cache, and short answers
+    are subtracted from longer ones."""
     service = AsyncEngine(bench.engine.runtime, bench.limits())
     speeds = []
     for count in (1, 8):

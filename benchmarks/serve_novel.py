@@ -1,4 +1,5 @@
-"""`serve.py --novel`: a `cacheblend serve` process under questions over ever new sets of documents, of which no prompt begins as another one does."""
+"""`serve.py --novel`: a `cacheblend serve` process under questions over ever new sets of documents, of which no prompt
+begins as another one does."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ WORDS = (
 
 
 def measure_novel(folder: Path, config: Path, count: int, seconds: float) -> dict[str, Any]:
-    """Ask up to `count` questions for up to `seconds`. Returns their figures, and what the server said of its memory."""
+    """Ask up to `count` questions for up to `seconds`. Returns their figures, and what the server said of its
+    memory."""
     model = write_checkpoint(folder / "model", config)
     shared = ["--store", str(folder / "store"), "--model", str(model), "--dtype", "bfloat16"]
     environment = os.environ | {"XDG_CONFIG_HOME": str(folder), "CACHEBLEND_SEARCH": "words"}
@@ -77,7 +79,8 @@ def measure_novel(folder: Path, config: Path, count: int, seconds: float) -> dic
 
 
 def documents(folder: Path) -> None:
-    """Write documents of somewhat less than CHUNK_TOKENS tokens: a token of the benchmarks' tokenizer is a word or less."""
+    """Write documents of somewhat less than CHUNK_TOKENS tokens: a token of the benchmarks' tokenizer is a word or
+    less."""
     folder.mkdir()
     for number in range(DOCUMENTS):
         rng = random.Random(number)

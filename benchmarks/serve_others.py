@@ -67,7 +67,8 @@ def transformers(checkpoint: Path, prompts: Prompts, tokens: int, seconds: float
 
 
 def continuous(checkpoint: Path, prompts: list[list[int]], tokens: int, most_s: float) -> dict[str, Any]:
-    """Run transformers' continuous batching in a process of its own, since a caller waits forever if its thread fails."""
+    """Run transformers' continuous batching in a process of its own, since a caller waits forever if its thread
+    fails."""
     pages = sum(-(-(len(p) + tokens) // 256) for p in prompts)
     given = json.dumps([str(checkpoint), prompts, tokens, pages + 1, torch.get_num_threads()])
     try:
@@ -83,7 +84,8 @@ def continuous(checkpoint: Path, prompts: list[list[int]], tokens: int, most_s: 
 
 
 def llama_cpp(python: str, checkpoint: Path, prompts: Prompts, tokens: int, seconds: float) -> list[dict[str, Any]]:
-    """Run llama.cpp's server with four slots, each with room for a prompt; weights in float32 as ours, KV in float16."""
+    """Run llama.cpp's server with four slots, each with room for a prompt; weights in float32 as ours, KV in
+    float16."""
     file = checkpoint.parent / "model.gguf"
     write_gguf(checkpoint, file)
     context = SLOTS * (-(-(max(map(len, prompts)) + tokens + 1) // 256) * 256)

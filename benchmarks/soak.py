@@ -1,13 +1,14 @@
-"""A `cacheblend serve` process under 200 clients for an hour: some compare answers, some leave, some are slow, some are hostile.
+"""A `cacheblend serve` process under 200 clients for an hour: some compare answers, some leave, some are slow, some are
+hostile.
 
     python benchmarks/soak.py --minutes 60 --clients 200 [--model handbook] [--out benchmarks/results/soak.json]
 
-Questions are asked alone first, twice. Then the clients of `soak_clients.py` ask them among everything else. Every ten seconds the
-server's own memory, file descriptors, log and store are measured; results are written once a minute and at the end. At the end
-streams are in progress while SIGTERM is sent.
+Questions are asked alone first, twice. Then the clients of `soak_clients.py` ask them among everything else. Every ten
+seconds the server's own memory, file descriptors, log and store are measured; results are written once a minute and at
+the end. At the end streams are in progress while SIGTERM is sent.
 
-Exits with 1 where an answer differs from the one asked alone, a reply is a 500 or of another status than expected, a block of the KV
-pool is lost, memory or the store grows, the log holds a traceback, or the server does not end.
+Exits with 1 where an answer differs from the one asked alone, a reply is a 500 or of another status than expected, a
+block of the KV pool is lost, memory or the store grows, the log holds a traceback, or the server does not end.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ class Soak:
             await asyncio.sleep(0.1)
 
     async def _ask_alone(self, crowd: Crowd) -> None:
-        """The answers that all later ones are compared with; each question is asked twice, and has to be answered alike."""
+        """The answers that all later ones are compared with; each question is asked twice, and has to be answered
+        alike."""
         found = await crowd.send(
             "POST", "/v1/search", json.dumps({"query": "team lead search billing", "k": 24}).encode()
         )
@@ -240,8 +242,8 @@ class Soak:
 
 
 def questions(chunks: list[str]) -> list[Body]:
-    """Questions with one answer each. No composition of chunks is asked both blended and in full, so that no blended question
-    finds exact KV that another one left in the pool."""
+    """Questions with one answer each. No composition of chunks is asked both blended and in full, so that no blended
+    question finds exact KV that another one left in the pool."""
     asks = (
         "Who leads the search team?",
         "Where does the team meet?",

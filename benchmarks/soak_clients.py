@@ -1,4 +1,5 @@
-"""Clients of the soak: some ask and compare, some leave, some are slow, some are hostile. A raw HTTP/1.1 client each."""
+"""Clients of the soak: some ask and compare, some leave, some are slow, some are hostile. A raw HTTP/1.1 client
+each."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ Body = dict[str, Any]
 
 @dataclass
 class Tally:
-    """What happened. seen: counts by behaviour and outcome. wrong: the first findings, which should not be there; more are
-    only counted."""
+    """What happened. seen: counts by behaviour and outcome. wrong: the first findings, which should not be there; more
+    are only counted."""
 
     seen: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -49,7 +50,8 @@ class Reply:
 
 @dataclass
 class Crowd:
-    """What all clients share. asked: bodies whose answers are known; answers: what each was answered when asked alone."""
+    """What all clients share. asked: bodies whose answers are known; answers: what each was answered when asked
+    alone."""
 
     port: int
     tally: Tally

@@ -2,8 +2,8 @@
 
     python benchmarks/store.py [--only load,write,stall,many] [--rounds 9] [--out benchmarks/results/store.json]
 
-Writes are compared with a plain file of the same bytes, in alternating order; results are the best of the rounds after a
-warm-up, and medians. The parts:
+Writes are compared with a plain file of the same bytes, in alternating order; results are the best of the rounds after
+a warm-up, and medians. The parts:
 
 load    2048 tokens of Qwen2.5-0.5B's shape from the page cache into a bf16 pool, every digest checked, K rotated, from
         every --kv-dtype; the same from the disk; and encoding a chunk

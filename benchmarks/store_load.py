@@ -66,7 +66,8 @@ def make_chunk(spec: ModelSpec, seed: int, codec: str = "float32", num_tokens: i
 
 
 class Prompt:
-    """TOKENS tokens of stored chunks at their places in a prompt, and the attributes of a decoder that a loader uses, without weights."""
+    """TOKENS tokens of stored chunks at their places in a prompt, and the attributes of a decoder that a loader uses,
+    without weights."""
 
     def __init__(self, store: ChunkStore, spec: ModelSpec, codec: str = "float32") -> None:
         self.store, self.spec = store, spec
@@ -105,10 +106,11 @@ def timed(work: Callable[[], Any], clock: Callable[[], float] = time.perf_counte
 
 
 def best_and_median(cases: dict[str, Callable[[], float]], rounds: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Return best and median seconds of each case; every round runs all of them in a random order, after a warm-up round.
+    """Return best and median seconds of each case; every round runs all of them in a random order, after a warm-up
+    round.
 
-    Ratios use the best, which other processes affect least. The order varies because a case's after-effects (memory that a hypervisor
-    reclaims, blocks that a disk discards) fall on the next one.
+    Ratios use the best, which other processes affect least. The order varies because a case's after-effects (memory
+    that a hypervisor reclaims, blocks that a disk discards) fall on the next one.
     """
     order = random.Random(0)
     found: dict[str, list[float]] = {name: [] for name in cases}
@@ -121,8 +123,8 @@ def best_and_median(cases: dict[str, Callable[[], float]], rounds: int) -> tuple
 
 
 def measure_load(folder: Path, rounds: int) -> dict[str, Any]:
-    """Measure TOKENS tokens from the page cache and from the disk into a warm bf16 pool, and encoding a chunk, by codec: all of them
-    in every round, so that what else the machine does falls on each."""
+    """Measure TOKENS tokens from the page cache and from the disk into a warm bf16 pool, and encoding a chunk, by
+    codec: all of them in every round, so that what else the machine does falls on each."""
     spec, cases = shape(), dict[str, Callable[[], float]]()
     layers = [torch.randn(2, CHUNK_TOKENS, spec.num_kv_heads, spec.head_dim) for _ in range(spec.num_layers)]
     with ExitStack() as stores:

@@ -22,7 +22,8 @@ PARTS = KeyParts("model", "tokenizer", (1,), (), "bfloat16")
 
 
 def measure_many(folder: Path, count: int) -> dict[str, Any]:
-    """Measure a store of small chunks, since look-ups do not read KV: each a manifest of 64 tokens with its text and four blobs."""
+    """Measure a store of small chunks, since look-ups do not read KV: each a manifest of 64 tokens with its text and
+    four blobs."""
     path, rng = folder / "many", random.Random(0)
     start = time.perf_counter()
     with ChunkStore.open(path, mode="write") as store:

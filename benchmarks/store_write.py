@@ -18,7 +18,8 @@ NUM_CHUNKS = 32
 
 
 def measure_write(folder: Path, rounds: int) -> dict[str, Any]:
-    """Measure chunks of 512 tokens in fp32, encoded beforehand. Each round starts with an empty store or file and after a sync."""
+    """Measure chunks of 512 tokens in fp32, encoded beforehand. Each round starts with an empty store or file and after
+    a sync."""
     spec = shape()
     chunks = [make_chunk(spec, seed) for seed in range(NUM_CHUNKS)]
     size = sum(len(b) for _, blobs in chunks for b in blobs)
@@ -92,7 +93,8 @@ def put(store: ChunkStore, groups: Sequence[Sequence[Chunk]]) -> None:
 
 
 def write_file(folder: Path, groups: Sequence[Sequence[Chunk]], *, again: bool = False) -> float:
-    """Return seconds of write() of the same blobs one after another, with fsync after each group. again: over the same file."""
+    """Return seconds of write() of the same blobs one after another, with fsync after each group. again: over the same
+    file."""
     path = folder / "written.bin"
     handle = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
 

@@ -2,9 +2,9 @@
 
     python benchmarks/torture.py [PYTEST ARGUMENTS]
 
-Runs `pytest -m torture tests/store tests/cli tests/server` and merges the counts into benchmarks/results/torture.json and .md. A
-test writes its line after its assertions; a failing test writes none, and the script exits as pytest does. Lines of removed tests
-are dropped.
+Runs `pytest -m torture tests/store tests/cli tests/server` and merges the counts into benchmarks/results/torture.json
+and .md. A test writes its line after its assertions; a failing test writes none, and the script exits as pytest does.
+Lines of removed tests are dropped.
 """
 
 from __future__ import annotations

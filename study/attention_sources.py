@@ -1,12 +1,14 @@
-"""Does attention name the source of an answer? The chunk with the most attention, compared with chance and with the search.
+"""Does attention name the source of an answer? The chunk with the most attention, compared with chance and with the
+search.
 
-    python study/attention_sources.py [--model smollm2] [--musique musique_dev.json] [--limit 40] [--out study/results/attention_sources.json]
+    python study/attention_sources.py [--model smollm2] [--musique musique_dev.json] [--limit 40] [--out
+    study/results/attention_sources.json]
 
-Each question is answered by a full prefill over its five best chunks (`--search both`), in an order that does not depend on
-their rank. Counted are questions with both answering and other chunks among them. chance: the mean share of answering chunks.
-search: the best hit answers. attention: the chunk with the largest share of the answer's attention answers. a token: the same
-with the attention divided by the chunk's length. without beginnings: the same without the first four tokens of each chunk,
-which attract attention whatever they say.
+Each question is answered by a full prefill over its five best chunks (`--search both`), in an order that does not
+depend on their rank. Counted are questions with both answering and other chunks among them. chance: the mean share of
+answering chunks. search: the best hit answers. attention: the chunk with the largest share of the answer's attention
+answers. a token: the same with the attention divided by the chunk's length. without beginnings: the same without the
+first four tokens of each chunk, which attract attention whatever they say.
 """
 
 from __future__ import annotations

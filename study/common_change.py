@@ -1,11 +1,13 @@
-"""How near stored KV comes that is changed by what all contexts have in common, without knowing the prompt: a bound for trained wrappers.
+"""How near stored KV comes that is changed by what all contexts have in common, without knowing the prompt: a bound for
+trained wrappers.
 
     python study/common_change.py --data FOLDER --places 0,1,2 --out study/results/common_change.json
 
-Every chunk but the first one, which is exact, is collected behind texts that have nothing to do with the question: one of about 1,250
-tokens (`behind one text`), or four of them, whose K before RoPE and V are averaged (`mean of four`). Soft tokens around a chunk change its KV
-in a way that depends on the chunk alone; of all such changes the mean over contexts has the least squared error. Questions are of
-`musique` (test half), texts are passages of the fit half; KL is that of study/README.md, at the default's settings.
+Every chunk but the first one, which is exact, is collected behind texts that have nothing to do with the question: one
+of about 1,250 tokens (`behind one text`), or four of them, whose K before RoPE and V are averaged (`mean of four`).
+Soft tokens around a chunk change its KV in a way that depends on the chunk alone; of all such changes the mean over
+contexts has the least squared error. Questions are of `musique` (test half), texts are passages of the fit half; KL is
+that of study/README.md, at the default's settings.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""How far K follows the change that the chunks of a prompt have in common: all of it, the default's share (COMMON), or .65 of it.
+"""How far K follows the change that the chunks of a prompt have in common: all of it, the default's share (COMMON), or
+.65 of it.
 
     python study/common_move.py --data FOLDER --ratio 0.15 --places 45-99 --out study/results/common_move.json
 
-KL is that of study/README.md at the default's settings, over questions of `musique` by their place in a half, paired on each question. A file
-of records keeps what was measured; a later run with the same corrections (`blend/corrections.py`) goes on from it.
+KL is that of study/README.md at the default's settings, over questions of `musique` by their place in a half, paired on
+each question. A file of records keeps what was measured; a later run with the same corrections (`blend/corrections.py`)
+goes on from it.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def measure(engine: Engine, store: ChunkStore, sample: Sample, ratio: float) -> 
 
 
 def figures(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return each share's mean, median and 90th percentile, the mean's difference from the whole move with 95 % intervals, and on how many questions it is nearer."""
+    """Return each share's mean, median and 90th percentile, the mean's difference from the whole move with 95 %
+    intervals, and on how many questions it is nearer."""
     bootstrap, found = Bootstrap(len(records)), dict[str, Any]()
     plain = [record["all"] for record in records]
     for name in SHARES:

@@ -1,7 +1,7 @@
 """How well `--max-risk` tells which answers differ from a full prefill's: the figures of study/gate.md.
 
-Each prompt is answered over blended KV, and a full prefill says of every token whether it would have chosen another after the
-same ones. The risk is fitted on questions with even numbers and tested on those with odd ones.
+Each prompt is answered over blended KV, and a full prefill says of every token whether it would have chosen another
+after the same ones. The risk is fitted on questions with even numbers and tested on those with odd ones.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def run(name: str, arguments: argparse.Namespace, until: float) -> dict[str, Any
 
 
 def prompts(name: str, data: Path | None) -> list[tuple[int, Sample]]:
-    """Return the number of each question and its prompt. Of MuSiQue's ten passages the first four, and then the next four."""
+    """Return the number of each question and its prompt. Of MuSiQue's ten passages the first four, and then the next
+    four."""
     if name == "gate-handbook":
         return list(enumerate(spellable_samples()))
     if data is None:

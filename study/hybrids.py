@@ -1,10 +1,12 @@
-"""Chunks of a hybrid (Qwen3.5: gated delta layers and some of full attention): bytes a chunk, cost, and error with and without repair.
+"""Chunks of a hybrid (Qwen3.5: gated delta layers and some of full attention): bytes a chunk, cost, and error with and
+without repair.
 
     python study/hybrids.py [--chunks 4] [--tokens 96] [--seeds 3]
 
-The sizes are arithmetic on the published shapes. Everything else is measured on tiny random models of the same architecture, by
-transformers' own layers: what a chunk is stored as replaces what its tokens compute in the prompt (`Stored`), except where a
-token is recomputed. A random model says what is exact and what a repair moves; it does not say how far a trained model's answers are.
+The sizes are arithmetic on the published shapes. Everything else is measured on tiny random models of the same
+architecture, by transformers' own layers: what a chunk is stored as replaces what its tokens compute in the prompt
+(`Stored`), except where a token is recomputed. A random model says what is exact and what a repair moves; it does not
+say how far a trained model's answers are.
 """
 
 from __future__ import annotations
@@ -140,12 +142,14 @@ PARTS = (
     "self_attn.k_norm",
     "self_attn.v_proj",
 )
-"""What is stored of a token: of linear layers what goes into the convolution and both gates, of the others K before RoPE and V."""
+"""What is stored of a token: of linear layers what goes into the convolution and both gates, of the others K before
+RoPE and V."""
 
 
 @contextmanager
 def watched(model: Any, held: Held, old: Held | None, stale: dict[int, Tensor]) -> Iterator[None]:
-    """Keep the PARTS of every layer in `held`, and put the old ones in the place of a layer's stale rows (a mask [num_tokens])."""
+    """Keep the PARTS of every layer in `held`, and put the old ones in the place of a layer's stale rows (a mask
+    [num_tokens])."""
     hooks = []
     for index, layer in enumerate(model.model.layers):
         for part in PARTS:
@@ -179,7 +183,8 @@ def run(
 
 
 Steps = tuple[Tensor, ...]
-"""k [tokens, heads, d_k], v [tokens, heads, d_v], decay and beta [tokens, heads], of all linear layers' value heads; float64."""
+"""k [tokens, heads, d_k], v [tokens, heads, d_v], decay and beta [tokens, heads], of all linear layers' value heads;
+float64."""
 
 
 def steps(model: Any, held: Held) -> Steps:
@@ -203,7 +208,8 @@ def _steps_of(m: Any, held: Held, index: int) -> Steps:
 
 
 def operator(of: Steps, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Transition [heads, d_k, d_k] and contribution [heads, d_k, d_v] of these tokens: they make A S + B of a state S."""
+    """Transition [heads, d_k, d_k] and contribution [heads, d_k, d_v] of these tokens: they make A S + B of a state
+    S."""
     k, v, decay, beta = (t.to(dtype) for t in of)
     heads, dim = k.shape[1:]
     transition = torch.eye(dim, dtype=dtype).repeat(heads, 1, 1)
@@ -254,7 +260,8 @@ def collected(model: Any, prompt: Prompt, whole: Held) -> Held:
 
 
 def composing(model: Any, prompt: Prompt, whole: Held) -> dict[str, float]:
-    """Relative error of the states after the last chunk: chunks composed, given the inputs that they have in the prompt."""
+    """Relative error of the states after the last chunk: chunks composed, given the inputs that they have in the
+    prompt."""
     of, end = steps(model, whole), prompt.chunks[-1].stop
     truth = final_state(model, whole, end, torch.float64)
     start = final_state(model, whole, PREFIX, torch.float64).float()
@@ -300,7 +307,8 @@ def apart(a: Tensor, b: Tensor) -> float:
 
 
 def repaired(model: Any, prompt: Prompt, ratios: Sequence[float]) -> list[tuple[str, float, float, float]]:
-    """(selection, ratio, KL of the question's tokens from the full prefill, relative error of the states) for stored chunks."""
+    """(selection, ratio, KL of the question's tokens from the full prefill, relative error of the states) for stored
+    chunks."""
     full, whole = run(model, prompt.ids)
     old, reusable = collected(model, prompt, whole), prompt.reusable
     part = PARTS[0] if (CHECK_LAYER, PARTS[0]) in whole else PARTS[3]

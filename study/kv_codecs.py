@@ -1,11 +1,13 @@
-"""What codecs of stored KV cost: KL of full prefill's own KV stored in a codec and loaded again, and of blended answers.
+"""What codecs of stored KV cost: KL of full prefill's own KV stored in a codec and loaded again, and of blended
+answers.
 
     python study/kv_codecs.py --data FOLDER --questions 30 --out FILE                       # full prefill's KV, in float32
     python study/kv_codecs.py --data FOLDER --questions 30 --blended --dtype bfloat16       # the default at .15 over chunks in each codec
     python study/kv_codecs.py --data FOLDER --questions 30 --set needles-2k --model FILE    # --model is repeatable
 
-Questions are those of the test half of a set of study/README.md; models take turns question by question, so that an interrupted run has
-as many of each. Each measurement is added to a file of records, and a later run goes on from there, unless the codecs' version changed.
+Questions are those of the test half of a set of study/README.md; models take turns question by question, so that an
+interrupted run has as many of each. Each measurement is added to a file of records, and a later run goes on from there,
+unless the codecs' version changed.
 """
 
 from __future__ import annotations
@@ -60,8 +62,8 @@ Found = dict[str, Divergence]
 
 @torch.no_grad()
 def restored(engine: Engine, store: ChunkStore, sample: Sample, tokens: int, codecs: Sequence[str]) -> Found:
-    """Return the divergence of full prefill's own KV of the chunks, coded and decoded, by codec. The rows of the question are computed
-    again over it."""
+    """Return the divergence of full prefill's own KV of the chunks, coded and decoded, by codec. The rows of the
+    question are computed again over it."""
     runtime, decoder = engine.runtime, engine.runtime.decoder
     collection = runtime.collection(day=runtime.day(store))
     chunks = planned(collection, sample)
@@ -87,7 +89,8 @@ def restored(engine: Engine, store: ChunkStore, sample: Sample, tokens: int, cod
 
 @torch.no_grad()
 def blended(engine: Engine, store: ChunkStore, sample: Sample, tokens: int, codecs: Sequence[str]) -> Found:
-    """Return the divergence of the default at .15 over chunks collected alone and stored in each codec, and of plain reuse."""
+    """Return the divergence of the default at .15 over chunks collected alone and stored in each codec, and of plain
+    reuse."""
     runtime, decoder = engine.runtime, engine.runtime.decoder
     request = resolved(engine, store, sample, SampleChunks(engine, store, [sample]))
     done = prefill(runtime, request.in_full(), headroom=tokens)
@@ -109,7 +112,8 @@ def blended(engine: Engine, store: ChunkStore, sample: Sample, tokens: int, code
 
 
 def answered(runtime: Runtime, done: Any, tokens: int) -> tuple[list[int], torch.Tensor]:
-    """Return the ids of a prompt's greedy answer, and fp64 log-probabilities for each of them [num_tokens, vocab_size]."""
+    """Return the ids of a prompt's greedy answer, and fp64 log-probabilities for each of them [num_tokens,
+    vocab_size]."""
     params = SamplingParams(max_tokens=tokens, stop_repetition=False)
     ids = generate(runtime, Continuation.of(done), params).token_ids
     logits = teacher_forced(runtime.decoder, done.sequence, done.plan.token_ids, ids)
@@ -165,8 +169,9 @@ class Records:
 
 
 def figures(rows: Sequence[dict[str, Any]], baseline: str) -> list[dict[str, Any]]:
-    """Return a row per codec over the questions that have it: KL with 95 % intervals over the questions, its difference from that of
-    `baseline` on the same questions, the share of tokens with the same likeliest next token and of answers with the same first 16."""
+    """Return a row per codec over the questions that have it: KL with 95 % intervals over the questions, its difference
+    from that of `baseline` on the same questions, the share of tokens with the same likeliest next token and of answers
+    with the same first 16."""
     by: dict[str, dict[str, Any]] = {}
     for row in rows:
         by.setdefault(row["codec"], {})[row["question"]] = row

@@ -1,21 +1,24 @@
-"""Blending by llama.cpp alone: time to the first token over a full prefill's, and KL from it, for runs of recomputed tokens.
+"""Blending by llama.cpp alone: time to the first token over a full prefill's, and KL from it, for runs of recomputed
+tokens.
 
-    python study/llama_alone.py --data FOLDER [--questions 12] [--model smollm2] [--file FILE.gguf] [--ratio 0.15] [--blocks 8,16,32]
+    python study/llama_alone.py --data FOLDER [--questions 12] [--model smollm2] [--file FILE.gguf] [--ratio 0.15]
+    [--blocks 8,16,32]
         [--passages 4] [--times]
 
-Chunks are states of sequences of their own, behind the prompt's prefix. For a prompt they are loaded, moved to their places and joined
-into one sequence; each run of chosen tokens is then decoded in a second sequence over what is before it, and replaces the old cells; the
-question follows. Runs are spread evenly, at the beginning of each chunk, or where this engine's `query` selector puts them
-(`--block`). Nothing else of cacheblend's is in the time.
+Chunks are states of sequences of their own, behind the prompt's prefix. For a prompt they are loaded, moved to their
+places and joined into one sequence; each run of chosen tokens is then decoded in a second sequence over what is before
+it, and replaces the old cells; the question follows. Runs are spread evenly, at the beginning of each chunk, or where
+this engine's `query` selector puts them (`--block`). Nothing else of cacheblend's is in the time.
 
-*corrected*: before the question the state is read, K and V of the tokens that were not recomputed are moved by this engine's regression
-(`blend/corrections.py`) from the changes of those that were, and the state is written back. Runs were computed over unmoved KV then: inside llama.cpp there
-is no moment between two layers.
+*corrected*: before the question the state is read, K and V of the tokens that were not recomputed are moved by this
+engine's regression (`blend/corrections.py`) from the changes of those that were, and the state is written back. Runs
+were computed over unmoved KV then: inside llama.cpp there is no moment between two layers.
 
-FOLDER has musique_dev.json; a question has its first --passages passages. KL is the mean over the first 16 tokens of each engine's own full prefill's
-greedy answer, each token fed to both; the times are of the same runs. --model: what cacheblend plans and selects with; --file: what llama.cpp computes with, by
-default the model's own GGUF file. --times: no KL, for random weights. For the times use a quiet machine. The page goes to stdout, figures
-of each question to stderr.
+FOLDER has musique_dev.json; a question has its first --passages passages. KL is the mean over the first 16 tokens of
+each engine's own full prefill's greedy answer, each token fed to both; the times are of the same runs. --model: what
+cacheblend plans and selects with; --file: what llama.cpp computes with, by default the model's own GGUF file. --times:
+no KL, for random weights. For the times use a quiet machine. The page goes to stdout, figures of each question to
+stderr.
 """
 
 from __future__ import annotations
@@ -128,7 +131,8 @@ class Alone:
         answer: Sequence[int] = (),
         corrected: bool = False,
     ) -> Tensor:
-        """Logits after the prompt and after each token of the answer. Everything between the chunks' places is computed."""
+        """Logits after the prompt and after each token of the answer. Everything between the chunks' places is
+        computed."""
         head, chunks = stored
         prefix = chunks[0].start
         self.clear(PROMPT)
@@ -166,13 +170,15 @@ class Alone:
 
 @dataclass(frozen=True)
 class StateForm:
-    """Where a state (see `engine/connectors/llama_state.py`) has its rows. interleaved: RoPE turns channels 2i and 2i + 1."""
+    """Where a state (see `engine/connectors/llama_state.py`) has its rows. interleaved: RoPE turns channels 2i and 2i +
+    1."""
 
     spec: ModelSpec
     interleaved: bool
 
     def rows(self, state: np.ndarray) -> tuple[Tensor, list[np.ndarray]]:
-        """Positions of the cells, int64 [cells]; K of each layer, then V of each: views of the state, fp16 [cells, width]."""
+        """Positions of the cells, int64 [cells]; K of each layer, then V of each: views of the state, fp16 [cells,
+        width]."""
         width, (cells,) = self.spec.num_kv_heads * self.spec.head_dim, struct.unpack_from("<I", state.tobytes(), 12)
         positions = state[16 : 16 + 12 * cells].view("<i4").reshape(cells, 3)[:, 0].astype(np.int64)
         header = struct.pack("<iQ", 1, 2 * width)
@@ -225,8 +231,8 @@ class StateForm:
 
 
 def regress(old: Tensor, change: Tensor, followed: Tensor, known: Tensor) -> Tensor:
-    """Move a chunk's rows [n, K and V] as `blend.corrections.Regression` does, from the part of the known ones' change that is followed, with
-    one kernel for K and V."""
+    """Move a chunk's rows [n, K and V] as `blend.corrections.Regression` does, from the part of the known ones' change
+    that is followed, with one kernel for K and V."""
     apart = old - old.mean(0)
     halves = apart.unflatten(-1, (2, -1))
     squares = halves.square().sum(-1)

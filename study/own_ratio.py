@@ -1,11 +1,13 @@
-"""Does a profile hold on questions that it was not made on? Results and the page: study/results/own_ratio.json, study/own_ratio.md.
+"""Does a profile hold on questions that it was not made on? Results and the page: study/results/own_ratio.json,
+study/own_ratio.md.
 
     python study/own_ratio.py --data FOLDER --work FOLDER --model smollm2 --made     # as models check measures it, one half of the passages
     python study/own_ratio.py --data FOLDER --work FOLDER --model smollm2 --held     # MuSiQue's questions over the other half
     python study/own_ratio.py --work FOLDER --report                                  # write the results and the page
 
-FOLDER of --data has musique_dev.json. Each passage is a document, cut and collected alone (--context sink), as `precompute` does it;
-prompts are what `ask` finds for the question. A measurement is kept as soon as it is made, and a later run goes on from there.
+FOLDER of --data has musique_dev.json. Each passage is a document, cut and collected alone (--context sink), as
+`precompute` does it; prompts are what `ask` finds for the question. A measurement is kept as soon as it is made, and a
+later run goes on from there.
 """
 
 from __future__ import annotations

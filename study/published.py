@@ -1,7 +1,9 @@
-"""Published methods on this engine, for the comparisons of study/fidelity.md; study/README.md lists the choices that are ours.
+"""Published methods on this engine, for the comparisons of study/fidelity.md; study/README.md lists the choices that
+are ours.
 
-Each class chooses the tokens to recompute, or changes the others. "After" a paper means that a detail is open or replaced; the
-docstring says how. The budget is the ratio, as for the tool's selectors, and at ratio 1 each is a full prefill.
+Each class chooses the tokens to recompute, or changes the others. "After" a paper means that a detail is open or
+replaced; the docstring says how. The budget is the ratio, as for the tool's selectors, and at ratio 1 each is a full
+prefill.
 """
 
 from __future__ import annotations
@@ -42,16 +44,17 @@ _attend = forward.attend
 
 
 class Question(Observer):
-    """Runs the question over the stored KV of a prompt and records its attention. Only the question's rows are computed.
+    """Runs the question over the stored KV of a prompt and records its attention. Only the question's rows are
+    computed.
 
-    share: of each chunk's tokens that it attends to, those with the shortest keys, which draw attention whatever the query (Devoto et
-    al., arXiv 2406.11430); the prefix and the question itself are always visible.
+    share: of each chunk's tokens that it attends to, those with the shortest keys, which draw attention whatever the
+    query (Devoto et al., arXiv 2406.11430); the prefix and the question itself are always visible.
     """
 
     def __init__(self, prompt: Prompt, layers: Iterable[int], share: float = 1.0) -> None:
         self.looks: dict[int, Tensor] = {}
-        """By layer: the attention weight on each position, summed over the suffix's rows and the heads, [num_tokens] fp32.
-        It is taken over all stored keys, whatever the question has seen before."""
+        """By layer: the attention weight on each position, summed over the suffix's rows and the heads, [num_tokens]
+        fp32. It is taken over all stored keys, whatever the question has seen before."""
         self._prompt, self._layers, self._share = prompt, frozenset(layers), share
         computed = [s for s in prompt.plan.segments if s.status == "computed"]
         rows = prompt.rows(positions_of(computed, prompt.decoder.device))
@@ -81,8 +84,8 @@ class Question(Observer):
 
 
 class ProphetKV:
-    """After ProphetKV (arXiv 2602.02579): tokens by the question's attention over the stored KV, summed over all layers (the paper leaves
-    the aggregation open)."""
+    """After ProphetKV (arXiv 2602.02579): tokens by the question's attention over the stored KV, summed over all layers
+    (the paper leaves the aggregation open)."""
 
     needs_check_layer = False
 
@@ -93,9 +96,9 @@ class ProphetKV:
 
 
 class FusionRAG:
-    """FusionRAG's query-guided selection (arXiv 2601.12904, section 3.2): the question is prefilled without the chunks, and tokens are
-    chosen by its last-layer attention on their keys, summed, with the softmax over the prompt. Chunks are collected behind similar ones:
-    context `neighbours`, with TF-IDF instead of an embedding model."""
+    """FusionRAG's query-guided selection (arXiv 2601.12904, section 3.2): the question is prefilled without the chunks,
+    and tokens are chosen by its last-layer attention on their keys, summed, with the softmax over the prompt. Chunks
+    are collected behind similar ones: context `neighbours`, with TF-IDF instead of an embedding model."""
 
     needs_check_layer = False
 
@@ -105,11 +108,12 @@ class FusionRAG:
 
 
 class QCFuse:
-    """After QCFuse (arXiv 2606.05875): the question runs over a digest of each chunk, and tokens are chosen by its attention on all keys of
-    a few critical layers.
+    """After QCFuse (arXiv 2606.05875): the question runs over a digest of each chunk, and tokens are chosen by its
+    attention on all keys of a few critical layers.
 
-    The paper's code finds the digest by letting the model repeat each chunk, and the layers by profiling; here the digest is the tokens
-    with the shortest keys, and the layers are the middle three, where its table has those of four models.
+    The paper's code finds the digest by letting the model repeat each chunk, and the layers by profiling; here the
+    digest is the tokens with the shortest keys, and the layers are the middle three, where its table has those of four
+    models.
     """
 
     needs_check_layer = False
@@ -122,11 +126,11 @@ class QCFuse:
 
 
 class CacheClip:
-    """After CacheClip (arXiv 2510.10129): windows of tokens (`block`; 8 here) by the last-layer attention of a small auxiliary model that
-    reads the whole prompt.
+    """After CacheClip (arXiv 2510.10129): windows of tokens (`block`; 8 here) by the last-layer attention of a small
+    auxiliary model that reads the whole prompt.
 
-    The auxiliary model is the model itself: an upper bound. Its full prefill is not in the budget, as in the paper. It is kept for the
-    next ratio of the same prompt.
+    The auxiliary model is the model itself: an upper bound. Its full prefill is not in the budget, as in the paper. It
+    is kept for the next ratio of the same prompt.
     """
 
     needs_check_layer = False
@@ -155,12 +159,13 @@ def relaxkv(runtime: Runtime, request: Request, *, headroom: int = 0) -> Prefill
 
 
 class RelaxSteps(BlendSteps):
-    """Each layer repairs its own choice of tokens, by the question's attention, and repaired rows see only what the question attends to
-    there.
+    """Each layer repairs its own choice of tokens, by the question's attention, and repaired rows see only what the
+    question attends to there.
 
-    Open: the hidden state of a token that the previous layer did not compute. Here it is never needed: rows leave and do not come
-    back. Those continue that this and later layers attend to most, and the widths fall linearly from 1.5 to .5 of the ratio. A row sees
-    the prefix, its own chunk, and the half of the other chunks' tokens that the question attends to most in that layer.
+    Open: the hidden state of a token that the previous layer did not compute. Here it is never needed: rows leave and
+    do not come back. Those continue that this and later layers attend to most, and the widths fall linearly from 1.5 to
+    .5 of the ratio. A row sees the prefix, its own chunk, and the half of the other chunks' tokens that the question
+    attends to most in that layer.
     """
 
     def choose_before(self, evidence: Evidence) -> None:
@@ -206,15 +211,17 @@ METHODS: dict[str, dict[str, Any]] = {
     "AgentKVShift": {"selector": "hkvd", "correction": "mean-shift"},
     "RelaxKV": {"selector": "prophetkv", "prefill": relaxkv},
 }
-"""Settings of each method. CacheBlend compares V, as its code does. EPIC (arXiv 2410.15332) takes the first tokens of each chunk.
+"""Settings of each method. CacheBlend compares V, as its code does. EPIC (arXiv 2410.15332) takes the first tokens of
+each chunk.
 
-PSR (arXiv 2603.20218) is a sink prefix (`--context sink`: every chunk is collected behind it), recompute by the change of K,
-and APE's scaling of the attention on reused rows (arXiv 2502.05431). Here the temperature is in these rows' keys, where
-decoding finds it too; a factor on their log-mass has no such place and stays 1. scaled_keys takes the mean shift's place.
+PSR (arXiv 2603.20218) is a sink prefix (`--context sink`: every chunk is collected behind it), recompute by the change
+of K, and APE's scaling of the attention on reused rows (arXiv 2502.05431). Here the temperature is in these rows' keys,
+where decoding finds it too; a factor on their log-mass has no such place and stays 1. scaled_keys takes the mean
+shift's place.
 
 AgentKVShift (arXiv 2607.21604) moves the other tokens by the mean change of probes, which are the tokens that change
-most at layer 1: one set of probes here, by K, and a James-Stein weight (`research.MeanShift`), where it has two sets and
-a weight of its own.
+most at layer 1: one set of probes here, by K, and a James-Stein weight (`research.MeanShift`), where it has two sets
+and a weight of its own.
 """
 
 
@@ -257,8 +264,8 @@ def _each_head(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _attend_to(prompt: Prompt, layer: DecoderLayer, q: Tensor, seen: Tensor) -> Tensor:
-    """Return attention of rotated q [num_rows, num_heads, head_dim] over the prompt's positions that each row sees (seen: bool
-    [num_rows, num_tokens]). For models without soft cap, window and sinks."""
+    """Return attention of rotated q [num_rows, num_heads, head_dim] over the prompt's positions that each row sees
+    (seen: bool [num_rows, num_tokens]). For models without soft cap, window and sinks."""
     params = layer.attention
     assert params.soft_cap is None
     assert params.sliding_window is None

@@ -1,16 +1,20 @@
-"""Repair while decoding, simulated: recompute tokens of the prompt that the answer copies or looks at, beside its next token.
+"""Repair while decoding, simulated: recompute tokens of the prompt that the answer copies or looks at, beside its next
+token.
 
     python study/repair.py --data FOLDER --ratio 0.15 --questions 25 --out study/results/repair.json
 
-Each question of `musique` (test half) is prefilled in full and as `ask` does. The full prefill's greedy answer is then fed token by token
-over the blended KV. Beside a token go, as rows through all layers over the KV as it is then, unchosen tokens of the prompt that were
-not recomputed before:
+Each question of `musique` (test half) is prefilled in full and as `ask` does. The full prefill's greedy answer is then
+fed token by token over the blended KV. Beside a token go, as rows through all layers over the KV as it is then,
+unchosen tokens of the prompt that were not recomputed before:
 
-- copies: tokens whose two predecessors are the answer's last two tokens, where the prompt has at most eight such places;
-- looks: the two tokens with the largest attention weight of the token before (any head, the layers that `query` probes), above .05;
+- copies: tokens whose two predecessors are the answer's last two tokens, where the prompt has at most eight such
+  places;
+- looks: the two tokens with the largest attention weight of the token before (any head, the layers that `query`
+  probes), above .05;
 
-and the two tokens after each, 16 rows a step at most. KL is that of study/README.md, and default and repair are compared on the
-same answer. A file of records keeps what was measured; a later run with the same corrections (`blend/corrections.py`) goes on from it.
+and the two tokens after each, 16 rows a step at most. KL is that of study/README.md, and default and repair are
+compared on the same answer. A file of records keeps what was measured; a later run with the same corrections
+(`blend/corrections.py`) goes on from it.
 """
 
 from __future__ import annotations
@@ -73,8 +77,8 @@ def unchosen(done: Prefilled) -> Candidates:
 
 @torch.no_grad()
 def repaired(decoder: Decoder, done: Prefilled, answer_ids: Sequence[int], layers: Sequence[int]) -> tuple[Tensor, int]:
-    """Return the logits that predict the answer's tokens, [len(answer_ids), vocab_size], and the number of rows recomputed. The
-    prompt's KV is overwritten."""
+    """Return the logits that predict the answer's tokens, [len(answer_ids), vocab_size], and the number of rows
+    recomputed. The prompt's KV is overwritten."""
     ids, candidates = list(done.plan.token_ids), unchosen(done)
     stale, last_position = set(candidates.positions.tolist()), len(ids) - 1
     places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -99,7 +103,8 @@ def repaired(decoder: Decoder, done: Prefilled, answer_ids: Sequence[int], layer
 
 
 def measure(engine: Engine, store: ChunkStore, sample: Sample, ratio: float) -> dict[str, Any]:
-    """Return the KL of each token with the default and with repair, the rows recomputed, and the number of tokens not chosen."""
+    """Return the KL of each token with the default and with repair, the rows recomputed, and the number of tokens not
+    chosen."""
     runtime, chunks = engine.runtime, SampleChunks(engine, store, [sample])
     chunks.store([sample], ["sink"])
     request = resolve(runtime, store, AskRequest(sample.question, chunks.keys(sample, "sink")))

@@ -1,4 +1,5 @@
-"""The study's tables and plot: fills the `<!-- NAME -->` ... `<!-- end -->` blocks of pages; the prose is the pages' own."""
+"""The study's tables and plot: fills the `<!-- NAME -->` ... `<!-- end -->` blocks of pages; the prose is the pages'
+own."""
 
 from __future__ import annotations
 

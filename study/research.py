@@ -1,7 +1,8 @@
-"""Selectors and a correction that the study compares and the tool does not offer, registered as a user's own are (docs/selectors.md).
+"""Selectors and a correction that the study compares and the tool does not offer, registered as a user's own are
+(docs/selectors.md).
 
-`draft`, `perturb` and `mean-shift` are names for BlendParams once this is imported; `nucleus` is a prefill for `Setting.prefill`. One process
-only: nothing here sums over the ranks of --tensor-parallel.
+`draft`, `perturb` and `mean-shift` are names for BlendParams once this is imported; `nucleus` is a prefill for
+`Setting.prefill`. One process only: nothing here sums over the ranks of --tensor-parallel.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from cacheblend_cli.model.decoder import DecoderLayer
 
 
 class DraftAttention:
-    """`draft`: tokens that a greedy draft of the answer attends to over the stored KV and, with decreasing weight, the two tokens before
-    each. Values are looked up when the answer reaches them, not while the question is read (after Lookahead Q-Cache, arXiv 2505.20334).
+    """`draft`: tokens that a greedy draft of the answer attends to over the stored KV and, with decreasing weight, the
+    two tokens before each. Values are looked up when the answer reaches them, not while the question is read (after
+    Lookahead Q-Cache, arXiv 2505.20334).
 
     The draft has at most `num_tokens` tokens, and as many as the prompt's sequence has capacity for.
     """
@@ -42,7 +44,8 @@ class DraftAttention:
         return scores
 
     def attention(self, prompt: Prompt, layers: frozenset[int], candidates: Candidates) -> Tensor:
-        """The largest attention weight of the draft's rows on each candidate, [n] fp32, over these layers and their heads."""
+        """The largest attention weight of the draft's rows on each candidate, [n] fp32, over these layers and their
+        heads."""
         decoder, sequence, at = prompt.decoder, prompt.sequence, prompt.plan.num_tokens
         hidden = finish(run_fresh(prompt, Look(prompt, frozenset(), candidates)))
         look = Look(prompt, layers, candidates)
@@ -59,8 +62,8 @@ class Perturbation:
     """`perturb`: tokens whose repair changes the question's attention output most, to first order.
 
     Summed over suffix rows and heads: a_t * (scale * |q . dk_t| * |v_t - o| + |dv_t|), where softmax's derivative is
-    a_t * (v_t - o) along the logit of token t. With latent attention all heads have the same k, position key and latent, and the same
-    v, the latent: the change is that of the output before it is projected up.
+    a_t * (v_t - o) along the logit of token t. With latent attention all heads have the same k, position key and
+    latent, and the same v, the latent: the change is that of the output before it is projected up.
     """
 
     needs_check_layer = True
@@ -86,11 +89,12 @@ class Perturbation:
 
 
 class MeanShift:
-    """`mean-shift`: shift the old K and V of a chunk by the mean change of its recomputed tokens (AgentKVShift, arXiv 2607.21604).
+    """`mean-shift`: shift the old K and V of a chunk by the mean change of its recomputed tokens (AgentKVShift, arXiv
+    2607.21604).
 
     The context missing from a chunk that was collected alone affects all of its tokens similarly. The mean is taken per
-    chunk and layer, of K before RoPE and of V, and shrunk towards zero where the changes vary more than the mean explains
-    (James-Stein, with one variance for the chunks up to it).
+    chunk and layer, of K before RoPE and of V, and shrunk towards zero where the changes vary more than the mean
+    explains (James-Stein, with one variance for the chunks up to it).
 
     A token is shifted by later tokens of its own chunk too, never by a later chunk: causal per chunk, not per token.
     """
@@ -127,7 +131,8 @@ class MeanShift:
 
 
 def nucleus(share: float) -> Prefill:
-    """Return a prefill that recomputes fewer tokens than the ratio allows: those that cover this share of the scores' sum."""
+    """Return a prefill that recomputes fewer tokens than the ratio allows: those that cover this share of the scores'
+    sum."""
 
     def covering(scores: Tensor, count: int, candidates: Candidates, **options: Any) -> Tensor:
         covered = scores.sort(descending=True, stable=True).values.cpu().double().cumsum(0)

@@ -1,4 +1,5 @@
-"""Rows of a set's result: means, medians and 90th percentiles with intervals, paired differences, times to the first token."""
+"""Rows of a set's result: means, medians and 90th percentiles with intervals, paired differences, times to the first
+token."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ from cacheblend_cli.types import AskRequest
 MAIN_RATIO = 0.15
 TIMED_ROUNDS = 3
 CORRECTION = "windows"
-"""Names what blend/corrections.py computes; measurements of another one are not of the same default. To be changed with its results
-on any model, not when code moves."""
+"""Names what blend/corrections.py computes; measurements of another one are not of the same default. To be changed with
+its results on any model, not when code moves."""
 SAME_TOKENS = 16
 Row = dict[str, Any]
 Measure = Callable[[Engine, ChunkStore, Sample, float], Row]
@@ -46,9 +47,11 @@ Measure = Callable[[Engine, ChunkStore, Sample, float], Row]
 def rows_of(results: Results, samples: Sequence[Sample], measures: Sequence[str]) -> list[Row]:
     """Return a row per setting: label, context, ratio, work (fresh token-layers over reusable ones) and the measures.
 
-    A measure is [value, low, high], with a 95 % bootstrap interval over the questions, paired between settings, or a number.
-    same_start: share of questions whose first 16 greedy tokens are full prefill's. kl: nats per token, over all tokens; kl_median and kl_p90: of the questions' means; less_default: the questions' mean KL
-    minus that of the default at the same ratio (at .15 for reuse); nearer: number of questions on which the default is nearer. less_plain: of a setting with regression, KL minus that without a correction.
+    A measure is [value, low, high], with a 95 % bootstrap interval over the questions, paired between settings, or a
+    number. same_start: share of questions whose first 16 greedy tokens are full prefill's. kl: nats per token, over all
+    tokens; kl_median and kl_p90: of the questions' means; less_default: the questions' mean KL minus that of the
+    default at the same ratio (at .15 for reuse); nearer: number of questions on which the default is nearer.
+    less_plain: of a setting with regression, KL minus that without a correction.
     """
     bootstrap = Bootstrap(len(samples))
     kls = {label: [statistics.fmean(r.kl) for r in records if r.kl] for label, records in results.by_label.items()}
@@ -152,7 +155,8 @@ def _lines(value: Any) -> str:
 
 
 def question_parser(doc: str | None, records: str) -> argparse.ArgumentParser:
-    """Return a parser of what a script over questions of `musique` takes: data, model, dtype, records (a file of that name by default), out."""
+    """Return a parser of what a script over questions of `musique` takes: data, model, dtype, records (a file of that
+    name by default), out."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with musique_dev.json")
     parser.add_argument("--model", default="smollm2")
@@ -174,7 +178,8 @@ def nearer(ours: Sequence[float], theirs: Sequence[float]) -> int:
 
 
 class Measurements:
-    """What was measured of each place under one setting and version of the corrections, in a file of JSON lines that a later run goes on from."""
+    """What was measured of each place under one setting and version of the corrections, in a file of JSON lines that a
+    later run goes on from."""
 
     def __init__(self, path: Path, **setting: Any) -> None:
         self._path, self._setting = path, {**setting, "correction": CORRECTION}
@@ -210,8 +215,8 @@ def hardware() -> dict[str, Any]:
 def first_tokens(
     engine: Engine, sample: Sample, settings: Sequence[Setting], until: float, rounds: int = TIMED_ROUNDS
 ) -> dict[str, Any]:
-    """Time one question under each setting in turn, round by round after a warm-up round: from the known question to the first
-    token, with stored KV loaded and verified. No round but the first starts after `until` (time.monotonic()).
+    """Time one question under each setting in turn, round by round after a warm-up round: from the known question to
+    the first token, with stored KV loaded and verified. No round but the first starts after `until` (time.monotonic()).
 
     Returns full_s: median seconds of full prefill; shares: each label's median over that; rounds.
     """

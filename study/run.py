@@ -5,10 +5,11 @@
     python study/run.py --data FOLDER --main --questions 100 --set musique --dtype bfloat16 --out /tmp/evidence
     python study/run.py --report                                          # write the tables again, measure nothing
 
-FOLDER has musique_dev.json and rag/*.json; without --data only the handbook's sets are measured. Every setting is compared with
-one full prefill of the same token ids. Each measurement is kept in a file of records as soon as it is made, and a later run goes
-on from there, also after a setting or questions were added: each version of the correction (results.py) has a folder of records. After each set, and when --seconds are over or the run is interrupted,
-the results of the questions that are complete are written to OUT/SET.json and, for study/results, into the pages.
+FOLDER has musique_dev.json and rag/*.json; without --data only the handbook's sets are measured. Every setting is
+compared with one full prefill of the same token ids. Each measurement is kept in a file of records as soon as it is
+made, and a later run goes on from there, also after a setting or questions were added: each version of the correction
+(results.py) has a folder of records. After each set, and when --seconds are over or the run is interrupted, the results
+of the questions that are complete are written to OUT/SET.json and, for study/results, into the pages.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class Run:
     records: Path
 
     def measure(self, until: float) -> tuple[Results, int]:
-        """Measure all questions, or until the one that is measured when time.monotonic() passes `until`, or Ctrl-C. Returns the
-        results and the number of complete questions."""
+        """Measure all questions, or until the one that is measured when time.monotonic() passes `until`, or Ctrl-C.
+        Returns the results and the number of complete questions."""
         done, known = 0, 0
 
         def progress(number: int, total: int, text: str) -> None:
@@ -158,7 +159,8 @@ def run(arguments: argparse.Namespace, sets: dict[str, StudySet]) -> None:
 
 
 def answerable(results: Results, samples: list[Sample]) -> tuple[Results, list[Sample]]:
-    """Keep the questions that full prefill answers at least in part: with a reference in its answer, or words of one."""
+    """Keep the questions that full prefill answers at least in part: with a reference in its answer, or words of
+    one."""
     pairs = enumerate(zip(samples, results.full, strict=True))
     kept = [i for i, (sample, full) in pairs if full.f1 or contains_reference(sample, full)]
     by_label = {label: [records[i] for i in kept] for label, records in results.by_label.items()}

@@ -1,14 +1,15 @@
-"""Recall of `cacheblend search`: how often the best chunk, or one of the five best, answers; by words, by meaning and by both.
-And how often the best match is called weak, for questions about the documents and for questions about others.
+"""Recall of `cacheblend search`: how often the best chunk, or one of the five best, answers; by words, by meaning and
+by both. And how often the best match is called weak, for questions about the documents and for questions about others.
 
     python study/search_recall.py [--musique musique_dev.json] [--sets handbook,musique,office,office-colloquial]
                                   [--embeddings DIR] [--out study/results/search_recall.json]
 
-The handbook's questions are searched over its paragraphs: a chunk answers if it is on the page asked about and has the last
-word of the answer. MuSiQue's questions (CacheBlend's `inputs/musique_s.json`, 75 of them) are searched over the contexts of all
-of them: a chunk answers if it is one of the question's own and has the answer's words. The demo's office pages are a chunk each,
-asked in their own words (the demo's questions) and as a colleague would ask (search_office.jsonl); the page asked about answers.
-The questions about other documents are MuSiQue's for the handbook, and the handbook's for MuSiQue. Results of sets that are not in --sets stay as they were.
+The handbook's questions are searched over its paragraphs: a chunk answers if it is on the page asked about and has the
+last word of the answer. MuSiQue's questions (CacheBlend's `inputs/musique_s.json`, 75 of them) are searched over the
+contexts of all of them: a chunk answers if it is one of the question's own and has the answer's words. The demo's
+office pages are a chunk each, asked in their own words (the demo's questions) and as a colleague would ask
+(search_office.jsonl); the page asked about answers. The questions about other documents are MuSiQue's for the handbook,
+and the handbook's for MuSiQue. Results of sets that are not in --sets stay as they were.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The sets of the study: questions with their chunks, the settings that are measured on them, and what is measured.
 
-MuSiQue questions over four or all ten of their passages, the RAG inputs that CacheBlend's authors published, RULER-like needles
-and variable tracking in passages of real text, passages cut into the paragraphs of a page, and the questions of the demo's
-handbook. Questions in even places of a set are for choosing and fitting ("fit"), those in odd places for results ("test").
+MuSiQue questions over four or all ten of their passages, the RAG inputs that CacheBlend's authors published, RULER-like
+needles and variable tracking in passages of real text, passages cut into the paragraphs of a page, and the questions of
+the demo's handbook. Questions in even places of a set are for choosing and fitting ("fit"), those in odd places for
+results ("test").
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ def spellable_samples() -> list[Sample]:
 
 @dataclass(frozen=True)
 class StudySet:
-    """One set. samples: of a data folder, in order. questions: how many are measured by default. halves: whether odd and even
-    places are told apart. tokens: of full prefill's answer, over which distributions are compared; own_tokens: of a setting's own
-    answer. measures: fields of a result row. context: of chunks under --main. answerable: results are over the questions that full
-    prefill answers at least in part."""
+    """One set. samples: of a data folder, in order. questions: how many are measured by default. halves: whether odd
+    and even places are told apart. tokens: of full prefill's answer, over which distributions are compared; own_tokens:
+    of a setting's own answer. measures: fields of a result row. context: of chunks under --main. answerable: results
+    are over the questions that full prefill answers at least in part."""
 
     samples: Callable[[Path | None], list[Sample]]
     settings: Callable[[], list[Setting]]
@@ -139,7 +140,8 @@ def _has_answer(sample: Sample) -> bool:
 
 
 def office(orders: int = 2, seed: int = 0) -> list[Sample]:
-    """Return questions about ten pages of an office, each over all pages in some order, every page a chunk collected alone."""
+    """Return questions about ten pages of an office, each over all pages in some order, every page a chunk collected
+    alone."""
     data = json.loads((STUDY / "office.json").read_text(encoding="utf-8"))
     texts, rng, samples = [page + "\n" for page in data["pages"].values()], random.Random(seed), []
     for question, answer, _ in data["questions"] * orders:
@@ -149,8 +151,9 @@ def office(orders: int = 2, seed: int = 0) -> list[Sample]:
 
 
 def layouts(seed: int = 0) -> dict[str, list[Sample]]:
-    """Return the handbook's questions with their chunks as collected, shuffled, and without the first chunk of each page. A
-    question is not in the last layout if its answer is in a page's first chunk (tag "across") or no chunk would be left."""
+    """Return the handbook's questions with their chunks as collected, shuffled, and without the first chunk of each
+    page. A question is not in the last layout if its answer is in a page's first chunk (tag "across") or no chunk would
+    be left."""
     rng, samples = random.Random(seed), spellable_samples()
     shuffled = [replace(s, contexts=tuple(rng.sample(s.contexts, len(s.contexts)))) for s in samples]
     headless = [
@@ -185,8 +188,8 @@ def needles(filler: Sequence[str], chunks: int, seed: int = 0) -> list[Sample]:
 
 
 def tracking(filler: Sequence[str], chunks: int, seed: int = 1) -> list[Sample]:
-    """Make questions for a value that is assigned over a chain of three names, each link in another chunk, beside two other
-    chains (RULER's variable tracking)."""
+    """Make questions for a value that is assigned over a chain of three names, each link in another chunk, beside two
+    other chains (RULER's variable tracking)."""
     samples = []
     for number in range(NEEDLE_SETS):
         rng = random.Random(f"{seed}-{number}")

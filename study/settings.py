@@ -35,7 +35,8 @@ def reuse(context: str = "sink", label: str = "reuse") -> Setting:
 
 
 def main_settings(ratios: Sequence[float] = MAIN_RATIOS, context: str = "sink") -> list[Setting]:
-    """Return the settings that claims are made of: reuse, CacheBlend and random tokens with and without regression, query, the default."""
+    """Return the settings that claims are made of: reuse, CacheBlend and random tokens with and without regression,
+    query, the default."""
     return [
         reuse(context),
         *over(ratios, "CacheBlend", "hkvd", context, deviation="v"),

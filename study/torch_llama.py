@@ -1,4 +1,5 @@
-"""A Llama in plain torch, differentiable in its inputs, with KV that is passed in and out: for training around a frozen model."""
+"""A Llama in plain torch, differentiable in its inputs, with KV that is passed in and out: for training around a frozen
+model."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from cacheblend_cli.prompt.template import split_template
 from cacheblend_cli.prompt.wording import Wording
 
 KV = list[tuple[Tensor, Tensor]]
-"""K and V of every layer, [batch, num_tokens, num_kv_heads, head_dim]. K is rotated where it is attended to, else not."""
+"""K and V of every layer, [batch, num_tokens, num_kv_heads, head_dim]. K is rotated where it is attended to, else
+not."""
 
 
 LONGEST = 1 << 14  # tokens of a prompt
@@ -47,7 +49,8 @@ def unlike_llama(spec: ModelSpec) -> list[str]:
 
 
 class Frozen:
-    """A Llama in plain torch on the default device, differentiable in its inputs. Raises ValueError for other architectures."""
+    """A Llama in plain torch on the default device, differentiable in its inputs. Raises ValueError for other
+    architectures."""
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         self.spec = spec = read_spec(path)
@@ -81,8 +84,9 @@ class Frozen:
         return self._cos[positions][:, :, None], self._sin[positions][:, :, None]
 
     def run(self, x: Tensor, positions: Tensor, past: KV, mask: Tensor) -> tuple[Tensor, KV]:
-        """Compute tokens behind others. x: [batch, num_tokens, hidden_size]; positions: [batch or 1, num_tokens]; past: rotated, batch or 1; mask:
-        bool [batch or 1, 1, num_tokens, num_past + num_tokens]. Returns the normed output, and own K before RoPE and V."""
+        """Compute tokens behind others. x: [batch, num_tokens, hidden_size]; positions: [batch or 1, num_tokens]; past:
+        rotated, batch or 1; mask: bool [batch or 1, 1, num_tokens, num_past + num_tokens]. Returns the normed output,
+        and own K before RoPE and V."""
         batch, count, group = len(x), x.shape[1], self.heads // self.kv_heads
         grouped = mask.repeat(1, 1, group, 1)
         turns = self.turns(positions)

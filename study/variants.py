@@ -34,8 +34,8 @@ def swapped(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def bottom_right(*args: Any, **kwargs: Any) -> Prefilled:
-    """Prefill under the mask of the published code and LMCache: row i of s sees all but the last s - 1 - i keys, whatever its
-    position, so a chosen token sees later text (CacheBlend issue 21, LMCache issue 1152)."""
+    """Prefill under the mask of the published code and LMCache: row i of s sees all but the last s - 1 - i keys,
+    whatever its position, so a chosen token sees later text (CacheBlend issue 21, LMCache issue 1152)."""
     with swapped(forward, "attend", _attend_bottom_right):
         return prefill(*args, **kwargs)
 

@@ -1,9 +1,11 @@
-"""Measure trained wrappers (`wrappers.py`) in the engine, on held-out MuSiQue questions over whole passages: what `wrappers.md` reports.
+"""Measure trained wrappers (`wrappers.py`) in the engine, on held-out MuSiQue questions over whole passages: what
+`wrappers.md` reports.
 
     python study/wrapped.py --data FOLDER --wrappers RUN/soft-8+8.safetensors --out RESULT.json
 
-Soft tokens are ids behind the vocabulary, so that collect, the store, the selector and the correction treat them as any token; they are never chosen
-for recomputation and never moved. Every setting is compared with one full prefill of the prompt without wrappers, over 64 tokens of its answer.
+Soft tokens are ids behind the vocabulary, so that collect, the store, the selector and the correction treat them as any
+token; they are never chosen for recomputation and never moved. Every setting is compared with one full prefill of the
+prompt without wrappers, over 64 tokens of its answer.
 """
 
 from __future__ import annotations
@@ -113,7 +115,8 @@ class WrappedChunks(SampleChunks):
 
 @contextmanager
 def soft_tokens(engine: Engine, wrappers: Sequence[Wrappers]) -> Iterator[None]:
-    """Embed the ids behind the vocabulary as the wrappers' tokens, in turn. Those of a deep header are never computed."""
+    """Embed the ids behind the vocabulary as the wrappers' tokens, in turn. Those of a deep header are never
+    computed."""
     decoder, size = engine.model.decoder, engine.model.spec.vocab_size
     parts = [torch.zeros(1, engine.model.spec.hidden_size)]
     for one in wrappers:
@@ -205,7 +208,8 @@ def shortened(engine: Engine, sample: Sample, num_tokens: int) -> Sample:
 
 @dataclass
 class Figures:
-    """What was measured before, in a file. setting: all that rows depend on but their wrappers; wrappers: a digest of each, by name."""
+    """What was measured before, in a file. setting: all that rows depend on but their wrappers; wrappers: a digest of
+    each, by name."""
 
     path: Path
     setting: dict[str, Any]
@@ -214,7 +218,8 @@ class Figures:
 
     @classmethod
     def of(cls, path: Path, setting: dict[str, Any], wrappers: dict[str, str]) -> Figures:
-        """Read the file, without the figures of wrappers that have changed since. Raises ValueError for a file of another setting."""
+        """Read the file, without the figures of wrappers that have changed since. Raises ValueError for a file of
+        another setting."""
         if not path.exists():
             return cls(path, setting, wrappers, [])
         found = json.loads(path.read_text(encoding="utf-8"))

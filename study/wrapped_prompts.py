@@ -1,4 +1,5 @@
-"""Prompts of stored chunks with soft tokens around each (KV Packet, arXiv 2604.13226), differentiable in the soft tokens."""
+"""Prompts of stored chunks with soft tokens around each (KV Packet, arXiv 2604.13226), differentiable in the soft
+tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from torch_llama import KV, Frozen, expanded, flat, joined, left_padded, rotated
 
 
 class Wrappers(nn.Module):
-    """Soft tokens around each chunk. trailer: embeddings [num_tokens, hidden_size]. header: embeddings as well, or, of a deep one, its own K before
-    RoPE and V in every layer, [num_layers, 2, num_tokens, num_kv_heads, head_dim] (prefix tuning). All fp32."""
+    """Soft tokens around each chunk. trailer: embeddings [num_tokens, hidden_size]. header: embeddings as well, or, of
+    a deep one, its own K before RoPE and V in every layer, [num_layers, 2, num_tokens, num_kv_heads, head_dim] (prefix
+    tuning). All fp32."""
 
     def __init__(self, header: Tensor, trailer: Tensor) -> None:
         super().__init__()
@@ -63,7 +65,8 @@ class Prompts:
         return joined(self.prefix, self.model.placed_from(kv, self.start))
 
     def stored(self, chunks: Sequence[Sequence[int]], wrappers: Wrappers | None) -> KV:
-        """Prefix and chunks, each chunk collected alone behind the prefix and rotated to its place. Chunks of one length are a batch."""
+        """Prefix and chunks, each chunk collected alone behind the prefix and rotated to its place. Chunks of one
+        length are a batch."""
         together = len({len(c) for c in chunks}) == 1
         batches = [torch.tensor(chunks)] if together else [torch.tensor([c]) for c in chunks]
         kv = joined(*(flat(self._collected(ids, wrappers)) for ids in batches))
@@ -102,8 +105,8 @@ class Prompts:
 
     @torch.no_grad()
     def change(self, chunks: Sequence[Sequence[int]]) -> Tensor:
-        """Mean change of K before RoPE and of V from stored to full prefill's, over the tokens of all chunks but the first, fp32
-        [num_layers, 2, num_kv_heads, head_dim]."""
+        """Mean change of K before RoPE and of V from stored to full prefill's, over the tokens of all chunks but the
+        first, fp32 [num_layers, 2, num_kv_heads, head_dim]."""
         begin = self.start + len(chunks[0])
         pairs = zip(self.whole(chunks), self.stored(chunks, None), strict=True)
         changes = [tuple((a - b)[0, begin:].float() for a, b in zip(*pair, strict=True)) for pair in pairs]
@@ -126,14 +129,16 @@ class Prompts:
         return moved
 
     def hidden(self, past: KV, suffixes: Sequence[Sequence[int]], answers: Tensor) -> Tensor:
-        """Outputs that predict the answers' tokens, [num_questions, num_answer_tokens, hidden_size]. answers: [num_questions, num_answer_tokens]."""
+        """Outputs that predict the answers' tokens, [num_questions, num_answer_tokens, hidden_size]. answers:
+        [num_questions, num_answer_tokens]."""
         ids, real = left_padded(suffixes)
         ids = torch.cat((ids, answers[:, :-1]), 1)
         real = torch.cat((real, torch.ones_like(answers[:, :-1], dtype=torch.bool)), 1)
         return self._ask(past, ids, real)[0][:, -answers.shape[1] :]
 
     def _ask(self, past: KV, ids: Tensor, real: Tensor) -> tuple[Tensor, KV, Tensor]:
-        """Run left-padded rows behind the chunks. Returns their outputs, the past with them, and which of its tokens each may see."""
+        """Run left-padded rows behind the chunks. Returns their outputs, the past with them, and which of its tokens
+        each may see."""
         end, count = past[0][0].shape[1], ids.shape[1]
         positions = end + (real.cumsum(1) - 1).clamp_min(0)
         seen = torch.cat((torch.ones(len(ids), end, dtype=torch.bool), real), 1)

@@ -1,14 +1,17 @@
-"""Train soft tokens around chunks, so that stored KV fits any context (KV Packet, arXiv 2604.13226): what `wrappers.md` reports.
+"""Train soft tokens around chunks, so that stored KV fits any context (KV Packet, arXiv 2604.13226): what `wrappers.md`
+reports.
 
     python study/wrappers.py --data FOLDER --train "soft 8+8" --seconds 1200 --out RUN     # RUN/soft-8+8.safetensors, RUN/log.jsonl
     python study/wrappers.py --data FOLDER --shift 20 --out RUN                            # nothing trained: a mean change
 
-Every chunk is collected behind the prompt's prefix as [header][chunk][trailer]. The model is frozen; the soft tokens' embeddings are trained by
-KL(full prefill of the prompt without wrappers || stored KV with wrappers, nothing recomputed) over full prefill's own greedy answers. The MuSiQue
-questions in even places are trained on, without passages that are also given with a question in an odd place, which are held out. Seconds are of
-the CPU. `wrapped.py` measures the result in the engine.
+Every chunk is collected behind the prompt's prefix as [header][chunk][trailer]. The model is frozen; the soft tokens'
+embeddings are trained by KL(full prefill of the prompt without wrappers || stored KV with wrappers, nothing recomputed)
+over full prefill's own greedy answers. The MuSiQue questions in even places are trained on, without passages that are
+also given with a question in an odd place, which are held out. Seconds are of the CPU. `wrapped.py` measures the result
+in the engine.
 
-Wrappers that RUN has are trained on from their averaged values, which are all that is kept: Adam's moments, the steps and the lessons begin anew.
+Wrappers that RUN has are trained on from their averaged values, which are all that is kept: Adam's moments, the steps
+and the lessons begin anew.
 """
 
 from __future__ import annotations
@@ -44,8 +47,9 @@ ASKED = (
 
 @dataclass(frozen=True)
 class Lesson:
-    """Chunks with questions, and full prefill's answers. target: its outputs that predict them, [num_questions, num_answer_tokens, hidden_size];
-    counts: which of them are not behind the answer's end, [num_questions, num_answer_tokens]."""
+    """Chunks with questions, and full prefill's answers. target: its outputs that predict them, [num_questions,
+    num_answer_tokens, hidden_size]; counts: which of them are not behind the answer's end, [num_questions,
+    num_answer_tokens]."""
 
     chunks: list[list[int]]
     suffixes: list[tuple[int, ...]]
@@ -70,8 +74,8 @@ class Lesson:
 
 
 class Lessons:
-    """Lessons of the fit half: pieces of passages in ever new company, with questions of the set and questions about words in
-    the pieces, four that share the chunks."""
+    """Lessons of the fit half: pieces of passages in ever new company, with questions of the set and questions about
+    words in the pieces, four that share the chunks."""
 
     def __init__(
         self, prompts: Prompts, samples: Sequence[Sample], num_tokens: int, answer: int, seed: int = 0
@@ -109,7 +113,8 @@ class Lessons:
 
 
 def halves(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
-    """Return the questions to train on, without passages of the held-out ones, and those; of the first only such with two passages left."""
+    """Return the questions to train on, without passages of the held-out ones, and those; of the first only such with
+    two passages left."""
     tests = list(samples[1::2])
     theirs = {c.text for sample in tests for c in sample.contexts}
     left = [replace(s, contexts=tuple(c for c in s.contexts if c.text not in theirs)) for s in samples[0::2]]
@@ -131,7 +136,8 @@ def distances(prompts: Prompts, lessons: Sequence[Lesson], wrappers: Wrappers | 
 
 
 class Trained:
-    """Wrappers in training. average: of their values over about the last ten steps, which is what is measured and kept."""
+    """Wrappers in training. average: of their values over about the last ten steps, which is what is measured and
+    kept."""
 
     def __init__(self, wrappers: Wrappers, rate: float, deep_rate: float) -> None:
         self.wrappers, self.average, self.losses = wrappers, copy.deepcopy(wrappers), list[float]()

@@ -67,7 +67,8 @@ def _folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tmp_path(_folders: Path, request: pytest.FixtureRequest) -> Path:
-    """A folder of the test's own. pytest's fixture looks through those of all earlier tests for a number: milliseconds."""
+    """A folder of the test's own. pytest's fixture looks through those of all earlier tests for a number:
+    milliseconds."""
     folder = _folders / f"{re.sub(r'[^a-zA-Z0-9_]', '_', request.node.name)[5:29]}-{next(NUMBERS)}"
     folder.mkdir()
     return folder
@@ -75,8 +76,8 @@ def tmp_path(_folders: Path, request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def _shipped_codec() -> Iterator[str]:
-    """Store exact KV where a test names no codec, also in fixtures of modules: most tests compare with a full prefill. Yields
-    the codec that users get."""
+    """Store exact KV where a test names no codec, also in fixtures of modules: most tests compare with a full prefill.
+    Yields the codec that users get."""
     from cacheblend_cli.prompt import collection
 
     with pytest.MonkeyPatch.context() as patch:

@@ -97,7 +97,8 @@ README = DOCS.parent / "README.md"
 def test_the_commands_of_the_front_page_work(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By whatever model there is; what SmolLM2 answers is in tests/demo/test_first_minute.py, and installation in test_wheel.py."""
+    """By whatever model there is; what SmolLM2 answers is in tests/demo/test_first_minute.py, and installation in
+    test_wheel.py."""
     text = README.read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CACHEBLEND_STORE", str(tmp_path / "store"))

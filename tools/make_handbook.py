@@ -1,7 +1,7 @@
 """Write the demo's corpus: `python -m tools.make_handbook cacheblend_cli/demo`. Seeded.
 
-handbook/*.md and questions.jsonl: one company of 36 people. heldout.jsonl: questions over new contexts of 3 or 4 pages, every
-third with names that training never has.
+handbook/*.md and questions.jsonl: one company of 36 people. heldout.jsonl: questions over new contexts of 3 or 4 pages,
+every third with names that training never has.
 """
 
 from __future__ import annotations

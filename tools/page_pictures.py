@@ -1,4 +1,5 @@
-"""Take pictures of the server's page for the docs: python tools/page_pictures.py URL FOLDER, with a server over documents at URL."""
+"""Take pictures of the server's page for the docs: python tools/page_pictures.py URL FOLDER, with a server over
+documents at URL."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Write weights as quantised and read back by the libraries that define the formats: tests/model/quantised_samples.safetensors.
+"""Write weights as quantised and read back by the libraries that define the formats:
+tests/model/quantised_samples.safetensors.
 
     pip install bitsandbytes compressed-tensors accelerate
     python tools/quantised_samples.py
 
-Each sample has a layer's tensors as the library stores them under `NAME/layer.`, and as it reads them back under `NAME/read`.
-The file's metadata has each sample's quantization_config.
+Each sample has a layer's tensors as the library stores them under `NAME/layer.`, and as it reads them back under
+`NAME/read`. The file's metadata has each sample's quantization_config.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python tools/trace_ask.py [--json]
 
-The handbook is precomputed into a temporary store, then one question is asked in this process. A function counts once, with the
-lines of its definition.
+The handbook is precomputed into a temporary store, then one question is asked in this process. A function counts once,
+with the lines of its definition.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Trace:
             self.entered.add(frame.f_code)
 
     def functions(self) -> dict[str, dict[str, int]]:
-        """File (as the import system names it) -> function -> its lines. The bodies of modules and classes, which run when
-        something is imported, and comprehensions are left out."""
+        """File (as the import system names it) -> function -> its lines. The bodies of modules and classes, which run
+        when something is imported, and comprehensions are left out."""
         found: dict[str, dict[str, int]] = defaultdict(dict)
         for code in self.entered:
             parts = Path(code.co_filename).parts

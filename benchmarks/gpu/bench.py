@@ -1,7 +1,7 @@
 """A model with random weights, a store of its chunks, and prompts over them, for `end_to_end.py`.
 
-Prompts have a prefix, chunks of 512 tokens and a suffix of 64. No chunk counts as exact unless requested: the first is repaired
-like the others, as in the cost model (`cost.py`).
+Prompts have a prefix, chunks of 512 tokens and a suffix of 64. No chunk counts as exact unless requested: the first is
+repaired like the others, as in the cost model (`cost.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ BLOCK_SIZE = 64
 
 @dataclass(frozen=True)
 class Scenario:
-    """Sizes of a measurement. lengths: prompt tokens; reps: timed runs after a warm-up; utilization: share of a GPU's memory."""
+    """Sizes of a measurement. lengths: prompt tokens; reps: timed runs after a warm-up; utilization: share of a GPU's
+    memory."""
 
     models: tuple[str, ...]
     lengths: tuple[int, ...]
@@ -138,7 +139,8 @@ class Bench:
         }
 
     def inputs(self, length: int, exact: bool = False) -> tuple[ChunkInput, ...]:
-        """Return the prompt's chunks for the plan. exact: mark them as exact where a full prefill would compute the same."""
+        """Return the prompt's chunks for the plan. exact: mark them as exact where a full prefill would compute the
+        same."""
         return tuple(
             ChunkInput(self.collection.key(ids), "bench", ids, same_regime=exact) for ids in self.chunks[length]
         )

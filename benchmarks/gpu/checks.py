@@ -1,7 +1,7 @@
 """Numbers of every kernel on a device, in fp16 and bf16, against fp64 on the same inputs.
 
-Outputs and pool slots without a key start as NaN, so that missing writes and wrong reads show. The error of a case is the
-largest |got - want| / |want| over its rows.
+Outputs and pool slots without a key start as NaN, so that missing writes and wrong reads show. The error of a case is
+the largest |got - want| / |want| over its rows.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def _check(backend: KernelBackend, dtype: torch.dtype, case: Case) -> dict[str, 
 
 
 def row_error(got: Tensor, want: Tensor) -> float:
-    """Return the largest |got - want| / |want| over the first dimension; NaN in `got` gives NaN, which fails every comparison."""
+    """Return the largest |got - want| / |want| over the first dimension; NaN in `got` gives NaN, which fails every
+    comparison."""
     got, want = got.double().flatten(1), want.double().flatten(1)
     error = (got - want).norm(dim=1) / want.norm(dim=1).clamp_min(1e-30)
     return float(error.nan_to_num(nan=float("inf")).max()) if not got.isnan().any() else float("nan")
@@ -80,7 +81,8 @@ def attention_reference(
     inputs: AttentionInputs,
     params: AttentionParams,
 ) -> Tensor:
-    """Return fp64 softmax attention over the keys up to each row's position, per sequence, [num_rows, num_heads, head_dim]."""
+    """Return fp64 softmax attention over the keys up to each row's position, per sequence, [num_rows, num_heads,
+    head_dim]."""
     q, meta, cache, window = inputs.q.double(), inputs.meta, inputs.cache, params.sliding_window
     block_size, num_kv_heads = cache.k.shape[1:3]
     out = torch.full_like(q, torch.nan)
@@ -235,7 +237,8 @@ def _load(
     run: bool,
     float8: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Run load_kv; return the slots' contents and their reference. run: slots are adjacent, and no slot mapping is read."""
+    """Run load_kv; return the slots' contents and their reference. run: slots are adjacent, and no slot mapping is
+    read."""
     stored, tables = stored_kv(codec, NUM_ROWS, 4, head_dim, device), rope_tables(NUM_ROWS, head_dim, device)
     cache = _pools(head_dim, device, dtype, float8)
     slots = torch.arange(7, 7 + NUM_ROWS, device=device) if run else torch.randperm(128, device=device)[:NUM_ROWS]

@@ -1,5 +1,5 @@
-"""Cost model: lower bounds on the time of a prefill's rows, of loading its KV, and of a decode step, given the device's measured
-ceilings."""
+"""Cost model: lower bounds on the time of a prefill's rows, of loading its KV, and of a decode step, given the device's
+measured ceilings."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Work:
-    """One prefill of num_tokens, of which the last `suffix` are always fresh. kv_bytes: bytes to load, of all layers. probed: layers whose
-    attention the fresh rows record before tokens are chosen, () without a probe."""
+    """One prefill of num_tokens, of which the last `suffix` are always fresh. kv_bytes: bytes to load, of all layers.
+    probed: layers whose attention the fresh rows record before tokens are chosen, () without a probe."""
 
     num_tokens: int
     suffix: int
@@ -46,8 +46,8 @@ def prefill_flops(spec: ModelSpec, work: Work) -> float:
 
 
 def prefill_floor(spec: ModelSpec, work: Work, ceilings: Ceilings) -> float:
-    """Return seconds: matrix products of each layer, or reading its weights if it has few rows, and attention, overlapped with loading
-    the KV.
+    """Return seconds: matrix products of each layer, or reading its weights if it has few rows, and attention,
+    overlapped with loading the KV.
 
     A probe comes first, and ends no sooner than the KV of its layers is loaded.
     """
@@ -63,8 +63,9 @@ def prefill_floor(spec: ModelSpec, work: Work, ceilings: Ceilings) -> float:
 
 
 def probe_floor(spec: ModelSpec, work: Work, ceilings: Ceilings) -> float:
-    """Return seconds of the suffix's rows through the layers up to the last probed one (only queries, K and V there), and of their
-    attention to all keys. Keys and weights are read once per layer, keys once more where attention is recorded."""
+    """Return seconds of the suffix's rows through the layers up to the last probed one (only queries, K and V there),
+    and of their attention to all keys. Keys and weights are read once per layer, keys once more where attention is
+    recorded."""
     last, rows, itemsize = max(work.probed), work.suffix, 2
     q_size, mlp = spec.hidden_size * spec.q_size, spec.mlp_params
     kv_size = 2 * spec.hidden_size * spec.kv_size
@@ -87,7 +88,8 @@ def decode_floor(spec: ModelSpec, weight_bytes: int, kv_len: float, itemsize: in
 
 
 def matmul_params(spec: ModelSpec) -> int:
-    """Return the number of weights that every row of a prefill is multiplied with, without embeddings and output head."""
+    """Return the number of weights that every row of a prefill is multiplied with, without embeddings and output
+    head."""
     return spec.num_layers * (spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size) + spec.mlp_params)
 
 
@@ -101,8 +103,8 @@ def _layers(
 ) -> list[tuple[float, float, float]]:
     """Return (flops of matrix products, flops of attention, bytes of 16-bit weights) of each layer.
 
-    At layer 0 cached rows project no K and V; at a check layer all rows project K and V and the chosen ones continue; at the last layer
-    one row continues. Chosen rows count as spread evenly, the suffix is at the end.
+    At layer 0 cached rows project no K and V; at a check layer all rows project K and V and the chosen ones continue;
+    at the last layer one row continues. Chosen rows count as spread evenly, the suffix is at the end.
     """
     q_size, mlp = spec.hidden_size * spec.q_size, spec.mlp_params
     kv_size = 2 * spec.hidden_size * spec.kv_size

@@ -1,5 +1,6 @@
-"""From question to answer with random weights at a model's shape: time to the first token of transformers, full prefill and the
-blend from a warm store, loading alone, and decoding with and without graphs, each against the cost model's floor (`cost.py`).
+"""From question to answer with random weights at a model's shape: time to the first token of transformers, full prefill
+and the blend from a warm store, loading alone, and decoding with and without graphs, each against the cost model's
+floor (`cost.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.0
 
 
 def cases(context: Context) -> Cases:
-    """Yield the cases of one model. The first gives {model, warm_up_s, ...}, the others rows of "times", "load", "decode" and "path"."""
+    """Yield the cases of one model. The first gives {model, warm_up_s, ...}, the others rows of "times", "load",
+    "decode" and "path"."""
     scenario = TINY if context.tiny else FULL
     bench = prepare(context, scenario)
     every = context.step in EVERY_CASE
@@ -252,7 +254,8 @@ def _one_chunk(bench: Bench, length: int) -> tuple[Tensor, Tensor]:
 
 @torch.inference_mode()
 def _pool_error(bench: Bench, length: int) -> float:
-    """Return the error of loaded KV, for a few layers of every chunk, against the same bytes decoded and rotated in fp64."""
+    """Return the error of loaded KV, for a few layers of every chunk, against the same bytes decoded and rotated in
+    fp64."""
     spec, rope = bench.model.spec, bench.model.decoder.rope
     worst = 0.0
     with Loaded(bench, length) as loaded, bench.store.read() as reader:

@@ -51,7 +51,8 @@ def attention_inputs(
     contiguous: bool = False,
     seed: int = 0,
 ) -> AttentionInputs:
-    """Return inputs for rows at these positions. positions: per sequence, sorted, on the CPU. Pool slots without a key are NaN."""
+    """Return inputs for rows at these positions. positions: per sequence, sorted, on the CPU. Pool slots without a key
+    are NaN."""
     gen = torch.Generator(device).manual_seed(seed)
     counts = [-(-n // block_size) for n in kv_lens]
     num_blocks = sum(counts) + 1  # block 0 is unused and pads the tables
@@ -94,9 +95,11 @@ def scattered_positions(length: int, num_rows: int, *, run: int = 1, seed: int =
 
 
 def prefill_inputs(shape: Shape, kind: str, length: int, suffix: int, device: torch.device) -> AttentionInputs:
-    """Return a prompt of `length` tokens whose last `suffix` are fresh. kind: full, full paged, scattered P%, runs P%, suffix.
+    """Return a prompt of `length` tokens whose last `suffix` are fresh. kind: full, full paged, scattered P%, runs P%,
+    suffix.
 
-    Scattered and runs: P percent of the rows before the suffix, and the suffix; paged: blocks scattered as in a busy pool.
+    Scattered and runs: P percent of the rows before the suffix, and the suffix; paged: blocks scattered as in a busy
+    pool.
     """
     word, _, share = kind.partition(" ")
     last = torch.arange(length - suffix, length)

@@ -1,8 +1,8 @@
 """Log of a run of `gpu_check.py` as JSON lines, the result assembled from it, and the time budget.
 
-A line is {step, case, event}. Events: "start"; "row", with `part` and `row`; "done"; "fault" and "skipped", with `message`. A
-case ends with "done", "fault" or "skipped"; `--resume` runs others again and ignores their rows. Several processes append
-to one file: a line is one write.
+A line is {step, case, event}. Events: "start"; "row", with `part` and `row`; "done"; "fault" and "skipped", with
+`message`. A case ends with "done", "fault" or "skipped"; `--resume` runs others again and ignores their rows. Several
+processes append to one file: a line is one write.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Log:
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n") and line[0] == "{"]
 
     def over(self, step: str) -> set[str]:
-        """Return the names of a step's ended cases, without its preparation, which has no name and runs in every process."""
+        """Return the names of a step's ended cases, without its preparation, which has no name and runs in every
+        process."""
         return {n["case"] for n in self.lines() if n["step"] == step and n["event"] in OVER and n["case"]}
 
     def started(self, step: str) -> list[str]:
@@ -50,7 +51,8 @@ class Log:
         return list(dict.fromkeys(s["case"] for s in starts if s["step"] == step and s["case"] not in over))
 
     def reopen(self, again: bool = False) -> None:
-        """Prepare a resumed run: keep only cases that are done or failed. again: repeat failed cases and wrong numbers, too."""
+        """Prepare a resumed run: keep only cases that are done or failed. again: repeat failed cases and wrong numbers,
+        too."""
         lines = self.lines()
         events = ("done",) if again else ("done", "fault")
         ended = {(n["step"], n["case"]) for n in lines if n["event"] in events and n["case"]}

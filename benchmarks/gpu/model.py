@@ -1,4 +1,5 @@
-"""Models with random weights in the shape of a configuration, created on the device, and transformers' model over the same weights."""
+"""Models with random weights in the shape of a configuration, created on the device, and transformers' model over the
+same weights."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class RandomModel(LoadedModel):
 
 
 def random_model(name: str, config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> RandomModel:
-    """Return a model with normal weights of standard deviation 1 / sqrt(inputs), norms of 1, and the demo model's tokenizer."""
+    """Return a model with normal weights of standard deviation 1 / sqrt(inputs), norms of 1, and the demo model's
+    tokenizer."""
     spec = spec_from_config(config)
     generator = torch.Generator(device).manual_seed(0)
     weights: dict[str, Tensor] = {}

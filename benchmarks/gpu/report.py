@@ -52,8 +52,8 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def dense_route(result: dict[str, Any]) -> tuple[str, int, float] | None:
-    """Return the entry for `DENSE_ROUTES` that the sweep supports: (SDPA's kernel, least rows, speed-up over our best tile there). From
-    that length on SDPA is at least FASTER times as fast. None if it is not, or was not measured."""
+    """Return the entry for `DENSE_ROUTES` that the sweep supports: (SDPA's kernel, least rows, speed-up over our best
+    tile there). From that length on SDPA is at least FASTER times as fast. None if it is not, or was not measured."""
     times: dict[int, dict[str, float]] = {}
     for row in result["sweep"]:
         if (found := re.fullmatch(r"N=(\d+) full, \d+ rows, (?:SDPA by (\w+)|\d+ x \d+, 1 splits)", row["case"])) and (

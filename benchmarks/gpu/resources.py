@@ -1,9 +1,10 @@
-"""Compile every kernel variant for sm_80, sm_90 and sm_100, and report registers, spills and shared memory. Needs no GPU.
+"""Compile every kernel variant for sm_80, sm_90 and sm_100, and report registers, spills and shared memory. Needs no
+GPU.
 
     python benchmarks/gpu/resources.py [--arch 80 --arch 90] [--family decode_attention] [--core] [--jobs 2]
 
-A complete run writes benchmarks/results/kernel_resources.md; a run over some of the variants prints its table. Exits 1 when
-a kernel does not fit its architecture.
+A complete run writes benchmarks/results/kernel_resources.md; a run over some of the variants prints its table. Exits 1
+when a kernel does not fit its architecture.
 """
 
 from __future__ import annotations

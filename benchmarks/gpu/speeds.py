@@ -75,8 +75,8 @@ def works(family: str, device: torch.device, tiny: bool) -> Iterator[Work]:
 
 
 def measure_work(work: Work, device: torch.device, tiny: bool, ceilings: dict[str, Any]) -> dict[str, Any]:
-    """Return {kernel, case, seconds, gb_s or tflop_s, ceiling, share}; bytes: each input read and output written once. If it raised,
-    {kernel, case, message}."""
+    """Return {kernel, case, seconds, gb_s or tflop_s, ceiling, share}; bytes: each input read and output written once.
+    If it raised, {kernel, case, message}."""
     try:
         seconds = median_seconds(work.calls, device, reps=3 if tiny else 20)
     except Exception as error:

@@ -2,8 +2,8 @@
 
     python -m gpu.steps --step "kernel checks 1/4" --device cuda --log STEM.jsonl --folder /dev/shm/x --seconds 300
 
-A step is a list of cases; ended ones (`log.py`) are skipped. If an exception leaves a CUDA context in which nothing runs, the process
-ends with RESTART, and another continues behind that case.
+A step is a list of cases; ended ones (`log.py`) are skipped. If an exception leaves a CUDA context in which nothing
+runs, the process ends with RESTART, and another continues behind that case.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Cases = Iterator[tuple[str, Callable[[], Rows]]]  # (name, function that runs it
 
 @dataclass(frozen=True)
 class Step:
-    """quiet_s: silence after the first line after which the process counts as hung. together: runs in parallel with steps of the same
-    value."""
+    """quiet_s: silence after the first line after which the process counts as hung. together: runs in parallel with
+    steps of the same value."""
 
     name: str
     quiet_s: float = 120.0
@@ -202,7 +202,8 @@ def sanitizer_cases(context: Context) -> Cases:
 
 
 def run_step(context: Context) -> int:
-    """Return the exit code: 0, RESTART after a case that left a dead context, HOPELESS if the step's preparation did."""
+    """Return the exit code: 0, RESTART after a case that left a dead context, HOPELESS if the step's preparation
+    did."""
     log, step, over, case = context.log, context.step, context.log.over(context.step), ""
     try:
         for case, run in cases_of(context):

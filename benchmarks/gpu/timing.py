@@ -16,8 +16,8 @@ Call = Callable[[], object]
 def median_seconds(calls: Sequence[Call], device: torch.device, *, reps: int = 20, graph: bool = True) -> float:
     """Return the median time of one call. `calls` do the same work on different inputs, together larger than the cache.
 
-    On CUDA all of them are captured into one graph, so that launches leave no gaps, and `reps` replays are timed with events
-    (graph=False: launched one by one). On the CPU they run in turn, timed by the host's clock.
+    On CUDA all of them are captured into one graph, so that launches leave no gaps, and `reps` replays are timed with
+    events (graph=False: launched one by one). On the CPU they run in turn, timed by the host's clock.
     """
     if device.type != "cuda":
         for call in calls:
@@ -74,7 +74,8 @@ def num_input_sets(bytes_a_call: int, device: torch.device, *, most: int = 16) -
 
 
 def profile(run: Callable[[], object]) -> dict[str, Any]:
-    """Return {kernels, copies, busy_ms, wall_ms} of one run. busy_ms: time with at least one kernel or copy running, on any stream."""
+    """Return {kernels, copies, busy_ms, wall_ms} of one run. busy_ms: time with at least one kernel or copy running, on
+    any stream."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         start = time.perf_counter()

@@ -109,8 +109,8 @@ class Answered:
 
 
 class Answering:
-    """Over a store that stays open meanwhile. scope: of what is searched. sampling: fields of SamplingParams beside the settings. A running engine is looked for, unless `local`, as
-    long as none was loaded here."""
+    """Over a store that stays open meanwhile. scope: of what is searched. sampling: fields of SamplingParams beside the
+    settings. A running engine is looked for, unless `local`, as long as none was loaded here."""
 
     def __init__(
         self,
@@ -151,7 +151,8 @@ class Answering:
         return _in_order(questions, lambda item: lambda streams: self.plan(item), 1)
 
     def answers(self, questions: Sequence[QuestionInput], concurrency: int) -> Iterator[Answered]:
-        """Yield the answers in order, `concurrency` questions at a time. If a running engine ends, the rest is answered here."""
+        """Yield the answers in order, `concurrency` questions at a time. If a running engine ends, the rest is answered
+        here."""
         left = deque(questions)
         if (warm := self._warm()) is not None:
             try:

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 
 class Streams:
-    """Streaming callbacks: text goes to stdout, notes and reasoning before it to stderr. draft: the answer may still change, so
-    hold it back from a pipe. begun: whether anything of the answer was shown. first_at: perf_counter of its first piece."""
+    """Streaming callbacks: text goes to stdout, notes and reasoning before it to stderr. draft: the answer may still
+    change, so hold it back from a pipe. begun: whether anything of the answer was shown. first_at: perf_counter of its
+    first piece."""
 
     def __init__(self, output: Output, *, draft: bool = False) -> None:
         self._output, self._in_reasoning = output, False
@@ -66,8 +67,8 @@ class Streams:
 
 @dataclass(frozen=True)
 class Result:
-    """An answer to show. options: of its request. explained, tokens: see engine/engine.py: Engine.explain. by: the engine that
-    answered, if it is not in this process. shown: notes that were shown before the answer."""
+    """An answer to show. options: of its request. explained, tokens: see engine/engine.py: Engine.explain. by: the
+    engine that answered, if it is not in this process. shown: notes that were shown before the answer."""
 
     answer: Answer
     options: AskOptions
@@ -94,8 +95,8 @@ End = Callable[[Streams | None], Result]
 def show_answer(
     result: Result, output: Output, *, json: bool, extra: dict[str, Any], seconds: float | None = None
 ) -> None:
-    """Show notes, sources and a summary of an answer whose text was streamed, or all of it as one JSON object after `extra`.
-    seconds: how long the user waited for the answer, None among answers of a batch."""
+    """Show notes, sources and a summary of an answer whose text was streamed, or all of it as one JSON object after
+    `extra`. seconds: how long the user waited for the answer, None among answers of a batch."""
     answer = result.answer
     if not json:
         _end_text(answer, output)
@@ -187,8 +188,8 @@ def _confirmation_line(found: Confirmation) -> str:
 
 
 def show_summary(result: Result, output: Output, seconds: float | None) -> None:
-    """Show the sources in the prompt, best first, and one line of figures; all of both with --verbose. In the place of the sources of
-    a weak match stands that there is none, and the nearest."""
+    """Show the sources in the prompt, best first, and one line of figures; all of both with --verbose. In the place of
+    the sources of a weak match stands that there is none, and the nearest."""
     chunks, weak = by_rank(result.answer.chunks), result.answer.weak_match
     most = len(chunks) if output.verbose else 1 if weak else _MOST_SOURCES
     if weak:

@@ -83,8 +83,8 @@ def ask(
 ) -> None:
     """Answer a question over stored documents.
 
-    Searches the chunks of the current project (the nearest folder upwards with a cacheblend.toml or .git), loads their KV,
-    recomputes a part of it, and decodes. The answer goes to stdout; sources and times go to stderr.
+    Searches the chunks of the current project (the nearest folder upwards with a cacheblend.toml or .git), loads their
+    KV, recomputes a part of it, and decodes. The answer goes to stdout; sources and times go to stderr.
     """
     from cacheblend_cli.corpus.search import check_context
 

@@ -21,7 +21,8 @@ _Key = tuple[str, tuple[str, ...] | None]
 
 
 class Results:
-    """Answers of a batch that --resume keeps, in the order of the questions. A question whose line is incomplete is asked again."""
+    """Answers of a batch that --resume keeps, in the order of the questions. A question whose line is incomplete is
+    asked again."""
 
     def __init__(self, path: Path) -> None:
         self.file = JsonLines(path, _answered_by, '{"question": "', "an answer of a batch")
@@ -64,8 +65,8 @@ def run_batch(
     as_json: bool,
     results: Results | None,
 ) -> list[int]:
-    """Show the answers, or the plans, as they come. A question that cannot be answered is reported, and the others go on.
-    Returns the exit codes of those. show: shows one and gives its record."""
+    """Show the answers, or the plans, as they come. A question that cannot be answered is reported, and the others go
+    on. Returns the exit codes of those. show: shows one and gives its record."""
     started, failed, count, tokens = time.perf_counter(), [], 0, 0
     for item in answered:
         if not as_json:

@@ -38,8 +38,8 @@ def bench(
 ) -> None:
     """Measure time to the first token by full prefill, plain reuse and blending, and decoding speed.
 
-    The prompt is random text in a temporary store. Settings take turns in one process; stored KV comes from the page cache,
-    including the check of its digests. The ceiling is the cost model's speed-up with free loading and selection.
+    The prompt is random text in a temporary store. Settings take turns in one process; stored KV comes from the page
+    cache, including the check of its digests. The ceiling is the cost model's speed-up with free loading and selection.
     """
     output = Output()
     from cacheblend_cli.blend.policy import check_names

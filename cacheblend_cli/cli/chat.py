@@ -37,8 +37,8 @@ _BAR = 20  # columns
 
 @dataclass
 class Conversation:
-    """named: ids of the chunks that it is over, None to search for each question. turns: question and answer of each. last: the
-    last answer, None before it."""
+    """named: ids of the chunks that it is over, None to search for each question. turns: question and answer of each.
+    last: the last answer, None before it."""
 
     named: tuple[str, ...] | None = None
     turns: list[tuple[str, str]] = field(default_factory=list)

@@ -30,7 +30,8 @@ def show(
     every: Annotated[bool, typer.Option("--all", help="Show every setting, by topic.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Show the everyday settings and those that are set, with the origin of each value: flag, environment variable, file or default.
+    """Show the everyday settings and those that are set, with the origin of each value: flag, environment variable,
+    file or default.
 
     --json has every setting.
     """

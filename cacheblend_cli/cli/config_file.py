@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def settings_file(*, user: bool = False, new: bool = False) -> Path:
-    """The user's file, or the project's; with `new`, or without a project file, the path of one in the working directory."""
+    """The user's file, or the project's; with `new`, or without a project file, the path of one in the working
+    directory."""
     files = config_files()
     if user:
         return files[0]

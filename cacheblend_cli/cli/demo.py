@@ -46,7 +46,8 @@ def demo(
 ) -> None:
     """Compare full prefill, plain reuse and blending on invented records.
 
-    Answers are by SmolLM2-135M if it is installed, else by a bundled model of 1.1 M parameters. --write gives you documents to try the commands on instead.
+    Answers are by SmolLM2-135M if it is installed, else by a bundled model of 1.1 M parameters. --write gives you
+    documents to try the commands on instead.
     """
     output = Output()
     if write is not None:

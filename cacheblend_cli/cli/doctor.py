@@ -108,8 +108,8 @@ def _why_no_cuda() -> str:
 
 
 def _backends(settings: Any) -> dict[str, Any]:
-    """Return which backends can run attention on the device, and why others cannot. xformers takes seconds to import and is
-    tried only if it is set as the backend."""
+    """Return which backends can run attention on the device, and why others cannot. xformers takes seconds to import
+    and is tried only if it is set as the backend."""
     from cacheblend_kernels import BACKENDS, compiled, missing_for, select_backend
 
     from cacheblend_cli.model.device import resolve_device

@@ -88,9 +88,9 @@ def evaluate(
 ) -> None:
     """Compare settings with a full prefill of the same prompts, on your questions.
 
-    A sample is {"question", "answers"?, "ctxs"?: [{"title"?, "text"}]} or {"0", "1", ..., "chunk_num", "query"}. Without ctxs,
-    the chunks come from the store, by the search that ask does. Consecutive contexts with one title are one page. Without
-    answers, only the distance from full prefill is reported.
+    A sample is {"question", "answers"?, "ctxs"?: [{"title"?, "text"}]} or {"0", "1", ..., "chunk_num", "query"}.
+    Without ctxs, the chunks come from the store, by the search that ask does. Consecutive contexts with one title are
+    one page. Without answers, only the distance from full prefill is reported.
     """
     output = Output(quiet=quiet)
     path = _record_path(out, resume)

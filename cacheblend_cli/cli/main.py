@@ -21,9 +21,9 @@ from cacheblend_cli.similar import did_you_mean
 
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SPIN_COUNT = "1000"
-"""Spins of an OpenMP thread at a barrier before it sleeps, beside busy programs. With libgomp's default, about 300,000, a spinning
-thread takes the core from the thread that it waits for; on a quiet machine waking threads costs a fifth of a token's time
-(benchmarks/README.md)."""
+"""Spins of an OpenMP thread at a barrier before it sleeps, beside busy programs. With libgomp's default, about 300,000,
+a spinning thread takes the core from the thread that it waits for; on a quiet machine waking threads costs a fifth of a
+token's time (benchmarks/README.md)."""
 COMMANDS = {
     "init": ("init:init", "Choose a model for this machine."),
     "precompute": ("precompute:precompute", "Compute and store the KV cache of documents."),
@@ -40,7 +40,8 @@ COMMANDS = {
     "bench": ("bench:bench", "Measure speed on this machine."),
     "eval": ("eval:evaluate", "Measure answers against full prefill on your questions."),
 }
-"""Command -> (module of this package and its function or Typer app, summary). Only the command that runs is imported."""
+"""Command -> (module of this package and its function or Typer app, summary). Only the command that runs is
+imported."""
 _CHECKS = ("doctor", "demo", "bench", "eval")
 _BELOW = {name: f"chunks {name}" for name in ("ls", "show", "stats", "rm", "verify", "prune")} | {"pull": "models pull"}
 """Commands of a group that are tried without it -> with it."""
@@ -181,15 +182,15 @@ def ensure_home() -> None:
 
 
 def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set a short spin count where other programs need the CPUs, unless the user set one of VARIABLES. libgomp reads it when torch
-    loads it."""
+    """Set a short spin count where other programs need the CPUs, unless the user set one of VARIABLES. libgomp reads it
+    when torch loads it."""
     if not any(name in environment for name in VARIABLES) and _cpus_are_short():
         environment["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
 def _cpus_are_short(stat: str = "/proc/stat") -> bool:
-    """Return whether others run now on CPUs that this process would use; True where the system does not say, or gives this process
-    a share of its CPUs."""
+    """Return whether others run now on CPUs that this process would use; True where the system does not say, or gives
+    this process a share of its CPUs."""
     try:
         others = min(_running_threads(stat) for _ in range(3)) - 1  # what runs for a moment does not count
         own, count = len(os.sched_getaffinity(0)), os.cpu_count() or 1

@@ -1,4 +1,5 @@
-"""cacheblend mcp: search, ask and documents as tools of programs that speak the Model Context Protocol. Imports no torch."""
+"""cacheblend mcp: search, ask and documents as tools of programs that speak the Model Context Protocol. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def mcp(
         typer.Option(min=0, help="Seconds without a question after which an engine that this command started ends."),
     ] = 3600.0,
 ) -> None:
-    """Serve the Model Context Protocol on stdin and stdout: search, ask, add_document, list_documents, and documents' texts.
+    """Serve the Model Context Protocol on stdin and stdout: search, ask, add_document, list_documents, and documents'
+    texts.
 
     It uses the running engine of the store, and starts one in the background at the first call if none runs.
     """

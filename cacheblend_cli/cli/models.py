@@ -1,4 +1,5 @@
-"""cacheblend models: what is on disk, what a model is, whether it computes here what it should, and the ratio it needs."""
+"""cacheblend models: what is on disk, what a model is, whether it computes here what it should, and the ratio it
+needs."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def ls(
     folder: Annotated[Path, typer.Argument(help="Where to look beside the hub's cache.")] = Path("."),
     json: options.Json = False,
 ) -> None:
-    """List the models on this machine: smollm2, handbook, the hub's cache, and GGUF files and checkpoints in a folder."""
+    """List the models on this machine: smollm2, handbook, the hub's cache, and GGUF files and checkpoints in a
+    folder."""
     from cacheblend_cli.model.on_disk import kind_of, models_on_disk
 
     output = Output()
@@ -57,7 +59,8 @@ def pull(
 ) -> None:
     """Fetch a model from the Hugging Face hub into its cache: the files that are read, and no others.
 
-    Prints where it is. Run again after an interruption, it fetches what is missing. --model takes the name that was pulled.
+    Prints where it is. Run again after an interruption, it fetches what is missing. --model takes the name that was
+    pulled.
     """
     from huggingface_hub.utils import disable_progress_bars
 
@@ -83,7 +86,8 @@ def pull(
 @app.command("show")
 @options.with_settings("lora")
 def show(settings: Settings, model: Model, json: options.Json = False) -> None:
-    """Say what a model is: family, layers, KV of a token, context, dtype. What is missing or not implemented is named."""
+    """Say what a model is: family, layers, KV of a token, context, dtype. What is missing or not implemented is
+    named."""
     output = Output()
     facts = _facts(model, output, settings)
     if json:
@@ -119,13 +123,13 @@ def check(
 ) -> None:
     """Check that a model computes what it should, and measure the --ratio it needs.
 
-    First full prefill, blending that recomputes everything, and transformers have to agree. This computes in float32 unless --dtype is
-    given, and exits with 1 on a mismatch. transformers is compared for checkpoints only: it turns a GGUF file into the same
-    tensors, in several times the memory. It gets quantised weights as they were read here.
+    First full prefill, blending that recomputes everything, and transformers have to agree. This computes in float32
+    unless --dtype is given, and exits with 1 on a mismatch. transformers is compared for checkpoints only: it turns a
+    GGUF file into the same tensors, in several times the memory. It gets quantised weights as they were read here.
 
-    Then blending is compared with full prefill on stored chunks, with questions cut from them or --questions, at rising ratios, with and
-    without a correction. The smallest ratio within --kl-mean and --kl-p90 is remembered for the model, its dtype, the KV's codec and the
-    prompt, and --ratio model uses it.
+    Then blending is compared with full prefill on stored chunks, with questions cut from them or --questions, at rising
+    ratios, with and without a correction. The smallest ratio within --kl-mean and --kl-p90 is remembered for the model,
+    its dtype, the KV's codec and the prompt, and --ratio model uses it.
     """
     from cacheblend_cli.engine.profile import keep_profile
     from cacheblend_cli.evaluation.samples import read_samples

@@ -169,8 +169,8 @@ def _flag(name: str, help_text: str | None) -> Any:
 def scope_of(
     store: ChunkStore, source: str | None, everywhere: bool, say: Callable[[str], None], collection: str = ""
 ) -> Scope:
-    """Documents to search: those of --source, --all or the collection, else those of the current project. say: callback for a
-    message if these are not all documents, or none.
+    """Documents to search: those of --source, --all or the collection, else those of the current project. say: callback
+    for a message if these are not all documents, or none.
 
     Raises NotFoundError when --source matches no stored document, or the collection is empty.
     """

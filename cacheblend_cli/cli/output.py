@@ -20,8 +20,9 @@ _LEAST_WIDTH = 6
 class Output:
     """Streams and their TTY flags; tests replace the streams. Rich is imported only to draw a progress bar.
 
-    verbose: show details, too. _bar_shown: whether the terminal's last line is a bar or a status, which the next message erases.
-    _in_line: whether the last text on the terminal, such as a piece of an answer, has not ended its line.
+    verbose: show details, too. _bar_shown: whether the terminal's last line is a bar or a status, which the next
+    message erases. _in_line: whether the last text on the terminal, such as a piece of an answer, has not ended its
+    line.
     """
 
     _bar_shown: ClassVar[bool] = False
@@ -66,7 +67,8 @@ class Output:
             self.note(text)
 
     def status(self, text: str) -> None:
-        """Show on a terminal what is being done, until the next message; not within a line of an answer, which would be erased with it."""
+        """Show on a terminal what is being done, until the next message; not within a line of an answer, which would be
+        erased with it."""
         if self.animated and not self.quiet and not self._in_line:
             self._erase_bar(True)
             shown = cut(visible_line(text), shutil.get_terminal_size().columns - 1, "")
@@ -115,8 +117,8 @@ class Output:
     ) -> None:
         """Write an aligned table to stdout.
 
-        right: indexes of right-aligned columns. On a terminal, other columns except the first are cut to fit the width, those
-        in `ends` at their beginning.
+        right: indexes of right-aligned columns. On a terminal, other columns except the first are cut to fit the width,
+        those in `ends` at their beginning.
         """
         show = visible_line if self.out_tty else str
         cells = [[show(str(c)) for c in row] for row in [list(columns), *rows]]
@@ -138,7 +140,8 @@ class Output:
 
     @contextmanager
     def progress(self, description: str) -> Iterator[Callable[[int, int, str], None]]:
-        """Show a progress bar on stderr, or a line a minute if it is not a terminal. Yields update(done, total, text beside the bar)."""
+        """Show a progress bar on stderr, or a line a minute if it is not a terminal. Yields update(done, total, text
+        beside the bar)."""
         if self.quiet or not self.animated:
             yield self._line_a_minute(description)
             return

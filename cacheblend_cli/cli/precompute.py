@@ -110,9 +110,9 @@ def precompute(
 ) -> None:
     """Compute the KV cache of documents once, and store it.
 
-    A second run computes only what changed. How a PATH is cut and selected is remembered with it: --chunk-tokens, --overlap,
-    --context, --window, --neighbours, --kv-dtype, --include and the like. Without PATH, everything remembered is brought up to
-    date. Ctrl-C keeps what is stored.
+    A second run computes only what changed. How a PATH is cut and selected is remembered with it: --chunk-tokens,
+    --overlap, --context, --window, --neighbours, --kv-dtype, --include and the like. Without PATH, everything
+    remembered is brought up to date. Ctrl-C keeps what is stored.
     """
     output, settings = Output(quiet=quiet), resolved.settings
     select = folders.selected(include, exclude, no_ignore, follow, max_file_size)

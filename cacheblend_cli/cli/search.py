@@ -26,8 +26,8 @@ def search(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Find stored chunks by the words of their text, title and path, or by meaning. Searches the current project: the nearest
-    directory from here up that holds a cacheblend.toml or a .git.
+    """Find stored chunks by the words of their text, title and path, or by meaning. Searches the current project: the
+    nearest directory from here up that holds a cacheblend.toml or a .git.
 
     With -q only ids: cacheblend search "billing lead" -q | cacheblend ask --chunks - "Who leads billing?"
     """

@@ -77,8 +77,8 @@ def serve(
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:
-    """Answer questions of other programs: OpenAI's API at /v1 and Ollama's at /api, with documents, chunks and search beside
-    their fields.
+    """Answer questions of other programs: OpenAI's API at /v1 and Ollama's at /api, with documents, chunks and search
+    beside their fields.
 
     ask and chat over the same store, model and settings use the running engine by themselves.
     """
@@ -178,8 +178,8 @@ def serve(
 
 
 def _memory_line(own: int, stats: EngineStats, *, decoded_twice: bool) -> str:
-    """Say what memory the process may grow to. own: bytes it has with the weights loaded. decoded_twice: llama.cpp holds the KV of
-    running answers again, in half the bytes at most."""
+    """Say what memory the process may grow to. own: bytes it has with the weights loaded. decoded_twice: llama.cpp
+    holds the KV of running answers again, in half the bytes at most."""
     pool = stats.pool_bytes * 3 // 2 if decoded_twice else stats.pool_bytes
     most = own + pool + stats.swap_space_bytes + _WORK_BYTES
     return (

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 def open_store(
     settings: Settings, *, write: bool, create: bool | None = None, max_bytes: int | None = None
 ) -> ChunkStore:
-    """Open the store that the settings name. Writing creates it unless `create` is False; reading needs an existing one.
+    """Open the store that the settings name. Writing creates it unless `create` is False; reading needs an existing
+    one.
 
     max_bytes: a new quota, or None to keep the store's.
     """
@@ -30,7 +31,8 @@ def open_store(
 
 
 def store_in_use(settings: Settings, *, write: bool = True) -> ChunkStore:
-    """Open an existing store for writing (to record use and save computed chunks), or for reading without permission."""
+    """Open an existing store for writing (to record use and save computed chunks), or for reading without
+    permission."""
     from cacheblend_store import StorePermission
 
     if write:

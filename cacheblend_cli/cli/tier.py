@@ -1,4 +1,5 @@
-"""cacheblend chunks push, pull: stored chunks to a tier and from it. And the tier of commands that compute and answer."""
+"""cacheblend chunks push, pull: stored chunks to a tier and from it. And the tier of commands that compute and
+answer."""
 
 from __future__ import annotations
 
@@ -52,8 +53,8 @@ def push(
 ) -> None:
     """Copy chunks and their documents to a tier: an object store, or a folder that can be carried elsewhere.
 
-    What is there already is not copied again, so an interrupted push goes on where it ended. Documents below this directory
-    are named relative to it; pull takes such names as relative to where it runs.
+    What is there already is not copied again, so an interrupted push goes on where it ended. Documents below this
+    directory are named relative to it; pull takes such names as relative to where it runs.
     """
     output = Output(quiet=quiet)
     if sum((bool(chunks), source is not None or model is not None, everything)) > 1:
@@ -89,8 +90,8 @@ def pull(
 ) -> None:
     """Copy chunks and documents of a tier to the store, each checked against its digests and its shape.
 
-    What the store has stays, so an interrupted pull goes on where it ended. Exits with 4 if an object was rejected; the others
-    are taken. Without --tier-key-file, whoever can write to the tier is trusted.
+    What the store has stays, so an interrupted pull goes on where it ended. Exits with 4 if an object was rejected; the
+    others are taken. Without --tier-key-file, whoever can write to the tier is trusted.
     """
     output = Output(quiet=quiet)
     if chunks and source is not None:
@@ -119,7 +120,8 @@ def pull(
 
 
 def open_tier(settings: Settings, url: str = "", *, create: bool = True) -> Tier:
-    """Return the tier at the URL, by default the setting's. Raises TierErrors, each with a hint that fits this installation."""
+    """Return the tier at the URL, by default the setting's. Raises TierErrors, each with a hint that fits this
+    installation."""
     from cacheblend_store import TierUsage
     from cacheblend_store.tier import open_tier as open_at
 
@@ -136,8 +138,8 @@ def open_tier(settings: Settings, url: str = "", *, create: bool = True) -> Tier
 def share(store: ChunkStore, settings: Settings, output: Output, *, strict: bool = False) -> None:
     """Give the store the tier of the settings, if they name one.
 
-    strict: raise what is wrong with the settings of the tier, also what only the tier knows. A tier that cannot be reached is no
-    error: what it has is computed.
+    strict: raise what is wrong with the settings of the tier, also what only the tier knows. A tier that cannot be
+    reached is no error: what it has is computed.
     """
     if not settings.tier:
         return
@@ -158,7 +160,8 @@ def share(store: ChunkStore, settings: Settings, output: Output, *, strict: bool
 
 
 def finish(store: ChunkStore, output: Output) -> None:
-    """Wait for chunks on their way to the tier, with progress, and say how many could not be put. Ctrl-C stops waiting."""
+    """Wait for chunks on their way to the tier, with progress, and say how many could not be put. Ctrl-C stops
+    waiting."""
     if store.tier is None:
         return
     total = left = store.tier.unput
@@ -175,7 +178,8 @@ def finish(store: ChunkStore, output: Output) -> None:
 
 
 def describe(settings: Settings) -> dict[str, Any]:
-    """Return what the tier of the settings holds, as far as it can be listed in a few seconds, and how fast it is. Raises TierErrors."""
+    """Return what the tier of the settings holds, as far as it can be listed in a few seconds, and how fast it is.
+    Raises TierErrors."""
     from cacheblend_store import BadBlob
     from cacheblend_store.tier import TierObject
 

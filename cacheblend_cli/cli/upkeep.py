@@ -116,8 +116,8 @@ def verify(
 ) -> None:
     """Check the whole store: digests of all blobs, records without blobs, blobs without records.
 
-    Exits with 4 if damage was found and not repaired ("ok" in --json). With -q prints only the ids of damaged chunks. --repair
-    rebuilds a store that does not open any more from the records that can still be read.
+    Exits with 4 if damage was found and not repaired ("ok" in --json). With -q prints only the ids of damaged chunks.
+    --repair rebuilds a store that does not open any more from the records that can still be read.
     """
     output = Output(quiet=quiet)
     import cacheblend_store

@@ -30,7 +30,8 @@ class WarmEngine:
         self._client, self._store = client, store
 
     def begin(self, ask: AskRequest) -> End:
-        """Send the request. Its pieces are streamed while its end is waited for. Raises the engine's errors, EngineLost."""
+        """Send the request. Its pieces are streamed while its end is waited for. Raises the engine's errors,
+        EngineLost."""
         events = self._client.events(self._from_here(ask))
         return lambda streams: self._read(events, streams, ask.options)
 

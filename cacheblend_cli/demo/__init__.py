@@ -1,4 +1,5 @@
-"""Bundled data: eight office pages to try commands on, records with questions, and a small model with the handbook of an invented company."""
+"""Bundled data: eight office pages to try commands on, records with questions, and a small model with the handbook of
+an invented company."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Records of invented products, drawn from a seed, and questions about them: the demo's prompts for SmolLM2.
 
-The recipe: names, people, years, places and prices are drawn at random, each once a prompt, so nothing is known but from the prompt. All records of a prompt have one
-form, as rows of a table do, which makes them easy to mix up. In half of the prompts a record is one sentence; in the other half a second chunk goes on with "It", and
-says nothing of whom it is about. Every record and every chunk that goes on is a document of its own, whose KV is computed alone.
+The recipe: names, people, years, places and prices are drawn at random, each once a prompt, so nothing is known but
+from the prompt. All records of a prompt have one form, as rows of a table do, which makes them easy to mix up. In half
+of the prompts a record is one sentence; in the other half a second chunk goes on with "It", and says nothing of whom it
+is about. Every record and every chunk that goes on is a document of its own, whose KV is computed alone.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ _DECODE = "decode"
 class Speed:
     """Medians of one setting over the rounds. ttft_s and kv_load_*: see `FirstToken`.
 
-    speedup: full prefill's ttft_s divided by this one's; ceiling: the cost model's limit; load_bytes_per_s: None if nothing is
-    loaded.
+    speedup: full prefill's ttft_s divided by this one's; ceiling: the cost model's limit; load_bytes_per_s: None if
+    nothing is loaded.
     """
 
     setting: str
@@ -58,7 +58,8 @@ class Speed:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """Measurements with their machine and prompt. Tokens are counts, *_s seconds; collect_s is collecting and storing."""
+    """Measurements with their machine and prompt. Tokens are counts, *_s seconds; collect_s is collecting and
+    storing."""
 
     model: str
     device: str
@@ -125,8 +126,8 @@ def bench(
 ) -> BenchReport:
     """Collect the chunks into a temporary store, then run every setting and a decode once per round.
 
-    settings: a full prefill first. Raises UsageError for a setting that the model cannot run, StoreFault if the disk of the
-    system's temporary folder is too small.
+    settings: a full prefill first. Raises UsageError for a setting that the model cannot run, StoreFault if the disk of
+    the system's temporary folder is too small.
     """
     model, decoder = engine.model, engine.model.decoder
     for setting in settings:

@@ -29,7 +29,8 @@ class Bootstrap:
         self._draws = np.random.default_rng(seed).integers(0, max(1, num_samples), (resamples, num_samples))
 
     def interval(self, statistic: Callable[..., Column], *columns: Sequence[float]) -> Interval | None:
-        """Return the statistic over columns of one number per sample, with its interval; statistic works along the last axis.
+        """Return the statistic over columns of one number per sample, with its interval; statistic works along the last
+        axis.
 
         None if it is not a number (no samples, or division by zero).
         """

@@ -19,8 +19,8 @@ from cacheblend_cli.types import SamplingParams
 
 @dataclass(frozen=True)
 class Continuation:
-    """A sequence that holds the KV of kv_len tokens, and the logits after the last one, fp32 [vocab_size]. prompt_ids: its
-    tokens, for a repetition penalty."""
+    """A sequence that holds the KV of kv_len tokens, and the logits after the last one, fp32 [vocab_size]. prompt_ids:
+    its tokens, for a repetition penalty."""
 
     sequence: PagedSequence
     kv_len: int

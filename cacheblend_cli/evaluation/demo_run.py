@@ -79,8 +79,8 @@ class Compared:
     answers: Mapping[str, Answer]
 
     def is_right(self, setting: str) -> bool:
-        """Return whether the answer has what was asked for, and nothing of another record: one that gives this product's designer
-        another's name, or the other way round, is wrong."""
+        """Return whether the answer has what was asked for, and nothing of another record: one that gives this
+        product's designer another's name, or the other way round, is wrong."""
         text = self.answers[setting].text
         return _has(text, self.question.answer) and not any(_has(text, words) for words in self.question.wrong)
 
@@ -117,7 +117,8 @@ class Demo:
         self._keys: dict[str, list[bytes]] = {}
 
     def precompute_alone(self, folder: Path) -> PrecomputeReport:
-        """Write the documents into the empty folder, and store the KV of each of their chunks, computed without the chunks before it."""
+        """Write the documents into the empty folder, and store the KV of each of their chunks, computed without the
+        chunks before it."""
         for name, text in self._case.documents.items():
             (folder / name).write_text(text, encoding="utf-8")
         options = PrecomputeOptions(chunk_tokens=self._case.chunk_tokens, context="sink", kv_dtype="exact")

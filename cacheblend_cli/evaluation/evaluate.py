@@ -38,9 +38,9 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """max_tokens: of full prefill's answer, over which settings are compared; own_tokens: of a setting's own answer, None for as
-    many. records: measurements to go on from. keep_chunks False: remove chunks from the store after their last sample, so that
-    a temporary store stays small. collecting: window and number of neighbours."""
+    """max_tokens: of full prefill's answer, over which settings are compared; own_tokens: of a setting's own answer,
+    None for as many. records: measurements to go on from. keep_chunks False: remove chunks from the store after their
+    last sample, so that a temporary store stays small. collecting: window and number of neighbours."""
 
     max_tokens: int = 32
     records: RecordFile | None = None
@@ -75,8 +75,8 @@ def evaluate(
 ) -> Results:
     """Collect the samples' chunks and measure every setting on every sample.
 
-    Full prefill runs once per sample; without a full setting one is added first. Samples that are too long for the model are
-    skipped. Raises UsageError if two settings have the same label.
+    Full prefill runs once per sample; without a full setting one is added first. Samples that are too long for the
+    model are skipped. Raises UsageError if two settings have the same label.
     """
     settings = list(settings) if any(s.is_full for s in settings) else [FULL, *settings]
     labels = [s.label for s in settings]

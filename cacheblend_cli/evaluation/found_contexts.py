@@ -17,7 +17,8 @@ def with_found_contexts(
 ) -> list[Sample]:
     """Return the samples, those without contexts with the chunks found for their question.
 
-    A chunk's page is its document: the chunks before it are its left context. Raises NotFoundError where nothing is found.
+    A chunk's page is its document: the chunks before it are its left context. Raises NotFoundError where nothing is
+    found.
     """
     before: dict[bytes, list[bytes]] = {}  # chunk -> those before it in its document
     for document in store.documents():

@@ -25,8 +25,9 @@ _PIECES = 3  # slices of the noise floor's prefill
 
 @dataclass(frozen=True)
 class AnswerLengths:
-    """Answer lengths to measure. tokens: maximum of full prefill's answer, over which settings are teacher-forced. own_tokens:
-    maximum of a setting's own greedy answer, at most tokens. reference_ids: reference answer whose likelihood is measured, or ().
+    """Answer lengths to measure. tokens: maximum of full prefill's answer, over which settings are teacher-forced.
+    own_tokens: maximum of a setting's own greedy answer, at most tokens. reference_ids: reference answer whose
+    likelihood is measured, or ().
     """
 
     tokens: int
@@ -43,10 +44,10 @@ class AnswerLengths:
 class Reference:
     """Full prefill of a prompt: its greedy answer and everything that settings are compared with.
 
-    text: of the first own_tokens tokens of the answer. likelihood: of the reference answer, nats per token, or None. log_p: fp64
-    [num_answer_tokens, vocab_size], the distributions that predict the answer's tokens. k, v: one per layer, fp32
-    [num_chunk_tokens, num_kv_heads, head_dim], K rotated. attended: one per layer, fp32 [num_answer_tokens, num_heads, head_dim],
-    the attention output (before o_proj) of the rows that predict them.
+    text: of the first own_tokens tokens of the answer. likelihood: of the reference answer, nats per token, or None.
+    log_p: fp64 [num_answer_tokens, vocab_size], the distributions that predict the answer's tokens. k, v: one per
+    layer, fp32 [num_chunk_tokens, num_kv_heads, head_dim], K rotated. attended: one per layer, fp32 [num_answer_tokens,
+    num_heads, head_dim], the attention output (before o_proj) of the rows that predict them.
     """
 
     prefilled: Prefilled
@@ -63,9 +64,9 @@ class Reference:
 
 @dataclass(frozen=True)
 class Measured:
-    """A setting's greedy answer, its likelihood of the reference answer, and its distance from full prefill. Errors are relative
-    RMSEs, one per layer: of K and V over the chunks' tokens, of the attention output over the rows that predict the answer's
-    tokens. signals: of these tokens, see engine/core/risk.py."""
+    """A setting's greedy answer, its likelihood of the reference answer, and its distance from full prefill. Errors are
+    relative RMSEs, one per layer: of K and V over the chunks' tokens, of the attention output over the rows that
+    predict the answer's tokens. signals: of these tokens, see engine/core/risk.py."""
 
     prefilled: Prefilled
     ttft_s: float
@@ -119,8 +120,8 @@ def run_setting(
 ) -> Measured:
     """Prefill under the request's setting, compare it with the reference, and answer greedily.
 
-    Greedy decoding equals the reference's answer as long as the most likely tokens agree, so it starts where they first differ:
-    teacher forcing has computed the tokens before.
+    Greedy decoding equals the reference's answer as long as the most likely tokens agree, so it starts where they first
+    differ: teacher forcing has computed the tokens before.
     """
     model, lengths = runtime.model, reference.lengths
     start = time.perf_counter()
@@ -159,7 +160,8 @@ def run_setting(
 def prefill_in_pieces(runtime: Runtime, request: Request, *, headroom: int = 0) -> Prefilled:
     """Run a full prefill in a few slices, whatever the engine's are: the same mathematics in another tiling.
 
-    Its difference from full prefill is the noise floor of the compute dtype, below which settings are indistinguishable.
+    Its difference from full prefill is the noise floor of the compute dtype, below which settings are
+    indistinguishable.
     """
     return prefill(runtime, request.in_full(), headroom=headroom, slice_rows=-(-request.plan.num_tokens // _PIECES))
 
@@ -169,7 +171,8 @@ def _text(runtime: Runtime, token_ids: Sequence[int]) -> str:
 
 
 def _likelihood(runtime: Runtime, done: Prefilled, answer_ids: Sequence[int]) -> float | None:
-    """Return the mean log-probability of the answer's tokens after the prompt, in nats. The answer's KV is written after the prompt."""
+    """Return the mean log-probability of the answer's tokens after the prompt, in nats. The answer's KV is written
+    after the prompt."""
     if not answer_ids:
         return None
     log_p = log_distribution(teacher_forced(runtime.decoder, done.sequence, done.plan.token_ids, answer_ids))

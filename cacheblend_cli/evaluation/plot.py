@@ -36,8 +36,9 @@ def check_plot(path: Path) -> None:
 
 
 def plot(summaries: Sequence[Summary], path: Path, title: str = "") -> None:
-    """Write the plot. Quality is F1 against the references, or without references against full prefill's answers; bands are 95 %
-    intervals; full prefill and plain reuse are horizontal lines. Raises UsageError if the file cannot be written."""
+    """Write the plot. Quality is F1 against the references, or without references against full prefill's answers; bands
+    are 95 % intervals; full prefill and plain reuse are horizontal lines. Raises UsageError if the file cannot be
+    written."""
     check_plot(path)
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine

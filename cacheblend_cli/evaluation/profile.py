@@ -1,4 +1,5 @@
-"""Measure the ratio that a model needs: blending against full prefill, on the user's stored chunks with questions cut from them."""
+"""Measure the ratio that a model needs: blending against full prefill, on the user's stored chunks with questions cut
+from them."""
 
 from __future__ import annotations
 
@@ -55,9 +56,9 @@ def measure_profile(
     say: Callable[[str], None] = lambda text: None,
     on_progress: Progress = lambda done, total, text: None,
 ) -> Profile:
-    """Measure rising ratios, each with and without a correction, until one is within the limits: of the mean KL and of its 90th
-    percentile over the prompts. ask: how to search, and its blending but for the ratio. questions: to measure with; without them they
-    are cut from stored chunks. say: called with how long it takes at most.
+    """Measure rising ratios, each with and without a correction, until one is within the limits: of the mean KL and of
+    its 90th percentile over the prompts. ask: how to search, and its blending but for the ratio. questions: to measure
+    with; without them they are cut from stored chunks. say: called with how long it takes at most.
 
     Nothing is kept. Raises NotFoundError for too few prompts.
     """
@@ -107,8 +108,9 @@ def cut_question(text: str) -> str | None:
 
 
 def cut_requests(engine: Engine, store: ChunkStore, ask: AskRequest) -> Iterator[Request]:
-    """Yield requests over stored chunks: a question is cut from one chunk, and the prompt has the chunks that the search of `ask` finds
-    beside it: with its own chunk there, a model may just copy. Keys are digests, so their order is a random one."""
+    """Yield requests over stored chunks: a question is cut from one chunk, and the prompt has the chunks that the
+    search of `ask` finds beside it: with its own chunk there, a model may just copy. Keys are digests, so their order
+    is a random one."""
     assert ask.search is not None
     runtime, wider = engine.runtime, replace(ask.search, k=ask.search.k + 1)
     collections = {c.id for c in runtime.collections(ask.salt, day=runtime.day(store, ask.salt))}

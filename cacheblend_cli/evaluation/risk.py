@@ -29,8 +29,8 @@ def keep_fit(engine: Engine, setting: Setting, answers: Sequence[Tokens]) -> Ris
 
 
 def halves(answers: Sequence[Tokens]) -> list[Tokens]:
-    """Return the answers with each token's signals replaced by its risk, from a fit on the other half (every second answer).
-    Raises UsageError if a half is too small for a fit."""
+    """Return the answers with each token's signals replaced by its risk, from a fit on the other half (every second
+    answer). Raises UsageError if a half is too small for a fit."""
     fits = [fit_risk(answers[n::2]) for n in (1, 0)]
     return [(fits[n % 2].of_tokens(signals), differs) for n, (signals, differs) in enumerate(answers)]
 
@@ -41,7 +41,8 @@ def answer_risks(risks: Tensor) -> Tensor:
 
 
 def captured(answers: Sequence[Tokens], share: float = 0.2) -> float:
-    """Return the share of differing answers that is among this share of the riskiest ones. answers: with risks instead of signals."""
+    """Return the share of differing answers that is among this share of the riskiest ones. answers: with risks instead
+    of signals."""
     ranked = sorted(answers, key=lambda a: -float(answer_risks(a[0])[-1]))
     first = ranked[: round(share * len(ranked))]
     return sum(any(d) for _, d in first) / max(1, sum(any(d) for _, d in ranked))

@@ -32,7 +32,8 @@ class Context:
 
 @dataclass(frozen=True)
 class Sample:
-    """A question, its reference answers (none: only fidelity to full prefill is measured), and its chunks in prompt order.
+    """A question, its reference answers (none: only fidelity to full prefill is measured), and its chunks in prompt
+    order.
 
     contexts: () if they are to be searched in the store. tags: other fields of the record.
     """
@@ -69,7 +70,8 @@ class _Numbered(Struct):
 
 
 def pages(titles: Sequence[str], texts: Sequence[str]) -> tuple[Context, ...]:
-    """Return contexts in which adjacent texts of the same title are chunks of one page. A text without a title is its own page."""
+    """Return contexts in which adjacent texts of the same title are chunks of one page. A text without a title is its
+    own page."""
     out: list[Context] = []
     for title, text in zip(titles, texts, strict=True):
         follows = title and out and out[-1].title == title

@@ -40,7 +40,8 @@ def _f1(answer: list[str], reference: list[str]) -> float:
 
 
 def rouge_l(answer: str, references: Sequence[str]) -> float | None:
-    """Return the best ROUGE-L F-measure over the references (Lin, 2004; with stemming), 0 to 1; None without rouge-score."""
+    """Return the best ROUGE-L F-measure over the references (Lin, 2004; with stemming), 0 to 1; None without
+    rouge-score."""
     if not references:
         return 0.0
     scorer = _scorer()

@@ -25,8 +25,8 @@ class Prefill(Protocol):
 class Setting:
     """label: name in tables, unique in a run. context: how chunks are collected, see corpus/contexts.py.
 
-    prefill: None for the engine's own; variants are distinguished by label only. auto: the prefill chooses the ratio, at least
-    blend.ratio.
+    prefill: None for the engine's own; variants are distinguished by label only. auto: the prefill chooses the ratio,
+    at least blend.ratio.
     """
 
     label: str
@@ -49,7 +49,8 @@ class Setting:
         return {"label": self.label, "context": self.context, "auto": self.auto, **asdict(self.blend)}
 
     def digest(self, run: dict[str, Any]) -> str:
-        """Return a 64-bit digest of the setting within a run (model, dtype, answer length). The label distinguishes variants only."""
+        """Return a 64-bit digest of the setting within a run (model, dtype, answer length). The label distinguishes
+        variants only."""
         identity: dict[str, Any] = {"context": self.context, "blend": asdict(self.blend), "run": run}
         if self.is_full:  # independent of blending options
             identity = {"full": True, "run": run}
@@ -72,8 +73,8 @@ def grid(
 ) -> list[Setting]:
     """Return every combination once, labelled by what differs; full prefill first, plain reuse next.
 
-    blend: all other options. ratios: numbers, or "auto" for a prefill that chooses the ratio, at least blend's. Selectors
-    with a fixed ratio (`all`, `none`) appear once. Raises UsageError for invalid values.
+    blend: all other options. ratios: numbers, or "auto" for a prefill that chooses the ratio, at least blend's.
+    Selectors with a fixed ratio (`all`, `none`) appear once. Raises UsageError for invalid values.
     """
     for mode in modes:
         replace(blend, mode=mode)  # raises for an unknown mode

@@ -30,8 +30,8 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """Token ids of a prompt without its prefix, which is the collection's: the chunks, and the suffix, of which question_tokens are
-    the question."""
+    """Token ids of a prompt without its prefix, which is the collection's: the chunks, and the suffix, of which
+    question_tokens are the question."""
 
     chunks: tuple[Ids, ...]
     suffix_ids: Ids
@@ -55,8 +55,8 @@ class FirstToken:
 class SpeedPrompt:
     """A prompt with stored chunks, to be prefilled in any way and number of times.
 
-    headroom: number of tokens that can be decoded after it. request.notes: why stored KV was not used; if not empty, the measurement
-    is not of the requested setting.
+    headroom: number of tokens that can be decoded after it. request.notes: why stored KV was not used; if not empty,
+    the measurement is not of the requested setting.
     """
 
     runtime: Runtime
@@ -122,11 +122,12 @@ def random_ids(ordinary: Tensor, count: int, generator: torch.Generator) -> Ids:
 
 
 def ceiling(plan: PromptPlan, layers: int, blend: BlendParams) -> float:
-    """Return the speed-up over a full prefill that the cost model allows: rows of a full prefill divided by rows computed.
+    """Return the speed-up over a full prefill that the cost model allows: rows of a full prefill divided by rows
+    computed.
 
-    Layers before the check layer compute all rows that are not exact (layer 0 without their K and V); the check layer and those
-    after it compute the chosen rows and the suffix; without a check layer, all layers do. Loading counts as hidden; the cost of
-    choosing, of the correction, and of the check layer's K and V is left out.
+    Layers before the check layer compute all rows that are not exact (layer 0 without their K and V); the check layer
+    and those after it compute the chosen rows and the suffix; without a check layer, all layers do. Loading counts as
+    hidden; the cost of choosing, of the correction, and of the check layer's K and V is left out.
     """
     policy = policy_of(blend, layers, True)
     checks = dict(policy.checks if policy.needs_check_layer else ((0, blend.effective_ratio()),))

@@ -17,12 +17,12 @@ from cacheblend_cli.evaluation.settings import Setting
 class Summary:
     """One setting over all samples. Intervals are 95 % paired bootstraps over the samples.
 
-    exact_match, f1, rouge_l, f1_difference (to full prefill) and norm_f1 are against the references (None without); norm_f1 also
-    needs a reuse setting. same_answer, f1_full, rouge_full, top1 and KL are against full prefill and None for full prefill itself:
-    top1_first, kl_first at the first answer token; top1, kl over all tokens of its answer; kl_worst: largest KL within each
-    answer, averaged. Errors are mean relative RMSEs, one per layer. ratio: as requested, or the mean that --ratio auto chose.
-    recomputed: recomputed tokens over tokens that are reusable and inexact. budget: fresh token-layers over layers x reusable
-    tokens. Seconds are medians.
+    exact_match, f1, rouge_l, f1_difference (to full prefill) and norm_f1 are against the references (None without);
+    norm_f1 also needs a reuse setting. same_answer, f1_full, rouge_full, top1 and KL are against full prefill and None
+    for full prefill itself: top1_first, kl_first at the first answer token; top1, kl over all tokens of its answer;
+    kl_worst: largest KL within each answer, averaged. Errors are mean relative RMSEs, one per layer. ratio: as
+    requested, or the mean that --ratio auto chose. recomputed: recomputed tokens over tokens that are reusable and
+    inexact. budget: fresh token-layers over layers x reusable tokens. Seconds are medians.
     """
 
     label: str
@@ -58,7 +58,8 @@ class Summary:
 def summarise(results: Results, *, baseline: str | None = None, resamples: int = 2000) -> list[Summary]:
     """Return a summary per setting, in order.
 
-    baseline: label of the setting that NormF1 counts from; by default the first setting that reuses everything without repair.
+    baseline: label of the setting that NormF1 counts from; by default the first setting that reuses everything without
+    repair.
     """
     columns, full = results.by_label, results.full
     if baseline is None:

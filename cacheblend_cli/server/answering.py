@@ -31,7 +31,8 @@ class Reply(Protocol):
 async def answered(
     request: Request, host: ServerState, reply: Reply, parsed: list[ParsedRequest], stream: str | None
 ) -> Response:
-    """Answer the prompts. stream: media type of a stream, None for one object. A prompt that is refused raises before the response begins."""
+    """Answer the prompts. stream: media type of a stream, None for one object. A prompt that is refused raises before
+    the response begins."""
     with host.preparing(len(parsed)):
         prepared = await unless_left(request, _prepare_all(host, parsed))
     session = session_headers(request, prepared[0].request.named)

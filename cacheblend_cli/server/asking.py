@@ -33,8 +33,9 @@ _MATCHES, _LEAST_DIGITS = 64, 8  # of ids: with fewer digits, others' chunks cou
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request, read. system: None where it names none. raw: no chat template. sampling: what it asks for. found: its chunks are
-    passages of its messages alone, which say what to do with them: nothing of the default wording is put around them."""
+    """A request, read. system: None where it names none. raw: no chat template. sampling: what it asks for. found: its
+    chunks are passages of its messages alone, which say what to do with them: nothing of the default wording is put
+    around them."""
 
     body: AskBody
     tenant: Tenant
@@ -63,7 +64,8 @@ class Prepared:
 
 
 def prepare(host: ServerState, parsed: ParsedRequest) -> Prepared:
-    """Resolve a request: its documents cut, its chunks looked up and searched, its prompt laid out. Any thread; nothing is stored.
+    """Resolve a request: its documents cut, its chunks looked up and searched, its prompt laid out. Any thread; nothing
+    is stored.
 
     The prompt has the request's documents first, then the chunks it names, then those that are found. Raises ApiError,
     UsageError, NotFoundError and StoreErrors.
@@ -143,7 +145,8 @@ def _named(host: ServerState, parsed: ParsedRequest) -> list[bytes]:
 
 
 def _is_seen_by(host: ServerState, manifest: ChunkManifest, tenant: Tenant) -> bool:
-    """Return whether the tenant may read the chunk: where there are tenants, one of its own documents, or of its salt."""
+    """Return whether the tenant may read the chunk: where there are tenants, one of its own documents, or of its
+    salt."""
     if not host.keyring.has_tenants:
         return True
     if manifest.source.startswith((SENT, PUT)):

@@ -96,8 +96,9 @@ class AuthMiddleware:
 
 
 def _check_site(headers: Mapping[str, str], names: Collection[str]) -> None:
-    """Refuse what a browser sends for a page of another site: a Host that is not among `names`, or an Origin on the web that is not
-    the server's own. Origins of other schemes are programs on this machine, such as a browser's extensions. Raises ApiError."""
+    """Refuse what a browser sends for a page of another site: a Host that is not among `names`, or an Origin on the web
+    that is not the server's own. Origins of other schemes are programs on this machine, such as a browser's extensions.
+    Raises ApiError."""
     host = headers.get("host", "").lower()
     if (name := _without_port(host)) not in names:
         raise ApiError(403, f"host name not allowed: {name[:80]!r}", code="host_refused")

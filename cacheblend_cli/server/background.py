@@ -47,8 +47,9 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def start_own(settings: Settings, idle_exit_s: float, flags: Sequence[str]) -> None:
-    """Start the engine of the settings for this user alone, without an address, and return once it replies. flags: those of `serve`
-    that give these settings. Another process may start it meanwhile. Raises CacheBlendError as `start`."""
+    """Start the engine of the settings for this user alone, without an address, and return once it replies. flags:
+    those of `serve` that give these settings. Another process may start it meanwhile. Raises CacheBlendError as
+    `start`."""
     public = folder_of(settings) / socket_of(settings).name.replace("engine-", "http-")
     try:
         start(settings, idle_exit_s, ["serve", "--unix-socket", str(public), *flags])
@@ -109,8 +110,8 @@ def running(settings: Settings) -> list[dict[str, Any]]:
 def stop_all(settings: Settings, grace_s: float) -> list[int]:
     """Stop every engine over the store and wait until its process has ended. Returns the process ids.
 
-    grace_s: the engine's time for running answers. Raises NotFoundError when none runs, CacheBlendError when a process does
-    not end in that time and a margin.
+    grace_s: the engine's time for running answers. Raises NotFoundError when none runs, CacheBlendError when a process
+    does not end in that time and a margin.
     """
     ended = []
     for reply in running(settings):
@@ -131,8 +132,8 @@ def stop_all(settings: Settings, grace_s: float) -> list[int]:
 
 
 def _is_alive(pid: int) -> bool:
-    """Return whether the process still runs. A child of this process that has ended is reaped; a zombie that its parent does not
-    reap has ended."""
+    """Return whether the process still runs. A child of this process that has ended is reaped; a zombie that its parent
+    does not reap has ended."""
     try:
         if os.waitpid(pid, os.WNOHANG)[0] == pid:
             return False

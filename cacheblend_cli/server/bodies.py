@@ -1,4 +1,5 @@
-"""Request bodies: OpenAI's fields and our own beside them. A field that would change the answer is supported or refused by name.
+"""Request bodies: OpenAI's fields and our own beside them. A field that would change the answer is supported or refused
+by name.
 
 msgspec decodes a body straight into these types: it stops at the first error and builds nothing of the fields it skips.
 """
@@ -38,7 +39,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "no_stop_trim": (False,), "continue_final_message": (False,), "skip_special_tokens": (True,), "separate_reasoning": (True,),
     "stream_reasoning": (True,), "include_reasoning": (True,), "return_hidden_states": (False,),
 }  # fmt: skip
-"""Fields of OpenAI's, and of vllm-router's, that are not supported, and the values that change nothing (null never does)."""
+"""Fields of OpenAI's, and of vllm-router's, that are not supported, and the values that change nothing (null never
+does)."""
 
 
 class DocumentIn(Struct, forbid_unknown_fields=True):
@@ -136,8 +138,8 @@ class Message(Struct):
 
 
 class AskBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields of both chat and text completions. verify: compare with a full prefill. explain: report on every token and layer.
-    priority: lower runs sooner. timeout_s: the answer ends after so many seconds."""
+    """Fields of both chat and text completions. verify: compare with a full prefill. explain: report on every token and
+    layer. priority: lower runs sooner. timeout_s: the answer ends after so many seconds."""
 
     model: str | None = None
     stream: bool | None = None
@@ -226,8 +228,8 @@ class ChatBody(AskBody, forbid_unknown_fields=True, kw_only=True):
 
 
 class CompletionBody(AskBody, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/completions: text to continue, without a chat template. echo: repeat the prompt before the answer, with its
-    log-probabilities where logprobs are asked for; max_tokens 0 returns the prompt alone."""
+    """POST /v1/completions: text to continue, without a chat template. echo: repeat the prompt before the answer, with
+    its log-probabilities where logprobs are asked for; max_tokens 0 returns the prompt alone."""
 
     prompt: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
     logprobs: TopLogprobs | None = None

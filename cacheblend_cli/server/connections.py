@@ -22,10 +22,10 @@ def default_connections() -> int:
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """connections: TCP connections at once. headers_s: seconds for a request's headers, from the connection or from their first
-    byte. body_s: seconds for the rest of the request, and one more for every body_bytes_s bytes received. linger_s: seconds in
-    which a refused body is read and dropped, so that the client sees the reply. read_s: seconds in which a client must read
-    what fills the send buffer."""
+    """connections: TCP connections at once. headers_s: seconds for a request's headers, from the connection or from
+    their first byte. body_s: seconds for the rest of the request, and one more for every body_bytes_s bytes received.
+    linger_s: seconds in which a refused body is read and dropped, so that the client sees the reply. read_s: seconds in
+    which a client must read what fills the send buffer."""
 
     connections: int = field(default_factory=default_connections)
     headers_s: float = 10.0
@@ -75,8 +75,9 @@ class LimitedProtocol(H11Protocol):
         super().on_response_complete()
 
     def check(self, now: float, late: float = 0.0) -> None:
-        """Close the connection if the client is too slow. now: time.monotonic(). late: seconds by which the event loop was held
-        up since the last check; what clients sent meanwhile could not be read, so their deadlines move by as much."""
+        """Close the connection if the client is too slow. now: time.monotonic(). late: seconds by which the event loop
+        was held up since the last check; what clients sent meanwhile could not be read, so their deadlines move by as
+        much."""
         if late > 0:
             self._answered += late
             self._began = None if self._began is None else self._began + late

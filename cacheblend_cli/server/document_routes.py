@@ -78,7 +78,8 @@ def _converted(name: str, file_name: str, data: bytes) -> Document:
 
 
 async def _steps(host: ServerState, putting: Putting) -> AsyncIterator[int]:
-    """Collect and commit: the number of chunks stored so far, again and again. What was stored is removed where it fails."""
+    """Collect and commit: the number of chunks stored so far, again and again. What was stored is removed where it
+    fails."""
     try:
         yield putting.num_stored
         while await host.in_engine(putting.collect):

@@ -45,7 +45,8 @@ def listed(engine: Engine, store: ChunkStore, tenant: Tenant) -> list[dict[str, 
 
 
 def read(engine: Engine, store: ChunkStore, tenant: Tenant, document_id: str) -> dict[str, Any] | None:
-    """A document's chunks in order, with their texts and places. None for an id that is not among the tenant's documents."""
+    """A document's chunks in order, with their texts and places. None for an id that is not among the tenant's
+    documents."""
     records = visible(engine, store, tenant).items()
     record = next((record for name, record in records if public_id(name) == document_id), None)
     if record is None:

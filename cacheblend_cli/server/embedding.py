@@ -31,7 +31,8 @@ _BUNDLED = "wordllama"
 
 
 class EmbedBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/embeddings. input: texts, not token ids. dimensions: numbers of a vector that are kept; its length is 1 again."""
+    """POST /v1/embeddings. input: texts, not token ids. dimensions: numbers of a vector that are kept; its length is 1
+    again."""
 
     input: Text | Annotated[list[Text], Meta(min_length=1, max_length=MAX_TEXTS)]
     model: str | None = None

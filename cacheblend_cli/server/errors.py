@@ -81,7 +81,8 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def in_fields(text: str) -> tuple[str, str | None]:
-    """A message with the request's fields in the place of flags, and the field that it is about: the first one that it names."""
+    """A message with the request's fields in the place of flags, and the field that it is about: the first one that it
+    names."""
     named = [_FIELDS[flag] for flag in map(_as_setting, _FLAG.findall(text)) if flag in _FIELDS]
     first = text.split(" ", 1)[0].strip("'\":,")
     param = named[0] if named else first if first in _FIELDS.values() else None

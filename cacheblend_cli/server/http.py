@@ -31,15 +31,16 @@ def media_type(request: Request) -> str:
 
 
 async def json_body(request: Request) -> bytes:
-    """The body. Raises ApiError unless its type is JSON's: a browser sends other types to another site without asking."""
+    """The body. Raises ApiError unless its type is JSON's: a browser sends other types to another site without
+    asking."""
     if media_type(request) != JSON:
         raise ApiError(415, f"the body must be {JSON}")
     return await raw_body(request)
 
 
 async def any_body(request: Request) -> bytes:
-    """The body, whatever its type is: Ollama's clients often send JSON without saying so. Raises ApiError for one of another type
-    that comes from a browser, which names the site it is from."""
+    """The body, whatever its type is: Ollama's clients often send JSON without saying so. Raises ApiError for one of
+    another type that comes from a browser, which names the site it is from."""
     return await (json_body(request) if "origin" in request.headers else raw_body(request))
 
 
@@ -52,8 +53,9 @@ async def raw_body(request: Request) -> bytes:
 
 
 def session_headers(request: Request, keys: Sequence[bytes]) -> dict[str, str]:
-    """The header by which a proxy sends questions over the same chunks to the same replica: the session the request names, else the
-    key of its first chunk (a content hash); empty where there is neither. keys: of the prompt's chunks, in order."""
+    """The header by which a proxy sends questions over the same chunks to the same replica: the session the request
+    names, else the key of its first chunk (a content hash); empty where there is neither. keys: of the prompt's chunks,
+    in order."""
     named = request.headers.get(SESSION, "")
     session = named if _SESSION.fullmatch(named) else keys[0].hex() if keys else ""
     return {SESSION: session} if session else {}
@@ -74,8 +76,8 @@ def logged(error: Exception, host: ServerState) -> ApiError:
 
 
 async def pieces(host: ServerState, records: AsyncIterator[dict[str, Any]], media: str) -> AsyncIterator[bytes]:
-    """Records as server-sent events (EVENTS), or as JSON lines as Ollama streams them (LINES). An error after the beginning is the
-    last record."""
+    """Records as server-sent events (EVENTS), or as JSON lines as Ollama streams them (LINES). An error after the
+    beginning is the last record."""
     are_events = media == EVENTS
 
     def piece(record: dict[str, Any]) -> bytes:

@@ -44,7 +44,8 @@ async def _ready() -> None:
 
 
 class Api:
-    """JSON requests to an engine. client: at the engine's root. ready: makes sure that an engine runs, and raises CacheBlendError."""
+    """JSON requests to an engine. client: at the engine's root. ready: makes sure that an engine runs, and raises
+    CacheBlendError."""
 
     def __init__(self, client: httpx2.AsyncClient, ready: Callable[[], Awaitable[None]] = _ready) -> None:
         self._client, self._ready = client, ready
@@ -119,7 +120,8 @@ class Tools:
         self._api = api
 
     async def search(self, query: Annotated[str, Field(min_length=1)], k: Hits = 5) -> dict[str, Any]:
-        """Find passages of the stored documents, best first. place: page or lines in the document. score: higher is better."""
+        """Find passages of the stored documents, best first. place: page or lines in the document. score: higher is
+        better."""
         found = (await self._call("POST", "/v1/search", {"query": query, "k": k}))["data"]
         return {"passages": [{**_named(hit), "score": hit["score"], "text": hit["text"]} for hit in found]}
 
@@ -131,8 +133,8 @@ class Tools:
         documents: Annotated[list[DocumentIn] | None, Field(description="Texts to answer from.")] = None,
         max_tokens: Annotated[int | None, Field(ge=1, description="Maximum tokens of the answer.")] = None,
     ) -> dict[str, Any]:
-        """Answer a question from stored passages, by a local model. It searches unless chunks or documents are given. sources: the
-        passages that the model read."""
+        """Answer a question from stored passages, by a local model. It searches unless chunks or documents are given.
+        sources: the passages that the model read."""
         body: dict[str, Any] = {"messages": [{"role": "user", "content": question}], "explain": True}
         if chunks:
             body["chunks"] = chunks

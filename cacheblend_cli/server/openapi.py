@@ -19,8 +19,9 @@ Answer = Callable[[Request, ServerState], Awaitable[Response]]
 
 @dataclass(frozen=True)
 class Operation:
-    """A route, and what answers it. body: type of its JSON. statuses: of replies without an error. media: of the reply; the second
-    one is of a reply in pieces. bytes_too: the body may be the bytes of a file. session: has the header X-Session-ID, both ways."""
+    """A route, and what answers it. body: type of its JSON. statuses: of replies without an error. media: of the reply;
+    the second one is of a reply in pieces. bytes_too: the body may be the bytes of a file. session: has the header
+    X-Session-ID, both ways."""
 
     summary: str
     answer: Answer

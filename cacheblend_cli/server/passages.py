@@ -1,7 +1,8 @@
 """Passages that a client has put into its messages, found by their tags: each becomes a document of the request.
 
-Known are `<source id="1" name="a.md">text</source>` (Open WebUI), `<document title="...">text</document>`, and documents with the parts
-<source> (its title) and <document_content> (its text). Tags that are nested or not closed stay text, with the whole message.
+Known are `<source id="1" name="a.md">text</source>` (Open WebUI), `<document title="...">text</document>`, and
+documents with the parts <source> (its title) and <document_content> (its text). Tags that are nested or not closed stay
+text, with the whole message.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ class Sorted:
 def with_passages(host: ServerState, body: AskBody, messages: Sequence[Message]) -> Sorted:
     """Move the passages of system and user messages to the body's documents, behind those it has.
 
-    In a user's message an element stays where it is, without its text. Those of a system message are taken out, with the white
-    space between two of them, and stand without their text before the question: so the system prompt, behind which KV is
-    computed, is the same whatever was retrieved. Raises PromptTooLong.
+    In a user's message an element stays where it is, without its text. Those of a system message are taken out, with
+    the white space between two of them, and stand without their text before the question: so the system prompt, behind
+    which KV is computed, is the same whatever was retrieved. Raises PromptTooLong.
     """
     if not host.find_passages:
         return Sorted(messages)

@@ -19,7 +19,8 @@ from cacheblend_cli.types import Answer, SamplingParams
 
 
 class RemoteEvents(RequestEvents):
-    """Events of a request decoded by a RemoteDecoder. Without its first token the answer is decoded here, with a note."""
+    """Events of a request decoded by a RemoteDecoder. Without its first token the answer is decoded here, with a
+    note."""
 
     def __init__(self, host: ServerState, request: Request, decoder: RemoteDecoder) -> None:
         """Raises QueueFull, UsageError."""
@@ -149,8 +150,8 @@ class RemoteEvents(RequestEvents):
 
 
 def decodes_elsewhere(engine: Engine, request: Request) -> bool:
-    """Return whether an answer needs nothing but sampled tokens: no check against a full prefill, form, log-probabilities, second
-    answer or budget for its reasoning."""
+    """Return whether an answer needs nothing but sampled tokens: no check against a full prefill, form,
+    log-probabilities, second answer or budget for its reasoning."""
     sampling = request.sampling
     return (
         not (request.options.verify or request.options.confirm)

@@ -20,9 +20,9 @@ from cacheblend_cli.types import Answer, ChunkUse, TokenLogprob
 
 @dataclass(frozen=True)
 class Reply:
-    """Writer of the answers to one request. chat: as messages, else as text. public: returns a note without private paths. usage: in a
-    stream, too. explain: report each token's use. echo: put the prompt before the text; silent: nothing behind it. passages: found in
-    the messages, None where they are not looked for."""
+    """Writer of the answers to one request. chat: as messages, else as text. public: returns a note without private
+    paths. usage: in a stream, too. explain: report each token's use. echo: put the prompt before the text; silent:
+    nothing behind it. passages: found in the messages, None where they are not looked for."""
 
     chat: bool
     model: str
@@ -56,7 +56,8 @@ class Reply:
         }
 
     async def stream(self, events: AsyncIterator[Event], prepared: Prepared) -> AsyncIterator[dict[str, Any]]:
-        """Objects of a stream. The last one with a choice has "blend". Tokens go with the piece of text that they end."""
+        """Objects of a stream. The last one with a choice has "blend". Tokens go with the piece of text that they
+        end."""
         begun: set[int] = set()
         tokens: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
         offsets: Counter[int] = Counter()
@@ -194,8 +195,8 @@ def unsaid(answer: Answer) -> Answer:
 
 
 def finish_reason(answer: Answer) -> str:
-    """OpenAI's names: an answer that was ended by its time has no other than "length". One that repeated itself has nothing more to
-    say: clients ask for the rest of one that was cut."""
+    """OpenAI's names: an answer that was ended by its time has no other than "length". One that repeated itself has
+    nothing more to say: clients ask for the rest of one that was cut."""
     return "stop" if answer.finish_reason in ("stop", "repetition") else "length"
 
 

@@ -76,8 +76,8 @@ def bind_unix(path: Path) -> socket.socket:
 
 
 def remover(path: Path) -> Callable[[], None]:
-    """Return a function that removes the socket now at the path. One put there by a later server stays: the earlier one may
-    still finish answers when it begins."""
+    """Return a function that removes the socket now at the path. One put there by a later server stays: the earlier one
+    may still finish answers when it begins."""
 
     def there() -> tuple[int, int] | None:
         with suppress(OSError):
@@ -97,7 +97,8 @@ def remover(path: Path) -> Callable[[], None]:
 class Server(uvicorn.Server):
     """Serves until SIGINT, SIGTERM, `--stop` or --idle-exit, and returns; a second SIGINT waits for no answer.
 
-    idle_exit_s: end after so many seconds without a request, 0 never. grace_s: seconds for answers to finish at the end.
+    idle_exit_s: end after so many seconds without a request, 0 never. grace_s: seconds for answers to finish at the
+    end.
     """
 
     def __init__(
@@ -159,8 +160,8 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let answers finish, refuse new ones, and keep listening meanwhile, so that /ready is seen at 503. What is left after
-        grace_s is cancelled with an error; a client that does not read that is cut off."""
+        """Let answers finish, refuse new ones, and keep listening meanwhile, so that /ready is seen at 503. What is
+        left after grace_s is cancelled with an error; a client that does not read that is cut off."""
         self._warm.leave()
         await self._requests_end(self._grace_s)
         if self._host.active and not self.force_exit:
@@ -185,7 +186,8 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture signals like uvicorn, without raising them again at the end, where store and engine are still to be closed."""
+        """Capture signals like uvicorn, without raising them again at the end, where store and engine are still to be
+        closed."""
         before: dict[int, Any] = {}
         with suppress(ValueError):  # in a thread of a test there are no signals
             before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -197,7 +199,8 @@ class Server(uvicorn.Server):
 
 
 class LoopErrors:
-    """Exception handler of the event loop: connections that cannot be accepted are logged once a minute, in one line."""
+    """Exception handler of the event loop: connections that cannot be accepted are logged once a minute, in one
+    line."""
 
     def __init__(self) -> None:
         self._logged = float("-inf")

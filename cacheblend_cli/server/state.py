@@ -30,11 +30,13 @@ _PREPARING = 2  # threads; most of the work holds Python's lock
 
 @dataclass
 class ServerState:
-    """Lives as long as the server. engine: uses the store; its model computes in the engine's thread alone. sampling: defaults of a
-    request. names: host names that a browser may use, None for all. max_body: bytes of a request. draining:
-    answers finish, new ones are refused. retrieve: a chat that brings no chunks is searched for in the store. find_passages: passages in messages become documents. any_model: a request that names another model is answered by
-    this one. body_bytes: of all bodies in memory. ended: requests are to end now. pool: threads
-    that prepare requests. decoder: a RemoteDecoder, None to decode here. converting: held while a file is converted, so that one of them stays for the others."""
+    """Lives as long as the server. engine: uses the store; its model computes in the engine's thread alone. sampling:
+    defaults of a request. names: host names that a browser may use, None for all. max_body: bytes of a request.
+    draining: answers finish, new ones are refused. retrieve: a chat that brings no chunks is searched for in the store.
+    find_passages: passages in messages become documents. any_model: a request that names another model is answered by
+    this one. body_bytes: of all bodies in memory. ended: requests are to end now. pool: threads that prepare requests.
+    decoder: a RemoteDecoder, None to decode here. converting: held while a file is converted, so that one of them stays
+    for the others."""
 
     engine: Engine
     store: ChunkStore
@@ -76,8 +78,8 @@ class ServerState:
         return text
 
     async def in_pool(self, work: Callable[[], T]) -> T:
-        """Result of work outside the event loop and the engine's thread: tokenising, cutting, embedding, searching, records.
-        Raises ApiError when the server ends first."""
+        """Result of work outside the event loop and the engine's thread: tokenising, cutting, embedding, searching,
+        records. Raises ApiError when the server ends first."""
         return await self.unless_ended(asyncio.get_running_loop().run_in_executor(self.pool, work))
 
     async def in_engine(self, work: Callable[[], T]) -> T:

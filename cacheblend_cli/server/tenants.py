@@ -65,7 +65,8 @@ class Keyring:
 
 
 def read_keys(keys: Sequence[str], file: Path | None) -> list[str]:
-    """Read API keys from the command line and from a file, one per line. Raises NotFoundError if the file cannot be read."""
+    """Read API keys from the command line and from a file, one per line. Raises NotFoundError if the file cannot be
+    read."""
     found = list(keys)
     if file is not None:
         try:

@@ -1,4 +1,5 @@
-"""The socket beside the store (0600): commands of this machine's user send their requests over it, by HTTP, without an API key."""
+"""The socket beside the store (0600): commands of this machine's user send their requests over it, by HTTP, without an
+API key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The types of a request and its answer: the same in the command line, over HTTP and in Python. Imports neither torch nor numpy."""
+"""The types of a request and its answer: the same in the command line, over HTTP and in Python. Imports neither torch
+nor numpy."""
 
 from cacheblend_cli.types.answer import (
     Answer,

@@ -30,9 +30,9 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ChunkUse:
-    """Use of one chunk of the prompt. recomputed: its tokens whose KV was computed in the last layers. start: its
-    first position. place, headings: where in the source a reader finds it, see the store's Locator. rank: its place
-    among the chunks that were searched, from 1, None if it was named. attention: its share of the answer's attention to all
+    """Use of one chunk of the prompt. recomputed: its tokens whose KV was computed in the last layers. start: its first
+    position. place, headings: where in the source a reader finds it, see the store's Locator. rank: its place among the
+    chunks that were searched, from 1, None if it was named. attention: its share of the answer's attention to all
     chunks, None if that was not watched (see engine/worker/attention.py)."""
 
     id: str
@@ -71,8 +71,8 @@ class Timing:
 
 @dataclass(frozen=True)
 class Verification:
-    """Blended KV compared with a full prefill, which is fed the answer's tokens (teacher-forced), up to the first difference: so far
-    both have the same context."""
+    """Blended KV compared with a full prefill, which is fed the answer's tokens (teacher-forced), up to the first
+    difference: so far both have the same context."""
 
     kl: float  # KL(full || blended) at the first token, nats
     top1_agree: bool  # both have the same most likely first token
@@ -86,8 +86,8 @@ class Verification:
 
 @dataclass(frozen=True)
 class Confirmation:
-    """The answer from blended KV beside the one a full prefill gives, drawn with the same seed. first_difference: the number
-    of its first token that is another, None where there is none. blended_answer: the text that was streamed.
+    """The answer from blended KV beside the one a full prefill gives, drawn with the same seed. first_difference: the
+    number of its first token that is another, None where there is none. blended_answer: the text that was streamed.
     full_ttft_s: of the full prefill; seconds: of all that confirming took."""
 
     confirmed: bool
@@ -99,8 +99,8 @@ class Confirmation:
 
 @dataclass(frozen=True)
 class Risk:
-    """Estimated probability that one of the answer's tokens differs from a full prefill's. Where it exceeded the limit, the answer is a
-    full prefill's."""
+    """Estimated probability that one of the answer's tokens differs from a full prefill's. Where it exceeded the limit,
+    the answer is a full prefill's."""
 
     estimate: float  # 0 for a full prefill's answer
     limit: float
@@ -111,12 +111,13 @@ class Risk:
 
 @dataclass
 class Answer:
-    """text: what was streamed of the answer; reasoning: what stood between think tags before it. notes: messages for people. weak_match: whether even
-    the best chunk that was found matches the question weakly.
-    layers: the per-layer report. auto: what the loading controller decided, with --ratio auto. prefix_cache_tokens: those at the beginning
-    of the prompt whose KV the engine still held from another one. prompt_logprobs: of the prompt's tokens from the second on,
-    where they were asked for. tier: what a shared tier did for the prompt, if it was asked. chosen: positions of the prompt whose
-    stored KV was computed again. ratio_from: "given", "auto", or "model" or "default" with the reason, see engine/profile.py."""
+    """text: what was streamed of the answer; reasoning: what stood between think tags before it. notes: messages for
+    people. weak_match: whether even the best chunk that was found matches the question weakly. layers: the per-layer
+    report. auto: what the loading controller decided, with --ratio auto. prefix_cache_tokens: those at the beginning of
+    the prompt whose KV the engine still held from another one. prompt_logprobs: of the prompt's tokens from the second
+    on, where they were asked for. tier: what a shared tier did for the prompt, if it was asked. chosen: positions of
+    the prompt whose stored KV was computed again. ratio_from: "given", "auto", or "model" or "default" with the reason,
+    see engine/profile.py."""
 
     text: str
     finish_reason: str
@@ -206,8 +207,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class AskPlan:
-    """Prediction of running a request: tokens by kind, bytes of KV to load, the decision of --ratio auto (see blend/cost.py: AutoReport),
-    and messages for users."""
+    """Prediction of running a request: tokens by kind, bytes of KV to load, the decision of --ratio auto (see
+    blend/cost.py: AutoReport), and messages for users."""
 
     prompt_tokens: int
     cached_tokens: int

@@ -13,9 +13,11 @@ DEVIATIONS = ("v", "k", "kv")
 
 @dataclass(frozen=True)
 class BlendParams:
-    """Use of stored KV. mode: blend, full or reuse. ratio: share of the reusable, inexact tokens to recompute; (layer, ratio)
-    pairs in `checks` replace ratio and check_layer (gradual filtering). probe_layers: first and last layer whose attention `query`
-    observes, None for the middle half. correction: of KV that is not recomputed, see blend/corrections.py, or "none". max_risk: limit of the estimated risk of another answer than a full prefill's, see docs/gate.md; None for no limit.
+    """Use of stored KV. mode: blend, full or reuse. ratio: share of the reusable, inexact tokens to recompute; (layer,
+    ratio) pairs in `checks` replace ratio and check_layer (gradual filtering). probe_layers: first and last layer whose
+    attention `query` observes, None for the middle half. correction: of KV that is not recomputed, see
+    blend/corrections.py, or "none". max_risk: limit of the estimated risk of another answer than a full prefill's, see
+    docs/gate.md; None for no limit.
 
     Names of selectors and corrections, and layers, are checked against the model, see blend/policy.py: policy_of.
     """
@@ -52,8 +54,8 @@ class BlendParams:
 
     @classmethod
     def of(cls, settings: Settings) -> BlendParams:
-        """Return the settings' blending; with --ratio auto, at the lower bound of the ratio; with --ratio model, at the ratio for a model
-        without a profile. Raises UsageError."""
+        """Return the settings' blending; with --ratio auto, at the lower bound of the ratio; with --ratio model, at the
+        ratio for a model without a profile. Raises UsageError."""
         if settings.max_risk is not None and settings.ratio == "auto":
             raise UsageError("--max-risk is fitted for one ratio, and --ratio is auto", "give a number to --ratio")
         ratios = {"auto": settings.ratio_floor, "model": cls.ratio}

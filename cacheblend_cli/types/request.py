@@ -22,7 +22,8 @@ PLAIN = "{chunks}{question}"
 
 @dataclass(frozen=True)
 class Scope:
-    """Documents at or below a path, or matching a pattern; with neither, all but those sent with a request (see corpus/scopes.py: holds)."""
+    """Documents at or below a path, or matching a pattern; with neither, all but those sent with a request (see
+    corpus/scopes.py: holds)."""
 
     path: str = ""  # a real path
     pattern: str = ""  # a real path with *, ? and [...], which match slashes too
@@ -35,11 +36,12 @@ EVERYTHING = Scope()
 
 @dataclass(frozen=True)
 class SearchParams:
-    """Search for chunks. k: number of chunks. scope: documents to search. by: "words", "meaning", "both", or "auto": both if
-    there are embedding weights. embeddings: these weights, "" for the installed ones. min_score: drop hits below it (see
-    corpus/search.py: Hit). on_weak_match: "answer", or "refuse" to raise NotFoundError. expand: chunks to add before and after each hit. context: the one to take of a document that is stored
-    in several, see corpus/contexts.py. order: of the chunks in the prompt, see engine/request/retrieval.py: in_order. query: text to search
-    for, "" for the question. optional: answer without chunks if nothing is found.
+    """Search for chunks. k: number of chunks. scope: documents to search. by: "words", "meaning", "both", or "auto":
+    both if there are embedding weights. embeddings: these weights, "" for the installed ones. min_score: drop hits
+    below it (see corpus/search.py: Hit). on_weak_match: "answer", or "refuse" to raise NotFoundError. expand: chunks to
+    add before and after each hit. context: the one to take of a document that is stored in several, see
+    corpus/contexts.py. order: of the chunks in the prompt, see engine/request/retrieval.py: in_order. query: text to
+    search for, "" for the question. optional: answer without chunks if nothing is found.
     """
 
     k: int = 5
@@ -72,13 +74,13 @@ class TextDocument:
 class AskOptions:
     """Options of running a request and of its report.
 
-    verify: compare with a full prefill. confirm: the answer is a full prefill's, after the blended one was streamed. auto: the
-    loading controller chooses the ratio, at least `BlendParams.ratio`, or a full prefill. own_ratio: the model's profile chooses ratio and
-    correction, see engine/profile.py. save: store the KV of chunks that had to
-    be computed, if the store is open for writing. priority: lower runs first; among equals, in order of arrival. deadline_s:
-    seconds from submission after which the request ends with finish_reason "deadline". stream: the answer is read while it is
-    generated. ids, explain, tokens: report token ids, layers and the prompt's text, and each
-    token of the chunks.
+    verify: compare with a full prefill. confirm: the answer is a full prefill's, after the blended one was streamed.
+    auto: the loading controller chooses the ratio, at least `BlendParams.ratio`, or a full prefill. own_ratio: the
+    model's profile chooses ratio and correction, see engine/profile.py. save: store the KV of chunks that had to be
+    computed, if the store is open for writing. priority: lower runs first; among equals, in order of arrival.
+    deadline_s: seconds from submission after which the request ends with finish_reason "deadline". stream: the answer
+    is read while it is generated. ids, explain, tokens: report token ids, layers and the prompt's text, and each token
+    of the chunks.
     """
 
     verify: bool = False
@@ -100,14 +102,15 @@ class AskOptions:
 
 @dataclass(frozen=True)
 class AskRequest:
-    """A question, and all that its answer depends on. The prompt has the chunks of its documents first, then those with these keys, then those
-    that are found.
+    """A question, and all that its answer depends on. The prompt has the chunks of its documents first, then those with
+    these keys, then those that are found.
 
-    salt: keeps the chunks of a tenant separate. history: earlier messages, of user and model in turn. documents: cut and collected
-    when they are first seen. tenant: owner of these documents. search: None to search for nothing. system: system prompt, None for
-    the engine's. prompt: the user's message with {chunks} and {question}, None for the engine's; PLAIN does not mention documents. raw: no chat template. day: date that the template prints, None
-    for the store's (see `Runtime.day`). model_sampling: fields of `sampling` that the model's generation_config.json decides. cite_first: documents to
-    cite where several have a chunk, None for those of the current project.
+    salt: keeps the chunks of a tenant separate. history: earlier messages, of user and model in turn. documents: cut
+    and collected when they are first seen. tenant: owner of these documents. search: None to search for nothing.
+    system: system prompt, None for the engine's. prompt: the user's message with {chunks} and {question}, None for the
+    engine's; PLAIN does not mention documents. raw: no chat template. day: date that the template prints, None for the
+    store's (see `Runtime.day`). model_sampling: fields of `sampling` that the model's generation_config.json decides.
+    cite_first: documents to cite where several have a chunk, None for those of the current project.
     """
 
     question: str
@@ -133,7 +136,8 @@ class AskRequest:
 
     @classmethod
     def of(cls, resolved: Resolved, question: str, sampling: SamplingParams | None = None, **others: Any) -> AskRequest:
-        """Return a request by the settings. sampling: None for the settings'. others: further fields. Raises UsageError."""
+        """Return a request by the settings. sampling: None for the settings'. others: further fields. Raises
+        UsageError."""
         settings = resolved.settings
         options = replace(
             others.pop("options", AskOptions()), auto=settings.ratio == "auto", own_ratio=settings.ratio == "model"
@@ -152,7 +156,8 @@ class AskRequest:
 
     @property
     def wire(self) -> dict[str, Any]:
-        """JSON form. A directory of embedding weights becomes an absolute path, since the engine may run in another directory."""
+        """JSON form. A directory of embedding weights becomes an absolute path, since the engine may run in another
+        directory."""
         record: dict[str, Any] = to_builtins(self)
         weights = self.search.embeddings if self.search else ""
         if weights and Path(weights).expanduser().is_dir():
@@ -171,8 +176,8 @@ def ask_request(
     verify: bool = False,
     **settings: Any,
 ) -> AskRequest:
-    """Return a program's request. documents: texts to answer from. search: how many chunks to search for. history: earlier messages, of
-    user and model in turn. settings: override `resolved`. Raises UsageError."""
+    """Return a program's request. documents: texts to answer from. search: how many chunks to search for. history:
+    earlier messages, of user and model in turn. settings: override `resolved`. Raises UsageError."""
     resolved = overridden(resolved, settings)
     return AskRequest.of(
         resolved,

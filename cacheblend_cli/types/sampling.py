@@ -14,16 +14,16 @@ MOST = 1_000_000  # of what is added to logits, or divides them: in fp32 what is
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch the filters off, and so do 1 and twice 0
-    the penalties (see `Penalties`), which greedy choices heed, too.
+    """Sampling parameters. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch the filters off, and so do 1
+    and twice 0 the penalties (see `Penalties`), which greedy choices heed, too.
 
-    logprobs: how many alternatives to report a token (0: the chosen one only), None: none at all. reasoning_tokens: what
-    a model that reasons may say between think tags, beside max_tokens; None: its reasoning is a part of those. n: answers to
-    give, each with a seed of its own: seed, seed + 1 and so on. best_of: answers to make, of which the n likeliest by token are
-    given; 0: just n. stop_ids: tokens that end the answer as its end does. logit_bias: (token, what is added to its logit).
-    json_schema, regex: the form of the answer, which then has no reasoning before it. prompt_logprobs: as logprobs, of the
-    prompt's tokens, which is then computed in full, whatever is stored. stop_repetition: end an answer that repeats itself (see
-    `engine.repetition`), unless ignore_eos.
+    logprobs: how many alternatives to report a token (0: the chosen one only), None: none at all. reasoning_tokens:
+    what a model that reasons may say between think tags, beside max_tokens; None: its reasoning is a part of those. n:
+    answers to give, each with a seed of its own: seed, seed + 1 and so on. best_of: answers to make, of which the n
+    likeliest by token are given; 0: just n. stop_ids: tokens that end the answer as its end does. logit_bias: (token,
+    what is added to its logit). json_schema, regex: the form of the answer, which then has no reasoning before it.
+    prompt_logprobs: as logprobs, of the prompt's tokens, which is then computed in full, whatever is stored.
+    stop_repetition: end an answer that repeats itself (see `engine.repetition`), unless ignore_eos.
     """
 
     max_tokens: int = 128
@@ -89,7 +89,8 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Natural-log probability of the chosen token and of the likeliest alternatives, before penalties and temperature."""
+    """Natural-log probability of the chosen token and of the likeliest alternatives, before penalties and
+    temperature."""
 
     token_id: int
     logprob: float

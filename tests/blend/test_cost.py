@@ -123,7 +123,8 @@ def test_a_probe_waits_for_its_layers_and_costs_a_pass_of_the_fresh_rows() -> No
 
 
 def test_a_correction_is_charged_for_every_row_it_moves() -> None:
-    """By hand: 4 layers without loading, 1 s a row, .5 s a row that is moved; 2 fresh rows, 10 inexact, 2 of them chosen."""
+    """By hand: 4 layers without loading, 1 s a row, .5 s a row that is moved; 2 fresh rows, 10 inexact, 2 of them
+    chosen."""
     speeds = Speeds(layer_s=0.0, row_s=1.0, pair_s=0.0, head_s=0.0, moved_s=0.5)
     work = Workload(4, 12, 10, 5, 2, 12, kv_bytes=40, kv_share=0.0, check_layer=0, layer0_exact=False)
     moved = replace(work, corrected=True)

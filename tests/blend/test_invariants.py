@@ -219,7 +219,8 @@ def test_windows_end_before_rope_changes_its_frequencies(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("type_", ["dynamic", "longrope", "linear"])
 def test_length_dependent_rope(tmp_path: Path, type_: str) -> None:
-    """dynamic and longrope change their frequencies past the original length: nothing collected below it is exact there."""
+    """dynamic and longrope change their frequencies past the original length: nothing collected below it is exact
+    there."""
     half = 8
     parameters: dict[str, Any] = {"rope_type": type_, "rope_theta": 10000.0, "factor": 4.0}
     if type_ == "longrope":

@@ -134,7 +134,8 @@ class Given:
 
 @pytest.mark.parametrize("name", ["query", "hkvd", "first:2+query"])
 def test_looking_leaves_nothing_behind(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a probe writes to the pool is written again: the logits are those of the same tokens, chosen without a look."""
+    """What a probe writes to the pool is written again: the logits are those of the same tokens, chosen without a
+    look."""
     looked = bench.prefill(BlendParams(selector=name, ratio=0.2))
     late = make_selector(name).needs_check_layer
     monkeypatch.setitem(SELECTORS, "given", lambda seed: Given(looked.result.chosen, late))
@@ -164,7 +165,8 @@ def test_what_was_in_the_pool_before_is_not_looked_at(bench: Bench, name: str, m
 def test_a_look_at_keys_is_the_layers_own(
     window: int | None, alibi: torch.Tensor | None, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its sinks, within its window and with ALiBi, a head's weight on each candidate, however many heads one product takes."""
+    """With its sinks, within its window and with ALiBi, a head's weight on each candidate, however many heads one
+    product takes."""
     monkeypatch.setattr(evidence, "heads_at_once", lambda device, numbers: at_once)
     torch.manual_seed(0)
     sinks, params = torch.tensor([3.0, -1.0, 0.5, 2.0]), AttentionParams(0.3, window, alibi=alibi)

@@ -28,7 +28,8 @@ KERNELS = ("prefill_attention", "rope_and_cache", "rope", "load_kv", "kv_deviati
 
 
 class Counted:
-    """An engine over two pages of three chunks, whose kernels tell how often they were launched and over how many rows."""
+    """An engine over two pages of three chunks, whose kernels tell how often they were launched and over how many
+    rows."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         write_checkpoint(root / "model", "llama-gqa")

@@ -135,8 +135,8 @@ def test_each_chunk_is_told_in_words(cli: Cli, stored: list[str], tmp_path: Path
 def test_explain_tells_what_a_tokenizer_reads_otherwise_than_it_is_written(
     cli: Cli, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that writes a space behind a control token, whatever is cut where; and one that joins empty lines, if not those
-    on the two sides of a cut."""
+    """One that writes a space behind a control token, whatever is cut where; and one that joins empty lines, if not
+    those on the two sides of a cut."""
     monkeypatch.setenv("CACHEBLEND_MODEL", str(tmp_path / "piece"))
     write_checkpoint(tmp_path / "piece", "llama-gqa", vocab_size=512, max_position_embeddings=2048)
     told: dict[str, list[str]] = {}

@@ -1,4 +1,5 @@
-"""What --kv-dtype auto stores: few bits, close to a full prefill; and stores of former versions, whose default was exact."""
+"""What --kv-dtype auto stores: few bits, close to a full prefill; and stores of former versions, whose default was
+exact."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from cacheblend_cli.prompt import collection
 Cli = Callable[..., Any]
 pytestmark = pytest.mark.default_codec
 CLOSE = 0.005
-"""KL that stored KV may cost where exact KV costs none: ten times what real models lose, since the demo's heads are small."""
+"""KL that stored KV may cost where exact KV costs none: ten times what real models lose, since the demo's heads are
+small."""
 
 
 def codecs_of(store: Path) -> dict[str, set[str]]:
@@ -45,7 +47,8 @@ def test_the_default_is_stored_planned_and_shown(cli: Cli, docs: Path, tmp_path:
 
 
 def test_what_exact_kv_answers_exactly_is_close(cli: Cli, docs: Path) -> None:
-    """One chunk, and chunks of one document in order, at ratio 0; at ratio 1 nothing stored is used but the prefix's, which is exact."""
+    """One chunk, and chunks of one document in order, at ratio 0; at ratio 1 nothing stored is used but the prefix's,
+    which is exact."""
     ids = cli("precompute", "docs", "--chunk-tokens", "40", "--dtype", "float32", "-q").out.split()
     for chunks in (ids[0], ",".join(ids[:2])):
         for ratio, most in (("0", CLOSE), ("1", 1e-6)):

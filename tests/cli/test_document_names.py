@@ -1,4 +1,5 @@
-"""A document has one name: its real path, shown from where the user stands, whatever was typed and wherever it is asked for."""
+"""A document has one name: its real path, shown from where the user stands, whatever was typed and wherever it is asked
+for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the store remembers of the paths that were given to precompute, and what another setting costs before it is paid."""
+"""What the store remembers of the paths that were given to precompute, and what another setting costs before it is
+paid."""
 
 from __future__ import annotations
 

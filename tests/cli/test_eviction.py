@@ -1,4 +1,5 @@
-"""A chunk whose KV was evicted: listed, found, cited, computed when it is asked for, and stored again where there is room."""
+"""A chunk whose KV was evicted: listed, found, cited, computed when it is asked for, and stored again where there is
+room."""
 
 from __future__ import annotations
 

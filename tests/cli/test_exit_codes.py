@@ -33,7 +33,8 @@ def test_what_others_say(error: Exception, code: int, said: str, capsys: pytest.
 
 
 def test_closed_streams(tmp_path: Path) -> None:
-    """They are opened, else the first file would get the number that messages go to. A result that cannot be written is an error."""
+    """They are opened, else the first file would get the number that messages go to. A result that cannot be written is
+    an error."""
     cacheblend = f"{sys.executable} -c 'from cacheblend_cli.cli.main import main; main()'"
     for command, code in (
         ("ask - <&-", 2),

@@ -1,4 +1,5 @@
-"""`precompute` of a folder with hostile files: each is named with its reason, nothing of it is stored, and the others are."""
+"""`precompute` of a folder with hostile files: each is named with its reason, nothing of it is stored, and the others
+are."""
 
 from __future__ import annotations
 

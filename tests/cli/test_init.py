@@ -1,4 +1,5 @@
-"""cacheblend init: a model that fits the machine is written to cacheblend.toml, and nothing else of the file changes."""
+"""cacheblend init: a model that fits the machine is written to cacheblend.toml, and nothing else of the file
+changes."""
 
 import json
 import tomllib

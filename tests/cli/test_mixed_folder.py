@@ -1,4 +1,5 @@
-"""A folder as people have it: what is taken, what is passed over and why, and that every chunk leads back to its place."""
+"""A folder as people have it: what is taken, what is passed over and why, and that every chunk leads back to its
+place."""
 
 from __future__ import annotations
 

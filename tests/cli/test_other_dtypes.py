@@ -1,4 +1,5 @@
-"""A store made in one compute dtype, asked in another: its KV is converted, said once, and never passed on as the other's."""
+"""A store made in one compute dtype, asked in another: its KV is converted, said once, and never passed on as the
+other's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The user's system prompt and wording: what changes the prompt's beginning is another collection, and said before it costs."""
+"""The user's system prompt and wording: what changes the prompt's beginning is another collection, and said before it
+costs."""
 
 from __future__ import annotations
 

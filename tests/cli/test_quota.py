@@ -1,4 +1,5 @@
-"""precompute under a quota: what fits stays, nothing is computed only to be evicted, and what does not fit is said once."""
+"""precompute under a quota: what fits stays, nothing is computed only to be evicted, and what does not fit is said
+once."""
 
 from __future__ import annotations
 

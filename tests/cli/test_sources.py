@@ -1,4 +1,5 @@
-"""An answer's sources: their shares of its attention, where they stand, and the page and the terminal that show them."""
+"""An answer's sources: their shares of its attention, where they stand, and the page and the terminal that show
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""precompute on other machines: KV in the tier, texts in the store, and a second run computes what is missing and nothing else."""
+"""precompute on other machines: KV in the tier, texts in the store, and a second run computes what is missing and
+nothing else."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Two projects, their files written, renamed, moved, linked and deleted, paths typed in every way: what is found, listed and
-cited is what a person who remembers their own commands would expect."""
+"""Two projects, their files written, renamed, moved, linked and deleted, paths typed in every way: what is found,
+listed and cited is what a person who remembers their own commands would expect."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def spellings(folder: Path, here: Path, path: Path) -> list[str]:
 
 
 class ProjectsMachine(RuleBasedStateMachine):
-    """`disk` and `links` are the files; `stored` is what was precomputed, real path -> text, by a person's reckoning."""
+    """`disk` and `links` are the files; `stored` is what was precomputed, real path -> text, by a person's
+    reckoning."""
 
     engine: Engine
 
@@ -232,9 +233,9 @@ class ProjectsMachine(RuleBasedStateMachine):
         return found
 
     def expect(self, path: str, reached: set[str]) -> None:
-        """What is stored after the path was precomputed: what is there, nothing that is gone from below it or from where a
-        link below it still points, nothing that only a link below it led to and none does now, and what has moved under
-        its new name alone."""
+        """What is stored after the path was precomputed: what is there, nothing that is gone from below it or from
+        where a link below it still points, nothing that only a link below it led to and none does now, and what has
+        moved under its new name alone."""
         for file in reached:
             self.stored[file] = self.disk[file]
         texts = {self.disk[file] for file in reached}

@@ -1,4 +1,5 @@
-"""Files of every kind to text: what of them is taken, where it was in the file, and what is refused with which reason."""
+"""Files of every kind to text: what of them is taken, where it was in the file, and what is refused with which
+reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Hostile files: bounded time and memory, a reason for each refusal, and the next file is read as if nothing had happened."""
+"""Hostile files: bounded time and memory, a reason for each refusal, and the next file is read as if nothing had
+happened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""cacheblend demo: totals with collection held constant, examples that repair mends, and documents to try commands on."""
+"""cacheblend demo: totals with collection held constant, examples that repair mends, and documents to try commands
+on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The front page's first commands, by the model that it installs: the answer is right, in one sentence, blended as in full."""
+"""The front page's first commands, by the model that it installs: the answer is right, in one sentence, blended as in
+full."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The block manager against a model that knows what every sequence holds: no block is lost, and none has two writers."""
+"""The block manager against a model that knows what every sequence holds: no block is lost, and none has two
+writers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""gpt-oss's channels: what is said on `final` is the answer, what is said on others is reasoning, and headers are neither."""
+"""gpt-oss's channels: what is said on `final` is the answer, what is said on others is reasoning, and headers are
+neither."""
 
 from __future__ import annotations
 

@@ -154,7 +154,8 @@ def test_a_fit_is_of_one_model_and_one_way_to_blend(house: House, fit: RiskFit) 
 
 
 def test_a_fit_foresees_as_many_as_there_are() -> None:
-    """Tokens that differ with a probability that falls with their lead: the fit finds it, and puts the doubtful ones first."""
+    """Tokens that differ with a probability that falls with their lead: the fit finds it, and puts the doubtful ones
+    first."""
     torch.manual_seed(0)
     logits = torch.randn(4000, 30) * torch.rand(4000, 1) * 8
     signals = signals_of(logits)

@@ -104,7 +104,8 @@ def _tokenizer() -> Tokenizer:
 
 
 def test_an_answer_ends_with_the_token_that_completes_a_stop_string(tmp_path: Path) -> None:
-    """Also where the text of a token waits for the next one, as byte tokens' does. The text is the decode of the ids."""
+    """Also where the text of a token waits for the next one, as byte tokens' does. The text is the decode of the
+    ids."""
     write_checkpoint(tmp_path / "m", "llama-gqa", vocab_size=512)
     write_text_tokenizer(tmp_path / "m", "llama2-legacy")
     engine = Engine.load(EngineConfig(model=str(tmp_path / "m")))

@@ -1,4 +1,5 @@
-"""A model with latent attention: what is kept of a token is its latent and its position key, in the pool and in the store."""
+"""A model with latent attention: what is kept of a token is its latent and its position key, in the pool and in the
+store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""llama.cpp decodes behind KV of ours: the tokens it gives, what it refuses, and what the scheduler does to its sequences."""
+"""llama.cpp decodes behind KV of ours: the tokens it gives, what it refuses, and what the scheduler does to its
+sequences."""
 
 from __future__ import annotations
 
@@ -162,7 +163,8 @@ def test_answers_are_those_of_this_engine(house: House) -> None:
 
 
 def test_many_at_once_in_a_small_pool(house: House) -> None:
-    """Sequences of several lengths come and go, are preempted and swapped: log-probabilities are those of each alone."""
+    """Sequences of several lengths come and go, are preempted and swapped: log-probabilities are those of each
+    alone."""
     rng = random.Random(3)
     questions = [
         house.question("who? " * rng.randint(1, 8), max_tokens=rng.randint(2, 10), logprobs=0) for _ in range(12)

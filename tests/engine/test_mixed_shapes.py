@@ -1,4 +1,5 @@
-"""A model whose layers differ: in the pool, in the store, in the sizes that are told beforehand, and when swapped out."""
+"""A model whose layers differ: in the pool, in the store, in the sizes that are told beforehand, and when swapped
+out."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""KV that stays in the pool after its answer: who asks the like of it computes what is new alone, and blended KV is never
-taken for exact."""
+"""KV that stays in the pool after its answer: who asks the like of it computes what is new alone, and blended KV is
+never taken for exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a model makes of a prompt's own tokens: those of transformers, however the prompt is cut and whatever is stored or hot."""
+"""What a model makes of a prompt's own tokens: those of transformers, however the prompt is cut and whatever is stored
+or hot."""
 
 from __future__ import annotations
 

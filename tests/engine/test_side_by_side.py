@@ -199,7 +199,8 @@ def test_many_answers_to_one_question_leave_places_for_others(house: House) -> N
 def test_short_prompts_share_a_launch_and_answer_as_alone(
     dtype: str, width: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Fresh ones, some behind a chunk that is exact, one that is blended, one that is longer than a launch, one in several answers.
+    """Fresh ones, some behind a chunk that is exact, one that is blended, one that is longer than a launch, one in
+    several answers.
 
     width: of the MLP; with multiples of 64 alone, few rows are decoded as they are, where the CPU has AVX-512."""
     config = {"num_hidden_layers": 2, "intermediate_size": width}

@@ -1,4 +1,5 @@
-"""Blocks that no layer looks at any more are others': an answer over a sliding window holds as much of the pool as the window."""
+"""Blocks that no layer looks at any more are others': an answer over a sliding window holds as much of the pool as the
+window."""
 
 from __future__ import annotations
 

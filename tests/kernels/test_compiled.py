@@ -1,6 +1,7 @@
 """Kernels compiled for GPUs that are not here: no register spills, no more shared memory than a block may use.
 
-A subset of a bf16 model with heads of 128 (`core`), of other architectures the largest tiles; benchmarks/gpu/resources.py compiles every variant.
+A subset of a bf16 model with heads of 128 (`core`), of other architectures the largest tiles;
+benchmarks/gpu/resources.py compiles every variant.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def test_wide_tiles_for_many_rows_narrow_ones_for_few() -> None:
 
 
 def test_a_long_context_is_split_before_tiles_are_narrow() -> None:
-    """64 rows over 4,096 keys: 17 narrow tiles would each read every key of a head, 3 wide ones in parts fill the device too."""
+    """64 rows over 4,096 keys: 17 narrow tiles would each read every key of a head, 3 wide ones in parts fill the
+    device too."""
     configs = prefill_configs(90, 128, 2)
     assert pick_prefill_config(configs, 4, 64, 8, 132, 4096).block_m == 128
     assert num_context_splits(num_tiles(configs[0], 4, 64, 1) * 8, 4096, 132) == 8

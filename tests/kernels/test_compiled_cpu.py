@@ -1,4 +1,5 @@
-"""cpu.c against the definitions in fp64 and against torch's operations, and that neither threads nor other rows change a result."""
+"""cpu.c against the definitions in fp64 and against torch's operations, and that neither threads nor other rows change
+a result."""
 
 from __future__ import annotations
 

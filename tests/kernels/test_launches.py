@@ -1,7 +1,9 @@
-"""Every launch compiles: what the backend's methods hand to Triton is recorded as Triton sees it, and compiled from that.
+"""Every launch compiles: what the backend's methods hand to Triton is recorded as Triton sees it, and compiled from
+that.
 
-The interpreter does not know types, and `kernel_variants.py` says by hand what a launch is made of. Here the launches themselves
-are asked: of each method by itself with every option it has, and of the engine from the store to the last token.
+The interpreter does not know types, and `kernel_variants.py` says by hand what a launch is made of. Here the launches
+themselves are asked: of each method by itself with every option it has, and of the engine from the store to the last
+token.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ Call = Callable[[TritonBackend], object]
 
 
 class Inputs:
-    """Tensors of one model's layer over a pool of LENGTH slots. heads: query and KV heads. pairs: whether every two options
-    meet, or each is there once."""
+    """Tensors of one model's layer over a pool of LENGTH slots. heads: query and KV heads. pairs: whether every two
+    options meet, or each is there once."""
 
     def __init__(
         self, dtype: torch.dtype, pool_dtype: torch.dtype, heads: tuple[int, int], head_dim: int, pairs: bool = True
@@ -165,7 +167,8 @@ LOWERED: set[object] = set()
 
 
 def lower(launches: list[Launch]) -> None:
-    """One of each kind through Triton's front end. Tiles of other sizes are no other kind: types are those of the first."""
+    """One of each kind through Triton's front end. Tiles of other sizes are no other kind: types are those of the
+    first."""
     tile = ("BLOCK_M", "BLOCK_N")
     kinds: dict[object, Launch] = {}
     for launch in launches:
@@ -204,8 +207,8 @@ def test_every_method(dtype: torch.dtype, pool_dtype: torch.dtype, head_dim: int
 
 
 def sampled(launch: Launch) -> bool:
-    """Whether `kernel_variants.py` is to hold it: no model with heads of 128 has soft caps or sinks, or norms of a dtype of
-    their own; those with ALiBi have as many KV heads as query heads."""
+    """Whether `kernel_variants.py` is to hold it: no model with heads of 128 has soft caps or sinks, or norms of a
+    dtype of their own; those with ALiBi have as many KV heads as query heads."""
     own_weights = launch.types.get("weight_ptr") != launch.types.get("x_ptr")
     special = any(launch.constants.get(name) for name in ("SOFT_CAP", "SINKS", "ALIBI"))
     return not special and not ("weight_ptr" in launch.types and own_weights)
@@ -253,8 +256,8 @@ def test_a_models_launches_are_among_the_variants(arch: int, pool_dtype: torch.d
     ],
 )
 def test_the_engine(family: str, float8: bool, selector: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Collect, load, blend and decode: whatever way it calls the kernels in; and nothing that the warm-up has not launched
-    before. Nothing runs, so every result is zero."""
+    """Collect, load, blend and decode: whatever way it calls the kernels in; and nothing that the warm-up has not
+    launched before. Nothing runs, so every result is zero."""
     write_checkpoint(tmp_path / "model", family, num_hidden_layers=3)
     (tmp_path / "a.md").write_text("\n\n".join(" ".join(WORDS[p : p + 3]) + f" {p}." for p in range(3)) + "\n")
     for name in ("empty", "empty_like"):
@@ -304,7 +307,8 @@ FREE = (
 
 
 class Operations(TorchDispatchMode):
-    """torch's own operations that would be launched on a GPU: no views, and no zeros, which stand for memory nobody writes."""
+    """torch's own operations that would be launched on a GPU: no views, and no zeros, which stand for memory nobody
+    writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,7 +341,8 @@ def launched(root: Path, num_layers: int, policy: BlendPolicy) -> Counter[str]:
 def test_a_layer_is_four_products_and_five_kernels(
     selector: str, ratio: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a layer more costs the host, whatever is chosen: rotation and cache write are one launch, and nothing is copied."""
+    """What a layer more costs the host, whatever is chosen: rotation and cache write are one launch, and nothing is
+    copied."""
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, getattr(torch, name.replace("empty", "zeros")))
     monkeypatch.setattr(linear, "onednn_multiplies", lambda dtype: False)  # weights as on a GPU: not packed for a CPU

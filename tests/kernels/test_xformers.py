@@ -1,6 +1,7 @@
 """The xformers backend as far as CPU tensors allow: what is handed over, and that it means our attention.
 
-The operators themselves run on a GPU only; `numeric/test_xformers_backend.py` runs decode's Triton kernel in the interpreter.
+The operators themselves run on a GPU only; `numeric/test_xformers_backend.py` runs decode's Triton kernel in the
+interpreter.
 """
 
 from __future__ import annotations

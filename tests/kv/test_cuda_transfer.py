@@ -16,8 +16,8 @@ class Disorder(AssertionError):
 
 
 def load(cuda: FakeCuda, given_up_in: int = NUM_LAYERS) -> CudaTransfer:
-    """Every layer's batches through two buffers while the compute stream reads layer after layer, or no layer from the one
-    on in which loading is given up."""
+    """Every layer's batches through two buffers while the compute stream reads layer after layer, or no layer from the
+    one on in which loading is given up."""
     pool: dict[int, list[int]] = {}
     ours = [False]  # before and after, pool and device buffers are somebody else's on the compute stream
     for _ in range(100):

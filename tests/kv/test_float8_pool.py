@@ -90,7 +90,8 @@ def test_a_check_layer_reads_the_pool_in_its_own_units(
 
 
 def test_ratio_one_is_full_prefill(setup: Setup) -> None:
-    """But for the exact spans, which were collected over a full pool: they are nearer to it than a full prefill here."""
+    """But for the exact spans, which were collected over a full pool: they are nearer to it than a full prefill
+    here."""
     full, blended = (setup.prefill(setup.float8, b) for b in (BlendParams(mode="full"), BlendParams(ratio=1.0)))
     assert distance(blended.result.logits, full.result.logits) < 0.06
 

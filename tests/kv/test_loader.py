@@ -1,4 +1,5 @@
-"""The way of stored KV to a device: nothing is overwritten before it was copied, and what arrives is what was stored."""
+"""The way of stored KV to a device: nothing is overwritten before it was copied, and what arrives is what was
+stored."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""LoRA adapters: the model with one computes what transformers computes with the merged weights; what is not understood is
-refused by name."""
+"""LoRA adapters: the model with one computes what transformers computes with the merged weights; what is not understood
+is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Added tokens that are text, and those that are control tokens: text is encoded as the model's own tokenizer does, and forges none."""
+"""Added tokens that are text, and those that are control tokens: text is encoded as the model's own tokenizer does, and
+forges none."""
 
 from __future__ import annotations
 

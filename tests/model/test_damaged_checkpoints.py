@@ -1,4 +1,5 @@
-"""Checkpoints that are not whole, or not what their config.json says: each is refused with what is wrong and what to do."""
+"""Checkpoints that are not whole, or not what their config.json says: each is refused with what is wrong and what to
+do."""
 
 from __future__ import annotations
 

@@ -192,8 +192,8 @@ def test_a_switched_on_window_has_transformers_size_and_layers(name: str) -> Non
     assert config.sliding_window == 4096
 
 
-# Fields of other decoders with RoPE that stop no Llama. They are for training, generation and pictures, name what a Llama
-# names otherwise, or are sizes of parts that a Llama's weights have not: those of such a model do not load.
+# Fields of other decoders with RoPE that stop no Llama. They are for training, generation and pictures, name what a
+# Llama names otherwise, or are sizes of parts that a Llama's weights have not: those of such a model do not load.
 HARMLESS = set(
     """
     H_cycles L_bp_cycles L_cycles activation activation_function adapter_rank altup_active_idx altup_coef_clip

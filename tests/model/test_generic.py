@@ -1,5 +1,5 @@
-"""The generic path: models on transformers' own layers. Their parity is in test_parity.py; here is what makes an unknown
-architecture safe, and what is the same as for every other model."""
+"""The generic path: models on transformers' own layers. Their parity is in test_parity.py; here is what makes an
+unknown architecture safe, and what is the same as for every other model."""
 
 from __future__ import annotations
 

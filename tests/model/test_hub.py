@@ -1,4 +1,5 @@
-"""Models of the hub, over HTTP: what is fetched, that it goes on where it stopped, and what is said when it cannot be."""
+"""Models of the hub, over HTTP: what is fetched, that it goes on where it stopped, and what is said when it cannot
+be."""
 
 from __future__ import annotations
 

@@ -111,7 +111,8 @@ def test_the_users_own_capacity_wins() -> None:
 
 
 def test_a_process_keeps_so_many_products_at_most(tmp_path: Path) -> None:
-    """The bound holds although torch is imported before a model is loaded: the product made first is made again at the end."""
+    """The bound holds although torch is imported before a model is loaded: the product made first is made again at the
+    end."""
     write_checkpoint(tmp_path / "m", "llama-gqa")
     code = f"""
 import torch

@@ -1,4 +1,5 @@
-"""Choices by what was measured: of the compute dtype, attention, layout of weights; measured once and kept, and the same for all."""
+"""Choices by what was measured: of the compute dtype, attention, layout of weights; measured once and kept, and the
+same for all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Apple's GPUs, without one: which devices are refused, and that every operation of an answer has a kernel for MPS in torch's own list."""
+"""Apple's GPUs, without one: which devices are refused, and that every operation of an answer has a kernel for MPS in
+torch's own list."""
 
 from __future__ import annotations
 

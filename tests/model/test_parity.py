@@ -1,5 +1,5 @@
-"""Models as the hub has them, in small: read as transformers reads them and blended as a second implementation blends, or
-refused by the name of what is not implemented."""
+"""Models as the hub has them, in small: read as transformers reads them and blended as a second implementation blends,
+or refused by the name of what is not implemented."""
 
 from __future__ import annotations
 

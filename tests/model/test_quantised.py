@@ -1,5 +1,5 @@
-"""Quantised checkpoints: what is computed is what transformers computes with the dequantised weights; what is not read is
-refused by name."""
+"""Quantised checkpoints: what is computed is what transformers computes with the dequantised weights; what is not read
+is refused by name."""
 
 from __future__ import annotations
 

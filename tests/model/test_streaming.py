@@ -50,7 +50,8 @@ def test_streamed_text_is_one_decode(make: Make, kind: str, text: str) -> None:
 @kinds
 @given(data=st.data())
 def test_streamed_ids_are_one_decode(make: Make, kind: str, data: st.DataObject) -> None:
-    """Ids as a random model draws them: control tokens, cut characters, ids beyond the vocabulary; byte tokens often."""
+    """Ids as a random model draws them: control tokens, cut characters, ids beyond the vocabulary; byte tokens
+    often."""
     tokenizer = make(kind)
     size = tokenizer.vocab_size
     tokens = st.one_of(st.integers(0, size + 3), st.integers(max(0, size - 256), size - 1), st.integers(0, 5))
@@ -61,8 +62,8 @@ def test_streamed_ids_are_one_decode(make: Make, kind: str, data: st.DataObject)
 @pytest.mark.parametrize("kind", BYTE_KINDS)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_no_character_is_cut_and_none_is_late(make: Make, kind: str, script: str) -> None:
-    """No piece holds half a character, and what is shown lags by one character or, of bytes that are decoded as a whole,
-    by the run of them."""
+    """No piece holds half a character, and what is shown lags by one character or, of bytes that are decoded as a
+    whole, by the run of them."""
     tokenizer, text = make(kind), (SCRIPTS[script] + " and\n") * 3
     ids = tokenizer.encode_text(text)
     stream, shown = TextStream(tokenizer), ""

@@ -1,4 +1,5 @@
-"""The ids of prefix, chunks and suffix decode to what the template with the chunks in it renders, for every tokenizer."""
+"""The ids of prefix, chunks and suffix decode to what the template with the chunks in it renders, for every
+tokenizer."""
 
 from __future__ import annotations
 
@@ -100,7 +101,8 @@ def test_the_chunks_of_a_document_join_to_its_text(make: Make, kind: str, text: 
 
 @pytest.mark.parametrize("kind", BYTE_KINDS)
 def test_the_prompt_begins_as_the_whole_text_does(make: Make, kind: str) -> None:
-    """The prefix is encoded as the tokenizer encodes the beginning of a prompt, and so is what follows a control token."""
+    """The prefix is encoded as the tokenizer encodes the beginning of a prompt, and so is what follows a control
+    token."""
     parts = make(kind, "zephyr")
     text = rendered(parts, [WORDS + "\n"], "Who?")
     whole, ids = parts.tokenizer.encode_template(text), prompt_ids(parts, [WORDS + "\n"], "Who?")

@@ -1,4 +1,5 @@
-"""System prompt, wording and template variables: rendered as the chat template does, refused by name where it cannot."""
+"""System prompt, wording and template variables: rendered as the chat template does, refused by name where it
+cannot."""
 
 from __future__ import annotations
 

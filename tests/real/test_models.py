@@ -1,4 +1,5 @@
-"""Three published models: logits of transformers over the same file, blending, llama.cpp behind it, and the model check."""
+"""Three published models: logits of transformers over the same file, blending, llama.cpp behind it, and the model
+check."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ NUM_GENERATED = 32
 
 
 class Setup:
-    """One model in float32, and a store of four documents that are longer together than Gemma's window of 512 tokens."""
+    """One model in float32, and a store of four documents that are longer together than Gemma's window of 512
+    tokens."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.file = name, gguf_file(name)

@@ -1,4 +1,5 @@
-"""Published tokenizers with their templates: prompts are what transformers renders and encodes, and text forges no control token."""
+"""Published tokenizers with their templates: prompts are what transformers renders and encodes, and text forges no
+control token."""
 
 from __future__ import annotations
 
@@ -142,7 +143,8 @@ END = {
     "gemma3": "<end_of_turn>", "llama2": "</s>", "llama3": "<|eot_id|>", "llama3_1": "<|eot_id|>", "qwen3": "<|im_end|>",
     "deepseek_v3": "<｜end▁of▁sentence｜>", "gptoss": "<|return|>",
 }  # fmt: skip
-"""What the publisher's generation_config.json ends an answer at; Gemini's tokenizer comes without a chat template of turns."""
+"""What the publisher's generation_config.json ends an answer at; Gemini's tokenizer comes without a chat template of
+turns."""
 
 
 @pytest.mark.parametrize("name", END)

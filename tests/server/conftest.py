@@ -35,7 +35,8 @@ from cacheblend_cli.settings import DEFAULTS, Settings
 from cacheblend_cli.sockets import make_folder, socket_of
 from cacheblend_cli.types import SamplingParams, overridden
 
-# uvicorn looks every .1 s whether it is to end and whether connections have closed: three looks for each server that ends
+# uvicorn looks every .1 s whether it is to end and whether connections have closed: three looks for each server that
+# ends
 uvicorn.server.asyncio = SimpleNamespace(  # type: ignore[attr-defined]
     **{**vars(asyncio), "sleep": lambda seconds: asyncio.sleep(min(seconds, 0.005))}
 )

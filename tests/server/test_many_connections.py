@@ -1,4 +1,5 @@
-"""Hundreds of connections that send nothing, too little or too slowly: others are answered meanwhile, and all of them are closed."""
+"""Hundreds of connections that send nothing, too little or too slowly: others are answered meanwhile, and all of them
+are closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Pages of other sites: every method and route refuses a foreign Host and Origin, nothing is stored, and no reply allows another site."""
+"""Pages of other sites: every method and route refuses a foreign Host and Origin, nothing is stored, and no reply
+allows another site."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Passages in messages: which are found, what is left, that they are the chunks of `documents`, and that they are a tenant's own."""
+"""Passages in messages: which are found, what is left, that they are the chunks of `documents`, and that they are a
+tenant's own."""
 
 from __future__ import annotations
 
@@ -143,7 +144,8 @@ def test_a_message_without_passages_is_as_before(start: Any, server: Any) -> Non
 
 
 def test_what_the_model_sees(start: Any, engine: Any) -> None:
-    """The passages, and behind them the message with empty elements; those of the system message stand before the question."""
+    """The passages, and behind them the message with empty elements; those of the system message stand before the
+    question."""
     server = start(find_passages=True)
     decode = engine.model.tokenizer.decode
 

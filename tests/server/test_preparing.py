@@ -1,4 +1,5 @@
-"""Preparing requests: beside the engine's thread, checked before texts are read, and nothing is stored of what is refused."""
+"""Preparing requests: beside the engine's thread, checked before texts are read, and nothing is stored of what is
+refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Answers that another server decodes: prefilled here, handed over as a file or by HTTP ranges, told in our own form."""
+"""Answers that another server decodes: prefilled here, handed over as a file or by HTTP ranges, told in our own
+form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Replicas behind a proxy: the session's header, and configs/haproxy.cfg with two servers where HAProxy is installed."""
+"""Replicas behind a proxy: the session's header, and configs/haproxy.cfg with two servers where HAProxy is
+installed."""
 
 from __future__ import annotations
 

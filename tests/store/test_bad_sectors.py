@@ -1,4 +1,5 @@
-"""What disks do beside flipping bits: sectors of zeros or noise, writes that went elsewhere, writes that never happened.
+"""What disks do beside flipping bits: sectors of zeros or noise, writes that went elsewhere, writes that never
+happened.
 
 A lost write can leave a consistent older state, which nothing in the file tells from the newest. So what is asked here
 is that whatever reads was once put under its key, and that nothing ends the process or keeps it for ever.

@@ -85,8 +85,8 @@ def relative(x: Tensor, back: Tensor, zero: Tensor | float = 0.0) -> Tensor:
 @pytest.mark.parametrize("codec", BITS)
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (96, 96), (128, 128), (20, 20), (64, 512), (256, 256), (16, 33)])
 def test_an_error_of_few_bits_is_a_normal_distributions(codec: str, dims: tuple[int, int]) -> None:
-    """Whatever the size of heads (80 and 96 are no powers of two, MLA's latents are wider than its position keys), the bias of K's channels
-    and the size of tokens."""
+    """Whatever the size of heads (80 and 96 are no powers of two, MLA's latents are wider than its position keys), the
+    bias of K's channels and the size of tokens."""
     torch.manual_seed(0)
     k, v = (torch.randn(300, 2, dim) for dim in dims)
     sizes = 2.0 ** torch.randint(-6, 7, (300, 1, 1))

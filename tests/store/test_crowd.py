@@ -99,8 +99,9 @@ def _die_reading(path: Path) -> Callable[[Acknowledge], None]:
 def test_killed_readers_keep_no_space(
     tmp_path: Path, writer: str, num_readers: int, most: float, ledger: Ledger
 ) -> None:
-    """Readers die inside a transaction, each holding a snapshot, while chunks are replaced again and again: the file is as large as
-    where nobody reads. most: of the file over what is in use, which grows by a hundred commits without any reader, too."""
+    """Readers die inside a transaction, each holding a snapshot, while chunks are replaced again and again: the file is
+    as large as where nobody reads. most: of the file over what is in use, which grows by a hundred commits without any
+    reader, too."""
     alone, crowded = (
         _replaced(tmp_path / name, writer, num_readers, die=name == "crowded") for name in ("alone", "crowded")
     )
@@ -114,7 +115,8 @@ def test_killed_readers_keep_no_space(
 
 
 def _replaced(path: Path, writer: str, num_readers: int, *, die: bool) -> StoreStats:
-    """Return the sizes of a store whose chunks were replaced behind every tenth of the readers, and three times after the last."""
+    """Return the sizes of a store whose chunks were replaced behind every tenth of the readers, and three times after
+    the last."""
     seeds = range(120)
     with ChunkStore.open(path, mode="write") as store:
         for start in range(0, 120, 20):

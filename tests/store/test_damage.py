@@ -36,7 +36,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Contents]:
 
 
 def read_chunks(store: ChunkStore) -> tuple[dict[int, int], int]:
-    """(chunks that read, how many said that they are damaged). Raises WrongData, and StoreError without a list of keys."""
+    """(chunks that read, how many said that they are damaged). Raises WrongData, and StoreError without a list of
+    keys."""
     found, damaged = {}, 0
     with store.read() as reader:
         for key in {*reader.keys_from(b""), *map(key_of, range(NUM_CHUNKS))}:
@@ -52,7 +53,8 @@ def read_chunks(store: ChunkStore) -> tuple[dict[int, int], int]:
 
 
 def _use(path: Path, contents: Contents, then: str) -> dict[str, int]:
-    """What a user meets who reads everything, verifies, and then writes, repairs, or neither. Counts of what was seen."""
+    """What a user meets who reads everything, verifies, and then writes, repairs, or neither. Counts of what was
+    seen."""
     seen = Counter[str]()
     try:
         with ChunkStore.open(path, lock_timeout=2) as store:
@@ -108,7 +110,8 @@ def _repair(path: Path, contents: Contents, seen: Counter[str]) -> None:
 
 
 def _flips(path: Path, count: int, seed: int) -> list[tuple[str, int, int]]:
-    """(kind of page, byte, bit) of `count` flips, the kinds in turn and more often in a page's header and last bytes."""
+    """(kind of page, byte, bit) of `count` flips, the kinds in turn and more often in a page's header and last
+    bytes."""
     kinds, page_size = page_map(path / "data.mdb")
     assert all(kinds[kind] for kind in ("meta", "branch", "leaf", "value", "free list", "free"))
     rng, names, flips = random.Random(seed), ("value", "leaf", "branch", "meta", "free list"), []
@@ -199,7 +202,8 @@ def test_a_meta_page_cannot_pass_for_a_newer_one(tmp_path: Path, whole: tuple[Pa
 
 
 def test_a_branch_that_leads_past_a_chunk_is_found_and_mended(tmp_path: Path, whole: tuple[Path, Contents]) -> None:
-    """A separator damaged so that a page is still in order: keys between the old and the new one are looked for elsewhere."""
+    """A separator damaged so that a page is still in order: keys between the old and the new one are looked for
+    elsewhere."""
     source, contents = whole
     path = tmp_path / "store"
     shutil.copytree(source, path)

@@ -1,4 +1,5 @@
-"""The real `cacheblend precompute`, killed and with a full disk: what it reported is there, and the next run goes on."""
+"""The real `cacheblend precompute`, killed and with a full disk: what it reported is there, and the next run goes
+on."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Any sequence of calls: the store holds what a dict would hold, evicts the KV of what was used longest ago and keeps its
-text, and says what is damaged."""
+"""Any sequence of calls: the store holds what a dict would hold, evicts the KV of what was used longest ago and keeps
+its text, and says what is damaged."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def keys_of(seeds: Iterable[int]) -> set[bytes]:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """`self.expected` is the model: what was put and neither removed nor orphaned since, with its KV unless that was evicted."""
+    """`self.expected` is the model: what was put and neither removed nor orphaned since, with its KV unless that was
+    evicted."""
 
     steps = 0
 

@@ -1,4 +1,5 @@
-"""A data.mdb cut off at every page: an error and no signal, never a new empty store, and what still reads is rescued."""
+"""A data.mdb cut off at every page: an error and no signal, never a new empty store, and what still reads is
+rescued."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Chunks collected as the mean over texts before them: what the study measures is what it says, and the first chunk stays exact."""
+"""Chunks collected as the mean over texts before them: what the study measures is what it says, and the first chunk
+stays exact."""
 
 from __future__ import annotations
 

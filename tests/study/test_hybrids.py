@@ -1,4 +1,5 @@
-"""The study of hybrids: operators of chunks compose to the state of all tokens, and recomputing everything is a full prefill."""
+"""The study of hybrids: operators of chunks compose to the state of all tokens, and recomputing everything is a full
+prefill."""
 
 from __future__ import annotations
 

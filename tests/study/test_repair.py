@@ -1,4 +1,5 @@
-"""Repair while decoding: an answer that copies a passage has the tokens it copies recomputed; where all are, nothing changes."""
+"""Repair while decoding: an answer that copies a passage has the tokens it copies recomputed; where all are, nothing
+changes."""
 
 from __future__ import annotations
 

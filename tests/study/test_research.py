@@ -141,7 +141,8 @@ def test_the_mean_shift_is_the_mean_change_and_shrinks_where_changes_disagree(
 
 @pytest.mark.parametrize("family", ["llama-gqa", "llama-yarn"])
 def test_the_mean_shift_moves_k_before_rope(research: ModuleType, tmp_path: Path, family: str) -> None:
-    """By as much as the recomputed tokens moved. llama-yarn's tables of cos and sin carry a factor: they stretch too."""
+    """By as much as the recomputed tokens moved. llama-yarn's tables of cos and sin carry a factor: they stretch
+    too."""
     bench = Bench(tmp_path, family)
     decoder, every = bench.engine.model.decoder, Candidates(torch.arange(8), torch.zeros(8).long(), torch.arange(8))
     done = bench.prefill(BlendParams(mode="full"))

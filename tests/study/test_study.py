@@ -1,4 +1,5 @@
-"""The fidelity study: its sets contain what their questions ask for, a run resumes, and its tables are what was measured."""
+"""The fidelity study: its sets contain what their questions ask for, a run resumes, and its tables are what was
+measured."""
 
 from __future__ import annotations
 

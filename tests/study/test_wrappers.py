@@ -1,4 +1,5 @@
-"""Trained wrappers: plain torch and the engine agree on what they do, and training brings stored KV nearer to a full prefill."""
+"""Trained wrappers: plain torch and the engine agree on what they do, and training brings stored KV nearer to a full
+prefill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A plain Llama for training: packed questions behind a block mask, and two auxiliary losses whose parts are not exported."""
+"""A plain Llama for training: packed questions behind a block mask, and two auxiliary losses whose parts are not
+exported."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(s.num_attention_heads * s.head_dim, s.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [batch, length, hidden]; mask: additive [batch, 1, length, length]. Returns the output, rotated q and k."""
+        """x: [batch, length, hidden]; mask: additive [batch, 1, length, length]. Returns the output, rotated q and
+        k."""
         batch, length, _ = x.shape
         q, k, v = (
             p(x).view(batch, length, -1, self.s.head_dim).transpose(1, 2)
@@ -140,7 +142,8 @@ class Network(nn.Module):
 
 
 def block_mask(block: Tensor) -> Tensor:
-    """Return the additive mask [batch, 1, length, length]: causal, and a question sees the documents and itself. block: [batch, length]."""
+    """Return the additive mask [batch, 1, length, length]: causal, and a question sees the documents and itself. block:
+    [batch, length]."""
     length = block.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     same = (block[:, :, None] == block[:, None, :]) | (block[:, None, :] == 0)

@@ -1,4 +1,5 @@
-"""Training samples: documents, then many questions that do not see each other, with the targets of the auxiliary losses.
+"""Training samples: documents, then many questions that do not see each other, with the targets of the auxiliary
+losses.
 
 Every piece is tokenised by itself (prefix, each chunk, each question), as `cacheblend ask` puts a prompt together.
 """

@@ -141,7 +141,8 @@ class Fact:
 
 @dataclass(frozen=True)
 class Sentence:
-    """text without the space before it. value_at: where the value starts in it, -1 for fillers; about: is it of the person."""
+    """text without the space before it. value_at: where the value starts in it, -1 for fillers; about: is it of the
+    person."""
 
     text: str
     value: str = ""
@@ -169,7 +170,8 @@ class Page:
 
 
 def make_person(rng: random.Random, taken: set[str], split: str) -> Person:
-    """Draw a person. split: "train" (known and invented names), "known" (known names), "held_out" (names training never has)."""
+    """Draw a person. split: "train" (known and invented names), "known" (known names), "held_out" (names training never
+    has)."""
     while True:
         pronoun = rng.choice(("She", "He"))
         first, last = rng.choice(FIRST[pronoun]), rng.choice(LAST)
@@ -185,7 +187,8 @@ def make_person(rng: random.Random, taken: set[str], split: str) -> Person:
 
 
 def make_page(rng: random.Random, person: Person, num_paragraphs: int, num_facts: int | None = None) -> Page:
-    """Write a page: paragraph 1 names the person; the others have one or two facts by pronoun, among sentences about nobody."""
+    """Write a page: paragraph 1 names the person; the others have one or two facts by pronoun, among sentences about
+    nobody."""
     relations = list(RELATIONS)
     rng.shuffle(relations)
     paragraphs, facts = [], []
@@ -223,7 +226,8 @@ def _invented(rng: random.Random, syllables: int) -> str:
 
 
 def _compound(rng: random.Random, names: list[str]) -> str:
-    """Return the start of a known name with another ending, whose first pieces do not predict the rest. Never a held-out name."""
+    """Return the start of a known name with another ending, whose first pieces do not predict the rest. Never a
+    held-out name."""
     while True:
         stem = rng.choice(names)
         name = stem[: rng.randint(2, len(stem))] + rng.choice(VOWELS[:5] + CODAS) + rng.choice(CODAS)

@@ -49,7 +49,8 @@ class Loads(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class Fetched:
-    """K and V of one attention layer for slots [n] of the paged cache: [n, num_kv_heads, head_dim], heads of this rank."""
+    """K and V of one attention layer for slots [n] of the paged cache: [n, num_kv_heads, head_dim], heads of this
+    rank."""
 
     layer: Any
     k: Tensor
@@ -60,9 +61,10 @@ class Fetched:
 class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):
     """Requests whose kv_transfer_params name a hand-over start with its KV. Every other request is left alone.
 
-    Scheduler: says how many tokens can be loaded, again after a preemption. Worker: reads in threads of its own while others
-    decode, and writes between two steps, by the attention implementation's own update, so that the layout is vLLM's business.
-    A request whose hand-over cannot be read is reported: with kv_load_failure_policy "recompute" vLLM computes its prompt.
+    Scheduler: says how many tokens can be loaded, again after a preemption. Worker: reads in threads of its own while
+    others decode, and writes between two steps, by the attention implementation's own update, so that the layout is
+    vLLM's business. A request whose hand-over cannot be read is reported: with kv_load_failure_policy "recompute" vLLM
+    computes its prompt.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -86,7 +88,8 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):
             return 0, False
         if not hand_over.is_of(request.prompt_token_ids) or not self._place.has(hand_over.id):
             return 0, False
-        # the last token is always computed: its logits are wanted. After a preemption the answer so far follows the prompt
+        # the last token is always computed: its logits are wanted. After a preemption the answer so far follows the
+        # prompt
         end = min(hand_over.num_tokens, request.num_tokens - 1)
         if end <= num_computed_tokens:
             return 0, False
@@ -186,8 +189,8 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def heads_of_rank(heads: Tensor, count: int) -> Tensor:
-    """The `count` KV heads that this tensor-parallel rank holds, of [n, num_kv_heads, head_dim]. With fewer heads than ranks
-    each is replicated on neighbouring ranks."""
+    """The `count` KV heads that this tensor-parallel rank holds, of [n, num_kv_heads, head_dim]. With fewer heads than
+    ranks each is replicated on neighbouring ranks."""
     total = heads.shape[1]
     if count == total:
         return heads

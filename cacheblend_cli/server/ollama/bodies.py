@@ -1,4 +1,5 @@
-"""Request bodies of Ollama's API, translated into those of /v1. What would change an answer is supported or refused by name."""
+"""Request bodies of Ollama's API, translated into those of /v1. What would change an answer is supported or refused by
+name."""
 
 from __future__ import annotations
 
@@ -115,8 +116,8 @@ class LoadBody(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class AnswerBody(LoadBody, forbid_unknown_fields=True, kw_only=True):
-    """Fields of /api/chat and /api/generate, and four of ours. format: "json" or a JSON schema. think: False ends a model's
-    reasoning at once."""
+    """Fields of /api/chat and /api/generate, and four of ours. format: "json" or a JSON schema. think: False ends a
+    model's reasoning at once."""
 
     stream: bool | None = None
     format: Raw = NULL
