@@ -2,7 +2,7 @@
 
     python benchmarks/serve.py [--minutes 15] [--llama-python PYTHON] [--out benchmarks/results/serve.json]
     python benchmarks/serve.py --quick      # two minutes with a tiny model, to see that every part works
-    python benchmarks/serve.py --novel 500  # only this: questions over ever new sets of documents, and the server's memory
+    python benchmarks/serve.py --novel 500  # only this: ever new sets of documents, and the server's memory
 
 Qwen2.5-0.5B's shape with random weights, fp32 on CPU; four chunks of 512 tokens per prompt, drawn by Zipf's law from
 64, answers of 32 tokens. One question after another; closed loop (a number of clients, each asking again when answered)

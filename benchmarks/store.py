@@ -7,8 +7,8 @@ a warm-up, and medians. The parts:
 
 load    2048 tokens of Qwen2.5-0.5B's shape from the page cache into a bf16 pool, every digest checked, K rotated, from
         every --kv-dtype; the same from the disk; and encoding a chunk
-write   groups of chunks as `precompute` commits them, durable on return, against write() and one fsync; and one chunk per
-        commit against write() and fsync of each
+write   groups of chunks as `precompute` commits them, durable on return, against write() and one fsync; and one chunk
+        per commit against write() and fsync of each
 stall   time that a blend of these tokens waits for its KV, by codec
 many    100,000 chunks: opening, look-ups, one page of `chunks ls`, ids by prefix
 """

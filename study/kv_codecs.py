@@ -1,8 +1,8 @@
 """What codecs of stored KV cost: KL of full prefill's own KV stored in a codec and loaded again, and of blended
 answers.
 
-    python study/kv_codecs.py --data FOLDER --questions 30 --out FILE                       # full prefill's KV, in float32
-    python study/kv_codecs.py --data FOLDER --questions 30 --blended --dtype bfloat16       # the default at .15 over chunks in each codec
+    python study/kv_codecs.py --data FOLDER --questions 30 --out FILE     # full prefill's KV, in float32
+    python study/kv_codecs.py --data FOLDER --questions 30 --blended --dtype bfloat16  # the default at .15
     python study/kv_codecs.py --data FOLDER --questions 30 --set needles-2k --model FILE    # --model is repeatable
 
 Questions are those of the test half of a set of study/README.md; models take turns question by question, so that an

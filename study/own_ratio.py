@@ -1,8 +1,8 @@
 """Does a profile hold on questions that it was not made on? Results and the page: study/results/own_ratio.json,
 study/own_ratio.md.
 
-    python study/own_ratio.py --data FOLDER --work FOLDER --model smollm2 --made     # as models check measures it, one half of the passages
-    python study/own_ratio.py --data FOLDER --work FOLDER --model smollm2 --held     # MuSiQue's questions over the other half
+    python study/own_ratio.py --data FOLDER --work FOLDER --model smollm2 --made  # half of the passages
+    python study/own_ratio.py --data FOLDER --work FOLDER --model smollm2 --held  # the other half
     python study/own_ratio.py --work FOLDER --report                                  # write the results and the page
 
 FOLDER of --data has musique_dev.json. Each passage is a document, cut and collected alone (--context sink), as

@@ -1,8 +1,8 @@
 """Train soft tokens around chunks, so that stored KV fits any context (KV Packet, arXiv 2604.13226): what `wrappers.md`
 reports.
 
-    python study/wrappers.py --data FOLDER --train "soft 8+8" --seconds 1200 --out RUN     # RUN/soft-8+8.safetensors, RUN/log.jsonl
-    python study/wrappers.py --data FOLDER --shift 20 --out RUN                            # nothing trained: a mean change
+    python study/wrappers.py --data FOLDER --train "soft 8+8" --seconds 1200 --out RUN  # writes into RUN
+    python study/wrappers.py --data FOLDER --shift 20 --out RUN        # nothing trained: a mean change
 
 Every chunk is collected behind the prompt's prefix as [header][chunk][trailer]. The model is frozen; the soft tokens'
 embeddings are trained by KL(full prefill of the prompt without wrappers || stored KV with wrappers, nothing recomputed)

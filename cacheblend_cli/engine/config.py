@@ -15,17 +15,18 @@ DECODERS = ("auto", "torch", "llama.cpp")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """model: a directory, a GGUF file, a hub id, smollm2 or handbook; None for smollm2 where it is installed, else handbook.
-    lora: the directory of a LoRA adapter to merge into it. dtype, weight_dtype: see `Precision`. threads: CPU threads, None for torch's own choice.
+    """model: a directory, a GGUF file, a hub id, smollm2 or handbook; None for smollm2 where it is installed, else
+    handbook. lora: the directory of a LoRA adapter to merge into it. dtype, weight_dtype: see `Precision`. threads: CPU
+    threads, None for torch's own choice.
 
-    gpu_memory_utilization: share of a GPU's memory to use, weights included. swap_space: GiB of host memory for KV of answers that
-    were preempted; where it is full, their KV is computed again. eager: decode without CUDA graphs.
-    kv_pool_dtype: what K and V are kept in while a question is answered, "auto" for the compute dtype. prompt: the user's
-    message with {chunks} and {question}, "" for the model's own or the default; system: the system prompt, "" for none;
-    template_var: NAME=VALUE for the chat template. decode_with: torch, llama.cpp, or auto for the faster of the two where both can;
-    decode_model: the GGUF file that llama.cpp decodes with, "" for the model's own. weights_cache_gb: disk for packed weights of all models
-    (model/packed_cache.py), 0 for none. tensor_parallel: processes that compute the model together, each a part of it (ranks); 0: those that
-    torchrun started, or one."""
+    gpu_memory_utilization: share of a GPU's memory to use, weights included. swap_space: GiB of host memory for KV of
+    answers that were preempted; where it is full, their KV is computed again. eager: decode without CUDA graphs.
+    kv_pool_dtype: what K and V are kept in while a question is answered, "auto" for the compute dtype. prompt: the
+    user's message with {chunks} and {question}, "" for the model's own or the default; system: the system prompt, ""
+    for none; template_var: NAME=VALUE for the chat template. decode_with: torch, llama.cpp, or auto for the faster of
+    the two where both can; decode_model: the GGUF file that llama.cpp decodes with, "" for the model's own.
+    weights_cache_gb: disk for packed weights of all models (model/packed_cache.py), 0 for none. tensor_parallel:
+    processes that compute the model together, each a part of it (ranks); 0: those that torchrun started, or one."""
 
     model: str | None = None
     lora: str | None = None

@@ -1,4 +1,5 @@
-"""Choice of another engine that decodes (--decode-with, --decode-model). Looks for packages and files, and imports nothing of them."""
+"""Choice of another engine that decodes (--decode-with, --decode-model). Looks for packages and files, and imports
+nothing of them."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ EXTRA, MODULES = "llama-cpp", ("xllamacpp", "llama_cpp")
 
 @dataclass
 class DecodeWith:
-    """file: what llama.cpp may decode with, None = this engine decodes. measured: only where it is the faster one. decided: whether
-    that was settled, which takes loading the file; engine: the result, None = this engine decodes. worth_after: tokens of an answer
-    after which loading the file pays, None until it was looked up."""
+    """file: what llama.cpp may decode with, None = this engine decodes. measured: only where it is the faster one.
+    decided: whether that was settled, which takes loading the file; engine: the result, None = this engine decodes.
+    worth_after: tokens of an answer after which loading the file pays, None until it was looked up."""
 
     file: Path | None = None
     measured: bool = False
@@ -46,7 +47,8 @@ class DecodeWith:
 
 
 def decode_with(config: EngineConfig, model: LoadedModel) -> DecodeWith:
-    """Return the decoder that the settings name for this model. Raises UsageError, NotFoundError if llama.cpp is demanded and cannot run."""
+    """Return the decoder that the settings name for this model. Raises UsageError, NotFoundError if llama.cpp is
+    demanded and cannot run."""
     own = model.shown_path
     file = Path(config.decode_model).expanduser() if config.decode_model else own if own.suffix == ".gguf" else None
     reason = None

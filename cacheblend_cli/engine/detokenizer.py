@@ -1,4 +1,5 @@
-"""Incremental split of generated text into reasoning (between the model's tags) and answer, which a stop string ends."""
+"""Incremental split of generated text into reasoning (between the model's tags) and answer, which a stop string
+ends."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ FINAL = f"{END}{START}assistant{CHANNEL}final{MESSAGE}"
 
 
 class Reasoning:
-    """Splits text at the reasoning tags. It is reasoning from a tag that begins it, or from its beginning where the prompt ended
-    with that tag; a tag further on is text. The blank lines behind the closing tag are nobody's."""
+    """Splits text at the reasoning tags. It is reasoning from a tag that begins it, or from its beginning where the
+    prompt ended with that tag; a tag further on is text. The blank lines behind the closing tag are nobody's."""
 
     def __init__(self, opened: bool, tags: ReasoningTags = THINK) -> None:
         self._tags = tags
@@ -73,8 +74,9 @@ class Reasoning:
 class Channels:
     """gpt-oss's channels as think tags: what it says on the channel `final` is the answer, on any other reasoning.
 
-    Follows `<|channel|>NAME<|message|>TEXT<|end|><|start|>assistant<|channel|>...`, tokens that decoding passes over. What
-    stands between a token and `<|message|>` is a header, and said to nobody. Text without any of them is the answer."""
+    Follows `<|channel|>NAME<|message|>TEXT<|end|><|start|>assistant<|channel|>...`, tokens that decoding passes over.
+    What stands between a token and `<|message|>` is a header, and said to nobody. Text without any of them is the
+    answer."""
 
     def __init__(self, marks: dict[int, str]) -> None:
         self._marks = marks
@@ -112,8 +114,8 @@ class Channels:
 
 
 class StopStrings:
-    """Ends an answer before the first stop string, however its text is cut into pieces; the beginning of a possible stop string is
-    held back. Each character is looked at once for each stop string (Knuth-Morris-Pratt)."""
+    """Ends an answer before the first stop string, however its text is cut into pieces; the beginning of a possible
+    stop string is held back. Each character is looked at once for each stop string (Knuth-Morris-Pratt)."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops, self._held, self.hit = stops, "", False
@@ -146,7 +148,8 @@ class StopStrings:
         return "" if self.hit else held
 
     def _search(self, piece: str) -> tuple[int, int, list[int]]:
-        """Return where in the piece the first stop string ends, its length (0 = none), and the match lengths after the piece."""
+        """Return where in the piece the first stop string ends, its length (0 = none), and the match lengths after the
+        piece."""
         matched = list(self._matched)
         for at, char in enumerate(piece):
             for i, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):

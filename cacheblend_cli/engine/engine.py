@@ -1,4 +1,5 @@
-"""Engine: a loaded model. Everything that runs one goes through this class: the command line, the server, Python programs."""
+"""Engine: a loaded model. Everything that runs one goes through this class: the command line, the server, Python
+programs."""
 
 from __future__ import annotations
 
@@ -80,9 +81,9 @@ class AddedDocument:
 class Engine:
     """A loaded model.
 
-    `ask`, `stream`, `ask_many`, `add` and their async forms run in a thread of the engine: they may be called from any thread, and
-    requests that are made at the same time are batched. `close` ends that thread; an Engine is a context manager. All other methods
-    compute in the caller's thread; use them in one thread at a time.
+    `ask`, `stream`, `ask_many`, `add` and their async forms run in a thread of the engine: they may be called from any
+    thread, and requests that are made at the same time are batched. `close` ends that thread; an Engine is a context
+    manager. All other methods compute in the caller's thread; use them in one thread at a time.
     """
 
     def __init__(self, runtime: Runtime, resolved: Resolved = DEFAULTS, limits: Limits | None = None) -> None:
@@ -107,12 +108,12 @@ class Engine:
     ) -> Engine:
         """Load a model: a directory, a GGUF file, a Hugging Face id, "smollm2" or "handbook".
 
-        settings: by the names of `cacheblend config show` (device, dtype, threads, ratio, max_tokens, ...); files and environment
-        variables are not read. model may also be an EngineConfig. progress: callback for what takes time; notice: for what takes
-        time once on a machine. Raises NotFoundError, UsageError or DeviceError.
+        settings: by the names of `cacheblend config show` (device, dtype, threads, ratio, max_tokens, ...); files and
+        environment variables are not read. model may also be an EngineConfig. progress: callback for what takes time;
+        notice: for what takes time once on a machine. Raises NotFoundError, UsageError or DeviceError.
 
-        In a process that torchrun started as another rank than 0 this does not return: it serves rank 0 until that ends, and exits.
-        tensor_parallel=1 loads the whole model in every process.
+        In a process that torchrun started as another rank than 0 this does not return: it serves rank 0 until that
+        ends, and exits. tensor_parallel=1 loads the whole model in every process.
         """
         if isinstance(model, EngineConfig):
             config, resolved = model, overridden(DEFAULTS, settings)
@@ -179,13 +180,15 @@ class Engine:
         return partial(load_worker_model, self.runtime.worker_config(threads))
 
     def sampling_of_model(self, sampling: SamplingParams, fields: Names[str]) -> SamplingParams:
-        """Return the sampling with these fields from the model's generation_config.json, where it has them. Raises UsageError."""
+        """Return the sampling with these fields from the model's generation_config.json, where it has them. Raises
+        UsageError."""
         return as_the_model(sampling, fields, self.model)
 
     # limits of a request
 
     def reasoning_budget(self, sampling: SamplingParams) -> int | None:
-        """Return how many tokens the model may reason for beside its answer's; None if it does not, or has none of its own."""
+        """Return how many tokens the model may reason for beside its answer's; None if it does not, or has none of its
+        own."""
         return self.runtime.reasoning_budget(sampling)
 
     def max_new_tokens(self, sampling: SamplingParams) -> int:
@@ -203,16 +206,19 @@ class Engine:
     # one request in the caller's thread
 
     def resolve(self, store: ChunkStore | None, ask: AskRequest, say: Say | None = None) -> Request:
-        """Look up, or search for, the chunks of a question, and lay its prompt out. say: callback for a message if there is no search
-        by meaning. Raises NotFoundError for an unknown chunk, UsageError for an empty question, StoreErrors."""
+        """Look up, or search for, the chunks of a question, and lay its prompt out. say: callback for a message if
+        there is no search by meaning. Raises NotFoundError for an unknown chunk, UsageError for an empty question,
+        StoreErrors."""
         self.runtime.memory()  # reserved once: not part of an answer's time
         return resolve(self.runtime, store, ask, say=say, collect=self._collect_settings)
 
     def run(self, request: Request, on_event: OnEvent = ignore) -> Answer:
-        """Answer a request with a pool as large as it needs. Blending never changes stored KV. on_event: called with its events.
+        """Answer a request with a pool as large as it needs. Blending never changes stored KV. on_event: called with
+        its events.
 
         Missing chunks (without usable KV) are computed, and collected and stored afterwards, when the store is open for
-        writing. Used chunks are marked for the store's eviction (`ChunkStore.touch`). Raises UsageError, DeviceError, StoreErrors.
+        writing. Used chunks are marked for the store's eviction (`ChunkStore.touch`). Raises UsageError, DeviceError,
+        StoreErrors.
         """
         return answer_one(self.runtime, request, on_event)[0]
 
@@ -221,11 +227,13 @@ class Engine:
         return self.run(self.resolve(store, replace(ask, options=options or ask.options)))
 
     def plan(self, store: ChunkStore | None, ask: AskRequest, say: Say | None = None) -> AskPlan:
-        """Return what running the question would do. Raises what `resolve` raises, and UsageError if it would be refused."""
+        """Return what running the question would do. Raises what `resolve` raises, and UsageError if it would be
+        refused."""
         return self.planned(self.resolve(store, ask, say))
 
     def planned(self, request: Request) -> AskPlan:
-        """`plan`, of a request that is resolved. In the engine's thread, if it runs: --ratio auto measures this machine once."""
+        """`plan`, of a request that is resolved. In the engine's thread, if it runs: --ratio auto measures this machine
+        once."""
         return plan(self.runtime, request)
 
     def search(self, store: ChunkStore, ask: AskRequest) -> Retrieved:
@@ -242,8 +250,8 @@ class Engine:
         return own_blend(collection, blend, collection.codec)
 
     def explain(self, request: Request, answer: Answer) -> tuple[list[str], list[list[TokenUse]]]:
-        """Return what the request's options ask to report beside the answer: notes on the model and on where the prompt's token ids
-        decode to other text than the template renders; and the tokens of each chunk."""
+        """Return what the request's options ask to report beside the answer: notes on the model and on where the
+        prompt's token ids decode to other text than the template renders; and the tokens of each chunk."""
         notes = [GENERIC_PATH] if request.options.explain and self.model.spec.generic else []
         if request.options.explain and request.store is not None:
             texts = [chunk.text for chunk in request.chunks]
@@ -266,8 +274,9 @@ class Engine:
     ) -> PrecomputeReport:
         """Bring the store up to date with the documents under `paths`. store None: a dry run.
 
-        What `options` leaves open is as the store remembers it for the paths. confirm: called before documents are computed
-        again because they are stored with other settings. Raises NotFoundError, UsageError, StoreErrors, DeviceError.
+        What `options` leaves open is as the store remembers it for the paths. confirm: called before documents are
+        computed again because they are stored with other settings. Raises NotFoundError, UsageError, StoreErrors,
+        DeviceError.
         """
         from cacheblend_cli.collect.paths import Paths
         from cacheblend_cli.collect.precompute import precompute
@@ -281,7 +290,8 @@ class Engine:
         return precompute(collection, store, paths, options, on_event, confirm)
 
     def collection(self, store: ChunkStore | None, salt: str = "", day: date | None = None) -> Collection:
-        """Return the collection that the store's documents are in. day: for the template to print, None for the store's."""
+        """Return the collection that the store's documents are in. day: for the template to print, None for the
+        store's."""
         return self.runtime.collection(salt, day=day or self.runtime.day(store, salt))
 
     def usable(self, store: ChunkStore, salt: str = "") -> list[str]:
@@ -309,8 +319,8 @@ class Engine:
         return recheck(self.collection(store, salt), store, count, repair=repair, progress=progress)
 
     def put(self, store: ChunkStore, document: Document, salt: str = "", title: str = "") -> Putting:
-        """Cut a document, and return it on its way into the store: call its `collect` by `between_steps` until it returns False, then
-        `commit`; or `undo`."""
+        """Cut a document, and return it on its way into the store: call its `collect` by `between_steps` until it
+        returns False, then `commit`; or `undo`."""
         return Putting(self.collection(store, salt), store, document, self._collect_settings, title)
 
     def add(self, store: ChunkStore, texts: Iterable[tuple[str, str]]) -> list[AddedDocument]:
@@ -340,8 +350,8 @@ class Engine:
     # many requests, in the engine's thread
 
     def use(self, store: ChunkStore | None) -> None:
-        """Take chunks from this store from now on, and keep the KV of requests' documents there; `add` does so too. None: a temporary
-        store, which `close` removes. No request may be running."""
+        """Take chunks from this store from now on, and keep the KV of requests' documents there; `add` does so too.
+        None: a temporary store, which `close` removes. No request may be running."""
         with self._lock:
             if self._service is None or store is not self._given:
                 if self._service is not None:
@@ -357,8 +367,8 @@ class Engine:
             self.use(store)
 
     def submit(self, request: Request, on_event: OnEvent) -> RequestState:
-        """Queue a resolved request. on_event: called in the engine's thread, with one Done or Failed last; it must not wait. Raises
-        QueueFull when too many wait or the engine closes. `cancel` takes what it returns."""
+        """Queue a resolved request. on_event: called in the engine's thread, with one Done or Failed last; it must not
+        wait. Raises QueueFull when too many wait or the engine closes. `cancel` takes what it returns."""
         return self._serving().submit(request, on_event)
 
     def cancel(self, state: RequestState) -> None:
@@ -377,8 +387,8 @@ class Engine:
         self._serving().check_room(coming)
 
     def between_steps(self, work: Callable[[], T]) -> Future[T]:
-        """Run work in the engine's thread: KV to compute, one launch a call, so that running answers go on. Raises QueueFull when the
-        engine closes."""
+        """Run work in the engine's thread: KV to compute, one launch a call, so that running answers go on. Raises
+        QueueFull when the engine closes."""
         return self._serving().run(lambda _: work())
 
     def stats(self) -> EngineStats:
@@ -391,7 +401,8 @@ class Engine:
         return self._serving().is_stuck
 
     def outside_answer(self, sampling: SamplingParams, prompt_ids: list[int], on_event: OnEvent) -> SequenceOutput:
-        """Return an answer whose tokens another engine draws (`drawn_outside`): its text, its stop strings and its end."""
+        """Return an answer whose tokens another engine draws (`drawn_outside`): its text, its stop strings and its
+        end."""
         return SequenceOutput(self.runtime, sampling, prompt_ids, on_event)
 
     def close(self) -> None:
@@ -418,9 +429,10 @@ class Engine:
     def request(self, question: str, *, chunks: Sequence[str] = (), **about: Any) -> AskRequest:
         """Return a request. chunks: ids of stored chunks, or unique prefixes of ids.
 
-        about: documents: texts to answer from, cut and collected when they are first seen; search: how many chunks to search for;
-        history: earlier messages, of user and model in turn; verify: compare with a full prefill; and settings, which override the
-        engine's, as ratio=0.3 or max_tokens=20. Raises UsageError, ChunkNotFound, AmbiguousId."""
+        about: documents: texts to answer from, cut and collected when they are first seen; search: how many chunks to
+        search for; history: earlier messages, of user and model in turn; verify: compare with a full prefill; and
+        settings, which override the engine's, as ratio=0.3 or max_tokens=20. Raises UsageError, ChunkNotFound,
+        AmbiguousId."""
         if "inputs_embeds" in about:
             raise UsageError(
                 "inputs_embeds is not supported: KV is stored and reused by token ids", "give the prompt as text"
@@ -436,8 +448,8 @@ class Engine:
         return self._submit(self._asked(question, about)).result()
 
     def prefill(self, question: str | AskRequest, **about: Any) -> PrefilledPrompt:
-        """Prefill a prompt for transformers' `generate`, and generate no answer. Arguments and errors as for `ask`; UsageError for a
-        model with latent attention."""
+        """Prefill a prompt for transformers' `generate`, and generate no answer. Arguments and errors as for `ask`;
+        UsageError for a model with latent attention."""
         from cacheblend_cli.engine.connectors.transformers import PrefilledPrompt, TransformersConnector
         from cacheblend_cli.kv.export import check_exportable
 
@@ -461,8 +473,8 @@ class Engine:
             service.cancel(state)
 
     def ask_many(self, questions: Iterable[str | AskRequest], **about: Any) -> list[Answer]:
-        """Return the answers in order. The requests are batched, and queued as the engine has room. Raises the error of the first
-        that fails, and cancels the others."""
+        """Return the answers in order. The requests are batched, and queued as the engine has room. Raises the error of
+        the first that fails, and cancels the others."""
         answers, running = list[Answer](), deque[Future[Answer]]()
         try:
             for question in questions:
@@ -567,7 +579,8 @@ def drawn_outside(token_id: int) -> Draw:
 
 
 def serve_other_rank(tensor_parallel: int) -> None:
-    """Serve rank 0 and exit, if torchrun started this process as another rank. tensor_parallel: the setting. Raises UsageError."""
+    """Serve rank 0 and exit, if torchrun started this process as another rank. tensor_parallel: the setting. Raises
+    UsageError."""
     if (outer := outer_ranks(tensor_parallel)) is not None and outer[0]:
         serve_rank(*outer)
 

@@ -19,7 +19,8 @@ class Started:
 
 @dataclass(frozen=True)
 class Text:
-    """A piece of an answer, which never breaks a UTF-8 character and never holds a stop string or a part of one. index: which of n."""
+    """A piece of an answer, which never breaks a UTF-8 character and never holds a stop string or a part of one. index:
+    which of n."""
 
     text: str
     index: int = 0
@@ -43,8 +44,9 @@ class Token:
 
 @dataclass(frozen=True)
 class Done:
-    """The end of a request. answers: n of them, in order; those of a request that was cancelled or whose deadline passed are what was
-    said until then, and none where it had not begun. ended: why it ended early, None where it did not."""
+    """The end of a request. answers: n of them, in order; those of a request that was cancelled or whose deadline
+    passed are what was said until then, and none where it had not begun. ended: why it ended early, None where it did
+    not."""
 
     answers: list[Answer]
     ended: Early | None = None
@@ -52,14 +54,16 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """The end of a request that could not be answered. error: a CacheBlendError or a StoreError: message, hint, exit_code."""
+    """The end of a request that could not be answered. error: a CacheBlendError or a StoreError: message, hint,
+    exit_code."""
 
     error: Exception
 
 
 @dataclass(frozen=True)
 class HandedOver:
-    """The connector has the prompt's KV. report: the answer, of no tokens. Done follows once missing chunks are stored."""
+    """The connector has the prompt's KV. report: the answer, of no tokens. Done follows once missing chunks are
+    stored."""
 
     report: Answer
 
@@ -74,9 +78,9 @@ def ignore(event: Event) -> None:
 
 @dataclass(frozen=True)
 class Limits:
-    """max_waiting: queued requests before more are refused. max_sequences: answers decoded at once; one request gets at most half of
-    them. max_rows: tokens of a full prefill that one step computes. pool_tokens: positions of the KV pool, None = what memory
-    allows. enable_prefix_caching: keep exact KV as a prefix cache."""
+    """max_waiting: queued requests before more are refused. max_sequences: answers decoded at once; one request gets at
+    most half of them. max_rows: tokens of a full prefill that one step computes. pool_tokens: positions of the KV pool,
+    None = what memory allows. enable_prefix_caching: keep exact KV as a prefix cache."""
 
     max_waiting: int = 256
     max_sequences: int = 16
@@ -93,14 +97,14 @@ class Limits:
 
 @dataclass
 class EngineStats:
-    """Requests and sequences by state; the pool's blocks by state; what was done since the service began, which the engine counts.
+    """Requests and sequences by state; the pool's blocks by state; what was done since the service began, which the
+    engine counts.
 
     computed: tokens of prompts whose KV was computed; reused: taken from the store; repaired: of these, computed again;
-    prefix_cached: found in the prefix cache. swap_bytes: KV that is swapped out, of swap_space_bytes. pool_bytes: of all
-    blocks, used or not. preempted: answers that gave
-    their blocks up; recomputed: those of them whose KV was dropped, as the swap space was full. joined: short prompts computed in one
-    launch with others. stall_s: waited for KV to load.
-    step_s, scheduling_s: seconds of all steps, and of deciding what they do."""
+    prefix_cached: found in the prefix cache. swap_bytes: KV that is swapped out, of swap_space_bytes. pool_bytes: of
+    all blocks, used or not. preempted: answers that gave their blocks up; recomputed: those of them whose KV was
+    dropped, as the swap space was full. joined: short prompts computed in one launch with others. stall_s: waited for
+    KV to load. step_s, scheduling_s: seconds of all steps, and of deciding what they do."""
 
     waiting: int = 0
     running: int = 0

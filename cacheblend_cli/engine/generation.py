@@ -9,8 +9,9 @@ from cacheblend_cli.types import FinishReason, TokenLogprob
 
 @dataclass
 class Generation:
-    """token_ids include the EOS that ended it, and the reasoning; text does not. reasoning_cut: its tokens were used up.
-    first_token_at: perf_counter when it was sampled. attention: of each chunk its share, see engine/worker/attention.py."""
+    """token_ids include the EOS that ended it, and the reasoning; text does not. reasoning_cut: its tokens were used
+    up. first_token_at: perf_counter when it was sampled. attention: of each chunk its share, see
+    engine/worker/attention.py."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""

@@ -42,7 +42,8 @@ class Grammar:
 
 
 def grammar_of(tokenizer: LLTokenizer, params: SamplingParams) -> Grammar:
-    """The grammar of the answer's JSON schema or regular expression. Raises UsageError for one that cannot be followed."""
+    """The grammar of the answer's JSON schema or regular expression. Raises UsageError for one that cannot be
+    followed."""
     from llguidance import LLMatcher
 
     if params.json_schema is not None:

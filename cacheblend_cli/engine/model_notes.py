@@ -23,7 +23,8 @@ def model_notes(model: LoadedModel, sampling: SamplingParams) -> list[str]:
 
 
 def _greedy_penalty(model: LoadedModel) -> float | None:
-    """The repetition penalty of greedy decoding in transformers; None where generation_config.json names none that is one."""
+    """The repetition penalty of greedy decoding in transformers; None where generation_config.json names none that is
+    one."""
     with suppress(UsageError):
         return model_sampling(model).get("repetition_penalty")
     return None

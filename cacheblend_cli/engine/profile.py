@@ -1,6 +1,8 @@
-"""`--ratio model`: the smallest ratio at which blending was measured to be close to a full prefill (evaluation/profile.py).
+"""`--ratio model`: the smallest ratio at which blending was measured to be close to a full prefill
+(evaluation/profile.py).
 
-A small file in the user's cache directory for each model, with a profile for each dtype, codec, prompt and way to blend.
+A small file in the user's cache directory for each model, with a profile for each dtype, codec, prompt and way to
+blend.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ class Distance:
 
 @dataclass(frozen=True)
 class Profile:
-    """conditions: what it was measured under, by name. prompts: their number. kl_mean, kl_p90: limits of the mean and of the 90th
-    percentile. measured: by rising ratio; larger ratios than the chosen one are not measured."""
+    """conditions: what it was measured under, by name. prompts: their number. kl_mean, kl_p90: limits of the mean and
+    of the 90th percentile. measured: by rising ratio; larger ratios than the chosen one are not measured."""
 
     conditions: dict[str, str]
     prompts: int
@@ -47,7 +49,8 @@ class Profile:
 
     @property
     def choice(self) -> Distance | None:
-        """The smallest ratio within both limits, with its nearer correction; None if there is none: not to be blended."""
+        """The smallest ratio within both limits, with its nearer correction; None if there is none: not to be
+        blended."""
         within = [d for d in self.measured if d.mean <= self.kl_mean and d.p90 <= self.kl_p90]
         return min(within, key=lambda d: (d.ratio, d.mean), default=None)
 
@@ -133,8 +136,8 @@ def own_blend(collection: Collection, blend: BlendParams, codec: str) -> tuple[B
 def with_own_ratio(
     collection: Collection, chunks: Sequence[ChunkInput], ask: AskRequest, notes: list[str]
 ) -> tuple[AskRequest, str]:
-    """Return the request, with the blending of the model's profile where it asks for that, and where its ratio comes from. Notes tell
-    users of a profile that does not fit and of a ratio below the profile's."""
+    """Return the request, with the blending of the model's profile where it asks for that, and where its ratio comes
+    from. Notes tell users of a profile that does not fit and of a ratio below the profile's."""
     blend, model = ask.blend, collection.model
     if ask.options.auto or blend.mode != "blend" or blend.checks:
         return ask, "auto" if ask.options.auto else "given"

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 SLICE_ROWS, GPU_SLICE_ROWS = 256, 2048
-"""Positions of a prefill that one step computes. Fewer let others' tokens come sooner; matrix products with fewer rows are less
-efficient."""
+"""Positions of a prefill that one step computes. Fewer let others' tokens come sooner; matrix products with fewer rows
+are less efficient."""
 _TEMPLATES = 64  # of other wordings that are remembered
 _SHARE_FROM_S, _SHARE_EVERY_S = 1.0, 0.2  # from when, and how often, the share of the weights that is read is reported
 
@@ -64,8 +64,9 @@ class Runtime:
     """A loaded model and its prompt template, shared by every request.
 
     Compute runs in one thread at a time. Templates, collections and token limits are read from any thread: they change
-    with their arguments only, and the date that a template prints is one of them. load_s: what loading took. say: told what takes time once on a machine. progress: told what takes time. memory: a
-    lasting pool to begin with. driver: of the other ranks, with tensor parallelism.
+    with their arguments only, and the date that a template prints is one of them. load_s: what loading took. say: told
+    what takes time once on a machine. progress: told what takes time. memory: a lasting pool to begin with. driver: of
+    the other ranks, with tensor parallelism.
     """
 
     def __init__(self, model: LoadedModel, config: EngineConfig, memory: DeviceMemory | None = None) -> None:
@@ -131,7 +132,8 @@ class Runtime:
         return runtime
 
     def worker_config(self, threads: int) -> EngineConfig:
-        """Return the configuration that loads the same model, in the same dtypes, elsewhere with so many CPU threads."""
+        """Return the configuration that loads the same model, in the same dtypes, elsewhere with so many CPU
+        threads."""
         name, dtype = self.model.name, str(self.decoder.dtype).removeprefix("torch.")
         name = str(Path(name).absolute()) if Path(name).exists() else name
         return replace(self.config, model=name, dtype=dtype, threads=threads)
@@ -165,8 +167,8 @@ class Runtime:
         return EagerRunner(self.decoder, pool)
 
     def template_of(self, wording: Wording | None = None, day: date | None = None) -> PromptTemplate:
-        """Template with this wording and date. None for either: the engine's own. A template that prints no date ignores
-        `day`. Raises UsageError where the chat template cannot render the wording."""
+        """Template with this wording and date. None for either: the engine's own. A template that prints no date
+        ignores `day`. Raises UsageError where the chat template cannot render the wording."""
         own = self.template
         wording, day = wording or own.wording, own.day and (day or own.day)
         if wording == own.wording and day == own.day:
@@ -191,8 +193,8 @@ class Runtime:
         return Collection.of(self.model, self.template_of(wording, day), kv_dtype or self.config.kv_dtype, salt)
 
     def day(self, store: ChunkStore | None, salt: str = "") -> date | None:
-        """Date for the template to print: the one that the store keeps for the salt, else today. None where the template
-        prints no date."""
+        """Date for the template to print: the one that the store keeps for the salt, else today. None where the
+        template prints no date."""
         if self.template.day is None:
             return None
         kept = kept_day(store, self.collection(salt)) if store is not None else None
@@ -208,7 +210,8 @@ class Runtime:
 
     @property
     def slice_rows(self) -> int:
-        """Positions of a prefill slice, a multiple of the block size. KV and logits are the same to the bit for prompts cut alike."""
+        """Positions of a prefill slice, a multiple of the block size. KV and logits are the same to the bit for prompts
+        cut alike."""
         rows = SLICE_ROWS if self.decoder.device.type == "cpu" else GPU_SLICE_ROWS
         return max(rows, self.config.block_size)
 
@@ -231,8 +234,8 @@ class Runtime:
         return num_tokens + headroom <= self.context
 
     def check_characters(self, num_characters: int, headroom: int) -> None:
-        """Raises PromptTooLong for texts that do not fit the model's context however they are tokenised. It costs nothing,
-        so it goes before everything else that is done with a text."""
+        """Raises PromptTooLong for texts that do not fit the model's context however they are tokenised. It costs
+        nothing, so it goes before everything else that is done with a text."""
         least = num_characters // self.model.tokenizer.longest_token
         if not self.fits(least, headroom):
             raise PromptTooLong(

@@ -1,4 +1,5 @@
-"""Sampling of the next token: penalties, greedy or temperature, top-k, top-p, min-p, and log-probabilities on request."""
+"""Sampling of the next token: penalties, greedy or temperature, top-k, top-p, min-p, and log-probabilities on
+request."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ LEAST_TEMPERATURE = 1e-5  # below it, logits in fp32 become infinite: it is as g
 
 
 def logprobs_of(logits: Tensor, token_ids: Tensor, num_top: int) -> list[TokenLogprob]:
-    """Return the log-probabilities of given tokens. logits: fp32 [num_tokens, vocab_size], predicting token_ids [num_tokens] int64."""
+    """Return the log-probabilities of given tokens. logits: fp32 [num_tokens, vocab_size], predicting token_ids
+    [num_tokens] int64."""
     logprobs = torch.log_softmax(logits, dim=-1)
     own, top = logprobs.gather(1, token_ids[:, None])[:, 0], logprobs.topk(num_top)
     parts = (token_ids, own, top.indices, top.values)
@@ -32,10 +34,11 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, num_top: int) -> list[TokenLo
 
 @dataclass(frozen=True)
 class Draw:
-    """One of the tokens that were drawn together and are on their way to the host. token: [1] int64 on the device, for the next step.
+    """One of the tokens that were drawn together and are on their way to the host. token: [1] int64 on the device, for
+    the next step.
 
-    parts: of all of them, on the host: tokens [n] int64, log-probabilities fp32 [n, 1 + k] of each and the k likeliest, and the ids of
-    these [n, k], None where they are not wanted. index: of this one. ready: when they are there.
+    parts: of all of them, on the host: tokens [n] int64, log-probabilities fp32 [n, 1 + k] of each and the k likeliest,
+    and the ids of these [n, k], None where they are not wanted. index: of this one. ready: when they are there.
     """
 
     token: Tensor
@@ -44,7 +47,8 @@ class Draw:
     ready: torch.cuda.Event | None
 
     def fetch(self) -> tuple[int, TokenLogprob | None]:
-        """Wait for these tokens alone, not for what was queued after them. Returns the token and, where wanted, its log-probability."""
+        """Wait for these tokens alone, not for what was queued after them. Returns the token and, where wanted, its
+        log-probability."""
         if self.ready is not None:
             self.ready.synchronize()
         tokens, logprobs, ids = self.parts
@@ -66,8 +70,8 @@ def draws_of(tokens: Tensor, logprobs: Tensor | None = None, ids: Tensor | None 
 
 
 class Sampler:
-    """Settings and state of one sequence's draws. Its generator is its own, so that a seed gives the same answer whatever else
-    runs."""
+    """Settings and state of one sequence's draws. Its generator is its own, so that a seed gives the same answer
+    whatever else runs."""
 
     def __init__(
         self,
@@ -117,8 +121,9 @@ class Sampler:
 
 
 def draw_together(samplers: Sequence[Sampler], logits: Tensor, forced: Sequence[int | None]) -> list[Draw]:
-    """Draw a token of each row of logits, fp32 [n, vocab_size]; rows of the same settings in one operation, with the same tokens
-    as alone. forced: take this token instead. Nothing waits for the device; the logits may be overwritten afterwards."""
+    """Draw a token of each row of logits, fp32 [n, vocab_size]; rows of the same settings in one operation, with the
+    same tokens as alone. forced: take this token instead. Nothing waits for the device; the logits may be overwritten
+    afterwards."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for index, (sampler, token) in enumerate(zip(samplers, forced, strict=True)):
         groups[sampler.settings, token is None].append(index)
@@ -164,9 +169,9 @@ def _tokens(samplers: Sequence[Sampler], logits: Tensor) -> Tensor:
 
 
 class Penalties:
-    """Makes what was said less likely. The repetition penalty divides the positive logits of every token of the prompt and the
-    answer, and multiplies the negative ones, as transformers does. Of the answer's tokens alone, the frequency penalty is
-    taken off a logit once for each time, and the presence penalty once.
+    """Makes what was said less likely. The repetition penalty divides the positive logits of every token of the prompt
+    and the answer, and multiplies the negative ones, as transformers does. Of the answer's tokens alone, the frequency
+    penalty is taken off a logit once for each time, and the presence penalty once.
 
     Everything is kept on the logits' device, so that nothing waits for it."""
 
@@ -193,13 +198,15 @@ class Penalties:
 
 
 def filtered_probs(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Probabilities [..., vocab_size] after temperature, then top-k, top-p and min-p, in that order. At least one survives."""
+    """Probabilities [..., vocab_size] after temperature, then top-k, top-p and min-p, in that order. At least one
+    survives."""
     probs = _kept_probs(logits, params)
     return probs / probs.sum(-1, keepdim=True)
 
 
 def _kept_probs(logits: Tensor, params: SamplingParams) -> Tensor:
-    """`filtered_probs` before they are made to add up to 1: of a row the same to the bit, however many rows there are."""
+    """`filtered_probs` before they are made to add up to 1: of a row the same to the bit, however many rows there
+    are."""
     logits = logits / max(params.temperature, LEAST_TEMPERATURE)
     if params.top_k:
         kth = logits.topk(min(params.top_k, logits.shape[-1])).values[..., -1:]
@@ -231,8 +238,8 @@ def as_the_model(sampling: SamplingParams, fields: Collection[str], model: Loade
 
 
 def model_sampling(model: LoadedModel) -> dict[str, Any]:
-    """Fields of SamplingParams that generation_config.json names. Without do_sample it is greedy, as with transformers: then
-    only its repetition penalty counts, and a temperature is 1 with it where none is named."""
+    """Fields of SamplingParams that generation_config.json names. Without do_sample it is greedy, as with transformers:
+    then only its repetition penalty counts, and a temperature is 1 with it where none is named."""
     config = model.generation_config
     sampled = config.get("do_sample") is True
     fields = MODEL_SAMPLED if sampled else ("repetition_penalty",)

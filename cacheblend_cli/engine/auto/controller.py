@@ -19,8 +19,8 @@ _LOAD_AGAIN = 16  # full prefills in a row
 
 
 class Controller:
-    """The speeds of one model on this machine for one codec. `measure` measures compute, after a message to `say`; how fast KV loads
-    is learnt from the first prompt that is blended."""
+    """The speeds of one model on this machine for one codec. `measure` measures compute, after a message to `say`; how
+    fast KV loads is learnt from the first prompt that is blended."""
 
     def __init__(self, runtime: Runtime, codec: str) -> None:
         self._runtime, self._file = runtime, SpeedFile.of(runtime.model, codec)
@@ -29,8 +29,8 @@ class Controller:
     def measure(self) -> None:
         """Measure compute when that was never done on this machine.
 
-        Full prefills say nothing about loading, so after some of them in a row its speed is forgotten: a bad first measure would
-        otherwise stand for ever.
+        Full prefills say nothing about loading, so after some of them in a row its speed is forgotten: a bad first
+        measure would otherwise stand for ever.
         """
         if self._speeds is None:
             runtime = self._runtime
@@ -48,7 +48,8 @@ class Controller:
         return AutoReport(decision, speeds, work, before_s, predicted_s, full_s)
 
     def learn(self, report: AutoReport, done: PrefillReport, prefill_s: float, rest_s: float | None = None) -> None:
-        """Compare what was predicted with what happened. rest_s: from the prefill's end to the first token, None when unknown.
+        """Compare what was predicted with what happened. rest_s: from the prefill's end to the first token, None when
+        unknown.
 
         Nothing is learnt when a damaged chunk was computed instead of loaded: that was another workload.
         """
@@ -80,8 +81,8 @@ def controller_of(runtime: Runtime, request: Request) -> Controller:
 
 
 def decided(runtime: Runtime, request: Request) -> tuple[Request, AutoReport | None]:
-    """The request as the controller wants it, and why; where it does not blend, as it is. Measuring this machine, once, is no
-    part of an answer. Raises UsageError for a blend whose ratio is not one number."""
+    """The request as the controller wants it, and why; where it does not blend, as it is. Measuring this machine, once,
+    is no part of an answer. Raises UsageError for a blend whose ratio is not one number."""
     blend = request.blend
     if blend.mode != "blend":
         return request, None

@@ -118,7 +118,8 @@ def measure_compute(decoder: Decoder, block_size: int, seconds: float = PROBE_S)
 
 
 def fit(rows: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:
-    """(layer_s, row_s, pair_s), none negative, that give the seconds of causal prefills of `rows` rows best, relatively."""
+    """(layer_s, row_s, pair_s), none negative, that give the seconds of causal prefills of `rows` rows best,
+    relatively."""
     n = np.asarray(rows, dtype=np.float64)
     columns = np.stack((np.ones_like(n), n, n * (n + 1) / 2), axis=1)
     weighted = columns / np.asarray(seconds)[:, None]

@@ -1,4 +1,5 @@
-"""Choice of the engine that decodes: llama.cpp if the settings demand it or it is faster, after its KV was compared with ours."""
+"""Choice of the engine that decodes: llama.cpp if the settings demand it or it is faster, after its KV was compared
+with ours."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ PROBE_TIMEOUT_S = 600
 
 @dataclass(frozen=True)
 class DecodeSpeeds:
-    """Seconds of a decoded token after a short prompt, alone: here, and in llama.cpp. error: why llama.cpp cannot run. load_s: seconds
-    to load and check llama.cpp's weights, 0 until they were loaded once."""
+    """Seconds of a decoded token after a short prompt, alone: here, and in llama.cpp. error: why llama.cpp cannot run.
+    load_s: seconds to load and check llama.cpp's weights, 0 until they were loaded once."""
 
     own_s: float
     llama_cpp_s: float
@@ -64,8 +65,8 @@ class NotTried(LlamaError):
 
 
 def llama_engine(runtime: Runtime) -> LlamaCpp | None:
-    """The engine that decodes for this runtime, loaded when it is first asked for; None where this one does, with a message
-    where llama.cpp was wanted and refused."""
+    """The engine that decodes for this runtime, loaded when it is first asked for; None where this one does, with a
+    message where llama.cpp was wanted and refused."""
     choice = runtime.decode_with
     if not choice.decided:
         choice.decided = True
@@ -187,8 +188,8 @@ def _place(runtime: Runtime) -> Path:
 
 
 def _probe(file: str, num_threads: int) -> float:
-    """Seconds of a token decoded by llama.cpp. Raises LlamaError where it cannot, or its process dies, NotTried where the process did
-    not start or end."""
+    """Seconds of a token decoded by llama.cpp. Raises LlamaError where it cannot, or its process dies, NotTried where
+    the process did not start or end."""
     command = [sys.executable, "-P", "-m", "cacheblend_cli.engine.connectors.llama_probe", file, str(num_threads)]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)

@@ -1,4 +1,5 @@
-"""llama.cpp as the engine that decodes: it takes a prompt's KV as its own state, and gives logits for each token after it."""
+"""llama.cpp as the engine that decodes: it takes a prompt's KV as its own state, and gives logits for each token after
+it."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ class LlamaSequence:
 class LlamaCpp:
     """A GGUF file loaded by llama.cpp, and the sequences that it decodes together. Used in one thread.
 
-    One context holds all sequences; it is replaced by a larger one when tokens or sequences no longer fit. Logits of a sequence
-    depend on what is decoded beside it by rounding only."""
+    One context holds all sequences; it is replaced by a larger one when tokens or sequences no longer fit. Logits of a
+    sequence depend on what is decoded beside it by rounding only."""
 
     def __init__(self, library: Library, file: Path, num_threads: int) -> None:
         self.library, self.file, self._num_threads = library, file, num_threads
@@ -82,7 +83,8 @@ class LlamaCpp:
         self._layout = layout
 
     def hand_over(self, token_ids: Sequence[int], kv: KVReader, headroom: int = 0) -> LlamaSequence:
-        """A sequence that holds this KV. headroom: tokens that are decoded after it. Raises LlamaError where llama.cpp refuses."""
+        """A sequence that holds this KV. headroom: tokens that are decoded after it. Raises LlamaError where llama.cpp
+        refuses."""
         if kv.num_tokens + headroom > self.max_context:
             raise LlamaError(
                 f"prompt and answer take {kv.num_tokens + headroom} tokens, and {self.file.name} has a context of {self.max_context}"

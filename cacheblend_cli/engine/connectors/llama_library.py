@@ -1,8 +1,9 @@
-"""llama.cpp's C library, loaded by ctypes from the package that brings it: llama-cpp-python or xllamacpp. Imports neither of them.
+"""llama.cpp's C library, loaded by ctypes from the package that brings it: llama-cpp-python or xllamacpp. Imports
+neither of them.
 
-Parameter structs change from version to version. They are taken from the library's own `*_default_params` as opaque bytes, larger
-than any version's, and passed back by value: a callee reads its own part. A field is changed only where its place is recognised by
-its defaults, and what the library reports afterwards is compared with what was set.
+Parameter structs change from version to version. They are taken from the library's own `*_default_params` as opaque
+bytes, larger than any version's, and passed back by value: a callee reads its own part. A field is changed only where
+its place is recognised by its defaults, and what the library reports afterwards is compared with what was set.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import Any
 from cacheblend_cli.errors import DeviceError
 
 PACKAGES = {"llama-cpp-python": ("llama_cpp", "lib/libllama.[sd]*"), "xllamacpp": ("xllamacpp", "xllamacpp*.so")}
-"""Distributions: import name, and where below it the library is. llama-cpp-python comes first: no extra brings it, so whoever has
-it chose it, and may have built it for this CPU; xllamacpp's wheels are built for AVX2."""
+"""Distributions: import name, and where below it the library is. llama-cpp-python comes first: no extra brings it, so
+whoever has it chose it, and may have built it for this CPU; xllamacpp's wheels are built for AVX2."""
 PARAMS_BYTES = 1024  # of the largest struct that is passed by value; llama_context_params has about 170
 N_CTX, N_BATCH, N_UBATCH, N_SEQ_MAX = range(4)  # uint32 at the beginning of llama_context_params
 CONTEXT_DEFAULTS = (512, 2048, 512, 1)
@@ -85,7 +86,8 @@ class LlamaError(DeviceError):
 
 
 class Library:
-    """name: of the package and its version. Errors that llama.cpp logs are kept for messages; its other output is dropped."""
+    """name: of the package and its version. Errors that llama.cpp logs are kept for messages; its other output is
+    dropped."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
@@ -126,8 +128,8 @@ class Library:
     def new_context(
         self, model: int, num_cells: int, num_sequences: int, num_threads: int, num_batch: int = LEAST_BATCH
     ) -> int:
-        """A context whose KV cells belong to all sequences together: f16 KV, flash attention where llama.cpp has it. num_batch:
-        tokens that are computed at once, at least one for each sequence.
+        """A context whose KV cells belong to all sequences together: f16 KV, flash attention where llama.cpp has it.
+        num_batch: tokens that are computed at once, at least one for each sequence.
 
         Raises LlamaError where its parameters are laid out in an unknown way, or memory is short."""
         self._errors.clear()

@@ -1,7 +1,7 @@
 """Time llama.cpp in a process of its own: `python -m cacheblend_cli.engine.connectors.llama_probe FILE THREADS`.
 
-Prints {"decode_s"} (seconds of a token, the best of a few) or {"error"}. Code that the machine cannot run ends this process and not
-the one that answers (ggml's AMX code dies with SIGILL on some virtual machines).
+Prints {"decode_s"} (seconds of a token, the best of a few) or {"error"}. Code that the machine cannot run ends this
+process and not the one that answers (ggml's AMX code dies with SIGILL on some virtual machines).
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""llama.cpp's state of one sequence as bytes: what `llama_state_seq_get_data` writes and `llama_state_seq_set_data` reads.
+"""llama.cpp's state of one sequence as bytes: what `llama_state_seq_get_data` writes and `llama_state_seq_set_data`
+reads.
 
-Little-endian. u32 magic, i32 sequence, then a part for the layers without a window and one for those with one, whichever there
-are. A part: u32 streams, u32 cells; a cell: i32 position, u32 sequences, i32 sequence; u32 whether V is transposed, u32 layers,
-in some versions more that is the same in every state; K of each layer: i32 ggml type, u64 bytes of a row, rows
-[num_kv_heads x head_dim] after RoPE; then V of each, alike. The layout has no version: it is learnt from, and compared with, a
-state that llama.cpp itself wrote of a few tokens.
+Little-endian. u32 magic, i32 sequence, then a part for the layers without a window and one for those with one,
+whichever there are. A part: u32 streams, u32 cells; a cell: i32 position, u32 sequences, i32 sequence; u32 whether V is
+transposed, u32 layers, in some versions more that is the same in every state; K of each layer: i32 ggml type, u64 bytes
+of a row, rows [num_kv_heads x head_dim] after RoPE; then V of each, alike. The layout has no version: it is learnt
+from, and compared with, a state that llama.cpp itself wrote of a few tokens.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ MAGIC = 0xAF143CD8
 GGML_TYPE_F16 = 1
 MOST_EXTRA = 64  # bytes of a part's header beyond what is known
 SAME_TOKEN, SAME_MODEL = 0.5, 1.0
-"""Relative differences of K and V up to which two engines hold the same model: in layer 0, where they depend on the token alone, and
-in later ones. 4-bit weights beside bfloat16 ones differ by a tenth there, and by half after 22 layers of random weights; heads in
-another order, or other weights, by 1.4."""
+"""Relative differences of K and V up to which two engines hold the same model: in layer 0, where they depend on the
+token alone, and in later ones. 4-bit weights beside bfloat16 ones differ by a tenth there, and by half after 22 layers
+of random weights; heads in another order, or other weights, by 1.4."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class Field:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """order: index of each of llama.cpp's head channels among a checkpoint's, [head_dim]; None for the identity. extra: what a part's
-    header ends with. further: see `KVReader.further`."""
+    """order: index of each of llama.cpp's head channels among a checkpoint's, [head_dim]; None for the identity. extra:
+    what a part's header ends with. further: see `KVReader.further`."""
 
     order: Tensor | None
     extra: bytes = b""
@@ -76,8 +77,8 @@ class StateLayout:
         return np.concatenate(parts)
 
     def differences(self, kv: KVReader, theirs: np.ndarray) -> list[str]:
-        """Return the differences between the state of this KV and llama.cpp's own of the same tokens: headers, size, the first
-        layer's K or V that differs."""
+        """Return the differences between the state of this KV and llama.cpp's own of the same tokens: headers, size,
+        the first layer's K or V that differs."""
         ours, at, found = self.state_of(kv), 0, list[str]()
         for field in self._fields(kv):
             own, other = (state[at : at + field.num_bytes] for state in (ours, theirs))
@@ -119,8 +120,9 @@ class StateLayout:
 
 
 def _further_turns(spec: ModelSpec) -> tuple[Tensor | None, ...]:
-    """`KVReader.further` of llama.cpp. ggml rounds the range of YaRN's ramp to whole dimensions (`ggml_rope_yarn_corr_dims`), which gpt-oss
-    does not (`truncate`): angles differ by up to .4 radians after 2,000 tokens, and by nothing that shows after a few."""
+    """`KVReader.further` of llama.cpp. ggml rounds the range of YaRN's ramp to whole dimensions
+    (`ggml_rope_yarn_corr_dims`), which gpt-oss does not (`truncate`): angles differ by up to .4 radians after 2,000
+    tokens, and by nothing that shows after a few."""
     return tuple(_further(spec, spec.rope_of(layer)) for layer in range(spec.num_kv_layers))
 
 

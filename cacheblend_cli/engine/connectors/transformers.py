@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """K and V of all tokens but the last, each [1, num_kv_heads, num_tokens - 1, head_dim] on the host. window: positions that
-    the layer's attention covers, None for all."""
+    """K and V of all tokens but the last, each [1, num_kv_heads, num_tokens - 1, head_dim] on the host. window:
+    positions that the layer's attention covers, None for all."""
 
     k: Tensor
     v: Tensor
@@ -42,8 +42,8 @@ class TransformersConnector:
 class PrefilledPrompt:
     """A prompt whose KV is computed. `model.generate(**prompt.inputs())` continues it without a prefill.
 
-    report: an Answer without text: which chunks were reused, timing, notes. path: the checkpoint, whose config says which
-    layers have a window.
+    report: an Answer without text: which chunks were reused, timing, notes. path: the checkpoint, whose config says
+    which layers have a window.
     """
 
     token_ids: tuple[int, ...]
@@ -57,10 +57,11 @@ class PrefilledPrompt:
         return torch.tensor([self.token_ids])
 
     def cache(self, model: PreTrainedModel | None = None) -> DynamicCache:
-        """Return a new cache of all tokens but the last, whose logits `generate` computes. It grows with the answer: take
-        another one for another answer.
+        """Return a new cache of all tokens but the last, whose logits `generate` computes. It grows with the answer:
+        take another one for another answer.
 
-        model: the one that generates; its config, device and dtype are used. None: the engine's config and dtype, on the CPU.
+        model: the one that generates; its config, device and dtype are used. None: the engine's config and dtype, on
+        the CPU.
         """
         from transformers import AutoConfig, DynamicCache
         from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer

@@ -29,10 +29,11 @@ STUCK_S = 60.0
 
 
 class AsyncEngine:
-    """One thread of its own runs the engine; every method may be called from any thread. Requests are answered side by side.
+    """One thread of its own runs the engine; every method may be called from any thread. Requests are answered side by
+    side.
 
-    Events of a request are passed to its on_event in the engine's thread, in order, exactly one Done or Failed last: on_event
-    hands them on, and does not wait for anybody. If it raises, the request is cancelled.
+    Events of a request are passed to its on_event in the engine's thread, in order, exactly one Done or Failed last:
+    on_event hands them on, and does not wait for anybody. If it raises, the request is cancelled.
     """
 
     def __init__(self, runtime: Runtime, limits: Limits | None = None) -> None:
@@ -52,8 +53,8 @@ class AsyncEngine:
         self._thread.start()
 
     def submit(self, request: Request, on_event: OnEvent) -> RequestState:
-        """Queue the request. Raises QueueFull when too many wait or the service closes. If it is impossible, as a prompt that is too
-        long, its only event is Failed."""
+        """Queue the request. Raises QueueFull when too many wait or the service closes. If it is impossible, as a
+        prompt that is too long, its only event is Failed."""
         with self._changed:
             self.check_room()
             state = RequestState(request, next(self._numbers))
@@ -63,7 +64,8 @@ class AsyncEngine:
         return state
 
     def check_room(self, coming: int = 0) -> None:
-        """Raise QueueFull where the queue has no room for one more request after `coming` others, or the service closes."""
+        """Raise QueueFull where the queue has no room for one more request after `coming` others, or the service
+        closes."""
         with self._changed:
             waiting = self._num_waiting + coming
             if self._closing or waiting >= self._limits.max_waiting:
@@ -98,8 +100,8 @@ class AsyncEngine:
                 state.cancelled = True
 
     def run(self, work: Callable[[Runtime], T]) -> Future[T]:
-        """Run `work` in the engine's thread: KV to compute, one launch a call. Between two calls there is a step, so that
-        running answers go on. Raises QueueFull when the service closes."""
+        """Run `work` in the engine's thread: KV to compute, one launch a call. Between two calls there is a step, so
+        that running answers go on. Raises QueueFull when the service closes."""
         future: Future[T] = Future()
         with self._changed:
             if self._closing:
@@ -125,8 +127,8 @@ class AsyncEngine:
         return self.busy_s > STUCK_S
 
     def close(self, grace_s: float = 0.0, give_up_s: float = STUCK_S) -> bool:
-        """Take no more requests. Running ones may finish within grace_s and are cancelled then. Returns whether the thread has
-        ended; a step that does not end within another give_up_s is left to the end of the process."""
+        """Take no more requests. Running ones may finish within grace_s and are cancelled then. Returns whether the
+        thread has ended; a step that does not end within another give_up_s is left to the end of the process."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()

@@ -11,9 +11,9 @@ from cacheblend_cli.prompt.plan import PromptPlan
 
 
 class BlockManager:
-    """watermark: share of the pool that a prompt leaves free, for answers that grow. in_use: blocks that are nobody's, but used,
-    such as the spare one that decoding fills its batches with. enable_prefix_caching: see `Limits`. window: positions that a
-    layer looks back at most, None where one of them looks at all."""
+    """watermark: share of the pool that a prompt leaves free, for answers that grow. in_use: blocks that are nobody's,
+    but used, such as the spare one that decoding fills its batches with. enable_prefix_caching: see `Limits`. window:
+    positions that a layer looks back at most, None where one of them looks at all."""
 
     def __init__(
         self,
@@ -34,7 +34,8 @@ class BlockManager:
         return (self._total - self._reserve) * self.space.block_size
 
     def can_allocate(self, num_tokens: int, headroom: int, hit: Hit, behind: int = 1) -> Allocation:
-        """Return when a prompt of num_tokens can begin, and `behind` more: now, later or, with an answer of `headroom`, never."""
+        """Return when a prompt of num_tokens can begin, and `behind` more: now, later or, with an answer of `headroom`,
+        never."""
         size = self.space.blocks_for
         if size(num_tokens + headroom) > self._total - self._reserve:
             return Allocation.NEVER
@@ -53,8 +54,8 @@ class BlockManager:
         return allocator.can_append(new)
 
     def find(self, plan: PromptPlan, origin: KVProvenance, limit: int | None = None) -> Hit:
-        """Look the prompt up in the prefix cache: whole slices before the first chunk that needs repair. limit: maximum tokens, None for
-        all but the last, whose logits are wanted."""
+        """Look the prompt up in the prefix cache: whole slices before the first chunk that needs repair. limit: maximum
+        tokens, None for all but the last, whose logits are wanted."""
         size, rows = self.space.block_size, origin.slice_rows
         blocks = self._prefix_cache.find(plan.token_ids, origin)
         num_tokens = min(len(blocks) * size, plan.num_tokens - 1 if limit is None else limit) // rows * rows
@@ -63,8 +64,8 @@ class BlockManager:
         return Hit(tuple(blocks[: num_tokens // size]), num_tokens)
 
     def taken(self, num_tokens: int, hit: Hit) -> int:
-        """Blocks that are not free any more once a prompt of num_tokens begins with the hit: its own, and those of the hit that
-        nobody else uses."""
+        """Blocks that are not free any more once a prompt of num_tokens begins with the hit: its own, and those of the
+        hit that nobody else uses."""
         return self.space.blocks_for(num_tokens) - sum(map(self.space.allocator.is_used, hit.blocks))
 
     def allocate(self, num_tokens: int, headroom: int, hit: Hit) -> BlockTable:
@@ -81,11 +82,12 @@ class BlockManager:
         return 0 if self._window is None else max(0, kv_len - max(1, self._window - 1)) // self.space.block_size
 
     def can_swap_in(self, num_tokens: int, gone: int = 0, held: int = 0) -> bool:
-        """Return whether a sequence that holds so many tokens can go on. gone: blocks of it that are not wanted any more; held: those that
-        were swapped out, which may be more than it needs."""
+        """Return whether a sequence that holds so many tokens can go on. gone: blocks of it that are not wanted any
+        more; held: those that were swapped out, which may be more than it needs."""
         return max(self.space.blocks_for(num_tokens + 1) - gone, held) <= self._free
 
     def check_idle(self) -> None:
-        """Nobody holds a block: free + cached + used = total, and used are the spare ones. Raises AssertionError: our own bug."""
+        """Nobody holds a block: free + cached + used = total, and used are the spare ones. Raises AssertionError: our
+        own bug."""
         self.space.allocator.check_integrity()
         assert self.space.allocator.num_used == self._in_use, "blocks are used, and nobody holds them"

@@ -22,7 +22,8 @@ from cacheblend_cli.kv.prefix_cache import Hit
 
 
 class EngineCore:
-    """Runs requests, a step at a time, in the thread that calls it. memory: the pool of a single request, None for the lasting one."""
+    """Runs requests, a step at a time, in the thread that calls it. memory: the pool of a single request, None for the
+    lasting one."""
 
     def __init__(self, runtime: Runtime, limits: Limits, memory: DeviceMemory | None = None) -> None:
         self._runtime, decoder = runtime, runtime.decoder
@@ -56,7 +57,8 @@ class EngineCore:
         return self._outputs.storing or bool(self.scheduler.states)
 
     def add(self, state: RequestState) -> None:
-        """Queue a request, which is admitted unless it was. Raises UsageError where it is impossible, or can never fit the pool."""
+        """Queue a request, which is admitted unless it was. Raises UsageError where it is impossible, or can never fit
+        the pool."""
         if not state.sequences:
             admit(self._runtime, state)
         headroom = state.max_new_tokens
@@ -69,8 +71,8 @@ class EngineCore:
         self.scheduler.add(state)
 
     def step(self) -> Events:
-        """Do one thing: end requests, compute a slice of a prompt, or a token of every answer; beside it, missing chunks that are to
-        be stored are computed, one launch a step. Returns the events of the requests, in order."""
+        """Do one thing: end requests, compute a slice of a prompt, or a token of every answer; beside it, missing
+        chunks that are to be stored are computed, one launch a step. Returns the events of the requests, in order."""
         start = time.perf_counter()
         step = self.scheduler.schedule()
         self.counts.scheduling_s += time.perf_counter() - start

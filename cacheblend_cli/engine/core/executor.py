@@ -85,8 +85,8 @@ class Executor:
                 output.failed.append((sequence, error))
 
     def _decode(self, sequences: list[Sequence], output: StepOutput) -> None:
-        """Compute a token of each: those whose RoPE has the same frequencies go together, unless rows are not steady. Those that
-        another engine decodes go together there."""
+        """Compute a token of each: those whose RoPE has the same frequencies go together, unless rows are not steady.
+        Those that another engine decodes go together there."""
         decoder = self._runtime.decoder
         try:
             elsewhere = [s for s in sequences if self._decodes_elsewhere(s)]

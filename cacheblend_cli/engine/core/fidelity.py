@@ -67,7 +67,8 @@ def teacher_forced(
 
 
 def log_distribution(logits: Tensor) -> Tensor:
-    """Log-probabilities in fp64, same shape as the logits [num_positions, vocab_size]; on the CPU where the device has no fp64."""
+    """Log-probabilities in fp64, same shape as the logits [num_positions, vocab_size]; on the CPU where the device has
+    no fp64."""
     return torch.log_softmax((logits.cpu() if logits.is_mps else logits).double(), -1)
 
 

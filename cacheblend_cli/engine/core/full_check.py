@@ -1,8 +1,9 @@
-"""Checks of an answer against a full prefill: `--verify` compares, `--confirm` replaces, and `--max-risk` replaces what is too risky.
+"""Checks of an answer against a full prefill: `--verify` compares, `--confirm` replaces, and `--max-risk` replaces what
+is too risky.
 
-All three are one pass. When the answer is complete, a full prefill of the prompt and the answer's tokens gives the distribution at
-each of them. It is a request of the engine's own (`Check`), scheduled in slices like any other, and it ends with the request it
-checks.
+All three are one pass. When the answer is complete, a full prefill of the prompt and the answer's tokens gives the
+distribution at each of them. It is a request of the engine's own (`Check`), scheduled in slices like any other, and it
+ends with the request it checks.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ def check_of(runtime: Runtime, state: RequestState) -> Check | None:
 class Check(RequestState):
     """A full prefill of a prompt and of the answer that its blended KV gave (the draft).
 
-    The draft's tokens are fed to it (teacher forcing), and its distribution at each is compared with the one that the token was
-    drawn from. Where the answer is to be replaced, the sampler draws again from the full prefill's logits with the draft's own
-    seed, as in speculative decoding (arXiv 2211.17192); from the first token that differs, the answer is decoded behind the full
-    prefill's KV.
+    The draft's tokens are fed to it (teacher forcing), and its distribution at each is compared with the one that the
+    token was drawn from. Where the answer is to be replaced, the sampler draws again from the full prefill's logits
+    with the draft's own seed, as in speculative decoding (arXiv 2211.17192); from the first token that differs, the
+    answer is decoded behind the full prefill's KV.
     """
 
     def __init__(

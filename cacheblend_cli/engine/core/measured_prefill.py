@@ -41,12 +41,12 @@ def prefill(
     output_positions: Callable[[PromptPlan], Tensor] | None = None,
     slice_rows: int | None = None,
 ) -> Prefilled:
-    """Prefill one prompt outside of the engine, for measures. A chunk whose stored KV is bad is computed instead, and a note
-    says so.
+    """Prefill one prompt outside of the engine, for measures. A chunk whose stored KV is bad is computed instead, and a
+    note says so.
 
-    headroom: positions to keep free after the prompt. output_positions: where logits are wanted, the last by default; with it the
-    prompt is computed in one slice. slice_rows: positions of a slice, None for the engine's.
-    Raises UsageError when the prompt is longer than the context, DeviceError when it does not fit the memory.
+    headroom: positions to keep free after the prompt. output_positions: where logits are wanted, the last by default;
+    with it the prompt is computed in one slice. slice_rows: positions of a slice, None for the engine's. Raises
+    UsageError when the prompt is longer than the context, DeviceError when it does not fit the memory.
     """
     decoder = runtime.decoder
     if runtime.driver is not None:
@@ -78,7 +78,8 @@ def prefill(
 
 @dataclass(eq=False)
 class AutoPrefill:
-    """`prefill` under the controller, for `cacheblend eval`. reports: one a prompt, in order, ttft_s being the prefill's."""
+    """`prefill` under the controller, for `cacheblend eval`. reports: one a prompt, in order, ttft_s being the
+    prefill's."""
 
     reports: list[AutoReport] = field(default_factory=list)
 

@@ -1,4 +1,5 @@
-"""Processing of what a step computed: prompts that are done, tokens drawn, answers that are complete, requests that end or fail."""
+"""Processing of what a step computed: prompts that are done, tokens drawn, answers that are complete, requests that end
+or fail."""
 
 from __future__ import annotations
 
@@ -123,7 +124,8 @@ class OutputProcessor:
             if isinstance(state, Check):
                 self._checked(sequence, state)
             elif sequence.output is not None:
-                # Its KV was dropped: its tokens are computed again, one a step as at first, so that the answer is the same to the bit.
+                # Its KV was dropped: its tokens are computed again, one a step as at first, so that the answer is the
+                # same to the bit.
                 sequence.kv_len, sequence.replay = state.num_tokens, len(sequence.output.out.token_ids) - 1
             else:
                 self._begin_answers(sequence, done)
@@ -263,7 +265,8 @@ class OutputProcessor:
         self._end(check.parent)
 
     def _end(self, state: RequestState, early: Early | None = None) -> None:
-        """Emit the answers. early: why the request ends though it is not finished, with what was generated until now."""
+        """Emit the answers. early: why the request ends though it is not finished, with what was generated until
+        now."""
         if isinstance(state, Check):
             self.remove(state)
             return
@@ -309,7 +312,8 @@ class OutputProcessor:
         self._emit(state, Done(answers, early))
 
     def _answers(self, state: RequestState) -> list[Answer]:
-        """The best of them where more were made than wanted; none where the prompt was not done. What was not streamed is emitted."""
+        """The best of them where more were made than wanted; none where the prompt was not done. What was not streamed
+        is emitted."""
         if state.done is None:
             return []
         made = [s.output.out for s in state.sequences if s.output is not None]

@@ -16,9 +16,9 @@ FREE_SHARE = 0.25  # of a CPU's free memory, for an engine that many ask at once
 
 
 def lasting_pool(runtime: Runtime, limits: Limits) -> DeviceMemory:
-    """The pool of an engine that many ask at once, and what decodes in it. On a CPU it is as large as the limits say, or as many
-    whole contexts as there are sequences, within a quarter of the memory that is free; nothing of it is taken before it is
-    written to."""
+    """The pool of an engine that many ask at once, and what decodes in it. On a CPU it is as large as the limits say,
+    or as many whole contexts as there are sequences, within a quarter of the memory that is free; nothing of it is
+    taken before it is written to."""
     decoder, tokens = runtime.decoder, limits.pool_tokens
     if tokens is None:
         ranks = 1 if decoder.shard is None else decoder.shard.ranks.size  # each takes as much, of the same memory
@@ -36,8 +36,8 @@ def _free_bytes() -> int:
 
 
 def pool_for(runtime: Runtime, num_blocks: int, at_once: int = 1) -> DeviceMemory:
-    """A pool for as many requests at once. On a GPU it is the runtime's own, as large as the device has room for, on a CPU one of
-    num_blocks blocks."""
+    """A pool for as many requests at once. On a GPU it is the runtime's own, as large as the device has room for, on a
+    CPU one of num_blocks blocks."""
     memory, decoder, block_size = runtime.memory(at_once), runtime.decoder, runtime.config.block_size
     if memory is not None:
         return memory

@@ -24,8 +24,8 @@ from cacheblend_cli.types import BlendParams
 
 FORMAT, SIGNALS = 2, 4  # the format: one more where blending computes otherwise
 RIDGE = 1.0
-"""What a weight costs: half its square, in the log-likelihood's unit. It keeps weights finite where the signals part the
-tokens completely."""
+"""What a weight costs: half its square, in the log-likelihood's unit. It keeps weights finite where the signals part
+the tokens completely."""
 LEAST = 3
 """Answers that are others than a full prefill's which a fit needs at least."""
 
@@ -41,14 +41,15 @@ class RiskFit:
     differing: int
 
     def of_tokens(self, signals: Tensor) -> Tensor:
-        """The probability for each token that a full prefill would have another one most likely, [num_tokens] fp64. signals:
-        see `signals_of`."""
+        """The probability for each token that a full prefill would have another one most likely, [num_tokens] fp64.
+        signals: see `signals_of`."""
         return torch.sigmoid(signals @ torch.tensor(self.weights, dtype=torch.float64) + self.bias)
 
 
 def signals_of(logits: Tensor) -> Tensor:
-    """Return the features of each token, [num_tokens, SIGNALS] fp64 on the CPU: by how much the likeliest token
-    leads the second in log-probability, the entropy in nats, and the square roots of both. logits: [num_tokens, vocab_size]."""
+    """Return the features of each token, [num_tokens, SIGNALS] fp64 on the CPU: by how much the likeliest token leads
+    the second in log-probability, the entropy in nats, and the square roots of both. logits: [num_tokens,
+    vocab_size]."""
     found = torch.log_softmax(logits.float(), -1)
     first, second = found.topk(2).values.unbind(-1)
     entropy = -(found.exp() * found).sum(-1)
@@ -57,8 +58,9 @@ def signals_of(logits: Tensor) -> Tensor:
 
 
 def fit_risk(answers: Sequence[tuple[Tensor, Sequence[bool]]]) -> RiskFit:
-    """Fit by Newton's method. answers: of each the signals [num_tokens, SIGNALS] of its tokens, and of which a full prefill, behind
-    the same tokens, would have another one most likely. Raises UsageError where too few of them differ."""
+    """Fit by Newton's method. answers: of each the signals [num_tokens, SIGNALS] of its tokens, and of which a full
+    prefill, behind the same tokens, would have another one most likely. Raises UsageError where too few of them
+    differ."""
     differing = sum(any(differs) for _, differs in answers)
     if differing < LEAST:
         raise UsageError(
@@ -92,8 +94,8 @@ class RiskFile:
 
     @classmethod
     def of(cls, collection: Collection, contexts: Sequence[str], blend: BlendParams) -> RiskFile:
-        """Return the file for the collection's model and codec, the chunks' contexts and the blend settings: all of these but the
-        seed and the limit."""
+        """Return the file for the collection's model and codec, the chunks' contexts and the blend settings: all of
+        these but the seed and the limit."""
         policy = {name: value for name, value in asdict(blend).items() if name not in ("seed", "max_risk")}
         identity = json.dumps(
             [FORMAT, collection.model.fingerprint, collection.codec, sorted(contexts), policy], sort_keys=True

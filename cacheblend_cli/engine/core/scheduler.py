@@ -1,9 +1,10 @@
 """Scheduling policy, all of it.
 
-Requests are served by priority, then first come, first served. A sequence that was swapped out comes back before a new one
-begins. One prompt is prefilled at a time, a slice a step, and between two slices every running answer gets a token; short
-prompts that follow each other share a step, if their rows are a slice at most. The next prompt may begin to load meanwhile. Where
-blocks are short, the sequence that came last is preempted. Requests that were cancelled or are overdue end in a step of their own.
+Requests are served by priority, then first come, first served. A sequence that was swapped out comes back before a new
+one begins. One prompt is prefilled at a time, a slice a step, and between two slices every running answer gets a token;
+short prompts that follow each other share a step, if their rows are a slice at most. The next prompt may begin to load
+meanwhile. Where blocks are short, the sequence that came last is preempted. Requests that were cancelled or are overdue
+end in a step of their own.
 """
 
 from __future__ import annotations
@@ -96,12 +97,13 @@ class Scheduler:
         return self.max_sequences - len(self.those(Status.RUNNING)) - len(self.those(Status.SWAPPED))
 
     def wave(self, num_left: int) -> int:
-        """Return how many of a request's num_left answers start now: at most half of all places, so that other requests are admitted."""
+        """Return how many of a request's num_left answers start now: at most half of all places, so that other requests
+        are admitted."""
         return max(1, min(num_left, self.num_places + 1, max(1, self.max_sequences // 2)))
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take its blocks: one that decodes is swapped out; one whose prompt is not done, or that the swap space has no room for, is
-        queued again. A check is always swapped out."""
+        """Take its blocks: one that decodes is swapped out; one whose prompt is not done, or that the swap space has no
+        room for, is queued again. A check is always swapped out."""
         self.counts.preempted += 1
         held = [] if sequence.paged is None else sequence.paged.owned
         full = self.num_swapped + len(held) > self.swap_blocks and sequence.state.parent is None
@@ -174,8 +176,8 @@ class Scheduler:
         return max(0, self.blocks.space.blocks_for(state.num_tokens + state.max_new_tokens) - held)
 
     def _short_rows(self, state: RequestState, hit: Hit) -> int | None:
-        """Rows of its prompt behind the hit, where it may share a launch with others. None where it has too many, needs repair, or is
-        timed or watched by itself."""
+        """Rows of its prompt behind the hit, where it may share a launch with others. None where it has too many, needs
+        repair, or is timed or watched by itself."""
         plan, sampling = state.request.plan, state.request.sampling
         if state.report is not None or sampling.prompt_logprobs is not None or state.parent is not None:
             return None
@@ -184,7 +186,8 @@ class Scheduler:
         return short_rows(plan.with_prefix_cache(hit.num_tokens), self.launch_rows)
 
     def _may_join(self, prefilling: list[Sequence], num_rows: int | None) -> bool:
-        """Return whether a prompt of num_rows, None = not a short one, can be computed in one step with all that begun before it."""
+        """Return whether a prompt of num_rows, None = not a short one, can be computed in one step with all that begun
+        before it."""
         short = [num_rows, *(s.prefill.short for s in prefilling if s.prefill is not None)]
         return None not in short and sum(n for n in short if n is not None) <= self.launch_rows
 

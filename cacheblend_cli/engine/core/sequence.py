@@ -59,7 +59,8 @@ class SwappedKV:
 
 @dataclass(eq=False)
 class Sequence:
-    """One answer of a request. The first of those that begin together prefills the prompt; the others begin as its copies."""
+    """One answer of a request. The first of those that begin together prefills the prompt; the others begin as its
+    copies."""
 
     state: RequestState
     index: int  # of the answer
@@ -157,7 +158,8 @@ class RequestState:
 
     @property
     def streams(self) -> bool:
-        """Return whether its tokens are emitted one by one: not before the likeliest answers are chosen, nor what may be replaced."""
+        """Return whether its tokens are emitted one by one: not before the likeliest answers are chosen, nor what may
+        be replaced."""
         return self.num_answers <= self.request.sampling.n and (self.checks is None or self.checks.fit is None)
 
     @property
@@ -175,15 +177,15 @@ class RequestState:
         return (s for s in self.sequences if s.status is not Status.FINISHED)
 
     def outputs(self) -> tuple[int, Sink] | None:
-        """The position of the prompt from which on every row's logits are wanted, and what receives them; None = the last row's
-        only. Called when the prefill begins."""
+        """The position of the prompt from which on every row's logits are wanted, and what receives them; None = the
+        last row's only. Called when the prefill begins."""
         top = self.request.sampling.prompt_logprobs
         return None if top is None else (0, PromptLogprobs(self.request.plan.token_ids, top))
 
 
 def provenance_of(state: RequestState, slice_rows: int) -> KVProvenance:
-    """Return the provenance of the KV of a request's prompt: of each whole slice of slice_rows positions before the first chunk that
-    needs repair, the stored KV in it."""
+    """Return the provenance of the KV of a request's prompt: of each whole slice of slice_rows positions before the
+    first chunk that needs repair, the stored KV in it."""
     request, plan, slices = state.request, state.request.plan, []
     for start in range(0, min(plan.exact_until, state.num_prompt_tokens) - slice_rows + 1, slice_rows):
         end = start + slice_rows

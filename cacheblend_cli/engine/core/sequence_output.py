@@ -22,10 +22,12 @@ from cacheblend_cli.types import SamplingParams
 
 
 class SequenceOutput:
-    """Output state of one sequence: `draw` the next token from logits, then `append` it. on_event: called with its Token, Reasoning
-    and Text events. index: of the answer, for these. see: called with the logits that each token is drawn from.
+    """Output state of one sequence: `draw` the next token from logits, then `append` it. on_event: called with its
+    Token, Reasoning and Text events. index: of the answer, for these. see: called with the logits that each token is
+    drawn from.
 
-    Where the model may reason and params give its reasoning a budget, the closing tag is inserted once the budget is used up.
+    Where the model may reason and params give its reasoning a budget, the closing tag is inserted once the budget is
+    used up.
     """
 
     def __init__(

@@ -126,8 +126,8 @@ def load_part(path: Path, name: str, config: EngineConfig, ranks: Ranks) -> Load
 
 
 def config_of_ranks(config: EngineConfig, size: int, path: Path, device: torch.device) -> EngineConfig:
-    """The configuration that every rank loads the model in `path` with: nothing in it is left to be measured. Raises UsageError for
-    what is not implemented on several ranks."""
+    """The configuration that every rank loads the model in `path` with: nothing in it is left to be measured. Raises
+    UsageError for what is not implemented on several ranks."""
     spec = read_spec(path)
     check_divisible(spec, size)
     for name, value, known in (

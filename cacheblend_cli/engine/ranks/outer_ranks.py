@@ -13,10 +13,11 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"  # of torchrun alone
 
 
 def outer_ranks(tensor_parallel: int, environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """Return this process's rank and the number of ranks where torchrun has started it, or another program that sets VARIABLES has
-    started as many processes as `tensor_parallel` says. None elsewhere.
+    """Return this process's rank and the number of ranks where torchrun has started it, or another program that sets
+    VARIABLES has started as many processes as `tensor_parallel` says. None elsewhere.
 
-    tensor_parallel: the setting; 1 asks for one process, 0 was not set. Raises UsageError where RANK or WORLD_SIZE is not a number.
+    tensor_parallel: the setting; 1 asks for one process, 0 was not set. Raises UsageError where RANK or WORLD_SIZE is
+    not a number.
     """
     if tensor_parallel == 1 or not all(environment.get(name, "").strip() for name in VARIABLES):
         return None
@@ -32,7 +33,8 @@ def outer_ranks(tensor_parallel: int, environment: Mapping[str, str] = os.enviro
 
 
 def num_ranks(tensor_parallel: int) -> int:
-    """Return the number of ranks that compute a model. Raises UsageError where torchrun has started another number of them."""
+    """Return the number of ranks that compute a model. Raises UsageError where torchrun has started another number of
+    them."""
     outer = outer_ranks(tensor_parallel)
     if outer is None:
         return max(1, tensor_parallel)

@@ -1,7 +1,8 @@
 """The processes of --tensor-parallel: started by rank 0, or by torchrun, and watched by each other.
 
-Every rank says once a second, through a TCPStore, that it lives, and how many exchanges it has begun. Rank 0 ends all when another rank
-has died, or says nothing for HUNG_S seconds, or does not come to an exchange that rank 0 waits in; the others end when rank 0 is gone.
+Every rank says once a second, through a TCPStore, that it lives, and how many exchanges it has begun. Rank 0 ends all
+when another rank has died, or says nothing for HUNG_S seconds, or does not come to an exchange that rank 0 waits in;
+the others end when rank 0 is gone.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def rank_device(device: torch.device, rank: int) -> torch.device:
 
 
 class RankGroup:
-    """Rank 0's hold of the others. ranks: what it exchanges with them. on_lost: called, in another thread, when one is lost."""
+    """Rank 0's hold of the others. ranks: what it exchanges with them. on_lost: called, in another thread, when one is
+    lost."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         """Start the other ranks, or wait for those of torchrun. Raises DeviceError where they do not come."""
@@ -192,8 +194,8 @@ class RankGroup:
 
 
 class Beats:
-    """Other ranks' last heartbeats: each rank's text, how often it was read since it changed, and the number of exchanges the rank
-    had begun. Reads are counted, not seconds: all ranks may have been suspended together."""
+    """Other ranks' last heartbeats: each rank's text, how often it was read since it changed, and the number of
+    exchanges the rank had begun. Reads are counted, not seconds: all ranks may have been suspended together."""
 
     def __init__(self, ranks: range) -> None:
         self._last = dict.fromkeys(ranks, ("", 0, 0))

@@ -1,7 +1,7 @@
 """Tensor parallelism in the engine: rank 0 sends what its worker is told to the workers of all ranks.
 
-A message is msgpack of one of the structs here, or of `collect.prefill`; it begins what all ranks then compute together. Sampling,
-scheduling, block tables and writing to the store are rank 0's alone.
+A message is msgpack of one of the structs here, or of `collect.prefill`; it begins what all ranks then compute
+together. Sampling, scheduling, block tables and writing to the store are rank 0's alone.
 """
 
 from __future__ import annotations

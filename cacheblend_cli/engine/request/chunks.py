@@ -53,7 +53,8 @@ def wording_of(runtime: Runtime, ask: AskRequest) -> Wording:
 def in_stored_codec(
     collection: Collection, runtime: Runtime, stored: StoredChunks, keys: Sequence[bytes]
 ) -> Collection:
-    """Return the collection in the codec of the first of the chunks that this model has KV for, if the engine's settings name none."""
+    """Return the collection in the codec of the first of the chunks that this model has KV for, if the engine's
+    settings name none."""
     if runtime.config.kv_dtype != "auto":
         return collection
     own = (m for m in map(stored.get, keys) if m is not None and m.model == runtime.model.fingerprint)
@@ -69,7 +70,8 @@ def request_chunks(
     ranks: Mapping[bytes, int],
     notes: list[str],
 ) -> tuple[RequestChunk, ...]:
-    """Return the chunks as this model sees them. planned: chunks of the request's documents, which the store may lack. Raises NotFoundError."""
+    """Return the chunks as this model sees them. planned: chunks of the request's documents, which the store may lack.
+    Raises NotFoundError."""
     found = []
     for key in keys:
         new = planned.get(key)
@@ -102,9 +104,9 @@ def _as_input(
 ) -> tuple[ChunkInput, ChunkManifest]:
     """Return a stored chunk as this model sees it, and the record that says so.
 
-    One in another codec is loaded in it, and one that the same model computed in another dtype too. One of another model
-    or salt gives its text: what this model has of that text in the collection's codec is taken; without any, or with a damaged
-    record alone, the chunk is computed. So is a chunk without KV.
+    One in another codec is loaded in it, and one that the same model computed in another dtype too. One of another
+    model or salt gives its text: what this model has of that text in the collection's codec is taken; without any, or
+    with a damaged record alone, the chunk is computed. So is a chunk without KV.
     """
     model, same = collection.model, replace(collection, codec=manifest.codec)
     own = next((c for c in (same, *same.in_other_dtypes()) if c.id == manifest.collection), None)

@@ -22,8 +22,8 @@ def has_missing(done: PrefillReport) -> bool:
 
 
 def store_missing(done: PrefillReport) -> Iterator[None]:
-    """Store what came from the tier, then collect and store the prompt's computed chunks, one launch or less between two values; a
-    note says how it went. `has_missing` is true of the prompt."""
+    """Store what came from the tier, then collect and store the prompt's computed chunks, one launch or less between
+    two values; a note says how it went. `has_missing` is true of the prompt."""
     request, store = done.request, done.request.store
     assert store is not None, "has_missing says so"
     yield from _store_taken(done, store)
@@ -64,8 +64,8 @@ def _store_taken(done: PrefillReport, store: ChunkStore) -> Iterator[None]:
 
 
 def _planned(done: PrefillReport, store: ChunkStore, keys: Set[bytes]) -> list[PlannedChunk]:
-    """Return those of the prompt's chunks, each once. Text and place in the document come from the question, or from the record that the
-    chunk was resolved to, which can be another model's."""
+    """Return those of the prompt's chunks, each once. Text and place in the document come from the question, or from
+    the record that the chunk was resolved to, which can be another model's."""
     planned: dict[bytes, PlannedChunk] = {}
     for segment, of in zip(done.plan.chunks, done.request.chunks, strict=True):
         if segment.key is None or segment.key not in keys or segment.key in planned:

@@ -43,11 +43,11 @@ from cacheblend_cli.types import PLAIN, AskOptions, AskRequest, BlendParams, Sam
 class Request:
     """An AskRequest with its chunks resolved. It can be run under several settings (`replace(request, blend=...)`).
 
-    store: where the chunks' KV is, None to compute everything. weak_match: whether even the best of the chunks that were searched
-    matches the question weakly. prefix_cached: the store has the
-    prefix's KV. lossless: stored KV is what this run would compute. notes: messages for users, shared by all that is made of this
-    request. started: perf_counter when the question was known. connector: takes the prompt's KV, and the answer ends before its first
-    token. tiered: the store and its tier, if that was asked for chunks. ratio_from: see `Answer`.
+    store: where the chunks' KV is, None to compute everything. weak_match: whether even the best of the chunks that
+    were searched matches the question weakly. prefix_cached: the store has the prefix's KV. lossless: stored KV is what
+    this run would compute. notes: messages for users, shared by all that is made of this request. started: perf_counter
+    when the question was known. connector: takes the prompt's KV, and the answer ends before its first token. tiered:
+    the store and its tier, if that was asked for chunks. ratio_from: see `Answer`.
     """
 
     question: str
@@ -99,7 +99,8 @@ class Request:
         )
 
     def without(self, key: bytes, reason: str) -> Request:
-        """The request with what is stored under the key not used, and a note that says so. What the tier lost goes with it."""
+        """The request with what is stored under the key not used, and a note that says so. What the tier lost goes with
+        it."""
         gone = {key} | (self.tiered.lost if self.tiered else set())
         self.notes.append(_not_used(key, reason))
         return replace(
@@ -120,7 +121,8 @@ class Request:
         return replace(self, store=None, tiered=None, blend=BlendParams(mode="full"), notes=[], connector=None)
 
     def handed_to(self, connector: Connector) -> Request:
-        """Return the request with its answer left to another engine. Raises UsageError if it compares our own answer."""
+        """Return the request with its answer left to another engine. Raises UsageError if it compares our own
+        answer."""
         if self.options.verify or self.options.confirm or self.blend.max_risk is not None:
             raise UsageError(
                 "verify, confirm and max_risk compare our own answer, and another engine decodes this one",
@@ -140,11 +142,12 @@ def resolve(
 ) -> Request:
     """Resolve a question: cut its documents, look its chunks up, search, and tokenise. Any thread; nothing is stored.
 
-    say: callback for a message if there is no search by meaning. collect: settings for cutting the request's documents. suffix_ids:
-    token ids after the chunks, None for the template's.
+    say: callback for a message if there is no search by meaning. collect: settings for cutting the request's documents.
+    suffix_ids: token ids after the chunks, None for the template's.
 
-    Raises NotFoundError for a chunk whose record is missing or damaged and for a search that finds nothing; UsageError for an empty
-    question, for settings that the model does not have, and for named chunks without a store; PromptTooLong, StoreErrors.
+    Raises NotFoundError for a chunk whose record is missing or damaged and for a search that finds nothing; UsageError
+    for an empty question, for settings that the model does not have, and for named chunks without a store;
+    PromptTooLong, StoreErrors.
     """
     if ask.blend.max_risk is not None and ask.options.stream:
         raise UsageError(

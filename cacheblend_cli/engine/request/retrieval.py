@@ -22,8 +22,8 @@ from cacheblend_cli.types import AskRequest, SearchParams
 
 @dataclass(frozen=True)
 class Retrieved:
-    """Chunks found for a question, in the prompt's order. ranks: rank of each in the search's list, from 1. notes: messages for
-    users. weak: whether even the best chunk matches the question weakly."""
+    """Chunks found for a question, in the prompt's order. ranks: rank of each in the search's list, from 1. notes:
+    messages for users. weak: whether even the best chunk matches the question weakly."""
 
     keys: Sequence[bytes] = ()
     ranks: Mapping[bytes, int] = field(default_factory=dict)
@@ -39,11 +39,11 @@ def retrieve(
     planned: Mapping[bytes, PlannedChunk],
     say: Say | None = None,
 ) -> Retrieved:
-    """Search for the best chunks for a question, with the last turn of its history. The chunks that it names come before these in the
-    prompt. stored: of the store. planned: chunks of its documents, by key. A weak match is noted.
+    """Search for the best chunks for a question, with the last turn of its history. The chunks that it names come
+    before these in the prompt. stored: of the store. planned: chunks of its documents, by key. A weak match is noted.
 
-    Raises NotFoundError, which says why, if nothing is found: nothing of this model, nothing in the scope, or, where the search
-    refuses that and the request names no chunks, only weak matches.
+    Raises NotFoundError, which says why, if nothing is found: nothing of this model, nothing in the scope, or, where
+    the search refuses that and the request names no chunks, only weak matches.
     """
     ask = dated(runtime, store, ask)
     lookup = Lookup.with_weights(ask.search or SearchParams(), say)
@@ -77,9 +77,9 @@ def _fitting(
     found: Sequence[bytes],
     planned: Mapping[bytes, PlannedChunk],
 ) -> tuple[list[bytes], list[str]]:
-    """Return those of the found chunks, in their order, that fit the model's context with the answer and the chunks that the request
-    names, and a note of how many that leaves out. If nothing fits and it names none, the first one stays, to be refused as a named
-    chunk is."""
+    """Return those of the found chunks, in their order, that fit the model's context with the answer and the chunks
+    that the request names, and a note of how many that leaves out. If nothing fits and it names none, the first one
+    stays, to be refused as a named chunk is."""
     headroom = runtime.max_new_tokens(ask.sampling)
 
     def size(key: bytes) -> int:
@@ -109,8 +109,8 @@ def _fitting(
 def in_order(stored: StoredChunks, hits: Sequence[Hit], keys: Keys[bytes], order: str) -> list[bytes]:
     """Return those keys of hits in reading order: documents by their best hit, chunks of one document by their place.
 
-    order "exact": only the beginning of a prompt can be exact, up to the first chunk that is not. So the document with the
-    most exact tokens there comes first; of equals the one with the best hit.
+    order "exact": only the beginning of a prompt can be exact, up to the first chunk that is not. So the document with
+    the most exact tokens there comes first; of equals the one with the best hit.
     """
     documents = in_reading_order(hits, keys)
     if order == "exact" and len(documents) > 1:
@@ -129,8 +129,8 @@ def in_reading_order(hits: Sequence[Hit], keys: Keys[bytes]) -> list[list[bytes]
 
 
 def exact_tokens(stored: StoredChunks, keys: Sequence[bytes]) -> int:
-    """Tokens of the chunks, from the first on, that were collected behind just what stands before them. Whether their KV
-    was evicted since is no matter: the order of a prompt, and so its answer, does not depend on it."""
+    """Tokens of the chunks, from the first on, that were collected behind just what stands before them. Whether their
+    KV was evicted since is no matter: the order of a prompt, and so its answer, does not depend on it."""
     left: tuple[int, ...] = ()
     for key in keys:
         manifest = stored.get(key)
@@ -141,8 +141,8 @@ def exact_tokens(stored: StoredChunks, keys: Sequence[bytes]) -> int:
 
 
 def exact_where_stored(collection: Collection, stored: StoredChunks, keys: Sequence[bytes]) -> list[bytes]:
-    """Return the chunks, each from the context that makes it exact at its place, if that is stored: collected behind the
-    chunks that precede it here, whichever context was asked for."""
+    """Return the chunks, each from the context that makes it exact at its place, if that is stored: collected behind
+    the chunks that precede it here, whichever context was asked for."""
     found, left = list[bytes](), tuple[int, ...]()
     right = True  # what comes after a chunk that needs repair is never exact
     for key in keys:

@@ -14,8 +14,8 @@ from cacheblend_cli.types import Scope
 
 
 class StoredChunks:
-    """Manifests and documents of chunks, each read once, in one read transaction that begins with the first of them. A context manager,
-    for one thread. store: None for none, which has no chunk. cite_first: see `Citations`."""
+    """Manifests and documents of chunks, each read once, in one read transaction that begins with the first of them. A
+    context manager, for one thread. store: None for none, which has no chunk. cite_first: see `Citations`."""
 
     def __init__(self, store: ChunkStore | None, cite_first: Scope | None = None) -> None:
         self._store, self._cite_first, self._open = store, cite_first, ExitStack()

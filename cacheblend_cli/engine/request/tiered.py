@@ -33,8 +33,8 @@ def ask_tier(
     *,
     has_prefix: bool,
 ) -> TieredSource | None:
-    """Ask the store's tier for the chunks of a prompt of num_tokens tokens that have no KV in the store. None without a tier, or
-    if nothing is missing.
+    """Ask the store's tier for the chunks of a prompt of num_tokens tokens that have no KV in the store. None without a
+    tier, or if nothing is missing.
 
     Their KV is waited for as long as a full prefill takes at most.
     """

@@ -47,11 +47,11 @@ class AttentionShares:
 
 
 class Watch(Observer):
-    """Observer of the attention of a decode step's tokens (a row per sequence), in the middle layer, and in a deep model also the one
-    three quarters up: only in layers without a sliding window, where there are any.
+    """Observer of the attention of a decode step's tokens (a row per sequence), in the middle layer, and in a deep
+    model also the one three quarters up: only in layers without a sliding window, where there are any.
 
-    sequences: None for those that are not watched. found: of each sequence [kv_len] fp32, None where it was not seen. Rows behind the
-    last sequence only fill up.
+    sequences: None for those that are not watched. found: of each sequence [kv_len] fp32, None where it was not seen.
+    Rows behind the last sequence only fill up.
     """
 
     def __init__(self, decoder: Decoder, sequences: Sequence[PagedSequence | None]) -> None:

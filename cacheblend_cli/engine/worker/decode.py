@@ -33,7 +33,8 @@ class DecodeRunner(Protocol):
     """Decodes a fixed batch: `begin` once, then `step` for each new token of every sequence."""
 
     def begin(self, sequences: Sequence[PagedSequence], kv_lens: Sequence[int], headroom: int) -> None:
-        """The sequences hold kv_lens tokens and grow by up to `headroom`. Raises DeviceError when the pool is too small."""
+        """The sequences hold kv_lens tokens and grow by up to `headroom`. Raises DeviceError when the pool is too
+        small."""
         ...
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -61,8 +62,8 @@ class EagerRunner:
 
 
 class BatchRunner(EagerRunner):
-    """Eager, over batches filled up to a multiple of STEADY_ROWS rows, unless fewer are steady: else an answer would depend on how many
-    others are made beside it.
+    """Eager, over batches filled up to a multiple of STEADY_ROWS rows, unless fewer are steady: else an answer would
+    depend on how many others are made beside it.
 
     The pool must outlive the runner, which keeps spare blocks of it for the rows that see nothing: SPARE slots."""
 
@@ -116,7 +117,8 @@ class GraphRunner:
 
     @torch.inference_mode()
     def graph(self, num_seqs: int, kv_len: int) -> DecodeGraph:
-        """The graph of the bucket, captured now if it was not yet. Raises DeviceError when memory is too short for it."""
+        """The graph of the bucket, captured now if it was not yet. Raises DeviceError when memory is too short for
+        it."""
         key = (bucket(num_seqs, 1), bucket(kv_len, LEAST_KV_BUCKET))
         if key not in self._graphs:
             try:
@@ -130,10 +132,11 @@ class GraphRunner:
 
 
 class DecodeGraph:
-    """One captured step over static tensors of num_seqs rows: `replay()` computes logits from tokens, and moves on by a token.
+    """One captured step over static tensors of num_seqs rows: `replay()` computes logits from tokens, and moves on by a
+    token.
 
-    tokens, positions: [num_seqs] int64; kv_lens: [num_seqs] int32, always positions + 1; live: [num_seqs] int32, 1 for a
-    sequence and 0 for a row that only fills the bucket, which stays at position 0 of the spare block; block_table:
+    tokens, positions: [num_seqs] int64; kv_lens: [num_seqs] int32, always positions + 1; live: [num_seqs] int32, 1 for
+    a sequence and 0 for a row that only fills the bucket, which stays at position 0 of the spare block; block_table:
     [num_seqs, max_blocks] int32; logits: fp32 [num_seqs, vocab_size].
     """
 
@@ -191,8 +194,8 @@ def bucket(count: int, least: int) -> int:
 
 
 def make_runner(decoder: Decoder, pool: KVPool, eager: bool = False) -> DecodeRunner:
-    """Graphs on a GPU whose backend can be captured, unless `eager`; not where RoPE changes with the length, nor with experts,
-    nor with transformers' layers, nor with tensor parallelism."""
+    """Graphs on a GPU whose backend can be captured, unless `eager`; not where RoPE changes with the length, nor with
+    experts, nor with transformers' layers, nor with tensor parallelism."""
     capturable = decoder.device.type == "cuda" and decoder.kernels.name in CAPTURABLE
     alike = decoder.rope.switches_at is None and decoder.spec.experts is None and not decoder.spec.generic  # every step
     alike = alike and decoder.shard is None  # an exchange between ranks is not captured

@@ -78,8 +78,8 @@ class DeviceMemory:
 
 
 def reserve(decoder: Decoder, config: EngineConfig, *, meter: Meter | None = None, at_once: int = 1) -> DeviceMemory:
-    """Profile a prefill, take the pool and warm up over it. meter: of a GPU by default. Raises DeviceError when not even one
-    block fits."""
+    """Profile a prefill, take the pool and warm up over it. meter: of a GPU by default. Raises DeviceError when not
+    even one block fits."""
     block_size = config.block_size
     profile = measure(decoder, block_size, meter or Meter(decoder.device))
     per_token, context = bytes_per_token(decoder), decoder.spec.max_context
@@ -100,8 +100,8 @@ def reserve(decoder: Decoder, config: EngineConfig, *, meter: Meter | None = Non
 
 @torch.inference_mode()
 def warm_up(decoder: Decoder, pool: KVPool, codec: str = "auto") -> None:
-    """Launch what a question may launch, so that nothing is compiled in the first one: attention at all sizes, and small
-    blends, by default and with a check layer. codec: of stored KV, auto for the default."""
+    """Launch what a question may launch, so that nothing is compiled in the first one: attention at all sizes, and
+    small blends, by default and with a check layer. codec: of stored KV, auto for the default."""
     *chunks, suffix = WARM_UP
     codec = codec_of(codec, decoder.dtype)
     inputs = [ChunkInput(b"", "", (0,) * n, same_regime=False) for n in chunks]
@@ -154,8 +154,8 @@ def _measure(decoder: Decoder, block_size: int, meter: Meter, num_rows: int) -> 
 def blocks_that_fit(
     profile: Profile, utilization: float, kv_bytes_per_token: float, context: int, block_size: int, at_once: int = 1
 ) -> int:
-    """Blocks of the pool: never more than `at_once` prompts of the model's context, one more and a spare block can use, since
-    prompts are prefilled one at a time, with the full prefill of --verify beside them at most.
+    """Blocks of the pool: never more than `at_once` prompts of the model's context, one more and a spare block can use,
+    since prompts are prefilled one at a time, with the full prefill of --verify beside them at most.
 
     Every token needs its KV and, in a full prefill, its row of activations. Raises DeviceError when nothing fits.
     """

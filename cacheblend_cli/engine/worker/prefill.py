@@ -1,8 +1,9 @@
 """A prompt's KV: stored KV is loaded layer by layer ahead of compute, the rest is computed in slices.
 
-A prompt is always cut at the same positions, multiples of the slice size, whatever part of it a prefix cache holds already:
-the same rows then go through the same matrix products, so that KV and logits are the same to the bit. What needs repair is
-one slice with all that follows it, which pauses between layers: a step computes as many of its layers as cost about a slice."""
+A prompt is always cut at the same positions, multiples of the slice size, whatever part of it a prefix cache holds
+already: the same rows then go through the same matrix products, so that KV and logits are the same to the bit. What
+needs repair is one slice with all that follows it, which pauses between layers: a step computes as many of its layers
+as cost about a slice."""
 
 from __future__ import annotations
 
@@ -36,9 +37,10 @@ LOGIT_ROWS = 64  # whose logits are held at once: each is as long as the vocabul
 class PrefillInput:
     """A prompt to compute, as plain data.
 
-    number: names the prompt while it is computed. plan: its token ids, their positions, and where their KV comes from. blocks: of
-    its positions, in the pool. blend, lossless: how stored KV is repaired, and whether it is what was computed once. slice_rows:
-    positions of a slice. outputs_from: the position from which on every row's logits are wanted, None = the last row's only."""
+    number: names the prompt while it is computed. plan: its token ids, their positions, and where their KV comes from.
+    blocks: of its positions, in the pool. blend, lossless: how stored KV is repaired, and whether it is what was
+    computed once. slice_rows: positions of a slice. outputs_from: the position from which on every row's logits are
+    wanted, None = the last row's only."""
 
     number: int
     plan: PromptPlan
@@ -61,10 +63,11 @@ class PrefillOutput:
 
 
 class PrefillState:
-    """A prompt on its way into a sequence's blocks, a step at a time; its stored KV loads from `__enter__` to `__exit__`.
+    """A prompt on its way into a sequence's blocks, a step at a time; its stored KV loads from `__enter__` to
+    `__exit__`.
 
-    on_logits: given the logits of the rows from `outputs_from` on, fp32 [n, vocab_size], in order. Raises BadChunk, when it is
-    made or when it computes, for stored KV that cannot be used.
+    on_logits: given the logits of the rows from `outputs_from` on, fp32 [n, vocab_size], in order. Raises BadChunk,
+    when it is made or when it computes, for stored KV that cannot be used.
     """
 
     def __init__(
@@ -126,8 +129,8 @@ class PrefillState:
     def _computed(self, hidden: Hidden | None, logits: Tensor | None, start: float) -> PrefillOutput:
         """Return the output of the next slice, which is not counted as done yet.
 
-        hidden: its rows from `outputs_from` on, if their logits are wanted. logits: of the prompt's last row, fp32 [1, vocab_size],
-        if it was the last slice."""
+        hidden: its rows from `outputs_from` on, if their logits are wanted. logits: of the prompt's last row, fp32 [1,
+        vocab_size], if it was the last slice."""
         if hidden is not None and self._given.outputs_from is not None:  # each row once: logits are computed in place
             end = len(hidden.delta) - (logits is not None)
             for at in range(0, end, LOGIT_ROWS):
@@ -142,7 +145,8 @@ class PrefillState:
         return self._output(PrefillResult(logits, chosen, layers), start, self._done + 1)
 
     def _next_layers(self, piece: Slice) -> PrefillResult | None:
-        """Compute as many layers of the blended slice as have the rows of a step, one at least. None unless it is done then."""
+        """Compute as many layers of the blended slice as have the rows of a step, one at least. None unless it is done
+        then."""
         if self._blending is None:
             self._blending = self._blend(self._plan.filled_until(piece.start), None)
         left = self._step_rows
@@ -170,8 +174,9 @@ class PrefillState:
 
 @torch.inference_mode()
 def advance_together(prompts: Sequence[PrefillState]) -> list[PrefillOutput]:
-    """Compute the next slice of each prompt in one launch. Where there are several, it is the only one of each (`short_rows`), and
-    RoPE has the same frequencies for all. Raises BadChunk, after which every prompt can be computed again, alone."""
+    """Compute the next slice of each prompt in one launch. Where there are several, it is the only one of each
+    (`short_rows`), and RoPE has the same frequencies for all. Raises BadChunk, after which every prompt can be computed
+    again, alone."""
     start, decoder = time.perf_counter(), prompts[0]._decoder
     parts = [prompt._part() for prompt in prompts]
     hidden = run_slices(decoder, parts)

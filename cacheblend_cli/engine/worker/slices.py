@@ -1,8 +1,9 @@
 """Slices of prompts: rows that are computed in one launch and need no repair, of one prompt or of several short ones.
 
-A row's K, V and logits are the same to the bit whether its prompt shares the launch or not (on a CPU): attention is computed a
-sequence at a time, and the products of a slice of SHORT_ROWS rows do not depend on the rows beside it. The same holds for the
-last layer and the head, because they are given STEADY_ROWS rows of each prompt, and a multiple of STEADY_ROWS."""
+A row's K, V and logits are the same to the bit whether its prompt shares the launch or not (on a CPU): attention is
+computed a sequence at a time, and the products of a slice of SHORT_ROWS rows do not depend on the rows beside it. The
+same holds for the last layer and the head, because they are given STEADY_ROWS rows of each prompt, and a multiple of
+STEADY_ROWS."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ from cacheblend_cli.model.linear import STEADY_ROWS
 from cacheblend_cli.prompt.plan import PromptPlan
 
 SHORT_ROWS = 16
-"""Rows of a slice from which its products are the same to the bit beside others', whatever the layout of the weights: measured
-for 16 to 513 rows. MKL's fp32 products of 5, 7 and 9 rows differ, where it has two threads."""
+"""Rows of a slice from which its products are the same to the bit beside others', whatever the layout of the weights:
+measured for 16 to 513 rows. MKL's fp32 products of 5, 7 and 9 rows differ, where it has two threads."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Rows that one step computes. positions: sorted; start, end: what they are part of. blended: all from `start` on, where
-    KV is repaired, chosen by the policy."""
+    """Rows that one step computes. positions: sorted; start, end: what they are part of. blended: all from `start` on,
+    where KV is repaired, chosen by the policy."""
 
     start: int
     end: int
@@ -40,7 +41,8 @@ class Slice:
 
 @dataclass(frozen=True)
 class SlicePart:
-    """A prompt's part of a launch. loader: of its stored KV. first: index of the first row whose hidden state is computed."""
+    """A prompt's part of a launch. loader: of its stored KV. first: index of the first row whose hidden state is
+    computed."""
 
     sequence: PagedSequence
     loader: KVLoader
@@ -50,8 +52,9 @@ class SlicePart:
 
 
 def slices_of(plan: PromptPlan, slice_rows: int, outputs_from: int | None = None) -> list[Slice]:
-    """Cut the computed positions before the first blended chunk at multiples of slice_rows; the rest is one slice. outputs_from: a
-    slice ends with this position, unless it is the first, so that it is known when its logits are there."""
+    """Cut the computed positions before the first blended chunk at multiples of slice_rows; the rest is one slice.
+    outputs_from: a slice ends with this position, unless it is the first, so that it is known when its logits are
+    there."""
     until = plan.exact_until
     fresh = [p for s in plan.segments if s.status == "computed" for p in range(s.start, min(s.end, until))]
     cuts, slices = [*range(0, until, slice_rows), until], list[Slice]()
@@ -64,7 +67,8 @@ def slices_of(plan: PromptPlan, slice_rows: int, outputs_from: int | None = None
 
 
 def short_rows(plan: PromptPlan, slice_rows: int) -> int | None:
-    """Return the rows of a prompt that may share a launch with others: it is one slice, and needs no repair. Else None."""
+    """Return the rows of a prompt that may share a launch with others: it is one slice, and needs no repair. Else
+    None."""
     if plan.exact_until != plan.num_tokens or not SHORT_ROWS <= plan.fresh_tokens <= slice_rows:
         return None
     slices = slices_of(plan, slice_rows)
@@ -72,8 +76,8 @@ def short_rows(plan: PromptPlan, slice_rows: int) -> int | None:
 
 
 def run_slices(decoder: Decoder, parts: Sequence[SlicePart]) -> Hidden | None:
-    """Compute the rows of all parts in one launch; the last layer computes the rows from `first` on only, None if there are none.
-    RoPE must have the same frequencies for all. Raises BadChunk."""
+    """Compute the rows of all parts in one launch; the last layer computes the rows from `first` on only, None if there
+    are none. RoPE must have the same frequencies for all. Raises BadChunk."""
     device, given, outputs, ids, base = decoder.device, [], list[int](), list[int](), 0
     for part in parts:
         count, token_ids = len(part.positions), part.plan.token_ids
@@ -94,8 +98,8 @@ def last_logits(decoder: Decoder, hidden: Hidden, ends: Sequence[int]) -> list[T
 
 
 class _SliceSteps:
-    """Every row at every layer but the last with K and V of its own, which computes these of all rows and the rest of the rows
-    `outputs` [n] alone; so do the layers after it."""
+    """Every row at every layer but the last with K and V of its own, which computes these of all rows and the rest of
+    the rows `outputs` [n] alone; so do the layers after it."""
 
     def __init__(self, loaders: Sequence[KVLoader], last: int, outputs: Tensor) -> None:
         self._loaders, self._last, self._outputs = loaders, last, outputs

@@ -1,8 +1,9 @@
 """Worker: all that runs on a device, behind inputs that are plain data.
 
-An engine's core (`engine/core/core.py`) schedules, owns blocks and their tables, and chooses tokens. A worker owns weights, the pool's
-memory, the loader of stored KV, kernels and decode graphs. What goes in is token ids, positions, block tables, keys of stored KV and
-settings, so that workers on several devices can be given the same; what comes out is logits and figures.
+An engine's core (`engine/core/core.py`) schedules, owns blocks and their tables, and chooses tokens. A worker owns
+weights, the pool's memory, the loader of stored KV, kernels and decode graphs. What goes in is token ids, positions,
+block tables, keys of stored KV and settings, so that workers on several devices can be given the same; what comes out
+is logits and figures.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from cacheblend_cli.model.decoder import Decoder
 
 @dataclass(frozen=True)
 class TableInput:
-    """The blocks of a sequence, position p in blocks[p // block_size]; the first `gone` of them are not its own any more."""
+    """The blocks of a sequence, position p in blocks[p // block_size]; the first `gone` of them are not its own any
+    more."""
 
     blocks: tuple[int, ...]
     gone: int = 0
@@ -48,8 +50,8 @@ class Swap:
 
 @dataclass(frozen=True)
 class DecodeInput:
-    """One step of several sequences. Each holds kv_lens tokens in its table, which has room for one more, that nobody else
-    reads; token_ids: these new ones. watched: whether its attention is wanted."""
+    """One step of several sequences. Each holds kv_lens tokens in its table, which has room for one more, that nobody
+    else reads; token_ids: these new ones. watched: whether its attention is wanted."""
 
     token_ids: tuple[int, ...]
     kv_lens: tuple[int, ...]
@@ -59,8 +61,8 @@ class DecodeInput:
 
 @dataclass(frozen=True)
 class DecodeOutput:
-    """logits: fp32 [num_seqs, vocab_size], valid until the next step. attention: of each watched sequence, what its newest token
-    attends to in the layers that are watched, [kv_len + 1] fp32; None where it was not seen."""
+    """logits: fp32 [num_seqs, vocab_size], valid until the next step. attention: of each watched sequence, what its
+    newest token attends to in the layers that are watched, [kv_len + 1] fp32; None where it was not seen."""
 
     logits: Tensor
     attention: list[Tensor | None]
@@ -78,8 +80,8 @@ class Worker(BlockSpace):
     def begin(
         self, given: PrefillInput, source: KVSource | None, on_logits: Callable[[Tensor], None] = lambda logits: None
     ) -> None:
-        """Begin to load a prompt's stored KV. source: where this worker reads it. on_logits: given the logits that the prompt asks
-        for, fp32 [n, vocab_size], in order. Raises BadChunk."""
+        """Begin to load a prompt's stored KV. source: where this worker reads it. on_logits: given the logits that the
+        prompt asks for, fp32 [n, vocab_size], in order. Raises BadChunk."""
         state = PrefillState(self._decoder, source, self._view(TableInput(given.blocks)), given, on_logits)
         state.__enter__()
         self._prefills[given.number] = state
@@ -89,8 +91,8 @@ class Worker(BlockSpace):
         return self._prefills[number].advance()
 
     def prefill_together(self, numbers: Sequence[int]) -> list[PrefillOutput]:
-        """Compute the only slice of several short prompts (`engine/worker/slices.py: short_rows`) in one launch. Raises BadChunk; then each
-        of them can still be computed alone."""
+        """Compute the only slice of several short prompts (`engine/worker/slices.py: short_rows`) in one launch. Raises
+        BadChunk; then each of them can still be computed alone."""
         return advance_together([self._prefills[number] for number in numbers])
 
     def end(self, number: int) -> None:
