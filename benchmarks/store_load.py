@@ -24,8 +24,10 @@ from torch import Tensor
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk as TextChunk
+from cacheblend_cli.corpus.citations import Citation
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.measured_prefill import prefill
+from cacheblend_cli.engine.request.chunks import RequestChunk
 from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.kv.loading import make_loader
@@ -207,7 +209,10 @@ def measure_stall(folder: Path, rounds: int) -> dict[str, Any]:
             ]
             for _ in collector.store(planned):
                 pass
-            chunks = tuple(ChunkInput(p.key, p.source, p.chunk.token_ids) for p in planned)
+            chunks = tuple(
+                RequestChunk(p.key, ChunkInput(p.key, p.source, p.chunk.token_ids), Citation("bench", n))
+                for n, p in enumerate(planned)
+            )
             lossless = is_lossless(codec, torch.float32)
             request = Request(
                 "",

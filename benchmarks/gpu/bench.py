@@ -24,8 +24,10 @@ from cacheblend_cli.blend.prefill import PrefillResult, blended_prefill
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk
+from cacheblend_cli.corpus.citations import Citation
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
+from cacheblend_cli.engine.request.chunks import RequestChunk
 from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.decode import CAPTURABLE, DecodeRunner, EagerRunner, GraphRunner
@@ -90,7 +92,7 @@ class Bench:
         def draw(count: int) -> tuple[int, ...]:
             return tuple(torch.randint(5, model.spec.vocab_size, (count,), generator=generator).tolist())
 
-        self.runtime = Runtime(model, EngineConfig(block_size=BLOCK_SIZE), memory)
+        self.runtime = Runtime(model, EngineConfig(block_size=BLOCK_SIZE, kv_dtype="exact"), memory)
         self.runtime.template = replace(self.runtime.template, prefix_ids=draw(PREFIX_TOKENS))
         self.collection = self.runtime.collection()
         self.suffix = draw(scenario.suffix)
@@ -138,6 +140,10 @@ class Bench:
             "seconds": time.perf_counter() - start,
         }
 
+    def chunks_of(self, length: int, exact: bool = False) -> tuple[RequestChunk, ...]:
+        """Return the prompt's chunks for a request. exact: as for `inputs`."""
+        return tuple(RequestChunk(c.key, c, Citation("bench", n)) for n, c in enumerate(self.inputs(length, exact)))
+
     def inputs(self, length: int, exact: bool = False) -> tuple[ChunkInput, ...]:
         """Return the prompt's chunks for the plan. exact: mark them as exact where a full prefill would compute the
         same."""
@@ -146,11 +152,16 @@ class Bench:
         )
 
     def prefill(
-        self, length: int, blend: BlendParams, chunks: tuple[ChunkInput, ...] | None = None, headroom: int = 0
+        self, length: int, blend: BlendParams, chunks: tuple[RequestChunk, ...] | None = None, headroom: int = 0
     ) -> Prefilled:
         """Run the tool's prefill; asserts that it used all stored chunks."""
         request = Request(
-            "", self.collection, self.store, suffix_ids=self.suffix, chunks=chunks or self.inputs(length), blend=blend
+            "",
+            self.collection,
+            self.store,
+            suffix_ids=self.suffix,
+            chunks=chunks or self.chunks_of(length),
+            blend=blend,
         )
         done = prefill(self.runtime, request, headroom=headroom)
         if request.notes:
@@ -170,7 +181,7 @@ class Bench:
     def run_in_pool(self, length: int, blend: BlendParams) -> tuple[float, PrefillResult]:
         """Return seconds as `run` does, with stored KV in the pool already: compute alone."""
         lossless = Request(
-            "", self.collection, self.store, suffix_ids=self.suffix, chunks=self.inputs(length), blend=blend
+            "", self.collection, self.store, suffix_ids=self.suffix, chunks=self.chunks_of(length), blend=blend
         ).lossless
         with Loaded(self, length) as loaded:
             self.synchronize()

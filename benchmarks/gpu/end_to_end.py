@@ -244,7 +244,7 @@ def _check(bench: Bench, length: int, case: str, error: float, tolerance: float)
 
 def _one_chunk(bench: Bench, length: int) -> tuple[Tensor, Tensor]:
     """Return the logits of reuse and of full prefill for a prompt of one chunk, which is exact."""
-    logits, first = [], bench.inputs(length, exact=True)[:1]
+    logits, first = [], bench.chunks_of(length, exact=True)[:1]
     for mode in ("reuse", "full"):
         done = bench.prefill(length, BlendParams(mode=mode), first)
         logits.append(done.result.logits)

@@ -11,6 +11,7 @@ import ctypes
 import importlib.util
 import platform
 from functools import cache
+from mmap import mmap
 from struct import Struct
 from typing import Any
 
@@ -257,9 +258,10 @@ def gguf_blocks(raw: Tensor, kind: int) -> Tensor | None:
     if num_bytes % block_bytes:
         return None
     count = num_rows * (num_bytes // block_bytes)
-    out = torch.empty(num_rows, num_bytes // block_bytes * values)
+    # mapped, so that its pages go with it: freed blocks between weights that stay would be a fifth of these
+    out = torch.frombuffer(mmap(-1, max(1, 4 * count * values)), dtype=torch.float32)[: count * values]
     code.cb_gguf_blocks(_BLOCKS(raw.data_ptr(), out.data_ptr(), count, kind, _threads(count * values)))
-    return out
+    return out.view(num_rows, num_bytes // block_bytes * values)
 
 
 def _threads(num_values: int) -> int:

@@ -76,7 +76,7 @@ def test_nothing_is_read_where_nothing_changed(cli: Cli, docs: Path, read: list[
     chunks = int(before.split(" chunks")[0].rpartition(" ")[2])
     files, said = again(cli, read)
     assert files == []
-    assert f"2 documents, {chunks} chunks: 0 new, 0 replaced, {chunks} unchanged, 0 removed" in said
+    assert f"2 documents, {chunks} chunks: {chunks} unchanged;" in said
     assert before.split(" in ")[0].split("; ")[1] == said.split(" in ")[0].split("; ")[1], "bytes of KV"
     read.clear()
     records = cli("precompute", "docs", *SIZE, "--json").records
@@ -169,7 +169,7 @@ def test_a_touched_file_is_read_once(cli: Cli, docs: Path, read: list[str]) -> N
     for files in (["alpha.md", "beta.md"], []):
         found, said = again(cli, read)
         assert found == files
-        assert " 0 new, 0 replaced, " in said
+        assert not {"new", "replaced"} & set(said.replace(",", " ").split())
 
 
 def test_links(cli: Cli, docs: Path, read: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,7 +198,7 @@ def test_kv_that_does_not_come_is_computed(
     full = machine.ask(keys, "full")
     never = threading.Event()
     monkeypatch.setattr(machine.tier.tier, "read", lambda *where: never.wait(LONG_S) and memoryview(b""))
-    monkeypatch.setattr("cacheblend_cli.engine.tiered.full_prefill_s", lambda *about: 0.01)
+    monkeypatch.setattr("cacheblend_cli.engine.request.tiered.full_prefill_s", lambda *about: 0.01)
     find = machine.tier.find
 
     def in_time(chunks: object, seconds: float | None = None) -> object:

@@ -74,7 +74,7 @@ def test_fp8_blocks_are_read_as_transformers_reads_them(powers: torch.dtype | No
         (
             "nf4",
             lambda t: t.update({"layer.weight.quant_state.bitsandbytes__nf4": torch.zeros(4, dtype=torch.uint8)}),
-            "does not say shape and blocks",
+            "lacks the shape or block size",
         ),
         (
             "int8",

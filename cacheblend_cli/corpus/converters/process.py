@@ -16,6 +16,7 @@ import sys
 import threading
 import weakref
 from contextlib import suppress
+from pathlib import Path
 from typing import IO
 
 import msgspec
@@ -187,6 +188,10 @@ def _convert(job: _Job) -> _Result:
 
 def peak_mib() -> float:
     """Return the peak resident memory of this process in MiB."""
+    with suppress(OSError, StopIteration):  # Linux's ru_maxrss begins with that of the process which started this one
+        status = Path("/proc/self/status").read_text()
+        line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) / 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (MIB if sys.platform == "darwin" else 1 << 10)
 

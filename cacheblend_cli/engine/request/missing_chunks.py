@@ -36,7 +36,8 @@ def store_missing(done: PrefillReport) -> Iterator[None]:
         keep = {s.key for s in done.plan.chunks if s.key} | {request.collection.prefix_key}
         collector = Collector(request.collection, store, keep)
         planned = _planned(done, store, {s.key for s in done.plan.chunks if s.key and s.status == "computed"})
-        for _ in collector.store(planned):
+        for chunk, kv in zip(planned, collector.collect(planned), strict=True):
+            collector.put(chunk, kv)  # by itself: other answers go on between two chunks
             yield
         request.notes.append(f"stored {what}")
     except (StoreError, DeviceError) as error:  # the answer is there, and stands without
