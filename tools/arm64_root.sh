@@ -5,7 +5,7 @@
 #   tools/arm64_root.sh FOLDER                                      # make the root, or use the one that is there; install HEAD
 #   tools/arm64_root.sh FOLDER .venv/bin/cacheblend doctor          # then run a command in the checkout
 #
-# As root, on Linux x86-64. Emulation is 10 to 50 times slower than a machine: it says nothing about speed. PyPI's torch for arm64 comes with
+# As root, on Linux x86-64. Emulation is many times slower than a machine and says nothing about speed. PyPI's torch for arm64 comes with
 # CUDA from 2.11 on, so torch 2.10.0 is installed first. The extra `meaning` is left out: its package wordllama has no wheel for arm64 and
 # needs a C++ compiler.
 set -eu
