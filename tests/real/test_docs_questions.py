@@ -66,4 +66,5 @@ def report(name: str, mode: str, answers: list[dict[str, Any]]) -> None:
     """Write questions and answers where REAL_ANSWERS names a folder, for reading."""
     if folder := os.environ.get("REAL_ANSWERS"):
         text = "\n".join(f"{q}\n    {a['answer'].strip()!r}" for q, a in zip(QUESTIONS, answers, strict=True))
+        Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / f"{name}-{mode}.txt").write_text(text + "\n")
