@@ -175,6 +175,20 @@ def test_a_document_that_a_link_leads_to_goes_with_the_link(cli: Cli, tmp_path: 
     assert listed(cli) == everything - {"far/page.md"}, "the other was given by its own name"
 
 
+def test_an_empty_folder_has_no_links(cli: Cli, tmp_path: Path) -> None:
+    """A folder that lost its last link, and so its last document, does not keep what the link led to."""
+    write(tmp_path / "far/page.md", MARA)
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "more").symlink_to(tmp_path / "far")
+        ids(cli, folder.name, "--follow")
+    for folder in folders:
+        (folder / "more").unlink()
+        cli("precompute", folder.name)
+    assert listed(cli) == set()
+
+
 def test_a_dry_run_says_what_differs_from_the_store(cli: Cli, docs: Path) -> None:
     def difference(*flags: str) -> dict[str, int]:
         [facts] = cli("precompute", "docs", "--dry-run", "--json", *flags).records
