@@ -41,14 +41,14 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Reply:
+class CompletedAnswer:
     """A complete answer."""
 
     answer: Answer
-    names: list[str]  # document names of its chunks, see corpus/places.py
+    names: list[str]  # document names of the chunks, see corpus/places.py
     explained: list[str]  # see engine/engine.py: Engine.explain
     tokens: list[list[TokenUse]]  # see engine/engine.py: Engine.explain
-    pid: int  # of the engine
+    pid: int  # process id of the engine
 
 
 class EngineLost(CacheBlendError):
@@ -71,7 +71,7 @@ class Connection:
         connected.settimeout(_CONNECT_S)
         try:
             if os.lstat(path).st_uid != os.getuid():
-                raise OSError("somebody else's socket")
+                raise OSError("the socket belongs to another user")
             connected.connect(os.fspath(path))
         except OSError:
             connected.close()
@@ -173,7 +173,7 @@ class Client:
     def ask(self, question: str | AskRequest, **about: Any) -> Answer:
         """Return the answer. about: see `request`."""
         ask = question if isinstance(question, AskRequest) else self.request(question, **about)
-        return next(event for event in self.events(ask.unstreamed()) if isinstance(event, Reply)).answer
+        return next(event for event in self.events(ask.unstreamed()) if isinstance(event, CompletedAnswer)).answer
 
     def stream(self, question: str | AskRequest, **about: Any) -> Iterator[str]:
         """Yield pieces of the answer as they are generated. Leaving the loop early cancels the request."""
@@ -182,19 +182,19 @@ class Client:
             if isinstance(event, Piece) and not event.reasoning:
                 yield event.text
 
-    def events(self, ask: AskRequest) -> Iterator[Notes | Piece | Reply]:
-        """Send a request immediately. Return its events, Reply last. Closing the iterator cancels the request."""
+    def events(self, ask: AskRequest) -> Iterator[Notes | Piece | CompletedAnswer]:
+        """Send a request immediately. Return its events, CompletedAnswer last. Closing the iterator cancels it."""
         connection = self._connected()
         received = connection.request("ask", ask.wire)
 
-        def events() -> Iterator[Notes | Piece | Reply]:
+        def events() -> Iterator[Notes | Piece | CompletedAnswer]:
             with connection:
                 for event in received:
                     kind = event.pop("event")
                     if kind == "notes":
                         yield Notes(event["notes"])
                     elif kind == "done":
-                        yield _reply(event)
+                        yield _completed(event)
                     else:
                         yield Piece(event["text"], kind == "reasoning")
 
@@ -228,14 +228,14 @@ class Client:
         return connection
 
 
-def _reply(event: dict[str, Any]) -> Reply:
+def _completed(event: dict[str, Any]) -> CompletedAnswer:
     auto = event["answer"].pop("auto")
-    reply = convert(event, Reply)
+    completed = convert(event, CompletedAnswer)
     if auto is None:
-        return reply
+        return completed
     from cacheblend_cli.blend.cost import AutoReport
 
-    return replace(reply, answer=replace(reply.answer, auto=convert(auto, AutoReport)))
+    return replace(completed, answer=replace(completed.answer, auto=convert(auto, AutoReport)))
 
 
 def lost() -> EngineLost:

@@ -116,10 +116,10 @@ def serve(
     from cacheblend_cli.engine.events import Limits
     from cacheblend_cli.server.app import make_app
     from cacheblend_cli.server.auth import LOOPBACK
-    from cacheblend_cli.server.memory import resident_bytes
-    from cacheblend_cli.server.run import Server, bind_tcp, bind_unix, remover
-    from cacheblend_cli.server.state import ServerState
-    from cacheblend_cli.server.warm import WarmSocket
+    from cacheblend_cli.server.http_server import Server, bind_tcp, bind_unix, remover
+    from cacheblend_cli.server.process_memory import resident_bytes
+    from cacheblend_cli.server.server_state import ServerState
+    from cacheblend_cli.server.warm_socket import WarmSocket
     from cacheblend_cli.sockets import make_folder, socket_of
     from cacheblend_cli.types import model_sampled, sampling_of
 
@@ -148,7 +148,7 @@ def serve(
         engine.serve(store, Limits(max_waiting=max_waiting))
         try:
             names = LOOPBACK if keyring.is_open and unix_socket is None else None
-            serving_host = ServerState(
+            state = ServerState(
                 engine,
                 store,
                 settings,
@@ -161,17 +161,17 @@ def serve(
                 any_model=any_model,
                 decoder=decoder,
             )
-            held.callback(serving_host.pool.shutdown, wait=False, cancel_futures=True)
+            held.callback(state.pool.shutdown, wait=False, cancel_futures=True)
             serving = Server(
-                make_app(serving_host),
-                serving_host,
-                WarmSocket(serving_host, warm_socket, warm, url),
+                make_app(state),
+                state,
+                WarmSocket(state, warm_socket, warm, url),
                 grace_s=grace,
                 idle_exit_s=idle_exit or 0.0,
             )
             if engine.model.decoder.device.type == "cpu" and (own := resident_bytes()):
                 output.note(_memory_line(own, engine.stats(), decoded_twice=llama is not None))
-            output.note(f"{serving_host.model} answers at {url}/v1; Ctrl-C ends it")
+            output.note(f"{state.model} answers at {url}/v1; Ctrl-C ends it")
             asyncio.run(serving.serve([public]))
         finally:
             engine.close()

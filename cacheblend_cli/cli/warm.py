@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cacheblend_cli.cli.answers import End, Result, Streams
-from cacheblend_cli.client import Client, EngineLost, Notes, Piece, Reply, lost
+from cacheblend_cli.client import Client, CompletedAnswer, EngineLost, Notes, Piece, lost
 from cacheblend_cli.clock import since_process_start
 from cacheblend_cli.corpus import places
 from cacheblend_cli.corpus.scopes import project_scope
@@ -44,11 +44,13 @@ class WarmEngine:
         """Return the request of this process, whose project may be another than the engine's."""
         return replace(ask, cite_first=project_scope(self._store))
 
-    def _read(self, events: Iterator[Notes | Piece | Reply], streams: Streams | None, options: AskOptions) -> Result:
+    def _read(
+        self, events: Iterator[Notes | Piece | CompletedAnswer], streams: Streams | None, options: AskOptions
+    ) -> Result:
         first_at: float | None = None
         shown: list[str] = []
         for event in events:
-            if isinstance(event, Reply):
+            if isinstance(event, CompletedAnswer):
                 return self._result(event, first_at, options, shown)
             if isinstance(event, Notes):
                 if streams is not None:
@@ -60,17 +62,20 @@ class WarmEngine:
                 (streams.reasoning if event.reasoning else streams.text)(event.text)
         raise lost()
 
-    def _result(self, reply: Reply, first_at: float | None, options: AskOptions, shown: Sequence[str]) -> Result:
+    def _result(
+        self, completed: CompletedAnswer, first_at: float | None, options: AskOptions, shown: Sequence[str]
+    ) -> Result:
         """Documents are named as seen from here; times count from the start of this process."""
-        answer = reply.answer
+        answer = completed.answer
         process_s = since_process_start(first_at or time.perf_counter())
         chunks = [
-            replace(chunk, source=places.shown(name)) for chunk, name in zip(answer.chunks, reply.names, strict=True)
+            replace(chunk, source=places.shown(name))
+            for chunk, name in zip(answer.chunks, completed.names, strict=True)
         ]
         timing = replace(answer.timing, process_s=process_s, model_load_s=0.0)
         answer = replace(answer, timing=timing, chunks=chunks)
-        by = f", by the engine of process {reply.pid}"
-        return Result(answer, options, reply.explained, reply.tokens, by, shown)
+        by = f", by the engine of process {completed.pid}"
+        return Result(answer, options, completed.explained, completed.tokens, by, shown)
 
 
 def search_warm(

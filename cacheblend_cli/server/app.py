@@ -1,9 +1,7 @@
-"""The routes."""
+"""The HTTP application: every route, by method and path."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -13,21 +11,17 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from cacheblend_cli.server import documents, embedding, mcp_route
-from cacheblend_cli.server.answering import answered
-from cacheblend_cli.server.asking import ParsedRequest, sampling_of
+from cacheblend_cli.server import embedding_routes, mcp_route
+from cacheblend_cli.server.api_errors import ApiError
 from cacheblend_cli.server.auth import AuthMiddleware
-from cacheblend_cli.server.bodies import AskBody, ChatBody, CompletionBody, PutBody, SearchBody, parse
-from cacheblend_cli.server.conversation import read_messages
 from cacheblend_cli.server.document_routes import delete_document, list_documents, put_document, read_document
-from cacheblend_cli.server.errors import ApiError, bad
-from cacheblend_cli.server.http import EVENTS, JSON, LINES, json_body, logged, tenant_of
+from cacheblend_cli.server.http import EVENTS, JSON, LINES, log_error
 from cacheblend_cli.server.ollama import routes as ollama
-from cacheblend_cli.server.ollama.bodies import GenerateBody, OldEmbedBody, OllamaChatBody, OllamaEmbedBody, ShowBody
-from cacheblend_cli.server.openapi import Answer, Operation, openapi
-from cacheblend_cli.server.passages import with_passages
-from cacheblend_cli.server.replies import Reply
-from cacheblend_cli.server.state import ServerState
+from cacheblend_cli.server.ollama.protocol import GenerateBody, OldEmbedBody, OllamaChatBody, OllamaEmbedBody, ShowBody
+from cacheblend_cli.server.openai import routes as openai
+from cacheblend_cli.server.openai.protocol import ChatBody, CompletionBody, PutBody, SearchBody
+from cacheblend_cli.server.openapi import Handler, Operation, openapi
+from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.version import __version__
 
 _PAGE = Path(__file__).parent / "page"
@@ -43,68 +37,53 @@ _PAGE_HEADERS = {
 }
 
 
-def make_app(host: ServerState, *, is_owner: bool = False) -> Starlette:
-    """The server's routes behind AuthMiddleware. is_owner: for connections that need no API key."""
+def make_app(state: ServerState, *, is_owner: bool = False) -> Starlette:
+    """Return the application behind AuthMiddleware. is_owner: connections need no API key."""
 
-    def route(named: str, answer: Answer) -> Route:
-        method, path = named.split(" ")
+    def route(name: str, handler: Handler) -> Route:
+        method, path = name.split(" ")
 
-        async def guarded(request: Request) -> Response:
+        async def handle(request: Request) -> Response:
             try:
-                return await answer(request, host)
+                return await handler(request, state)
             except HTTPException:
                 raise
             except Exception as error:
-                return logged(error, host).response(request.url.path)
+                return log_error(error, state).response(request.url.path)
 
-        return Route(path, guarded, methods=[method])
+        return Route(path, handle, methods=[method])
 
-    routes = [route(named, operation.answer) for named, operation in OPERATIONS.items()]
-    if host.decoder is not None:
+    routes = [route(name, operation.handler) for name, operation in OPERATIONS.items()]
+    if state.decoder is not None:
         routes.append(route("GET /handovers/{name}", _hand_over))
     routes += [route("GET /", _page), route("GET /page/{name}", _page)]
     return Starlette(
-        routes=[*routes, Route(mcp_route.PATH, mcp_route.McpRoute(host), methods=["POST"])],
-        middleware=[Middleware(AuthMiddleware, host=host, is_owner=is_owner)],
+        routes=[*routes, Route(mcp_route.PATH, mcp_route.McpRoute(state), methods=["POST"])],
+        middleware=[Middleware(AuthMiddleware, state=state, is_owner=is_owner)],
         exception_handlers={HTTPException: _no_route},
     )
 
 
-async def _models(request: Request, host: ServerState) -> Response:
-    settings, sampling = host.settings, host.sampling
-    own = {
-        "id": host.model, "object": "model", "created": int(host.started), "owned_by": "cacheblend", "max_model_len": host.engine.context,
-        "defaults": {
-            "mode": settings.mode, "ratio": settings.ratio, "k": settings.top_k, "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-        },
-    }  # fmt: skip
-    name = request.path_params.get("name")
-    if name not in (None, host.model):
-        raise ApiError(404, f"no model {name[:80]!r} here", param="model", code="model_not_found")
-    return JSONResponse({"object": "list", "data": [own]} if name is None else own)
-
-
-async def _health(_: Request, host: ServerState) -> Response:
+async def _health(_: Request, state: ServerState) -> Response:
     return JSONResponse({"status": "ok", "version": __version__})
 
 
-async def _ready(_: Request, host: ServerState) -> Response:
-    status = "stopping" if host.draining else "stuck" if host.engine.is_stuck else "ready"
+async def _ready(_: Request, state: ServerState) -> Response:
+    status = "stopping" if state.draining else "stuck" if state.engine.is_stuck else "ready"
     return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
 
-async def _metrics(_: Request, host: ServerState) -> Response:
-    return Response(host.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+async def _metrics(_: Request, state: ServerState) -> Response:
+    return Response(state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def _openapi(_: Request, host: ServerState) -> Response:
+async def _openapi(_: Request, state: ServerState) -> Response:
     return JSONResponse(openapi(OPERATIONS))
 
 
-async def _hand_over(request: Request, host: ServerState) -> Response:
-    """KV of a prompt that is being decoded elsewhere, with ranges. Its name is a secret of 128 bits."""
-    file = None if host.decoder is None else host.decoder.directory.find(request.path_params["name"])
+async def _hand_over(request: Request, state: ServerState) -> Response:
+    """Send KV of a prompt that is decoded remotely; supports ranges. The name is a 128-bit secret."""
+    file = None if state.decoder is None else state.decoder.directory.find(request.path_params["name"])
     if file is None:
         raise HTTPException(404)
     return FileResponse(file, media_type="application/octet-stream", headers={"Cache-Control": "no-store"})
@@ -117,54 +96,8 @@ async def _page(request: Request, _: ServerState) -> Response:
     return FileResponse(_PAGE / name, headers=_PAGE_HEADERS)
 
 
-async def _chat(request: Request, host: ServerState) -> Response:
-    body = parse(ChatBody, await json_body(request))
-    _check_model(host, body)
-    _check_priority(request, body)
-    of = with_passages(host, body, body.messages)
-    turns = read_messages(of.messages)
-    sampling = sampling_of(host.sampling, body, body.max_completion_tokens or body.max_tokens, body.num_logprobs)
-    parsed = ParsedRequest(
-        body, tenant_of(request), turns.question, sampling, turns.history, turns.system, found=of.alone
-    )
-    reply = replace(_reply(host, body, chat=True), passages=of.passages)
-    return await answered(request, host, reply, [parsed], EVENTS if body.stream else None)
-
-
-async def _complete(request: Request, host: ServerState) -> Response:
-    body = parse(CompletionBody, await json_body(request))
-    _check_model(host, body)
-    _check_priority(request, body)
-    if body.stream and (body.echo or len(body.prompts) > 1):
-        raise bad("echo and several prompts are not streamed", "stream")
-    if body.echo and body.wants_chunks:
-        raise bad("echo gives back what was sent, and with chunks the prompt is another", "echo")
-    if body.max_tokens == 0 and not body.echo:
-        raise bad("max_tokens is 1 or more, or 0 with echo", "max_tokens")
-    sampling = sampling_of(
-        host.sampling, body, None if body.max_tokens is None else max(1, body.max_tokens), body.logprobs
-    )
-    if body.echo:
-        sampling = replace(sampling, prompt_logprobs=body.logprobs)
-    parsed = [ParsedRequest(body, tenant_of(request), text, sampling, raw=True) for text in body.prompts]
-    return await answered(request, host, _reply(host, body, chat=False), parsed, EVENTS if body.stream else None)
-
-
-def _reply(host: ServerState, body: AskBody, *, chat: bool) -> Reply:
-    usage = bool(body.stream_options and body.stream_options.include_usage)
-    echo, silent = (body.echo, body.max_tokens == 0) if isinstance(body, CompletionBody) else (False, False)
-    own = partial(Reply, chat, host.model, host.engine.model.tokenizer, host.public)
-    return own(usage=usage, explain=body.explain, echo=echo, silent=silent)
-
-
-async def _search(request: Request, host: ServerState) -> Response:
-    body = parse(SearchBody, await json_body(request))
-    hits = await host.in_pool(lambda: documents.find(host, body.query, body.k, tenant_of(request)))
-    return JSONResponse({"object": "list", "data": hits})
-
-
 async def _no_route(request: Request, error: Exception) -> Response:
-    """404 and 405 of the router."""
+    """Return 404 and 405 errors of the router."""
     assert isinstance(error, HTTPException)
     routes = ", ".join((*OPERATIONS, f"POST {mcp_route.PATH}", "GET /")).replace(":path", "")
     what = "no such route" if error.status_code == 404 else f"{request.method} is not allowed here"
@@ -174,33 +107,23 @@ async def _no_route(request: Request, error: Exception) -> Response:
     return refusal.response(request.url.path)
 
 
-def _check_model(host: ServerState, body: AskBody) -> None:
-    if not host.any_model and body.model not in (None, "", host.model, "cacheblend"):
-        refusal = f"the model {body.model[:80]!r} is not here; this server has {host.model}"
-        raise ApiError(404, refusal, param="model", code="model_not_found")
-
-
-def _check_priority(request: Request, body: AskBody) -> None:
-    """Tenants do not go before others; the store's own key may."""
-    if body.priority < 0 and tenant_of(request).name:
-        raise ApiError(403, "a tenant's priority is 0 or more", param="priority", code="priority_refused")
-
-
 OPERATIONS = {
     "POST /v1/chat/completions": Operation(
-        "Answer a conversation", _chat, ChatBody, media=(JSON, EVENTS), session=True
+        "Answer a conversation", openai.chat, ChatBody, media=(JSON, EVENTS), session=True
     ),
-    "POST /v1/completions": Operation("Continue a text", _complete, CompletionBody, media=(JSON, EVENTS), session=True),
-    "POST /v1/search": Operation("Search the stored chunks", _search, SearchBody),
+    "POST /v1/completions": Operation(
+        "Continue a text", openai.completions, CompletionBody, media=(JSON, EVENTS), session=True
+    ),
+    "POST /v1/search": Operation("Search the stored chunks", openai.search_chunks, SearchBody),
     "PUT /v1/documents/{id:path}": Operation(
         "Store a document", put_document, PutBody, (200, 201), (JSON, EVENTS), bytes_too=True
     ),
     "GET /v1/documents": Operation("List the documents", list_documents),
     "GET /v1/documents/{id:path}": Operation("Read a document", read_document),
     "DELETE /v1/documents/{id:path}": Operation("Delete a document", delete_document),
-    "POST /v1/embeddings": Operation("Embed texts", embedding.embeddings, embedding.EmbedBody),
-    "GET /v1/models": Operation("List the models", _models),
-    "GET /v1/models/{name:path}": Operation("Describe a model", _models),
+    "POST /v1/embeddings": Operation("Embed texts", embedding_routes.embeddings, embedding_routes.EmbedBody),
+    "GET /v1/models": Operation("List the models", openai.models),
+    "GET /v1/models/{name:path}": Operation("Describe a model", openai.models),
     "POST /api/chat": Operation(
         "Answer a conversation (Ollama)", ollama.chat, OllamaChatBody, media=(JSON, LINES), session=True
     ),
@@ -212,10 +135,10 @@ OPERATIONS = {
     "POST /api/show": Operation("Describe a model (Ollama)", ollama.show, ShowBody),
     "GET /api/tags": Operation("List the models (Ollama)", ollama.tags),
     "GET /api/ps": Operation("List the loaded model (Ollama)", ollama.running),
-    "GET /api/version": Operation("Version of Ollama whose API this is", ollama.version),
-    "GET /health": Operation("Whether the process answers", _health),
-    "GET /ready": Operation("Whether requests are taken", _ready, statuses=(200, 503)),
+    "GET /api/version": Operation("Version of the Ollama API", ollama.version),
+    "GET /health": Operation("Liveness", _health),
+    "GET /ready": Operation("Readiness", _ready, statuses=(200, 503)),
     "GET /metrics": Operation("Metrics for Prometheus", _metrics, media=("text/plain",)),
-    "GET /openapi.json": Operation("This description", _openapi),
+    "GET /openapi.json": Operation("OpenAPI description", _openapi),
 }
 """Every route of the API, by method and path."""

@@ -1,30 +1,30 @@
-"""Checks before every route: API keys, sizes of bodies, sites whose pages may use the server."""
+"""Checks before every route: API keys, body sizes, browser origins."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
-from cacheblend_cli.server.errors import OLLAMA, ApiError, stopping
-from cacheblend_cli.server.state import ServerState
+from cacheblend_cli.server.api_errors import OLLAMA, ApiError, server_stopping
+from cacheblend_cli.server.server_state import ServerState
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 _BODIES = 8
-"""Bodies of the largest size that may be in memory at once."""
+"""Number of bodies of the maximum size that may be in memory at once."""
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 class AuthMiddleware:
-    """Refuse a request, or pass it on and count it. For /v1, /api and /mcp the tenant is put into the scope's state.
+    """Refuse a request, or count it and pass it on. For /v1, /api and /mcp, the scope's state gets the tenant.
 
-    is_owner: requests come from this machine's user and need no key; they are of the store's own tenant.
+    is_owner: all requests are by the user who runs the server: no key needed, the store's own tenant.
     """
 
-    def __init__(self, app: App, host: ServerState, *, is_owner: bool = False) -> None:
-        self._app, self._host, self._is_owner = app, host, is_owner
+    def __init__(self, app: App, state: ServerState, *, is_owner: bool = False) -> None:
+        self._app, self._state, self._is_owner = app, state, is_owner
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -33,19 +33,19 @@ class AuthMiddleware:
         status = 500
         size = 0
 
-        async def counted() -> Message:
+        async def receive_counted() -> Message:
             nonlocal size
             message = await receive()
             received = len(message.get("body", b""))
             size += received
-            self._host.body_bytes += received
-            if size > self._host.max_body:
+            self._state.body_bytes += received
+            if size > self._state.max_body:
                 raise self._too_large()
-            if self._host.body_bytes > _BODIES * self._host.max_body:
-                raise ApiError(503, "too many large requests at once", code="overloaded", retry_after_s=1)
+            if self._state.body_bytes > _BODIES * self._state.max_body:
+                raise ApiError(503, "too many large requests in progress", code="overloaded", retry_after_s=1)
             return message
 
-        async def noted(message: Message) -> None:
+        async def send_noting_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -54,57 +54,57 @@ class AuthMiddleware:
         try:
             self._check(scope)
             if _needs_key(scope["path"]):
-                with self._host:
-                    await self._app(scope, counted, noted)
+                with self._state.in_progress():
+                    await self._app(scope, receive_counted, send_noting_status)
             else:
-                await self._app(scope, counted, noted)
+                await self._app(scope, receive_counted, send_noting_status)
         except ApiError as error:
-            await error.response(scope["path"])(scope, receive, noted)
+            await error.response(scope["path"])(scope, receive, send_noting_status)
         finally:
-            self._host.body_bytes -= size
+            self._state.body_bytes -= size
             route = getattr(scope.get("route"), "path", "(none)")
-            self._host.metrics.request(route, status)
+            self._state.metrics.request(route, status)
 
     def _check(self, scope: Message) -> None:
         """Raises ApiError."""
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        if (
-            "transfer-encoding" in headers and "content-length" in headers
-        ):  # proxies may disagree on where the body ends
-            error = ApiError(400, "Content-Length and Transfer-Encoding were both sent", code="ambiguous_length")
+        # proxies may disagree on where the body ends
+        if "transfer-encoding" in headers and "content-length" in headers:
+            error = ApiError(400, "both Content-Length and Transfer-Encoding were sent", code="ambiguous_length")
             error.headers["Connection"] = "close"
             raise error
-        names, has_port = self._host.names, scope.get("server", (None, None))[1] is not None
+        names, has_port = self._state.names, scope.get("server", (None, None))[1] is not None
         if names is not None and has_port:
             _check_site(headers, names)
         if _needs_key(scope["path"]):
-            keyring = self._host.keyring
+            keyring = self._state.keyring
             tenant = keyring.own if self._is_owner else keyring.tenant_of(headers.get("authorization"))
             if tenant is None:
                 error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
                 error.headers["WWW-Authenticate"] = "Bearer"
                 raise error
             scope.setdefault("state", {})["tenant"] = tenant
-            if self._host.draining:
-                raise stopping()
+            if self._state.draining:
+                raise server_stopping()
         length = headers.get("content-length", "0")
-        if length.isdigit() and int(length) > self._host.max_body:
+        if length.isdigit() and int(length) > self._state.max_body:
             raise self._too_large()
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self._host.max_body} bytes", code="body_too_large")
+        return ApiError(413, f"the body is larger than {self._state.max_body} bytes", code="body_too_large")
 
 
 def _check_site(headers: Mapping[str, str], names: Collection[str]) -> None:
-    """Refuse what a browser sends for a page of another site: a Host that is not among `names`, or an Origin on the web
-    that is not the server's own. Origins of other schemes are programs on this machine, such as a browser's extensions.
-    Raises ApiError."""
+    """Refuse requests by pages of other sites: a Host not in `names`, or an http(s) Origin other than the server's own.
+
+    Origins with other schemes are local programs, such as browser extensions. Raises ApiError.
+    """
     host = headers.get("host", "").lower()
     if (name := _without_port(host)) not in names:
         raise ApiError(403, f"host name not allowed: {name[:80]!r}", code="host_refused")
     origin = headers.get("origin", "").lower()
     if origin == "null" or (origin.startswith(("http://", "https://")) and origin.partition("://")[2] != host):
-        raise ApiError(403, f"pages of another site may not use this server: {origin[:80]!r}", code="origin_refused")
+        raise ApiError(403, f"origin not allowed: {origin[:80]!r}", code="origin_refused")
 
 
 def _needs_key(path: str) -> bool:

@@ -18,28 +18,28 @@ from cacheblend_cli.settings import Settings
 from cacheblend_cli.sockets import folder_of, make_folder, socket_of, sockets_of
 
 _START_S = 300.0
-_LOOK_S = 0.05
-_REPLY_S = 10.0  # for the status of an engine that listens
-_END_S = 15.0  # beyond its grace, to close the store and give memory back
+_POLL_S = 0.05
+_REPLY_S = 10.0  # to wait for the status of a listening engine
+_END_S = 15.0  # after the grace period, to close the store and free memory
 
 
 def start(settings: Settings, idle_exit_s: float, arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run `cacheblend` in a session of its own. Return the engine's status once it replies.
+    """Run `cacheblend serve` in a new session. Return the engine's status once it responds.
 
-    arguments: of `cacheblend`; by default those of this command, without --background. Raises CacheBlendError with the
-    engine's message and exit code when it ends before.
+    arguments: command line; by default this command's without --background. Raises CacheBlendError with the engine's
+    message and exit code if it exits before that.
     """
     if arguments is None:
         arguments = [argument for argument in sys.argv[1:] if argument not in ("--background", "--json")]
     path = socket_of(settings)
     make_folder(path.parent)
-    with _alone(path.with_suffix(".lock")):  # of two commands at once the second finds the first one's engine
+    with _locked(path.with_suffix(".lock")):  # a second command at the same time finds the first one's engine
         return ask_status(path) or _started(path, path.with_suffix(".log"), idle_exit_s, arguments)
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Hold the file's lock, which processes started meanwhile do not inherit."""
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the file's lock. Child processes do not inherit it."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as stream:
         with suppress(OSError):  # a filesystem without locks
             fcntl.flock(stream, fcntl.LOCK_EX)
@@ -47,9 +47,11 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def start_own(settings: Settings, idle_exit_s: float, flags: Sequence[str]) -> None:
-    """Start the engine of the settings for this user alone, without an address, and return once it replies. flags:
-    those of `serve` that give these settings. Another process may start it meanwhile. Raises CacheBlendError as
-    `start`."""
+    """Start the engine with these settings on a private socket only, and return once it responds.
+
+    flags: flags of `serve` for these settings. Another process may start it at the same time. Raises CacheBlendError
+    like `start`.
+    """
     public = folder_of(settings) / socket_of(settings).name.replace("engine-", "http-")
     try:
         start(settings, idle_exit_s, ["serve", "--unix-socket", str(public), *flags])
@@ -59,7 +61,7 @@ def start_own(settings: Settings, idle_exit_s: float, flags: Sequence[str]) -> N
 
 
 def listens(settings: Settings) -> bool:
-    """Return whether the engine of the settings runs, or loads its model: requests then wait for it."""
+    """Return whether the engine with these settings is running or loading its model; requests wait for that."""
     return Connection.is_open(socket_of(settings))
 
 
@@ -77,18 +79,20 @@ def _started(path: Path, log: Path, idle_exit_s: float, arguments: Sequence[str]
             return reply
         if process.poll() is not None:
             log_lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            reply = dict(line.partition(": ")[::2] for line in reversed(log_lines))  # the first of each kind
-            error = CacheBlendError(reply.get("error", "the engine ended at once"), reply.get("hint", f"see {log}"))
+            reply = dict(line.partition(": ")[::2] for line in reversed(log_lines))  # the first line of each kind
+            error = CacheBlendError(
+                reply.get("error", "the engine exited during start-up"), reply.get("hint", f"see {log}")
+            )
             with suppress(ValueError):  # killed by a signal
                 error.exit_code = ExitCode(process.returncode)
             raise error
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     process.terminate()
     raise CacheBlendError(f"the engine did not answer within {_START_S:.0f} seconds", f"see {log}")
 
 
 def ask_status(path: Path) -> dict[str, Any] | None:
-    """Status of the engine behind a socket; None where none listens, or it ends or does not reply in time."""
+    """Return the status of the engine at a socket, None if none responds in time."""
     connection = Connection.to(path, _REPLY_S)
     if connection is None:
         return None
@@ -108,32 +112,31 @@ def running(settings: Settings) -> list[dict[str, Any]]:
 
 
 def stop_all(settings: Settings, grace_s: float) -> list[int]:
-    """Stop every engine over the store and wait until its process has ended. Returns the process ids.
+    """Stop every engine over the store and wait until its process has exited. Return the process ids.
 
-    grace_s: the engine's time for running answers. Raises NotFoundError when none runs, CacheBlendError when a process
-    does not end in that time and a margin.
+    grace_s: time for running answers to finish. Raises NotFoundError if none runs, CacheBlendError if a process does
+    not exit within grace_s plus a margin.
     """
     ended = []
     for reply in running(settings):
         pid, deadline = reply["pid"], time.monotonic() + grace_s + _END_S
         connection = Connection.to(Path(reply["socket"]), _REPLY_S)
         if connection is not None:
-            with connection, suppress(CacheBlendError):  # one that does not reply may end all the same
+            with connection, suppress(CacheBlendError):  # it may exit without a reply
                 list(connection.request("stop"))
         while _is_alive(pid):
             if time.monotonic() >= deadline:
                 raise CacheBlendError(
-                    f"the engine of process {pid} has not ended {grace_s + _END_S:.0f} seconds after it was told to",
-                    f"wait for it, or end it now: kill -9 {pid}",
+                    f"the engine with process id {pid} has not exited within {grace_s + _END_S:.0f} seconds",
+                    f"wait for it, or kill it: kill -9 {pid}",
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         ended.append(pid)
     return ended
 
 
 def _is_alive(pid: int) -> bool:
-    """Return whether the process still runs. A child of this process that has ended is reaped; a zombie that its parent
-    does not reap has ended."""
+    """Return whether the process still runs. Reaps a child of this process; a zombie counts as exited."""
     try:
         if os.waitpid(pid, os.WNOHANG)[0] == pid:
             return False

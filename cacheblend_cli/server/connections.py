@@ -1,4 +1,4 @@
-"""HTTP connections with limits: how many there are, and how slowly a client may send a request or read a reply."""
+"""HTTP connections with limits on their number and on slow clients."""
 
 from __future__ import annotations
 
@@ -11,38 +11,35 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from cacheblend_cli.server.errors import ApiError
+from cacheblend_cli.server.api_errors import ApiError
 
 
 def default_connections() -> int:
-    """Half of the file descriptors that the process may open, 1024 at most; the store and the model need the rest."""
+    """Return half of the process's file descriptor limit, at most 1024; the store and the model need the rest."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1024 if soft == resource.RLIM_INFINITY else max(8, min(1024, soft // 2))
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """connections: TCP connections at once. headers_s: seconds for a request's headers, from the connection or from
-    their first byte. body_s: seconds for the rest of the request, and one more for every body_bytes_s bytes received.
-    linger_s: seconds in which a refused body is read and dropped, so that the client sees the reply. read_s: seconds in
-    which a client must read what fills the send buffer."""
+    """Limits of a server's TCP connections. Times in seconds."""
 
-    connections: int = field(default_factory=default_connections)
-    headers_s: float = 10.0
-    body_s: float = 20.0
+    connections: int = field(default_factory=default_connections)  # at once
+    headers_s: float = 10.0  # to send the headers, from the connection or their first byte
+    body_s: float = 20.0  # to send the body, plus one second for every body_bytes_s bytes received
     body_bytes_s: int = 16 << 10
-    linger_s: float = 5.0
-    read_s: float = 60.0
+    linger_s: float = 5.0  # read and drop a refused body, so that the client sees the response
+    read_s: float = 60.0  # for the client to read a full send buffer
 
 
 class LimitedProtocol(H11Protocol):
-    """uvicorn's protocol with ConnectionLimits. `check` is called periodically, and closes connections over a limit."""
+    """uvicorn's protocol with ConnectionLimits. `check`, called periodically, closes connections over a limit."""
 
     def __init__(self, limits: ConnectionLimits, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
         self._limits = limits
         self._received = 0
-        self._began: float | None = time.monotonic()  # of the request, None while a kept connection is idle
+        self._began: float | None = time.monotonic()  # start of the request; None while a kept-alive connection is idle
         self._answered = self._blocked_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -75,9 +72,11 @@ class LimitedProtocol(H11Protocol):
         super().on_response_complete()
 
     def check(self, now: float, late: float = 0.0) -> None:
-        """Close the connection if the client is too slow. now: time.monotonic(). late: seconds by which the event loop
-        was held up since the last check; what clients sent meanwhile could not be read, so their deadlines move by as
-        much."""
+        """Close the connection if the client is too slow.
+
+        now: time.monotonic(). late: seconds by which the event loop was delayed since the last check. Nothing could be
+        read meanwhile, so deadlines move by as much.
+        """
         if late > 0:
             self._answered += late
             self._began = None if self._began is None else self._began + late
@@ -89,7 +88,7 @@ class LimitedProtocol(H11Protocol):
             self.transport.close()
 
     def abort_reply(self) -> None:
-        """Close the connection at once where its reply is not complete."""
+        """Close the connection immediately if its response is incomplete."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.abort()
 

@@ -1,4 +1,4 @@
-"""Reading requests and streaming replies: what all routes share."""
+"""Read request bodies and stream responses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 
-from cacheblend_cli.server.errors import ApiError, as_api_error
-from cacheblend_cli.server.state import ServerState, first_of
+from cacheblend_cli.server.api_errors import ApiError, as_api_error
+from cacheblend_cli.server.server_state import ServerState, first_of
 from cacheblend_cli.server.tenants import Tenant
 
 T = TypeVar("T")
@@ -26,38 +26,39 @@ logger = logging.getLogger("cacheblend")
 
 
 def media_type(request: Request) -> str:
-    """The body's media type in lower case, without parameters; "" where there is none."""
+    """Return the body's media type in lower case without parameters, "" if there is none."""
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 async def json_body(request: Request) -> bytes:
-    """The body. Raises ApiError unless its type is JSON's: a browser sends other types to another site without
-    asking."""
+    """Return the body. Raises ApiError if its type is not JSON: browsers send other types across sites unasked."""
     if media_type(request) != JSON:
         raise ApiError(415, f"the body must be {JSON}")
     return await raw_body(request)
 
 
 async def any_body(request: Request) -> bytes:
-    """The body, whatever its type is: Ollama's clients often send JSON without saying so. Raises ApiError for one of
-    another type that comes from a browser, which names the site it is from."""
+    """Return the body of any media type, since Ollama's clients often omit it. Raises ApiError if a browser (a request
+    with an Origin header) sends another type than JSON."""
     return await (json_body(request) if "origin" in request.headers else raw_body(request))
 
 
 async def raw_body(request: Request) -> bytes:
-    """The body, of any type. Raises ApiError when the client leaves."""
+    """Return the body, of any media type. Raises ApiError if the client disconnects."""
     try:
         return await request.body()
     except ClientDisconnect as error:
-        raise gone() from error
+        raise client_disconnected() from error
 
 
 def session_headers(request: Request, keys: Sequence[bytes]) -> dict[str, str]:
-    """The header by which a proxy sends questions over the same chunks to the same replica: the session the request
-    names, else the key of its first chunk (a content hash); empty where there is neither. keys: of the prompt's chunks,
-    in order."""
-    named = request.headers.get(SESSION, "")
-    session = named if _SESSION.fullmatch(named) else keys[0].hex() if keys else ""
+    """Return the header by which proxies route questions over the same chunks to the same replica.
+
+    Its value is the request's own session, else the key of the first chunk. keys: chunk keys of the prompt in order.
+    Returns {} if there is neither.
+    """
+    own = request.headers.get(SESSION, "")
+    session = own if _SESSION.fullmatch(own) else keys[0].hex() if keys else ""
     return {SESSION: session} if session else {}
 
 
@@ -66,60 +67,59 @@ def tenant_of(request: Request) -> Tenant:
     return tenant
 
 
-def logged(error: Exception, host: ServerState) -> ApiError:
-    """The error as the API reports it; the server's own faults are logged."""
+def log_error(error: Exception, state: ServerState) -> ApiError:
+    """Return the error as an ApiError. Logs internal errors."""
     api_error = as_api_error(error)
     if api_error.status >= 500 and not isinstance(error, ApiError):
         logger.error("a request failed: %s", getattr(error, "message", error), exc_info=api_error.status == 500)
-    api_error.message = host.public(api_error.message)
+    api_error.message = state.public(api_error.message)
     return api_error
 
 
-async def pieces(host: ServerState, records: AsyncIterator[dict[str, Any]], media: str) -> AsyncIterator[bytes]:
-    """Records as server-sent events (EVENTS), or as JSON lines as Ollama streams them (LINES). An error after the
-    beginning is the last record."""
+async def encode_stream(state: ServerState, records: AsyncIterator[dict[str, Any]], media: str) -> AsyncIterator[bytes]:
+    """Encode records as server-sent events (EVENTS) or JSON lines (LINES). An error becomes the last record."""
     are_events = media == EVENTS
 
-    def piece(record: dict[str, Any]) -> bytes:
+    def encode(record: dict[str, Any]) -> bytes:
         text = json.dumps(record, ensure_ascii=False)
         return (f"data: {text}\n\n" if are_events else f"{text}\n").encode()
 
     try:
         async for record in records:
-            yield piece(record)
+            yield encode(record)
     except Exception as error:
-        api_error = logged(error, host)
-        yield piece(api_error.body if are_events else api_error.ollama_body)
+        api_error = log_error(error, state)
+        yield encode(api_error.body if are_events else api_error.ollama_body)
     if are_events:
         yield b"data: [DONE]\n\n"
 
 
 class EventStream(StreamingResponse):
-    """Send pieces as they come. It ends when the client leaves, and `stack` is closed in any case."""
+    """Streaming response that ends when the client disconnects. Always closes `stack`."""
 
-    def __init__(self, pieces: AsyncIterator[bytes], stack: ExitStack, media: str = EVENTS) -> None:
+    def __init__(self, content: AsyncIterator[bytes], stack: ExitStack, media: str = EVENTS) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(pieces, headers=headers, media_type=media)
+        super().__init__(content, headers=headers, media_type=media)
         self._stack = stack
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         with self._stack:
-            await first_of(self.stream_response(send), left(receive))
+            await first_of(self.stream_response(send), disconnected(receive))
 
 
-async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The work's result. It is cancelled when the client leaves: ApiError 499 then, which nobody reads."""
-    done = await first_of(work, left(request.receive))
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the work's result. If the client disconnects, cancels the work and raises ApiError 499."""
+    done = await first_of(work, disconnected(request.receive))
     if done is None:
-        raise gone()
+        raise client_disconnected()
     return done
 
 
-def gone() -> ApiError:
-    return ApiError(499, "the client has left")
+def client_disconnected() -> ApiError:
+    return ApiError(499, "the client disconnected")
 
 
-async def left(receive: Callable[[], Awaitable[Any]]) -> None:
-    """Return when the client has left."""
+async def disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""The Model Context Protocol over HTTP (streamable HTTP, without sessions) beside the other routes of the server."""
+"""Model Context Protocol over streamable HTTP, without sessions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from cacheblend_cli.extras import install_hint
-from cacheblend_cli.server.errors import ApiError
-from cacheblend_cli.server.http import left, raw_body
-from cacheblend_cli.server.state import ServerState, first_of
+from cacheblend_cli.server.api_errors import ApiError
+from cacheblend_cli.server.http import disconnected, raw_body
+from cacheblend_cli.server.server_state import ServerState, first_of
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -23,18 +23,18 @@ PATH = "/mcp"
 
 
 class McpRoute:
-    """ASGI app for POST /mcp. A tool sends its requests to the server's own routes with the client's API key."""
+    """ASGI app for POST /mcp. Tools call the server's own routes with the client's API key."""
 
-    def __init__(self, host: ServerState) -> None:
-        self._host = host
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer one message of the protocol. Raises ApiError where the extra is not installed."""
+        """Answer one message of the protocol. Raises ApiError if the extra is not installed."""
         if find_spec("mcp") is None:
             raise ApiError(501, f"MCP is not installed on this server ({install_hint('mcp')})", code="mcp_missing")
-        await run_in_threadpool(import_module, "cacheblend_cli.server.mcp_tools")  # seconds, the first time
+        await run_in_threadpool(import_module, "cacheblend_cli.server.mcp_tools")  # takes seconds the first time
         body = await raw_body(Request(scope, receive))
-        await first_of(self._answer(scope, body, send), left(receive))
+        await first_of(self._answer(scope, body, send), disconnected(receive))
 
     async def _answer(self, scope: Message, body: bytes, send: Send) -> None:
         import httpx2
@@ -51,16 +51,18 @@ class McpRoute:
             server.streamable_http_app(
                 json_response=True,
                 stateless_http=True,
-                max_request_body_size=self._host.max_body,
-                transport_security=TransportSecuritySettings(enable_dns_rebinding_protection=False),  # AuthMiddleware's
+                max_request_body_size=self._state.max_body,
+                transport_security=TransportSecuritySettings(
+                    enable_dns_rebinding_protection=False
+                ),  # AuthMiddleware does it
             )
-            manager = server.session_manager  # without sessions it lasts no longer than its request
+            manager = server.session_manager  # without sessions it lives only for this request
             async with manager.run():
                 await manager.handle_request(scope, _replay(body), send)
 
 
 def _replay(body: bytes) -> Receive:
-    """A body that was read, then nothing: the connection is watched elsewhere."""
+    """Return a receive function that yields a body already read, then blocks: `disconnected` watches the connection."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:

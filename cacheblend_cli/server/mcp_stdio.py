@@ -1,4 +1,4 @@
-"""The Model Context Protocol on stdin and stdout, by HTTP to an engine. Imports neither torch nor numpy."""
+"""Model Context Protocol on stdin and stdout, by HTTP to an engine. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _TIMEOUT = httpx2.Timeout(None, connect=10.0)  # an answer may take minutes; cli
 
 
 def serve_url(url: str, key: str) -> None:
-    """Serve until stdin ends, by the server at a URL, with or without /v1 at its end. key: its API key, "" for none."""
+    """Serve until stdin ends, using the server at a URL with or without /v1. key: its API key, "" for none."""
     if not re.match("https?://", url):
-        raise UsageError(f"--url is {url!r}, not an address of HTTP", "such as http://127.0.0.1:8321")
+        raise UsageError(f"--url {url!r} is not an HTTP URL", "for example http://127.0.0.1:8321")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     root = url.rstrip("/").removesuffix("/v1")
     make_server(Api(httpx2.AsyncClient(base_url=root, headers=headers, timeout=_TIMEOUT))).run("stdio")
 
 
 def serve_store(settings: Settings, flags: Sequence[str], idle_exit_s: float) -> None:
-    """Serve until stdin ends, by the engine of the settings. flags: those of `serve` that give these settings."""
+    """Serve until stdin ends, using the engine with these settings. flags: flags of `serve` for these settings."""
     transport = httpx2.AsyncHTTPTransport(uds=str(socket_of(settings)))
     client = httpx2.AsyncClient(base_url="http://localhost", transport=transport, timeout=_TIMEOUT)
-    starting, listens = anyio.Lock(), partial(background.listens, settings)
+    start_lock, listens = anyio.Lock(), partial(background.listens, settings)
 
     async def ready() -> None:
-        """Start the engine unless it runs, or loads its model. Raises CacheBlendError with the engine's own message."""
-        async with starting:
+        """Start the engine unless it is running or loading. Raises CacheBlendError with the engine's message."""
+        async with start_lock:
             if not listens():
                 start = partial(background.start_own, settings, idle_exit_s, flags)
                 await anyio.to_thread.run_sync(start, abandon_on_cancel=True)

@@ -1,11 +1,11 @@
-"""Tools and resources of the Model Context Protocol over the HTTP API of an engine. Imports neither torch nor numpy."""
+"""MCP tools and resources over an engine's HTTP API. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 from urllib.parse import quote
 
 import httpx2
@@ -29,7 +29,7 @@ _ADDS = ToolAnnotations(read_only_hint=False, destructive_hint=True, idempotent_
 Hits = Annotated[int, Field(ge=1, le=256, description="Number of passages.")]
 
 
-class DocumentIn(BaseModel):
+class DocumentArgument(BaseModel):
     """A document to ask about."""
 
     model_config = ConfigDict(extra="forbid")
@@ -40,12 +40,12 @@ class DocumentIn(BaseModel):
 
 
 async def _ready() -> None:
-    """Do nothing: an engine runs already."""
+    """Do nothing: the engine is already running."""
 
 
 class Api:
-    """JSON requests to an engine. client: at the engine's root. ready: makes sure that an engine runs, and raises
-    CacheBlendError."""
+    """JSON requests to an engine. client: HTTP client with the engine's root URL. ready: starts the engine if needed;
+    raises CacheBlendError."""
 
     def __init__(self, client: httpx2.AsyncClient, ready: Callable[[], Awaitable[None]] = _ready) -> None:
         self._client, self._ready = client, ready
@@ -63,11 +63,10 @@ class Api:
         except ValueError as error:
             raise CacheBlendError(
                 f"the reply at {self._client.base_url} is not JSON (HTTP {reply.status_code})",
-                "check that the URL is that of cacheblend serve",
+                "check that the URL is of cacheblend serve",
             ) from error
         if reply.is_success:
-            found: dict[str, Any] = reply_body
-            return found
+            return cast(dict[str, Any], reply_body)
         detail = reply_body.get("error") if isinstance(reply_body, dict) else None
         message = detail["message"] if isinstance(detail, dict) else f"HTTP {reply.status_code}"
         hint = "give the server's API key in CACHEBLEND_API_KEY" if reply.status_code == 401 else None
@@ -75,7 +74,7 @@ class Api:
 
 
 def make_server(api: Api, *, lists_documents: Callable[[], bool] = lambda: True) -> MCPServer[Any]:
-    """The MCP server. lists_documents: whether the list of resources may ask the engine now; it is empty otherwise."""
+    """Return the MCP server. lists_documents: whether to ask the engine for resources; otherwise the list is empty."""
     _keep_logging()
     server = _Server(api, lists_documents)
     tools = Tools(api)
@@ -114,26 +113,25 @@ class _Server(MCPServer[Any]):
 
 
 class Tools:
-    """The tools. Their descriptions are read by a model."""
+    """MCP tools. Models read these docstrings as descriptions."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
 
     async def search(self, query: Annotated[str, Field(min_length=1)], k: Hits = 5) -> dict[str, Any]:
-        """Find passages of the stored documents, best first. place: page or lines in the document. score: higher is
-        better."""
+        """Find passages in the stored documents, best first. place: page or lines. score: higher is better."""
         found = (await self._call("POST", "/v1/search", {"query": query, "k": k}))["data"]
-        return {"passages": [{**_named(hit), "score": hit["score"], "text": hit["text"]} for hit in found]}
+        return {"passages": [{**_reference(hit), "score": hit["score"], "text": hit["text"]} for hit in found]}
 
     async def ask(
         self,
         question: Annotated[str, Field(min_length=1)],
         k: Annotated[Hits | None, Field(description="Search for this many passages.")] = None,
-        chunks: Annotated[list[str] | None, Field(description="Ids of passages that search found.")] = None,
-        documents: Annotated[list[DocumentIn] | None, Field(description="Texts to answer from.")] = None,
+        chunks: Annotated[list[str] | None, Field(description="Passage ids returned by search.")] = None,
+        documents: Annotated[list[DocumentArgument] | None, Field(description="Texts to answer from.")] = None,
         max_tokens: Annotated[int | None, Field(ge=1, description="Maximum tokens of the answer.")] = None,
     ) -> dict[str, Any]:
-        """Answer a question from stored passages, by a local model. It searches unless chunks or documents are given.
+        """Answer a question from stored passages with a local model. Searches unless chunks or documents are given.
         sources: the passages that the model read."""
         body: dict[str, Any] = {"messages": [{"role": "user", "content": question}], "explain": True}
         if chunks:
@@ -147,7 +145,7 @@ class Tools:
         reply = await self._call("POST", "/v1/chat/completions", body)
         [choice], blend = reply["choices"], reply["blend"]
         sources = [
-            {**_named(chunk), "passage": "".join(text for text, _ in chunk["pieces"]).strip()}
+            {**_reference(chunk), "passage": "".join(text for text, _ in chunk["pieces"]).strip()}
             for chunk in blend["chunks"]
         ]
         return {
@@ -163,28 +161,28 @@ class Tools:
         title: Annotated[str, Field(max_length=1024)] | None = None,
         id: Annotated[
             str | None,
-            Field(max_length=256, description="Replaces the document of this id; default: made of the text."),
+            Field(max_length=256, description="Replaces a document with the same id. Default: a digest of the text."),
         ] = None,
     ) -> dict[str, Any]:
-        """Store a document, so that search and ask find it. Its KV cache is computed at once."""
+        """Store a document for search and ask. Its KV cache is computed now."""
         name = id or "text-" + hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         body = {"text": text, "title": title} if title else {"text": text}
         stored = await self._call("PUT", f"/v1/documents/{quote(name, safe='')}", body)
-        return _listed(stored)
+        return _summary(stored)
 
     async def list_documents(
         self,
-        matching: Annotated[str, Field(description="Part of the title or id.")] = "",
+        matching: Annotated[str, Field(description="Text in the title or id.")] = "",
         limit: Annotated[int, Field(ge=1)] = 100,
     ) -> dict[str, Any]:
-        """List the stored documents. total: number of documents that match; the list may be shorter."""
+        """List the stored documents. total: number of matching documents; the list may be shorter."""
         every = (await self._call("GET", "/v1/documents"))["data"]
         part = matching.casefold()
         found = [d for d in every if part in d["title"].casefold() or part in d["id"].casefold()]
-        return {"documents": [_listed(d) for d in found[:limit]], "total": len(found)}
+        return {"documents": [_summary(d) for d in found[:limit]], "total": len(found)}
 
     async def read_document(self, id: str) -> str:
-        """The resource of a document: its text."""
+        """Return the text of a document."""
         try:
             found = await self._api.call("GET", f"/v1/documents/{quote(id, safe='')}")
         except CacheBlendError as error:
@@ -199,16 +197,16 @@ class Tools:
 
 
 def _keep_logging() -> None:
-    """Keep the SDK from configuring the root logger, which it does unless there is a handler."""
+    """Add a root handler, without which the SDK configures the root logger."""
     if not logging.root.handlers and logging.lastResort is not None:
         logging.root.addHandler(logging.lastResort)
 
 
-def _named(chunk: dict[str, Any]) -> dict[str, Any]:
+def _reference(chunk: dict[str, Any]) -> dict[str, Any]:
     return {name: chunk[name] for name in ("id", "document", "title", "place")}
 
 
-def _listed(document: dict[str, Any]) -> dict[str, Any]:
+def _summary(document: dict[str, Any]) -> dict[str, Any]:
     return {"id": document["id"], "title": document["title"], "num_chunks": len(document["chunks"])}
 
 

@@ -15,41 +15,41 @@ from cacheblend_cli.types import Answer
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 _GAUGES = {
-    "waiting": "Questions that wait",
-    "running": "Questions that are answered",
-    "swapped": "Answers that were put aside",
-    "swap_bytes": "KV of such answers in the host's memory",
-    "swap_space_bytes": "The host's memory that such KV may take (--swap-space)",
+    "waiting": "Requests waiting",
+    "running": "Requests running",
+    "swapped": "Requests swapped out",
+    "swap_bytes": "KV of swapped requests in host memory, in bytes",
+    "swap_space_bytes": "Host memory for KV of swapped requests (--swap-space), in bytes",
 }
 _COUNTERS = {
-    "finished": "Questions that were answered",
-    "failed": "Questions that could not be answered",
-    "cancelled": "Questions that were cancelled or too late",
-    "generated": "Tokens of answers",
-    "computed": "Tokens of prompts whose KV was computed",
-    "reused": "Tokens of prompts whose KV was stored",
-    "repaired": "Tokens of prompts whose stored KV was computed again",
-    "prefix_cached": "Tokens of prompts whose KV was in the prefix cache",
-    "preempted": "Answers that had to give up their blocks",
-    "recomputed": "Answers of these whose KV was dropped, as the swap space was full",
-    "joined": "Short prompts that were computed in one launch with others",
+    "finished": "Requests finished",
+    "failed": "Requests failed",
+    "cancelled": "Requests cancelled or past their deadline",
+    "generated": "Generated tokens",
+    "computed": "Prompt tokens with computed KV",
+    "reused": "Prompt tokens with stored KV",
+    "repaired": "Prompt tokens with recomputed KV",
+    "prefix_cached": "Prompt tokens with KV from the prefix cache",
+    "preempted": "Preemptions",
+    "recomputed": "Preemptions that dropped KV because the swap space was full",
+    "joined": "Short prompts prefilled in one launch with others",
 }
-_OF_TIER = {
-    "hits": "Chunks without KV in the store that the tier had",
-    "misses": "Chunks without KV in the store that the tier had not, or did not tell in time",
-    "late": "Chunks of these that it did not tell in time",
+_TIER_COUNTERS = {
+    "hits": "Chunks without KV in the store, found in the tier",
+    "misses": "Chunks without KV in the store, not found in the tier in time",
+    "late": "Misses because the tier did not respond in time",
     "failed": "Failed or late requests to the tier",
-    "refused": "Objects of the tier that were damaged or another writer's",
-    "rests": "Times that the tier was left alone after failures",
+    "refused": "Tier objects rejected: damaged, or by another writer",
+    "rests": "Pauses of the tier after failures",
     "read_bytes": "Bytes read from the tier",
-    "puts": "Chunks put into the tier",
-    "put_bytes": "Bytes put into the tier",
-    "unput": "Chunks that could not be put into the tier",
+    "puts": "Chunks written to the tier",
+    "put_bytes": "Bytes written to the tier",
+    "unput": "Chunks that could not be written to the tier",
 }
 
 
 class Metrics:
-    """stats: asked whenever somebody reads. tier: the store's, None without one."""
+    """The server's metrics. stats: called at each scrape. tier: the store's shared tier, None without one."""
 
     def __init__(self, stats: Callable[[], EngineStats], tier: SharedTier | None = None) -> None:
         self._registry = CollectorRegistry()
@@ -60,15 +60,15 @@ class Metrics:
             "cacheblend_requests", "Requests by route and status", ["route", "status"], registry=self._registry
         )
         self._first = Histogram(
-            "cacheblend_ttft_seconds", "From a request to its first token", buckets=_FIRST, registry=self._registry
+            "cacheblend_ttft_seconds", "Time to first token", buckets=_FIRST, registry=self._registry
         )
         self._each = Histogram(
-            "cacheblend_token_seconds", "Between two tokens of an answer", buckets=_EACH, registry=self._registry
+            "cacheblend_token_seconds", "Time per generated token", buckets=_EACH, registry=self._registry
         )
         self._chunks = Counter(
-            "cacheblend_chunks", "Chunks of prompts by how their KV came to be", ["status"], registry=self._registry
+            "cacheblend_chunks", "Prompt chunks by origin of their KV", ["status"], registry=self._registry
         )
-        self._loaded = Counter("cacheblend_kv_loaded_bytes", "KV read from the store", registry=self._registry)
+        self._loaded = Counter("cacheblend_kv_loaded_bytes", "Bytes of KV read from the store", registry=self._registry)
 
     def request(self, route: str, status: int) -> None:
         self._requests.labels(route, str(status)).inc()
@@ -77,7 +77,7 @@ class Metrics:
         self._first.observe(seconds)
 
     def answer(self, answer: Answer) -> None:
-        """An answer has ended."""
+        """Record a finished answer."""
         if answer.timing.decode_tokens_per_s > 0:
             self._each.observe(1 / answer.timing.decode_tokens_per_s)
         for chunk in answer.chunks:
@@ -97,14 +97,14 @@ class _Tier(Collector):
 
     def collect(self) -> Iterable[Metric]:
         counts = self._tier.counts
-        for name, text in _OF_TIER.items():
+        for name, text in _TIER_COUNTERS.items():
             yield CounterMetricFamily(f"cacheblend_tier_{name}", text, value=getattr(counts, name))
-        yield CounterMetricFamily("cacheblend_tier_read_seconds", "Seconds of reads, added up", value=counts.read_s)
+        yield CounterMetricFamily("cacheblend_tier_read_seconds", "Total time of reads", value=counts.read_s)
         for name, text, value in (
-            ("resting", "1 while the tier is left alone after failures", float(self._tier.resting)),
-            ("waiting", "Chunks that wait to be put", float(self._tier.unput)),
-            ("latency_seconds", "Time to find out whether a chunk is there", self._tier.latency_s),
-            ("bytes_per_second", "Bytes a second of the latest prompts' KV", self._tier.bytes_per_s),
+            ("resting", "1 while the tier is paused after failures", float(self._tier.resting)),
+            ("waiting", "Chunks waiting to be written", float(self._tier.unput)),
+            ("latency_seconds", "Time to look up a chunk", self._tier.latency_s),
+            ("bytes_per_second", "Read throughput of recent prompts' KV", self._tier.bytes_per_s),
         ):
             yield GaugeMetricFamily(f"cacheblend_tier_{name}", text, value=value)
 
@@ -121,14 +121,14 @@ class _Stats(Collector):
             yield GaugeMetricFamily(f"cacheblend_{name}", help_text, value=getattr(stats, name))
         for name, help_text in _COUNTERS.items():
             yield CounterMetricFamily(f"cacheblend_{name}", help_text, value=getattr(stats, name))
-        yield CounterMetricFamily("cacheblend_stall_seconds", "Waited for KV to load", value=stats.stall_s)
+        yield CounterMetricFamily("cacheblend_stall_seconds", "Time spent waiting for KV to load", value=stats.stall_s)
         blocks = GaugeMetricFamily("cacheblend_blocks", "Blocks of the KV pool by state", labels=["state"])
         for state in ("free", "used", "cached"):
             blocks.add_metric([state], getattr(stats, f"blocks_{state}"))
         yield blocks
         blocks_all = stats.blocks_free + stats.blocks_used + stats.blocks_cached
         usage = GaugeMetricFamily(
-            "cacheblend_pool_usage_ratio", "Share of the KV pool's blocks that running answers hold, 0 to 1"
+            "cacheblend_pool_usage_ratio", "Share of KV pool blocks held by running requests, 0 to 1"
         )
         usage.add_metric([], stats.blocks_used / blocks_all if blocks_all else 0.0)
         yield usage

@@ -1,8 +1,8 @@
-"""Passages that a client has put into its messages, found by their tags: each becomes a document of the request.
+"""Extract passages that a client put into its messages: each tagged element becomes a document of the request.
 
-Known are `<source id="1" name="a.md">text</source>` (Open WebUI), `<document title="...">text</document>`, and
-documents with the parts <source> (its title) and <document_content> (its text). Tags that are nested or not closed stay
-text, with the whole message.
+Recognised: `<source id="1" name="a.md">text</source>` (Open WebUI), `<document title="...">text</document>`, and
+documents with the parts <source> (title) and <document_content> (text). A message with nested or unclosed tags is left
+unchanged.
 """
 
 from __future__ import annotations
@@ -13,59 +13,59 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cacheblend_cli.server.bodies import MAX_DOCUMENTS, AskBody, DocumentIn, Message
-from cacheblend_cli.server.state import ServerState
+from cacheblend_cli.server.openai.protocol import MAX_DOCUMENTS, AskBody, DocumentIn, Message
+from cacheblend_cli.server.server_state import ServerState
 
 _TAG = re.compile(r"<(/?)(document|source)(?![\w-])([^<>]{0,4096})>")
 _ATTRIBUTE = re.compile(r"""(?<![\w-])([\w-]++)\s*+=\s*+(?:"([^"]*+)"|'([^']*+)')""")
 _PARTS = [re.compile(rf"<{name}>([^<]*)</{name}>") for name in ("source", "title")]
 _CONTENT = ("<document_content>", "</document_content>")
-_MOST_ID, _MOST_TITLE = 256, 1024  # characters, as of a request's documents
+_MOST_ID, _MOST_TITLE = 256, 1024  # characters, as for documents of a request
 _BLANK = re.compile(r"\s*+")
 
 
 @dataclass(frozen=True)
 class Element:
-    """A passage in a text. start, end: of the whole element; inner: of what is taken out of it."""
+    """A tagged passage in a text. Positions are in characters."""
 
     start: int
     end: int
-    inner: tuple[int, int]
+    inner: tuple[int, int]  # start and end of the passage's text
     id: str
     title: str
 
 
 @dataclass(frozen=True)
-class Passage:
-    """A passage that was found. message: index of its message. characters: of its text."""
+class MessagePassage:
+    """A passage extracted from a message."""
 
     id: str
     title: str
-    message: int
-    characters: int
+    message: int  # index of the message
+    characters: int  # length of the text
 
 
 @dataclass(frozen=True)
-class Sorted:
-    """Messages without their passages. passages: None if not looked for. alone: they are the request's only chunks."""
+class ExtractedPassages:
+    """Messages without their passages."""
 
     messages: Sequence[Message]
-    passages: list[Passage] | None = None
-    alone: bool = False
+    passages: list[MessagePassage] | None = None  # None if not looked for
+    passages_only: bool = False  # the request has no other chunks
 
 
-def with_passages(host: ServerState, body: AskBody, messages: Sequence[Message]) -> Sorted:
-    """Move the passages of system and user messages to the body's documents, behind those it has.
+def extract_passages(state: ServerState, body: AskBody, messages: Sequence[Message]) -> ExtractedPassages:
+    """Append the passages of system and user messages to the body's documents.
 
-    In a user's message an element stays where it is, without its text. Those of a system message are taken out, with
-    the white space between two of them, and stand without their text before the question: so the system prompt, behind
-    which KV is computed, is the same whatever was retrieved. Raises PromptTooLong.
+    In a user message an element stays in place without its text. Elements of a system message are moved before the
+    question without their text, and white space between them is dropped: so the system prompt, the prefix of stored KV,
+    does not depend on what was retrieved. Raises PromptTooLong.
     """
-    if not host.find_passages:
-        return Sorted(messages)
+    if not state.find_passages:
+        return ExtractedPassages(messages)
     texts = [_text(message) for message in messages]
-    host.engine.check_characters(sum(map(len, texts)))
-    left, documents, found, moved = list(messages), list(body.documents or ()), list[Passage](), list[str]()
+    state.engine.check_characters(sum(map(len, texts)))
+    left, documents, found, moved = list(messages), list(body.documents or ()), list[MessagePassage](), list[str]()
     for i, (message, text) in enumerate(zip(messages, texts, strict=True)):
         elements = elements_of(text) if message.role in ("system", "developer", "user") else []
         if not elements or len(documents) + len(elements) > MAX_DOCUMENTS:
@@ -74,7 +74,7 @@ def with_passages(host: ServerState, body: AskBody, messages: Sequence[Message])
             passage = text[slice(*element.inner)].strip()
             name = element.id or str(len(documents) + 1)
             documents.append(DocumentIn(passage, name, element.title or None))
-            found.append(Passage(name, element.title, i, len(passage)))
+            found.append(MessagePassage(name, element.title, i, len(passage)))
         if message.role == "user":
             rest = _cut(text, [element.inner for element in elements])
         else:
@@ -83,20 +83,20 @@ def with_passages(host: ServerState, body: AskBody, messages: Sequence[Message])
         left[i] = msgspec.structs.replace(message, content=rest)
     if moved:
         left[-1] = msgspec.structs.replace(left[-1], content="\n".join([*moved, "", _text(left[-1])]))
-    alone = bool(found) and not body.wants_chunks
+    passages_only = bool(found) and not body.wants_chunks
     body.documents = documents or None
-    return Sorted(left, found, alone)
+    return ExtractedPassages(left, found, passages_only)
 
 
 def elements_of(text: str) -> list[Element]:
-    """The passages of a text, in order; none where its tags do not alternate. A passage without a word is text."""
+    """Return the passages of a text in order, none if its tags do not alternate. A blank element is not a passage."""
     elements, opened = list[Element](), None
     for tag in _TAG.finditer(text):
         closing, kind, attributes = tag.groups()
         if opened is not None and opened[2] != kind:
-            continue  # a part of a document, or a word in it
+            continue  # part of a document, or text in it
         if attributes.endswith("/"):
-            continue  # an element without a text
+            continue  # an element without text
         if bool(closing) != (opened is not None):
             return []
         if opened is None:
@@ -122,7 +122,7 @@ def _element(text: str, opened: re.Match[str], closed: re.Match[str]) -> Element
 
 
 def _runs(text: str, elements: Sequence[Element]) -> list[tuple[int, int]]:
-    """Elements as one place each, with the white space up to the next one."""
+    """Return the range of each element, including white space up to the next one."""
     runs = []
     for element, following in zip(elements, [*elements[1:], None], strict=True):
         blank = _BLANK.match(text, element.end)
@@ -132,7 +132,7 @@ def _runs(text: str, elements: Sequence[Element]) -> list[tuple[int, int]]:
 
 
 def _cut(text: str, places: Sequence[tuple[int, int]]) -> str:
-    """The text without those places, which do not overlap."""
+    """Return the text without these ranges, which do not overlap."""
     ends = [0, *(end for _, end in places)]
     starts = [*(start for start, _ in places), len(text)]
     return "".join(text[end:start] for end, start in zip(ends, starts, strict=True))

@@ -1,4 +1,4 @@
-"""Client of a vLLM server that decodes prompts prefilled here."""
+"""Client of the vLLM server that decodes prompts prefilled here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 
 from cacheblend_cli.engine.connectors.vllm import HandOverDirectory
-from cacheblend_cli.server.errors import ApiError
+from cacheblend_cli.server.api_errors import ApiError
 
 _CONNECT_S, _READ_S = 5.0, 120.0
 
@@ -19,18 +19,18 @@ class Unreachable(Exception):
 
 
 class RemoteDecoder:
-    """A vLLM server. url: its root. directory: where it finds KV. key: its API key."""
+    """A vLLM server. url: its root URL. directory: KV to hand over. key: its API key."""
 
     def __init__(self, url: str, directory: HandOverDirectory, key: str | None = None) -> None:
         self.directory = directory
-        self._model: str | None = None  # its name for the model, asked for once
+        self._model: str | None = None  # the server's name of the model, queried once
         timeout = httpx2.Timeout(_READ_S, connect=_CONNECT_S)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client = httpx2.AsyncClient(base_url=url.rstrip("/"), timeout=timeout, headers=headers, trust_env=False)
 
     async def token_ids(self, body: dict[str, Any]) -> AsyncIterator[list[int]]:
-        """Yield the ids of a completion as they come. Raises Unreachable before the first, ApiError after it."""
-        begun = False
+        """Yield token ids of a completion. Raises Unreachable before the first token, ApiError after it."""
+        started = False
         try:
             if self._model is None:
                 models = await self._client.get("/v1/models")
@@ -39,7 +39,7 @@ class RemoteDecoder:
             async with self._client.stream("POST", "/v1/completions", json=completion) as reply:
                 if reply.status_code != 200:
                     raise Unreachable(
-                        f"it answers {reply.status_code}: {(await reply.aread())[:300].decode(errors='replace')}"
+                        f"HTTP {reply.status_code}: {(await reply.aread())[:300].decode(errors='replace')}"
                     )
                 async for line in reply.aiter_lines():
                     if not line.startswith("data: {"):
@@ -48,9 +48,9 @@ class RemoteDecoder:
                     if "error" in record:
                         raise ValueError(str(record["error"])[:300])
                     if ids := [i for choice in record["choices"] for i in choice["token_ids"] or ()]:
-                        begun = True
+                        started = True
                         yield ids
         except (httpx2.HTTPError, ValueError, LookupError, TypeError) as error:
-            if not begun:
+            if not started:
                 raise Unreachable(f"{type(error).__name__}: {error}") from error
-            raise ApiError(502, "the decoder failed within the answer", code="decoder_failed") from error
+            raise ApiError(502, "the decoder failed during the answer", code="decoder_failed") from error

@@ -1,4 +1,4 @@
-"""Events of a submitted request, from the engine's thread to the event loop."""
+"""Pass events of a submitted request from the engine's thread to the event loop."""
 
 from __future__ import annotations
 
@@ -9,49 +9,49 @@ from contextlib import suppress
 
 from cacheblend_cli.engine.engine import Request
 from cacheblend_cli.engine.events import Done, Event, Failed, Reasoning, Started, Text
-from cacheblend_cli.server.errors import ApiError, stopping
-from cacheblend_cli.server.state import ServerState
+from cacheblend_cli.server.api_errors import ApiError, server_stopping
+from cacheblend_cli.server.server_state import ServerState
 
 
 class RequestEvents:
-    """Events of a submitted request, read in an event loop. Leaving the context before the end cancels the request."""
+    """Events of a submitted request. Leaving the context before the last event cancels the request."""
 
-    def __init__(self, host: ServerState, request: Request) -> None:
+    def __init__(self, state: ServerState, request: Request) -> None:
         """Raises QueueFull, UsageError."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
-        self._host, self._queue, self._started, self._has_text = host, queue, time.perf_counter(), False
+        self._state, self._queue, self._started, self._has_text = state, queue, time.perf_counter(), False
 
         def put(event: Event) -> None:
             if not isinstance(event, Started):
-                with suppress(RuntimeError):  # the loop has ended before the engine, and nobody listens
+                with suppress(RuntimeError):  # the event loop is already closed
                     loop.call_soon_threadsafe(queue.put_nowait, event)
 
-        self._state = host.engine.submit(request, put)
-        self._end = lambda: queue.put_nowait(Failed(stopping()))
-        host.on_end.add(self._end)
+        self._handle = state.engine.submit(request, put)
+        self._end = lambda: queue.put_nowait(Failed(server_stopping()))
+        state.on_end.add(self._end)
         self._ended = False
 
     def __enter__(self) -> RequestEvents:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._host.on_end.discard(self._end)
+        self._state.on_end.discard(self._end)
         if not self._ended:
-            self._host.engine.cancel(self._state)
+            self._state.engine.cancel(self._handle)
 
     async def next(self) -> Event:
-        """Return the next event. Raises the error of a Failed one."""
+        """Return the next event. Raises the error of a Failed event."""
         event = await self._queue.get()
         if isinstance(event, Text | Reasoning) and not self._has_text:
             self._has_text = True
-            self._host.metrics.first_token(time.perf_counter() - self._started)
+            self._state.metrics.first_token(time.perf_counter() - self._started)
         if isinstance(event, Done | Failed):
             self._ended = True
         if isinstance(event, Failed):
             raise event.error
         if isinstance(event, Done):
             for answer in event.answers:
-                self._host.metrics.answer(answer)
+                self._state.metrics.answer(answer)
         return event
 
     async def events(self) -> AsyncIterator[Event]:
@@ -60,17 +60,17 @@ class RequestEvents:
             yield await self.next()
 
     async def done(self) -> Done:
-        """Return the last event. Raises ApiError when there is no answer."""
+        """Return the last event. Raises ApiError if there is no answer."""
         async for event in self.events():
             if isinstance(event, Done):
-                return checked(event)
-        raise AssertionError("a request ends with Done or Failed")
+                return check_answered(event)
+        raise AssertionError("a request must end with Done or Failed")
 
 
-def checked(done: Done) -> Done:
+def check_answered(done: Done) -> Done:
     """Return the event. Raises ApiError if it has no answer."""
     if done.ended == "cancelled":
-        raise stopping()
+        raise server_stopping()
     if not done.answers:
-        raise ApiError(504, "the time for this answer was over before it began", code="timeout")
+        raise ApiError(504, "the deadline passed before the answer began", code="timeout")
     return done

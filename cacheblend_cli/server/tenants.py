@@ -1,4 +1,4 @@
-"""API keys, and the tenants whose KV they may use."""
+"""API keys and their tenants."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _LEAST = 8  # characters of a key
 
 @dataclass(frozen=True)
 class Tenant:
-    """name: "" is the store's own. salt: what keeps the KV of its chunks apart (see `Collection.salt`)."""
+    """A group of users with chunks of its own."""
 
-    name: str
-    salt: str
+    name: str  # "" for the store's own tenant
+    salt: str  # separates the KV of its chunks, see Collection.salt
 
 
 class Keyring:
-    """API keys and their tenants. Without any key, everybody is the store's own tenant, `own`."""
+    """API keys and their tenants. Without keys, every request belongs to the store's own tenant, `own`."""
 
     def __init__(self, keys: Iterable[str], own_salt: str) -> None:
-        """keys: KEY, which is the store's own, or NAME:KEY, for a tenant whose salt is its name. Raises UsageError."""
+        """keys: KEY for the store's own tenant, NAME:KEY for a tenant whose salt is NAME. Raises UsageError."""
         self.own = Tenant("", own_salt)
         self._known: list[tuple[bytes, Tenant]] = []
         for text in keys:
@@ -35,11 +35,11 @@ class Keyring:
             tenant, key = (Tenant(match[1], match[1]), match[2]) if match else (self.own, text)
             if len(key) < _LEAST or not key.isascii() or not key.isprintable() or " " in key:
                 raise UsageError(
-                    f"an API key is at least {_LEAST} printable characters without spaces",
+                    f"an API key needs at least {_LEAST} printable characters without spaces",
                     "KEY, or NAME:KEY for a tenant with KV of its own",
                 )
             if tenant.salt and tenant.salt == own_salt and tenant.name:
-                raise UsageError(f"the tenant {tenant.name!r} is named as --salt is", "name it otherwise")
+                raise UsageError(f"tenant {tenant.name!r} has the same name as --salt", "choose another name")
             self._known.append((_digest(key), tenant))
 
     @property
@@ -49,11 +49,11 @@ class Keyring:
 
     @property
     def has_tenants(self) -> bool:
-        """Return whether there is another one than the store's own."""
+        """Return whether there are tenants besides the store's own."""
         return any(tenant.name for _, tenant in self._known)
 
     def tenant_of(self, authorization: str | None) -> Tenant | None:
-        """Return the tenant of an Authorization header, None if unknown. Every key is compared, in constant time."""
+        """Return the tenant of an Authorization header, None if unknown. Compares all keys in constant time."""
         if self.is_open:
             return self.own
         scheme, _, key = (authorization or "").partition(" ")
@@ -72,7 +72,9 @@ def read_keys(keys: Sequence[str], file: Path | None) -> list[str]:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise NotFoundError(f"{file} cannot be read: {error}", "a file of API keys has one a line") from error
+            raise NotFoundError(
+                f"{file} cannot be read: {error}", "the file must contain one API key per line"
+            ) from error
         found += [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     return found
 

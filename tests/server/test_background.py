@@ -151,7 +151,7 @@ def test_stop_does_not_wait_for_a_zombie(server: Any, cli: Cli, monkeypatch: pyt
     child = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has reaped it
     monkeypatch.setattr(os, "waitpid", not_ours)
-    monkeypatch.setattr("cacheblend_cli.server.warm.os.getpid", lambda: child.pid)
+    monkeypatch.setattr("cacheblend_cli.server.warm_socket.os.getpid", lambda: child.pid)
     assert cli("serve", "--stop").code == 0
     monkeypatch.undo()
     assert child.wait() == 0

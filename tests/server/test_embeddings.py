@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cacheblend_cli.corpus.embedding import find_embedder
-from cacheblend_cli.server import embedding
+from cacheblend_cli.server import embedding_routes
 
 TEXTS = ["a cat sleeps", "a dog barks", "the tax on income"]
 pytestmark = pytest.mark.skipif(find_spec("wordllama") is None, reason="needs the weights of wordllama")
@@ -50,7 +50,7 @@ def test_the_client_of_openai(client: Any) -> None:
         ({"input": "a", "dimensions": 257}, "dimensions"),
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
-        ({"input": ["a"] * (embedding.MAX_TEXTS + 1)}, "input"),
+        ({"input": ["a"] * (embedding_routes.MAX_TEXTS + 1)}, "input"),
         ({"input": "a b " * 2000}, "input"),
     ],
     ids=lambda value: str(value)[:40],
@@ -89,7 +89,7 @@ def test_ollamas_routes(server: Any) -> None:
 
 
 def test_without_weights(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedding, "find_embedder", lambda name: None)
+    monkeypatch.setattr(embedding_routes, "find_embedder", lambda name: None)
     reply = server.client.post("/v1/embeddings", json={"input": "a"})
     assert (reply.status_code, reply.json()["error"]["code"]) == (501, "embeddings_not_installed")
     assert len(server.client.get("/api/tags").json()["models"]) == 1

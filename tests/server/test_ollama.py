@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cacheblend_cli.server.bodies import parse
-from cacheblend_cli.server.errors import ApiError
-from cacheblend_cli.server.ollama.bodies import GenerateBody, OllamaChatBody, OptionsIn
+from cacheblend_cli.server.api_errors import ApiError
+from cacheblend_cli.server.ollama.protocol import GenerateBody, OllamaChatBody, OptionsIn
+from cacheblend_cli.server.openai.protocol import parse
 
 ASKED = [{"role": "user", "content": "who works in Bergen?"}]
 PAGES = [{"id": "a", "text": "the lead of billing is Mara"}, {"id": "b", "text": "Jonas keeps a parrot at home"}]
@@ -193,12 +193,12 @@ def test_unknown_routes_answer_in_the_form_of_their_api(server: Any) -> None:
 
 
 def test_a_damaged_stream_ends_with_an_error_line(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend_cli.server.ollama.replies import OllamaReply
+    from cacheblend_cli.server.ollama.response import OllamaResponse
 
     def fail(*_: object) -> None:
         raise RuntimeError("of a test")
 
-    monkeypatch.setattr(OllamaReply, "_last", fail)
+    monkeypatch.setattr(OllamaResponse, "_last", fail)
     lines = post(server, "chat", model="tiny", messages=ASKED, options={"num_predict": 2}).text.splitlines()
     assert set(json.loads(lines[-1])) == {"error", "param", "code"}
 

@@ -18,9 +18,9 @@ from starlette.applications import Starlette
 from uvicorn.server import ServerState
 
 from cacheblend_cli.engine.core import async_engine
-from cacheblend_cli.server import run
+from cacheblend_cli.server import http_server
 from cacheblend_cli.server.connections import ConnectionLimits, LimitedProtocol
-from cacheblend_cli.server.run import LoopErrors
+from cacheblend_cli.server.http_server import LoopErrors
 from cacheblend_cli.sockets import socket_of
 
 HEAD = b"POST /v1/search HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -44,7 +44,7 @@ def status_of(reply: bytes) -> int:
 @pytest.fixture
 def told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client has a third of the time to receive the error of a cancelled answer."""
-    monkeypatch.setattr(run, "_TOLD_S", run._TOLD_S / 3)
+    monkeypatch.setattr(http_server, "_ERROR_S", http_server._ERROR_S / 3)
 
 
 @pytest.fixture

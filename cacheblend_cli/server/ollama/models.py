@@ -1,65 +1,66 @@
-"""The models of this server as Ollama's API describes them: the one that answers, and the one that embeds."""
+"""Descriptions of the server's models in Ollama's form: the language model and the embedding model."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from cacheblend_cli.corpus.embedding import Embedder
 from cacheblend_cli.model.model_files import checkpoint_files, is_converted
-from cacheblend_cli.server import embedding
-from cacheblend_cli.server.errors import ApiError
-from cacheblend_cli.server.ollama.replies import timestamp
-from cacheblend_cli.server.state import ServerState
+from cacheblend_cli.server.api_errors import ApiError
+from cacheblend_cli.server.embedding_routes import model_of, name_of
+from cacheblend_cli.server.ollama.response import timestamp
+from cacheblend_cli.server.server_state import ServerState
 
 _LATEST = ":latest"
 _FOREVER = "2318-01-01T00:00:00Z"
-"""When a model is unloaded that stays: what Ollama tells for keep_alive -1 is as far away."""
+"""Unload time of a model that stays loaded, as Ollama reports it for keep_alive -1."""
 _LEVELS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def tagged(name: str) -> str:
-    """The name with a tag, which Ollama's always have."""
+    """Return the name with a tag, as Ollama's names always have."""
     return name if ":" in name else name + _LATEST
 
 
 def is_named(own: str, name: str) -> bool:
-    """Return whether the name, with or without a tag, is that model's."""
+    """Return whether the name, with or without a tag, is that of the model `own`."""
     return tagged(name) in (tagged(own), tagged("cacheblend"))
 
 
-def check(host: ServerState, name: str) -> None:
-    """Raises ApiError for a model that does not answer here."""
-    if not is_named(host.model, name):
+def check(state: ServerState, name: str) -> None:
+    """Raises ApiError if the name is not that of the language model."""
+    if not is_named(state.model, name):
         raise _unknown(name)
 
 
-def listed(host: ServerState) -> list[dict[str, Any]]:
-    models = [_answering(host)]
-    if (own := embedding.model_of(host)) is not None:
-        models.append(_embedding(host, own))
+def list_models(state: ServerState) -> list[dict[str, Any]]:
+    models = [_language_model(state)]
+    if (own := model_of(state)) is not None:
+        models.append(_embedding_model(state, own))
     return models
 
 
-def running(host: ServerState) -> list[dict[str, Any]]:
-    """The answering model; size: bytes of its weights in memory, size_vram: of these on a GPU."""
-    decoder, own = host.engine.model.decoder, _answering(host)
-    size = decoder.num_parameters * (1 if host.engine.model.weight_dtype == "int8" else decoder.dtype.itemsize)
+def running_models(state: ServerState) -> list[dict[str, Any]]:
+    """Return the loaded language model. size: bytes of weights in memory; size_vram: bytes of these on a GPU."""
+    decoder, own = state.engine.model.decoder, _language_model(state)
+    size = decoder.num_parameters * (1 if state.engine.model.weight_dtype == "int8" else decoder.dtype.itemsize)
     del own["modified_at"]
     vram = 0 if decoder.device.type == "cpu" else size
-    return [own | {"size": size, "size_vram": vram, "expires_at": _FOREVER, "context_length": host.engine.context}]
+    return [own | {"size": size, "size_vram": vram, "expires_at": _FOREVER, "context_length": state.engine.context}]
 
 
-def shown(host: ServerState, name: str) -> dict[str, Any]:
-    """Raises ApiError for a model that is not here."""
-    embedder = embedding.model_of(host)
-    if embedder is not None and tagged(name) == tagged(embedding.name_of(host)):
-        return _shown_embedding(_embedding(host, embedder), embedder)
-    check(host, name)
-    return _shown(host, _answering(host))
+def show(state: ServerState, name: str) -> dict[str, Any]:
+    """Describe a model. Raises ApiError if it is not loaded here."""
+    embedder = model_of(state)
+    if embedder is not None and tagged(name) == tagged(name_of(state)):
+        return _show_embedding(_embedding_model(state, embedder), embedder)
+    check(state, name)
+    return _show(state, _language_model(state))
 
 
-def _answering(host: ServerState) -> dict[str, Any]:
-    model = host.engine.model
-    family = str(host.engine.model.decoder.spec.config.get("model_type") or "")
+def _language_model(state: ServerState) -> dict[str, Any]:
+    model = state.engine.model
+    family = str(state.engine.model.decoder.spec.config.get("model_type") or "")
     dtype = str(model.decoder.dtype).removeprefix("torch.")
     details = {
         "parent_model": "",
@@ -70,10 +71,10 @@ def _answering(host: ServerState) -> dict[str, Any]:
         "quantization_level": "INT8" if model.weight_dtype == "int8" else _LEVELS.get(dtype, dtype),
     }
     size = sum(file.stat().st_size for file in checkpoint_files(model.path))
-    return _listed(host, host.model, size, model.fingerprint, details)
+    return _entry(state, state.model, size, model.fingerprint, details)
 
 
-def _embedding(host: ServerState, own: embedding.Embedder) -> dict[str, Any]:
+def _embedding_model(state: ServerState, own: Embedder) -> dict[str, Any]:
     details = {
         "parent_model": "",
         "format": "safetensors",
@@ -82,24 +83,24 @@ def _embedding(host: ServerState, own: embedding.Embedder) -> dict[str, Any]:
         "parameter_size": "",
         "quantization_level": "",
     }
-    return _listed(host, embedding.name_of(host), 0, own.digest, details)
+    return _entry(state, name_of(state), 0, own.digest, details)
 
 
-def _listed(host: ServerState, name: str, size: int, digest: str, details: dict[str, Any]) -> dict[str, Any]:
-    """size: bytes of the files. digest: of all that the model's KV or its vectors depend on."""
+def _entry(state: ServerState, name: str, size: int, digest: str, details: dict[str, Any]) -> dict[str, Any]:
+    """Return a model list entry. size: bytes of the files. digest: of everything that KV or vectors depend on."""
     return {
         "name": tagged(name),
         "model": tagged(name),
-        "modified_at": timestamp(host.started),
+        "modified_at": timestamp(state.started),
         "size": size,
         "digest": digest,
         "details": details,
     }
 
 
-def _shown(host: ServerState, model: dict[str, Any]) -> dict[str, Any]:
-    """template: jinja's, as the model has it."""
-    engine, sampling = host.engine, host.sampling
+def _show(state: ServerState, model: dict[str, Any]) -> dict[str, Any]:
+    """Return the details of the language model. template: its Jinja source."""
+    engine, sampling = state.engine, state.sampling
     spec, family = engine.model.decoder.spec, model["details"]["family"]
     defaults = {
         "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p,
@@ -126,7 +127,7 @@ def _shown(host: ServerState, model: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _shown_embedding(model: dict[str, Any], own: embedding.Embedder) -> dict[str, Any]:
+def _show_embedding(model: dict[str, Any], own: Embedder) -> dict[str, Any]:
     info = {
         "general.architecture": "embedding",
         "embedding.embedding_length": own.dim,

@@ -1,4 +1,4 @@
-"""Ollama's routes. They answer by the functions of /v1."""
+"""Ollama's routes, which use the functions of /v1."""
 
 from __future__ import annotations
 
@@ -10,16 +10,11 @@ from dataclasses import replace
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from cacheblend_cli.server import replies
-from cacheblend_cli.server.answering import answered
-from cacheblend_cli.server.asking import ParsedRequest, sampling_of
-from cacheblend_cli.server.bodies import AskBody, Message, parse
-from cacheblend_cli.server.conversation import read_messages
-from cacheblend_cli.server.embedding import embedded, name_of, unknown_model
-from cacheblend_cli.server.errors import ApiError, as_api_error
-from cacheblend_cli.server.http import LINES, any_body, tenant_of, unless_left
+from cacheblend_cli.server.api_errors import ApiError, as_api_error
+from cacheblend_cli.server.embedding_routes import embed_texts, name_of, unknown_model
+from cacheblend_cli.server.http import LINES, any_body, tenant_of, unless_disconnected
 from cacheblend_cli.server.ollama import models
-from cacheblend_cli.server.ollama.bodies import (
+from cacheblend_cli.server.ollama.protocol import (
     OPTIONS,
     AnswerBody,
     GenerateBody,
@@ -28,9 +23,12 @@ from cacheblend_cli.server.ollama.bodies import (
     OllamaEmbedBody,
     ShowBody,
 )
-from cacheblend_cli.server.ollama.replies import OllamaReply
-from cacheblend_cli.server.passages import with_passages
-from cacheblend_cli.server.state import ServerState
+from cacheblend_cli.server.ollama.response import OllamaResponse
+from cacheblend_cli.server.openai.protocol import AskBody, Message, parse
+from cacheblend_cli.server.openai.response import OpenAIResponse
+from cacheblend_cli.server.preprocessing import ParsedRequest, parse_chat, sampling_of
+from cacheblend_cli.server.server_state import ServerState
+from cacheblend_cli.server.serving import respond
 from cacheblend_cli.types import SamplingParams
 
 VERSION = "0.12.11"
@@ -39,50 +37,50 @@ _OPTIONS = {
     **{field: f"options.{option}" for field, option in OPTIONS.items()},
     "response_format.json_schema.schema": "format", "response_format.json_schema": "format", "response_format": "format",
 }  # fmt: skip
-"""Fields of a request, by those of /v1 that say the same."""
+"""Field of /v1 -> Ollama's field with the same meaning."""
 _OPTION = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, _OPTIONS))})(?![\w.])")
 
 
-async def version(_: Request, host: ServerState) -> Response:
+async def version(_: Request, state: ServerState) -> Response:
     return JSONResponse({"version": VERSION})
 
 
-async def tags(_: Request, host: ServerState) -> Response:
-    return JSONResponse({"models": await host.in_pool(lambda: models.listed(host))})
+async def tags(_: Request, state: ServerState) -> Response:
+    return JSONResponse({"models": await state.in_pool(lambda: models.list_models(state))})
 
 
-async def running(_: Request, host: ServerState) -> Response:
-    return JSONResponse({"models": await host.in_pool(lambda: models.running(host))})
+async def running(_: Request, state: ServerState) -> Response:
+    return JSONResponse({"models": await state.in_pool(lambda: models.running_models(state))})
 
 
-async def show(request: Request, host: ServerState) -> Response:
+async def show(request: Request, state: ServerState) -> Response:
     body = parse(ShowBody, await any_body(request))
-    return JSONResponse(await host.in_pool(lambda: models.shown(host, body.model or body.name)))
+    return JSONResponse(await state.in_pool(lambda: models.show(state, body.model or body.name)))
 
 
-async def chat(request: Request, host: ServerState) -> Response:
+async def chat(request: Request, state: ServerState) -> Response:
     body = parse(OllamaChatBody, await any_body(request))
-    return await _answered(request, host, body, list(body.messages or ()))
+    return await _answer(request, state, body, list(body.messages or ()))
 
 
-async def generate(request: Request, host: ServerState) -> Response:
+async def generate(request: Request, state: ServerState) -> Response:
     body = parse(GenerateBody, await any_body(request))
     system = [Message("system", body.system)] if body.system else []
-    asked = [Message("user", body.prompt)] if body.prompt else []
-    if body.raw and asked and system:
-        raise ApiError(400, "with raw, the prompt is sent as it is: leave system out", param="system")
-    return await _answered(request, host, body, [*system, *asked] if asked else [])
+    prompt = [Message("user", body.prompt)] if body.prompt else []
+    if body.raw and prompt and system:
+        raise ApiError(400, "raw sends the prompt unchanged: omit system", param="system")
+    return await _answer(request, state, body, [*system, *prompt] if prompt else [])
 
 
-async def embed(request: Request, host: ServerState) -> Response:
-    """/api/embed."""
+async def embed(request: Request, state: ServerState) -> Response:
+    """POST /api/embed."""
     started_ns = time.monotonic_ns()
     body = parse(OllamaEmbedBody, await any_body(request))
-    _check_embedding(host, body)
+    _check_embedding(state, body)
     texts = [body.input] if isinstance(body.input, str) else body.input
     texts = [] if texts == [""] else texts
-    work = embedded(host, texts, body.dimensions, truncate=body.truncate is not False)
-    vectors, counts = await unless_left(request, work)
+    work = embed_texts(state, texts, body.dimensions, truncate=body.truncate is not False)
+    vectors, counts = await unless_disconnected(request, work)
     return JSONResponse(
         {
             "model": body.model,
@@ -94,51 +92,47 @@ async def embed(request: Request, host: ServerState) -> Response:
     )
 
 
-async def embed_one(request: Request, host: ServerState) -> Response:
-    """/api/embeddings, which older clients use."""
+async def embed_one(request: Request, state: ServerState) -> Response:
+    """POST /api/embeddings, for older clients."""
     body = parse(OldEmbedBody, await any_body(request))
-    _check_embedding(host, body)
+    _check_embedding(state, body)
     texts = [body.prompt] if body.prompt else []
-    vectors, _ = await unless_left(request, embedded(host, texts, None, truncate=True))
+    vectors, _ = await unless_disconnected(request, embed_texts(state, texts, None, truncate=True))
     return JSONResponse({"embedding": vectors[0].tolist() if texts else []})
 
 
-async def _answered(request: Request, host: ServerState, body: AnswerBody, messages: Sequence[Message]) -> Response:
-    """Answer the messages; without any, say that the model is loaded."""
-    if not host.any_model:
-        models.check(host, body.model)
-    ask, is_chat, tokenizer = body.ask_body(), isinstance(body, OllamaChatBody), host.engine.model.tokenizer
-    written = replies.Reply(True, host.model, tokenizer, host.public)
+async def _answer(request: Request, state: ServerState, body: AnswerBody, messages: Sequence[Message]) -> Response:
+    """Answer the messages. Without messages, report that the model is loaded."""
+    if not state.any_model:
+        models.check(state, body.model)
+    ask, is_chat, tokenizer = body.ask_body(), isinstance(body, OllamaChatBody), state.engine.model.tokenizer
+    openai = OpenAIResponse(True, state.model, tokenizer, state.public)
     if not messages:
-        return JSONResponse(OllamaReply(is_chat, body.model, written).loaded())
+        return JSONResponse(OllamaResponse(is_chat, body.model, openai).loaded())
     try:
-        sampling = _sampling(host, body, ask)
+        sampling = _sampling(state, body, ask)
         if isinstance(body, GenerateBody) and body.raw:
             parsed = ParsedRequest(ask, tenant_of(request), body.prompt or "", sampling, raw=True)
         else:
-            of = with_passages(host, ask, messages)
-            turns = read_messages(of.messages)
-            parsed = ParsedRequest(
-                ask, tenant_of(request), turns.question, sampling, turns.history, turns.system, found=of.alone
-            )
-            written = replace(written, passages=of.passages)
-        reply = OllamaReply(is_chat, body.model, written)
-        return await answered(request, host, reply, [parsed], LINES if ask.stream else None)
+            parsed, passages = parse_chat(state, ask, tenant_of(request), messages, sampling)
+            openai = replace(openai, passages=passages)
+        builder = OllamaResponse(is_chat, body.model, openai)
+        return await respond(request, state, builder, [parsed], LINES if ask.stream else None)
     except Exception as error:
-        raise _named(error) from error
+        raise _in_ollama_fields(error) from error
 
 
-def _sampling(host: ServerState, body: AnswerBody, ask: AskBody) -> SamplingParams:
+def _sampling(state: ServerState, body: AnswerBody, ask: AskBody) -> SamplingParams:
     """Raises ApiError, UsageError."""
-    sampling = sampling_of(host.sampling, ask, ask.max_tokens, body.num_logprobs)
-    may_reason = host.engine.template.may_reason
+    sampling = sampling_of(state.sampling, ask, ask.max_tokens, body.num_logprobs)
+    may_reason = state.engine.template.may_reason
     if body.think and not may_reason:
         raise ApiError(400, f"{body.model[:80]!r} does not support thinking", param="think")
     return replace(sampling, reasoning_tokens=0) if body.think is False and may_reason else sampling
 
 
-def _named(error: Exception) -> Exception:
-    """The error with the options of Ollama's API in the place of /v1's fields; an internal one as it is."""
+def _in_ollama_fields(error: Exception) -> Exception:
+    """Return the error with Ollama's options in place of /v1's fields; internal errors unchanged."""
     api_error = as_api_error(error)
     if api_error.status >= 500:
         return error
@@ -147,7 +141,7 @@ def _named(error: Exception) -> Exception:
     return api_error
 
 
-def _check_embedding(host: ServerState, body: OllamaEmbedBody | OldEmbedBody) -> None:
+def _check_embedding(state: ServerState, body: OllamaEmbedBody | OldEmbedBody) -> None:
     body.check()
-    if not host.any_model and not models.is_named(name_of(host), body.model):
-        raise unknown_model(host, body.model)
+    if not state.any_model and not models.is_named(name_of(state), body.model):
+        raise unknown_model(state, body.model)

@@ -12,17 +12,18 @@ from cacheblend_store import ChunkStore, DocumentRecord
 from cacheblend_cli.collect.texts import put_name
 from cacheblend_cli.corpus.citations import TITLE, Citations
 from cacheblend_cli.corpus.places import PUT, SENT
-from cacheblend_cli.corpus.search import Lookup, search
+from cacheblend_cli.corpus.search import Lookup
+from cacheblend_cli.corpus.search import search as search_store
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.types import SearchParams
 
 if TYPE_CHECKING:
-    from cacheblend_cli.server.state import ServerState
+    from cacheblend_cli.server.server_state import ServerState
 
 
 def visible(engine: Engine, store: ChunkStore, tenant: Tenant) -> dict[str, DocumentRecord]:
-    """The latest records of the tenant's documents, by name: those it put, and those precomputed with its salt."""
+    """Return the latest record of each document of the tenant (put, or precomputed with its salt) by name."""
     own = set(engine.usable(store, tenant.salt))
     latest: dict[str, DocumentRecord] = {}
     for record in store.documents():
@@ -32,11 +33,11 @@ def visible(engine: Engine, store: ChunkStore, tenant: Tenant) -> dict[str, Docu
     return latest
 
 
-def listed(engine: Engine, store: ChunkStore, tenant: Tenant) -> list[dict[str, Any]]:
-    """The tenant's documents in their JSON form, by name."""
+def list_documents(engine: Engine, store: ChunkStore, tenant: Tenant) -> list[dict[str, Any]]:
+    """Return the tenant's documents as JSON objects, sorted by name."""
     return [
         {
-            **_described(record),
+            **_document_fields(record),
             "chunks": list(dict.fromkeys(chunk.key.hex() for chunk in record.chunks)),
             "updated": int(record.updated),
         }
@@ -44,9 +45,8 @@ def listed(engine: Engine, store: ChunkStore, tenant: Tenant) -> list[dict[str, 
     ]
 
 
-def read(engine: Engine, store: ChunkStore, tenant: Tenant, document_id: str) -> dict[str, Any] | None:
-    """A document's chunks in order, with their texts and places. None for an id that is not among the tenant's
-    documents."""
+def read_document(engine: Engine, store: ChunkStore, tenant: Tenant, document_id: str) -> dict[str, Any] | None:
+    """Return a document with its chunks in order (text, place, headings), None if the tenant has no such document."""
     records = visible(engine, store, tenant).items()
     record = next((record for name, record in records if public_id(name) == document_id), None)
     if record is None:
@@ -62,10 +62,10 @@ def read(engine: Engine, store: ChunkStore, tenant: Tenant, document_id: str) ->
         }
         for chunk in record.chunks
     ]
-    return {**_described(record), "chunks": chunks}
+    return {**_document_fields(record), "chunks": chunks}
 
 
-def _described(record: DocumentRecord) -> dict[str, Any]:
+def _document_fields(record: DocumentRecord) -> dict[str, Any]:
     name = record.source
     return {
         "id": public_id(name),
@@ -74,8 +74,8 @@ def _described(record: DocumentRecord) -> dict[str, Any]:
     }
 
 
-def delete(store: ChunkStore, tenant: Tenant, document_id: str) -> bool:
-    """Forget a document that was put, and the chunks only it has; whether it was there."""
+def delete_document(store: ChunkStore, tenant: Tenant, document_id: str) -> bool:
+    """Delete a document that was put, and chunks that only it has. Return whether it existed."""
     name = put_name(tenant.name, document_id)
     records = [record for record in store.documents() if record.source == name]
     store.put_documents((), [record.key for record in records])
@@ -83,22 +83,24 @@ def delete(store: ChunkStore, tenant: Tenant, document_id: str) -> bool:
 
 
 def public_id(name: str) -> str:
-    """Return a document's name on the wire: its id, or for a file a digest of its path, which stays private."""
+    """Return the public id of a document: its id, or for a file a digest of its private path."""
     if name.startswith((PUT, SENT)):
         return name.split("/", 2)[2]
     return "file-" + hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
 
 
 def public_title(name: str) -> str:
-    """The id, or a file's name without its folders."""
+    """Return the id, or the file name without its directories."""
     return public_id(name) if name.startswith((PUT, SENT)) else PurePosixPath(name).name
 
 
-def find(host: ServerState, query: str, k: int, tenant: Tenant) -> list[dict[str, Any]]:
-    """The tenant's best chunks for a query in their JSON form."""
-    store, collections = host.store, host.engine.usable(host.store, tenant.salt)
+def search(state: ServerState, query: str, k: int, tenant: Tenant) -> list[dict[str, Any]]:
+    """Return the tenant's best chunks for a query as JSON objects."""
+    store, collections = state.store, state.engine.usable(state.store, tenant.salt)
     found, citations = [], Citations(store)
-    for hit in search(store, query, Lookup.with_weights(SearchParams.of(replace(host.settings, top_k=k))), collections):
+    for hit in search_store(
+        store, query, Lookup.with_weights(SearchParams.of(replace(state.settings, top_k=k))), collections
+    ):
         manifest = store.undamaged(hit.key)
         cited = [c for c in citations.all_of(manifest) if c.name == hit.source] if manifest else []
         found.append(

@@ -1,7 +1,6 @@
-"""Request bodies: OpenAI's fields and our own beside them. A field that would change the answer is supported or refused
-by name.
+"""Request bodies: OpenAI's fields and ours. Fields that would change the answer are supported or refused by name.
 
-msgspec decodes a body straight into these types: it stops at the first error and builds nothing of the fields it skips.
+msgspec decodes a body directly into these types: it stops at the first error and does not build skipped fields.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from cacheblend_cli.server.errors import ApiError, bad
+from cacheblend_cli.server.api_errors import ApiError, bad_request
 
 MAX_DOCUMENTS = 1024
 MAX_MESSAGES = 4096
@@ -32,19 +31,18 @@ Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Text = Annotated[str, Meta(min_length=1)]
 Hits = Annotated[int, Meta(ge=1, le=256)]
 NULL: Any = msgspec.field(default_factory=lambda: Raw(b"null"))
-"""Of a field that is skipped unless somebody asks for it, with no default in the description of the API."""
+"""Default of fields that are kept undecoded; the OpenAPI description shows no default."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],), "functions": ([],), "modalities": (["text"],), "audio": (), "reasoning_effort": (), "verbosity": ("medium",),
     "web_search_options": (), "moderation": (), "suffix": ("",),
     "no_stop_trim": (False,), "continue_final_message": (False,), "skip_special_tokens": (True,), "separate_reasoning": (True,),
     "stream_reasoning": (True,), "include_reasoning": (True,), "return_hidden_states": (False,),
 }  # fmt: skip
-"""Fields of OpenAI's, and of vllm-router's, that are not supported, and the values that change nothing (null never
-does)."""
+"""Unsupported field of OpenAI or vllm-router -> values accepted because they have no effect (null always is)."""
 
 
 class DocumentIn(Struct, forbid_unknown_fields=True):
-    """A document. id: its name in the reply; title: put before its text as a heading."""
+    """A document. id: its name in the response; title: heading before the text."""
 
     text: Text
     id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
@@ -52,14 +50,14 @@ class DocumentIn(Struct, forbid_unknown_fields=True):
 
 
 class SearchIn(Struct, forbid_unknown_fields=True):
-    """Search for stored chunks. query: by default the question; k: number of chunks."""
+    """Search for stored chunks. query: default is the question; k: number of chunks."""
 
     query: str | None = None
     k: Hits | None = None
 
 
 class BlendIn(Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Use of stored KV; fields left out keep the server's settings. See `cacheblend ask --help`."""
+    """Use of stored KV. Omitted fields keep the server's settings. See `cacheblend ask --help`."""
 
     mode: str | None = None
     ratio: float | str | None = None
@@ -75,7 +73,7 @@ class BlendIn(Struct, forbid_unknown_fields=True, omit_defaults=True):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The settings that the request names."""
+        """The settings given in the request."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
 
 
@@ -93,32 +91,32 @@ class FormatIn(Struct, forbid_unknown_fields=True):
 
     @property
     def schema_text(self) -> str | None:
-        """The JSON schema to follow, None for text. Raises ApiError for one that is missing, too large or too deep."""
+        """The JSON schema as text, None for plain text. Raises ApiError if it is missing, too large or too deep."""
         if self.type == "text":
             return None
         if self.type == "json_object":
             return '{"type": "object"}'
         place = "response_format.json_schema"
         if self.json_schema is None:
-            raise bad(f"{place} is missing", place)
+            raise bad_request(f"{place} is missing", place)
         raw = bytes(self.json_schema.schema)
         if len(raw) > MAX_SCHEMA_BYTES or _depth(raw) > MAX_SCHEMA_DEPTH:
             most = f"{MAX_SCHEMA_BYTES >> 10} KiB and {MAX_SCHEMA_DEPTH} levels"
-            raise bad(f"{place}.schema is larger than {most}", f"{place}.schema")
+            raise bad_request(f"{place}.schema exceeds {most}", f"{place}.schema")
         try:
             return json.dumps(msgspec.json.decode(raw, type=dict[str, Any]))
         except ValueError as error:
-            raise bad(f"{place}.schema: {error}", f"{place}.schema") from error
+            raise bad_request(f"{place}.schema: {error}", f"{place}.schema") from error
 
 
 class StreamOptions(Struct):
-    """include_usage: end a stream with the counts of tokens."""
+    """include_usage: end a stream with token counts."""
 
     include_usage: bool = False
 
 
 class TextPart(Struct):
-    """A part of a message; parts other than text are refused."""
+    """A text part of a message; other parts are refused."""
 
     type: Literal["text"]
     text: str
@@ -138,8 +136,8 @@ class Message(Struct):
 
 
 class AskBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields of both chat and text completions. verify: compare with a full prefill. explain: report on every token and
-    layer. priority: lower runs sooner. timeout_s: the answer ends after so many seconds."""
+    """Fields of chat and text completions. verify: compare with a full prefill. explain: report on every token and
+    layer. priority: lower values run first. timeout_s: end the answer after this many seconds."""
 
     model: str | None = None
     stream: bool | None = None
@@ -171,7 +169,7 @@ class AskBody(Struct, forbid_unknown_fields=True, kw_only=True):
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
 
-    # OpenAI's fields that are accepted and change no answer, as long as there are no tools
+    # OpenAI's fields that are accepted without effect (there are no tools)
     user: Raw = NULL
     metadata: Raw = NULL
     store: Raw = NULL
@@ -184,7 +182,7 @@ class AskBody(Struct, forbid_unknown_fields=True, kw_only=True):
     parallel_tool_calls: Raw = NULL
     function_call: Raw = NULL
 
-    # OpenAI's fields that are refused, unless they ask for nothing: see _NEUTRAL
+    # OpenAI's fields that are refused unless they have no effect: see _NEUTRAL
     tools: Raw = NULL
     functions: Raw = NULL
     modalities: Raw = NULL
@@ -195,7 +193,7 @@ class AskBody(Struct, forbid_unknown_fields=True, kw_only=True):
     moderation: Raw = NULL
     suffix: Raw = NULL
 
-    # fields that vllm-router adds to every request with these defaults; other values are refused: see _NEUTRAL
+    # fields that vllm-router adds to every request; values other than its defaults are refused: see _NEUTRAL
     no_stop_trim: Raw = NULL
     continue_final_message: Raw = NULL
     skip_special_tokens: Raw = NULL
@@ -228,8 +226,8 @@ class ChatBody(AskBody, forbid_unknown_fields=True, kw_only=True):
 
 
 class CompletionBody(AskBody, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/completions: text to continue, without a chat template. echo: repeat the prompt before the answer, with
-    its log-probabilities where logprobs are asked for; max_tokens 0 returns the prompt alone."""
+    """POST /v1/completions: continue a text without chat template. echo: repeat the prompt before the answer, with
+    log-probabilities if requested; with max_tokens 0, return only the prompt."""
 
     prompt: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
     logprobs: TopLogprobs | None = None
@@ -261,37 +259,37 @@ _PLACED = re.compile(r"(.*) - at (?:`key` in )?`\$\.?(.*)`$", re.DOTALL)
 
 
 def parse(kind: type[Body], body: bytes) -> Body:
-    """Decode and check a body. Raises ApiError, which names the field of the first error."""
+    """Decode and validate a body. Raises ApiError that names the first wrong field."""
     try:
         parsed = msgspec.json.decode(body.removeprefix(BOM_UTF8), type=kind)
     except msgspec.ValidationError as error:
         raise _refusal(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad(f"the body is not JSON: {error}") from error
+        raise bad_request(f"the body is not JSON: {error}") from error
     if isinstance(parsed, AskBody):
         refuse_unsupported(parsed, _NEUTRAL)
     return parsed
 
 
 def _refusal(message: str) -> ApiError:
-    """msgspec's words, with the field's name as OpenAI's `param`."""
+    """Return msgspec's error with the field's name as OpenAI's `param`."""
     if unknown := _UNKNOWN.fullmatch(message):
         place = ".".join(part for part in (_dotted(unknown[2] or ""), unknown[1]) if part)[:200]
-        return bad(f"unknown field {place!r}", place, "unknown_parameter")
+        return bad_request(f"unknown field {place!r}", place, "unknown_parameter")
     placed = _PLACED.fullmatch(message)
     what, place = (placed[1], _dotted(placed[2])) if placed else (message, "")
     if missing := re.fullmatch("Object missing required field `(.*)`", what):
         place, what = ".".join(part for part in (place, missing[1]) if part), "the field is missing"
-    return bad(f"{place or 'the body'}: {what[:1].lower()}{what[1:]}", place or None)
+    return bad_request(f"{place or 'the body'}: {what[:1].lower()}{what[1:]}", place or None)
 
 
 def _dotted(path: str) -> str:
-    """messages[0].role as messages.0.role."""
+    """Convert messages[0].role to messages.0.role."""
     return path.replace("[...]", "").replace("[", ".").replace("]", "").strip(".")
 
 
 def refuse_unsupported(body: Struct, neutral_values: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises ApiError for a field with another value than those that change nothing; null never does."""
+    """Raises ApiError if an unsupported field has a value with an effect."""
     for name, neutral in neutral_values.items():
         raw = bytes(getattr(body, name, b"null"))
         if raw != b"null" and (len(raw) > 64 or msgspec.json.decode(raw) not in neutral):
@@ -299,7 +297,7 @@ def refuse_unsupported(body: Struct, neutral_values: Mapping[str, tuple[Any, ...
 
 
 def _depth(raw: bytes) -> int:
-    """Return the nesting depth of JSON's brackets."""
+    """Return the nesting depth of JSON brackets."""
     depth = most = 0
     for bracket in re.sub(rb'"(?:[^"\\]|\\.)*"|[^\[\]{}"]', b"", raw):
         depth += 1 if bracket in b"[{" else -1

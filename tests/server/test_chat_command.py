@@ -18,43 +18,43 @@ from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 
 @pytest.fixture
-def talk(cli: Cli) -> Callable[..., Said]:
+def chat(cli: Cli) -> Callable[..., Said]:
     """Lines typed into a chat."""
     return lambda *lines, flags=(): cli("chat", *flags, stdin="\n".join([*lines, ""]))
 
 
-def test_turns_are_the_same_with_an_engine_and_without(talk: Any, start: Any) -> None:
+def test_turns_are_the_same_with_an_engine_and_without(chat: Any, start: Any) -> None:
     lines = ("who leads billing? Jonas", "where does Mara work?")
-    cold = talk(*lines, flags=("-v",))
+    cold = chat(*lines, flags=("-v",))
     server = start()
-    warm = talk(*lines, flags=("-v",))
+    warm = chat(*lines, flags=("-v",))
     assert cold[:2] == warm[:2]
     assert (cold[2].count("by the engine"), warm[2].count("by the engine")) == (0, 2)
     assert server.state.engine.stats().finished == 2
-    assert talk(*lines, flags=("--local",))[1] == cold[1]
+    assert chat(*lines, flags=("--local",))[1] == cold[1]
 
 
-def test_a_question_goes_behind_what_was_said(talk: Any, engine: Engine) -> None:
-    code, out, _ = talk("who?", "where?", flags=("--chunks", ""))
+def test_a_question_goes_behind_what_was_said(chat: Any, engine: Engine) -> None:
+    code, out, _ = chat("who?", "where?", flags=("--chunks", ""))
     sampling = SamplingParams(max_tokens=6, reasoning_tokens=1024)
     first = engine.run_alone(None, AskRequest("who?", (), BlendParams(), sampling))
     second = engine.run_alone(None, AskRequest("where?", (), BlendParams(), sampling, history=("who?", first.text)))
     assert (code, out) == (0, f"{first.text}\n{second.text}\n")
 
 
-def test_a_follow_up_finds_what_the_question_before_it_was_about(talk: Any, cli: Cli, tmp_path: Path) -> None:
+def test_a_follow_up_finds_what_the_question_before_it_was_about(chat: Any, cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "docs" / "lease.md").write_text("# Harbor house\n\nThe lease of the harbor house ends in May.\n")
     (tmp_path / "docs" / "club.md").write_text("# Chess\n\nThe season ends in June.\n")
     assert cli("precompute", "docs").code == 0
-    alone = talk("And when does it end?", flags=("-k", "1"))
-    turns = talk("Who owns the harbor house?", "And when does it end?", flags=("-k", "1"))
+    alone = chat("And when does it end?", flags=("-k", "1"))
+    turns = chat("Who owns the harbor house?", "And when does it end?", flags=("-k", "1"))
     assert "source: docs/club.md" in alone.err
     assert turns.err.count("source: docs/lease.md") == 2
     assert len(re.findall(r"^\d+\.\d s; ", turns.err, re.MULTILINE)) == 2
 
 
-def test_commands(talk: Any, tmp_path: Path) -> None:
-    code, out, err = talk(
+def test_commands(chat: Any, tmp_path: Path) -> None:
+    code, out, err = chat(
         "/why",
         "who leads billing? Jonas",
         "/sources",
@@ -80,19 +80,19 @@ def test_commands(talk: Any, tmp_path: Path) -> None:
     assert turn["answer"] in out
 
 
-def test_a_long_conversation_forgets_its_beginning(talk: Any, start: Any) -> None:
+def test_a_long_conversation_forgets_its_beginning(chat: Any, start: Any) -> None:
     long = "Mara works in Bergen " * 60
     for _ in range(2):
-        code, out, err = talk(long, long, long, "who?", flags=("--chunks", ""))
+        code, out, err = chat(long, long, long, "who?", flags=("--chunks", ""))
         assert (code, len(out.splitlines()) >= 4) == (0, True)
         assert "first turn" in err
         start()
-    code, _, err = talk(long * 20, "who?", flags=("--chunks", ""))
+    code, _, err = chat(long * 20, "who?", flags=("--chunks", ""))
     assert code == 2
     assert "context" in err
 
 
-def test_a_talk_ends_when_a_rank_is_lost(talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_ends_when_a_rank_is_lost(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
     def lost(self: Answering, *given: Any) -> None:
@@ -101,5 +101,5 @@ def test_a_talk_ends_when_a_rank_is_lost(talk: Any, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Answering, "ask", lost)
     monkeypatch.setattr(Answering, "is_lost", True)
-    assert talk("who leads billing?", "and where?")[0] == 5
+    assert chat("who leads billing?", "and where?")[0] == 5
     assert len(asked) == 1

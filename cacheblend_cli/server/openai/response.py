@@ -1,4 +1,4 @@
-"""Replies in OpenAI's form, and beside it, under "blend", what became of the chunks."""
+"""Responses in OpenAI's form, with a report on the use of chunks under "blend"."""
 
 from __future__ import annotations
 
@@ -12,39 +12,37 @@ from typing import Any
 
 from cacheblend_cli.engine.events import Done, Event, Reasoning, Text, Token
 from cacheblend_cli.model.tokenizer import Tokenizer
-from cacheblend_cli.server.asking import Prepared
-from cacheblend_cli.server.passages import Passage
-from cacheblend_cli.server.request_events import checked
+from cacheblend_cli.server.passages import MessagePassage
+from cacheblend_cli.server.preprocessing import PreparedRequest
+from cacheblend_cli.server.request_events import check_answered
 from cacheblend_cli.types import Answer, ChunkUse, TokenLogprob
 
 
 @dataclass(frozen=True)
-class Reply:
-    """Writer of the answers to one request. chat: as messages, else as text. public: returns a note without private
-    paths. usage: in a stream, too. explain: report each token's use. echo: put the prompt before the text; silent:
-    nothing behind it. passages: found in the messages, None where they are not looked for."""
+class OpenAIResponse:
+    """Builder of the response to one request."""
 
-    chat: bool
+    chat: bool  # chat completion, else text completion
     model: str
     tokenizer: Tokenizer
-    public: Callable[[str], str]
-    usage: bool = False
-    explain: bool = False
-    echo: bool = False
-    silent: bool = False
-    passages: Sequence[Passage] | None = None
+    public: Callable[[str], str]  # removes private paths from a note
+    usage: bool = False  # token counts in a stream, too
+    explain: bool = False  # report the use of each token
+    echo: bool = False  # repeat the prompt before the text
+    prompt_only: bool = False  # return no generated text (echo with max_tokens 0)
+    passages: Sequence[MessagePassage] | None = None  # extracted from the messages; None if not looked for
     number: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, ends: Sequence[Done], prepared: Sequence[Prepared]) -> dict[str, Any]:
-        """One object. ends: of every prompt, with what was prepared for it."""
+    def full(self, ends: Sequence[Done], prepared: Sequence[PreparedRequest]) -> dict[str, Any]:
+        """Return one object. ends, prepared: one entry per prompt."""
         choices: list[dict[str, Any]] = []
-        if self.silent:
-            ends = [replace(done, answers=[unsaid(answer) for answer in done.answers]) for done in ends]
-        for done, of in zip(ends, prepared, strict=True):
-            before = of.request.question if self.echo else ""
+        if self.prompt_only:
+            ends = [replace(done, answers=[without_text(answer) for answer in done.answers]) for done in ends]
+        for done, one in zip(ends, prepared, strict=True):
+            before = one.request.question if self.echo else ""
             choices += [self._choice(len(choices) + i, answer, before) for i, answer in enumerate(done.answers)]
-        blends = [self.blend(done, of) for done, of in zip(ends, prepared, strict=True)]
+        blends = [self.blend(done, one) for done, one in zip(ends, prepared, strict=True)]
         answers = [answer for done in ends for answer in done.answers]
         firsts = [done.answers[0] for done in ends]
         kind = "chat.completion" if self.chat else "text_completion"
@@ -55,9 +53,9 @@ class Reply:
             "blend": blends[0] if len(blends) == 1 else {"prompts": blends},
         }
 
-    async def stream(self, events: AsyncIterator[Event], prepared: Prepared) -> AsyncIterator[dict[str, Any]]:
-        """Objects of a stream. The last one with a choice has "blend". Tokens go with the piece of text that they
-        end."""
+    async def stream(self, events: AsyncIterator[Event], prepared: PreparedRequest) -> AsyncIterator[dict[str, Any]]:
+        """Yield the objects of a stream. The last choice has "blend". Log-probabilities come with the text that their
+        tokens complete."""
         begun: set[int] = set()
         tokens: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
         offsets: Counter[int] = Counter()
@@ -80,7 +78,7 @@ class Reply:
                 elif self.chat:
                     yield self._chunk(event.index, {"reasoning_content": event.text}, logprobs(event.index))
             elif isinstance(event, Done):
-                last = len(checked(event).answers) - 1
+                last = len(check_answered(event).answers) - 1
                 for i, answer in enumerate(event.answers):
                     extra = {"blend": self.blend(event, prepared)} if i == last else {}
                     yield {**self._chunk(i, {}, logprobs(i), finish_reason(answer)), **extra}
@@ -91,16 +89,16 @@ class Reply:
                         "usage": usage(event.answers[:1], event.answers),
                     }
 
-    def blend(self, done: Done, prepared: Prepared) -> dict[str, Any]:
-        """Return the chunks' use and the timing."""
+    def blend(self, done: Done, prepared: PreparedRequest) -> dict[str, Any]:
+        """Return the report on chunks and timing."""
         answer = done.answers[0]
         reported = answer.to_dict(explain=self.explain)
         chunks: list[dict[str, Any]] = [
             {
-                "id": c.id, "document": of.document, "title": of.title, "tokens": c.tokens, "status": c.status,
+                "id": c.id, "document": origin.document, "title": origin.title, "tokens": c.tokens, "status": c.status,
                 "recomputed": c.recomputed, "place": c.place,
             }
-            for c, of in zip(answer.chunks, prepared.origins, strict=True)
+            for c, origin in zip(answer.chunks, prepared.origins, strict=True)
         ]  # fmt: skip
         if self.explain:
             for record, chunk in zip(chunks, answer.chunks, strict=True):
@@ -128,7 +126,7 @@ class Reply:
         }
 
     def _pieces(self, answer: Answer, chunk: ChunkUse) -> list[tuple[str, str]]:
-        """The chunk's text in runs of tokens whose KV came to be in one way: exact, reused, recomputed or computed."""
+        """Return the chunk's text in runs of tokens of one kind: exact, reused, recomputed or computed."""
         at, pieces = chunk.start, list[tuple[str, str]]()
         for how, run in groupby(answer.kinds(chunk)):
             end = at + len(list(run))
@@ -152,7 +150,7 @@ class Reply:
         return {**self._head(self._streamed), "choices": [choice]}
 
     def _choice(self, index: int, answer: Answer, before: str) -> dict[str, Any]:
-        """before: what stands before the text."""
+        """before: text to put before the answer."""
         generated: dict[str, Any] = {"text": before + answer.text}
         if self.chat:
             reasoning = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
@@ -162,26 +160,30 @@ class Reply:
         return {"index": index, **generated, "logprobs": logprobs, "finish_reason": finish_reason(answer)}
 
     def _logprobs(
-        self, of: Sequence[TokenLogprob], offset: int = 0, first: Sequence[int] = ()
+        self, logprobs: Sequence[TokenLogprob], offset: int = 0, first: Sequence[int] = ()
     ) -> dict[str, Any] | None:
-        """offset: characters of the tokens before. first: a token before them that nothing predicts."""
-        if not of:
+        """Return the log-probabilities in the API's form.
+
+        offset: number of characters of the preceding tokens. first: the prompt's first token id, which has no
+        log-probability.
+        """
+        if not logprobs:
             return None
         if self.chat:
-            return {"content": [self.token(p) for p in of], "refusal": None}
-        tokens = [self._text(i) for i in (*first, *(p.token_id for p in of))]
+            return {"content": [self.token(p) for p in logprobs], "refusal": None}
+        tokens = [self._text(i) for i in (*first, *(p.token_id for p in logprobs))]
         return {
             "tokens": tokens,
-            "token_logprobs": [*(None for _ in first), *(p.logprob for p in of)],
-            "top_logprobs": [*(None for _ in first), *({self._text(i): v for i, v in p.top} for p in of)],
+            "token_logprobs": [*(None for _ in first), *(p.logprob for p in logprobs)],
+            "top_logprobs": [*(None for _ in first), *({self._text(i): v for i, v in p.top} for p in logprobs)],
             "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)),
         }
 
-    def token(self, of: TokenLogprob) -> dict[str, Any]:
-        top = [self._named(token_id, value) for token_id, value in of.top]
-        return {**self._named(of.token_id, of.logprob), "top_logprobs": top}
+    def token(self, logprob: TokenLogprob) -> dict[str, Any]:
+        top = [self._token(token_id, value) for token_id, value in logprob.top]
+        return {**self._token(logprob.token_id, logprob.logprob), "top_logprobs": top}
 
-    def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         text = self._text(token_id)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
 
@@ -189,25 +191,25 @@ class Reply:
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
 
 
-def unsaid(answer: Answer) -> Answer:
-    """Return the answer with no text: one token is always sampled."""
+def without_text(answer: Answer) -> Answer:
+    """Return the answer without its text. One token is always sampled."""
     return replace(answer, text="", finish_reason="length", generated_ids=[], logprobs=[])
 
 
 def finish_reason(answer: Answer) -> str:
-    """OpenAI's names: an answer that was ended by its time has no other than "length". One that repeated itself has
-    nothing more to say: clients ask for the rest of one that was cut."""
+    """Return OpenAI's name: "length" also for an answer ended by its deadline, "stop" for one ended by repetition, so
+    that clients do not ask for more."""
     return "stop" if answer.finish_reason in ("stop", "repetition") else "length"
 
 
 def usage(prompts: Sequence[Answer], answers: Sequence[Answer]) -> dict[str, Any]:
-    """prompts: an answer of every prompt."""
-    asked = sum(a.prompt_tokens for a in prompts)
+    """Return the token counts. prompts: one answer per prompt."""
+    prompt_tokens = sum(a.prompt_tokens for a in prompts)
     generated = sum(len(a.generated_ids) for a in answers)
     return {
-        "prompt_tokens": asked,
+        "prompt_tokens": prompt_tokens,
         "completion_tokens": generated,
-        "total_tokens": asked + generated,
+        "total_tokens": prompt_tokens + generated,
         "prompt_tokens_details": {"cached_tokens": sum(a.cached_tokens for a in prompts)},
         "completion_tokens_details": {"reasoning_tokens": sum(a.reasoning_tokens for a in answers)},
     }

@@ -1,7 +1,8 @@
-"""Translation of a request's body to a Request of the engine: chunks, sampling parameters, origins."""
+"""Translate a parsed request body to a Request of the engine: chunks, sampling parameters, origins."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -16,10 +17,12 @@ from cacheblend_cli.errors import NothingFound
 from cacheblend_cli.prompt.collection import salt_digest
 from cacheblend_cli.prompt.records import kept_records
 from cacheblend_cli.prompt.wording import CHUNKS, DEFAULT, QUESTION
-from cacheblend_cli.server import documents
-from cacheblend_cli.server.bodies import AskBody, SearchIn
-from cacheblend_cli.server.errors import ApiError, bad
-from cacheblend_cli.server.state import ServerState
+from cacheblend_cli.server.api_errors import ApiError, bad_request
+from cacheblend_cli.server.document_json import public_id, public_title
+from cacheblend_cli.server.openai.messages import read_messages
+from cacheblend_cli.server.openai.protocol import AskBody, Message, SearchIn
+from cacheblend_cli.server.passages import MessagePassage, extract_passages
+from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.settings import Resolved, Settings
 from cacheblend_cli.types import PLAIN, AskOptions, AskRequest, SamplingParams, SearchParams, TextDocument
@@ -28,14 +31,12 @@ _SAMPLED = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "n", "best_of",
     "ignore_eos", "regex", "stop_repetition",
 )  # fmt: skip
-_MATCHES, _LEAST_DIGITS = 64, 8  # of ids: with fewer digits, others' chunks could crowd out one's own
+_MATCHES, _LEAST_DIGITS = 64, 8  # of chunk ids; shorter ones could match too many chunks of other tenants
 
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request, read. system: None where it names none. raw: no chat template. sampling: what it asks for. found: its
-    chunks are passages of its messages alone, which say what to do with them: nothing of the default wording is put
-    around them."""
+    """A checked request body and the prompt in it."""
 
     body: AskBody
     tenant: Tenant
@@ -43,8 +44,24 @@ class ParsedRequest:
     sampling: SamplingParams
     history: tuple[str, ...] = ()
     system: str | None = None
-    raw: bool = False
-    found: bool = False
+    raw: bool = False  # without the chat template
+    # all chunks are passages of the messages, which contain their own instructions: omit the default wording
+    passages_only: bool = False
+
+
+def parse_chat(
+    state: ServerState, body: AskBody, tenant: Tenant, messages: Sequence[Message], sampling: SamplingParams
+) -> tuple[ParsedRequest, list[MessagePassage] | None]:
+    """Return the request of a chat's messages, and the passages extracted from them (None if not looked for).
+
+    Raises ApiError, PromptTooLong.
+    """
+    extracted = extract_passages(state, body, messages)
+    turns = read_messages(extracted.messages)
+    parsed = ParsedRequest(
+        body, tenant, turns.question, sampling, turns.history, turns.system, passages_only=extracted.passages_only
+    )
+    return parsed, extracted.passages
 
 
 @dataclass(frozen=True)
@@ -56,38 +73,37 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A request with its prompt laid out, and where each of its chunks is from, in order."""
+class PreparedRequest:
+    """A resolved request and the origins of its chunks."""
 
     request: Request
-    origins: tuple[Origin, ...]
+    origins: tuple[Origin, ...]  # one per chunk of the prompt, in order
 
 
-def prepare(host: ServerState, parsed: ParsedRequest) -> Prepared:
-    """Resolve a request: its documents cut, its chunks looked up and searched, its prompt laid out. Any thread; nothing
-    is stored.
+def prepare(state: ServerState, parsed: ParsedRequest) -> PreparedRequest:
+    """Resolve a request: cut its documents, look up and search chunks, lay out the prompt. Thread-safe; stores nothing.
 
-    The prompt has the request's documents first, then the chunks it names, then those that are found. Raises ApiError,
-    UsageError, NotFoundError and StoreErrors.
+    Chunk order: documents of the request, named chunks, search hits. Raises ApiError, UsageError, NotFoundError and
+    StoreErrors.
     """
-    ask = _ask_request(host, parsed)
+    ask = _ask_request(state, parsed)
     try:
-        request = host.engine.resolve(host.store, ask)
+        request = state.engine.resolve(state.store, ask)
     except NothingFound as error:
-        what = WEAK if error.message == WEAK else "no stored chunk has a word of the query"
+        what = WEAK if error.message == WEAK else "no stored chunk contains a word of the query"
         raise ApiError(404, what, param="search", code="nothing_found") from error
-    host.engine.check_fits(request)
+    state.engine.check_fits(request)
     sent: dict[str, Origin] = {}
     for i, document in enumerate(ask.documents):
         sent.setdefault(sent_document(document, ask.tenant).source, Origin(document.id or str(i), document.title or ""))
     origins = [sent[c.planned.source] if c.planned is not None else _origin(c.citation) for c in request.chunks]
-    return Prepared(request, tuple(origins))
+    return PreparedRequest(request, tuple(origins))
 
 
-def _ask_request(host: ServerState, parsed: ParsedRequest) -> AskRequest:
+def _ask_request(state: ServerState, parsed: ParsedRequest) -> AskRequest:
     body, tenant = parsed.body, parsed.tenant
-    settings = _blending(host.settings, body)
-    retrieves = host.retrieve and not parsed.raw and not body.wants_chunks
+    settings = _with_blend(state.settings, body)
+    retrieves = state.retrieve and not parsed.raw and not body.wants_chunks
     search = None
     if (searched := SearchIn() if retrieves else body.search) is not None:
         params = SearchParams.of(replace(settings, top_k=searched.k or settings.top_k))
@@ -96,14 +112,14 @@ def _ask_request(host: ServerState, parsed: ParsedRequest) -> AskRequest:
         Resolved(settings, {}),
         parsed.text,
         parsed.sampling,
-        keys=_named(host, parsed),
+        keys=_named_chunks(state, parsed),
         salt=tenant.salt,
         history=parsed.history,
         documents=tuple(TextDocument(d.text, d.title, d.id) for d in body.documents or ()),
         tenant=tenant.name,
         search=search,
         system=parsed.system,
-        prompt=_prompt(host, parsed) if body.wants_chunks or retrieves else PLAIN,
+        prompt=_prompt(state, parsed) if body.wants_chunks or retrieves else PLAIN,
         raw=parsed.raw,
         model_sampling=(),
         options=AskOptions(
@@ -112,29 +128,29 @@ def _ask_request(host: ServerState, parsed: ParsedRequest) -> AskRequest:
     )
 
 
-def _prompt(host: ServerState, parsed: ParsedRequest) -> str | None:
-    own = host.engine.template.wording.prompt
-    return f"{CHUNKS}\n\n{QUESTION}" if parsed.found and own == DEFAULT else None
+def _prompt(state: ServerState, parsed: ParsedRequest) -> str | None:
+    own = state.engine.template.wording.prompt
+    return f"{CHUNKS}\n\n{QUESTION}" if parsed.passages_only and own == DEFAULT else None
 
 
-def _blending(settings: Settings, body: AskBody) -> Settings:
+def _with_blend(settings: Settings, body: AskBody) -> Settings:
     given = body.blend.given if body.blend else {}
     if isinstance(given.get("ratio"), str) and given["ratio"] not in ("auto", "model"):
-        raise bad("blend.ratio is a number, auto or model", "blend.ratio")
+        raise bad_request("blend.ratio is a number, auto or model", "blend.ratio")
     return replace(settings, **given)
 
 
-def _named(host: ServerState, parsed: ParsedRequest) -> list[bytes]:
-    """Keys of the chunks that the request names. What others' chunks are called makes no difference to it."""
+def _named_chunks(state: ServerState, parsed: ParsedRequest) -> list[bytes]:
+    """Return the keys of the named chunks. Ids of chunks that the tenant may not read are ignored."""
     keys = []
     for name in parsed.body.chunks or ():
-        if len(name) < _LEAST_DIGITS and host.keyring.has_tenants:
-            raise bad(f"an id is given with {_LEAST_DIGITS} digits or more", "chunks")
+        if len(name) < _LEAST_DIGITS and state.keyring.has_tenants:
+            raise bad_request(f"a chunk id needs at least {_LEAST_DIGITS} digits", "chunks")
         found = []
         with suppress(ChunkNotFound):
-            for key in host.store.matching(name, _MATCHES):
-                manifest = host.store.undamaged(key)
-                if manifest is not None and _is_seen_by(host, manifest, parsed.tenant):
+            for key in state.store.matching(name, _MATCHES):
+                manifest = state.store.undamaged(key)
+                if manifest is not None and _may_read(state, manifest, parsed.tenant):
                     found.append(key)
         if not found:
             raise ApiError(404, f"no chunk {name[:64]!r}", param="chunks", code="chunk_not_found")
@@ -144,23 +160,22 @@ def _named(host: ServerState, parsed: ParsedRequest) -> list[bytes]:
     return keys
 
 
-def _is_seen_by(host: ServerState, manifest: ChunkManifest, tenant: Tenant) -> bool:
-    """Return whether the tenant may read the chunk: where there are tenants, one of its own documents, or of its
-    salt."""
-    if not host.keyring.has_tenants:
+def _may_read(state: ServerState, manifest: ChunkManifest, tenant: Tenant) -> bool:
+    """Return whether the tenant may read the chunk: if there are tenants, only chunks of its documents or salt."""
+    if not state.keyring.has_tenants:
         return True
     if manifest.source.startswith((SENT, PUT)):
         return manifest.source.split("/", 2)[1] == tenant.name
-    record = kept_records(host.store).get(manifest.collection)
+    record = kept_records(state.store).get(manifest.collection)
     return record is not None and record.salt == salt_digest(tenant.salt)
 
 
 def _origin(cited: Citation) -> Origin:
-    return Origin(documents.public_id(cited.name), cited.title or documents.public_title(cited.name))
+    return Origin(public_id(cited.name), cited.title or public_title(cited.name))
 
 
 def sampling_of(base: SamplingParams, body: AskBody, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-    """Return the request's sampling parameters over the server's defaults. Raises UsageError."""
+    """Return the server's defaults with the request's sampling parameters. Raises UsageError."""
     given = {
         "max_tokens": max_tokens,
         "logprobs": logprobs,

@@ -1,4 +1,4 @@
-"""The process that serves: bind sockets, answer requests until a signal, --stop or --idle-exit ends it."""
+"""The HTTP server process: bind sockets and serve until a signal, --stop or --idle-exit."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from starlette.applications import Starlette
 from cacheblend_cli.client import Connection
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.server.connections import ConnectionLimits, LimitedProtocol
-from cacheblend_cli.server.state import ServerState
-from cacheblend_cli.server.warm import WarmSocket
+from cacheblend_cli.server.server_state import ServerState
+from cacheblend_cli.server.warm_socket import WarmSocket
 
-_LOOK_S = 0.25
-_TOLD_S = 3  # for clients to receive the error of a cancelled answer
+_POLL_S = 0.25
+_ERROR_S = 3  # for clients to read the error of a cancelled answer
 _BACKLOG = 128
 logger = logging.getLogger("cacheblend")
 
 
 def bind_tcp(name: str, port: int) -> socket.socket:
-    """It listens from now on, so that nobody else gets the address: who connects waits until it is served.
+    """Return a listening socket, which reserves the address; connections wait until the server runs.
 
-    Raises UsageError when the address cannot be had."""
+    Raises UsageError if the address is not available.
+    """
     family = socket.AF_INET6 if ":" in name else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -43,24 +44,24 @@ def bind_tcp(name: str, port: int) -> socket.socket:
     except OSError as error:
         bound.close()
         raise UsageError(
-            f"cannot listen on {name}:{port}: {error.strerror}", "choose another --port; 0 takes a free one"
+            f"cannot listen on {name}:{port}: {error.strerror}", "choose another --port; 0: any free port"
         ) from error
     return bound
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """A socket that only this user may use (0600), which listens from now on. One that was left behind is replaced.
+    """Return a listening socket for this user only (mode 0600). Replaces a stale one.
 
-    Raises UsageError when somebody listens there, or nothing can be made there.
+    Raises UsageError if another server listens at the path, or the socket cannot be created.
     """
     if Connection.is_open(path):
-        raise UsageError(f"a server listens on {path} already", "cacheblend serve --status tells of it, --stop ends it")
+        raise UsageError(f"a server already listens on {path}", "see cacheblend serve --status; end it with --stop")
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     new = path.with_name(f"{path.name}.{os.getpid()}")
     before = os.umask(0o177)
     try:
         if path.exists() and not path.is_socket():
-            raise OSError(0, "something else is there")
+            raise OSError(0, "the path is not a socket")
         new.unlink(missing_ok=True)
         bound.bind(os.fspath(new))
         bound.listen()
@@ -68,7 +69,8 @@ def bind_unix(path: Path) -> socket.socket:
     except OSError as error:
         bound.close()
         raise UsageError(
-            f"cannot listen on {path}: {error.strerror or error}", "choose a shorter path, where you may write"
+            f"cannot listen on {path}: {error.strerror or error}",
+            "choose a shorter path in a directory you can write to",
         ) from error
     finally:
         os.umask(before)
@@ -76,42 +78,40 @@ def bind_unix(path: Path) -> socket.socket:
 
 
 def remover(path: Path) -> Callable[[], None]:
-    """Return a function that removes the socket now at the path. One put there by a later server stays: the earlier one
-    may still finish answers when it begins."""
+    """Return a function that removes the current socket at the path, but not one that a later server put there."""
 
-    def there() -> tuple[int, int] | None:
+    def identity() -> tuple[int, int] | None:
         with suppress(OSError):
             info = path.lstat()
             return info.st_ino, info.st_ctime_ns
         return None
 
-    own = there()
+    own = identity()
 
     def remove() -> None:
-        if there() == own:
+        if identity() == own:
             path.unlink(missing_ok=True)
 
     return remove
 
 
 class Server(uvicorn.Server):
-    """Serves until SIGINT, SIGTERM, `--stop` or --idle-exit, and returns; a second SIGINT waits for no answer.
+    """Serve until SIGINT, SIGTERM, --stop or --idle-exit. A second SIGINT stops without waiting for answers.
 
-    idle_exit_s: end after so many seconds without a request, 0 never. grace_s: seconds for answers to finish at the
-    end.
+    idle_exit_s: stop after this time without a request, 0: never. grace_s: time for answers to finish when stopping.
     """
 
     def __init__(
         self,
         app: Starlette,
-        host: ServerState,
+        state: ServerState,
         warm: WarmSocket,
         *,
         grace_s: float,
         idle_exit_s: float,
         limits: ConnectionLimits | None = None,
     ) -> None:
-        self._host, self._warm, self._grace_s, self._idle_exit_s = host, warm, grace_s, idle_exit_s
+        self._state, self._warm, self._grace_s, self._idle_exit_s = state, warm, grace_s, idle_exit_s
 
         async def by_socket(scope: Any, receive: Any, send: Any) -> None:
             await (warm.app if warm.owns(scope["server"]) else app)(scope, receive, send)
@@ -120,18 +120,18 @@ class Server(uvicorn.Server):
             by_socket,
             http=partial(LimitedProtocol, limits or ConnectionLimits()),  # type: ignore[arg-type]
             ws="none",
-            log_level="error",  # a warning for every malformed request would let strangers fill the disk
-            log_config=None,  # its own closes every handler there is: absl's takes stderr with it
+            log_level="error",  # clients could fill the disk with warnings about malformed requests
+            log_config=None,  # uvicorn's closes all handlers: absl's closes stderr
             lifespan="off",
             server_header=False,
             backlog=_BACKLOG,
-            timeout_graceful_shutdown=_TOLD_S,
+            timeout_graceful_shutdown=_ERROR_S,
         )
         super().__init__(config)
         warm.on_stop = self.end
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve at these sockets and the warm one. Closes them."""
+        """Serve on these sockets and the warm socket. Closes them."""
         asyncio.get_running_loop().set_exception_handler(LoopErrors())
         watch = asyncio.create_task(self._watch())
         try:
@@ -140,15 +140,15 @@ class Server(uvicorn.Server):
             watch.cancel()
 
     async def _watch(self) -> None:
-        looked = time.monotonic()
+        last = time.monotonic()
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
             now = time.monotonic()
-            late, looked = now - looked - 2 * _LOOK_S, now
+            late, last = now - last - 2 * _POLL_S, now
             for connection in self.connections:
-                if not self._warm.owns(connection.server):  # a command reads an answer when its turn comes
+                if not self._warm.owns(connection.server):  # the command line may read slowly
                     connection.check(now, max(0.0, late))
-            if self._idle_exit_s and self._host.idle_s >= self._idle_exit_s:
+            if self._idle_exit_s and self._state.idle_s >= self._idle_exit_s:
                 self.end()
 
     @property
@@ -156,28 +156,30 @@ class Server(uvicorn.Server):
         return [one for one in self.server_state.connections if isinstance(one, LimitedProtocol)]
 
     def end(self) -> None:
-        self._host.draining = True
+        self._state.draining = True
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let answers finish, refuse new ones, and keep listening meanwhile, so that /ready is seen at 503. What is
-        left after grace_s is cancelled with an error; a client that does not read that is cut off."""
+        """Let answers finish and refuse new requests; keep listening meanwhile, so that /ready returns 503.
+
+        After grace_s, the remaining answers are cancelled with an error; clients that do not read it are disconnected.
+        """
         self._warm.leave()
         await self._requests_end(self._grace_s)
-        if self._host.active and not self.force_exit:
-            logger.warning("the server stops; answers cut off: %d", self._host.active)
-            self._host.engine.cancel_all()
-            await self._requests_end(_TOLD_S)
-        self._host.end_requests()  # those that the engine has not ended
-        await self._requests_end(_TOLD_S)
+        if self._state.active and not self.force_exit:
+            logger.warning("the server is stopping; cancelled answers: %d", self._state.active)
+            self._state.engine.cancel_all()
+            await self._requests_end(_ERROR_S)
+        self._state.end_requests()  # that the engine has not ended
+        await self._requests_end(_ERROR_S)
         for connection in self.connections:
             connection.abort_reply()
         await super().shutdown(sockets)
 
     async def _requests_end(self, within_s: float) -> None:
-        """Wait until no request is in progress, within_s at most."""
+        """Wait at most within_s until no request is in progress."""
         until = time.monotonic() + within_s
-        while self._host.active and time.monotonic() < until and not self.force_exit:
+        while self._state.active and time.monotonic() < until and not self.force_exit:
             await asyncio.sleep(0.02)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -186,10 +188,9 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture signals like uvicorn, without raising them again at the end, where store and engine are still to be
-        closed."""
+        """Capture signals like uvicorn, but do not raise them again: store and engine are still to be closed."""
         before: dict[int, Any] = {}
-        with suppress(ValueError):  # in a thread of a test there are no signals
+        with suppress(ValueError):  # not in the main thread (tests)
             before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -199,8 +200,7 @@ class Server(uvicorn.Server):
 
 
 class LoopErrors:
-    """Exception handler of the event loop: connections that cannot be accepted are logged once a minute, in one
-    line."""
+    """Exception handler of the event loop. Logs connections that cannot be accepted at most once a minute."""
 
     def __init__(self) -> None:
         self._logged = float("-inf")

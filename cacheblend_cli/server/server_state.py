@@ -1,4 +1,4 @@
-"""State of a server: engine, store, settings, API keys and metrics."""
+"""Shared state of the server: engine, store, settings, API keys and metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.server.errors import stopping
+from cacheblend_cli.server.api_errors import server_stopping
 from cacheblend_cli.server.metrics import Metrics
 from cacheblend_cli.server.tenants import Keyring
 from cacheblend_cli.settings import Settings
@@ -25,38 +25,34 @@ if TYPE_CHECKING:
     from cacheblend_cli.server.remote_decoder import RemoteDecoder
 
 T = TypeVar("T")
-_PREPARING = 2  # threads; most of the work holds Python's lock
+_PREPARING = 2  # threads; most of the work holds the GIL
 
 
 @dataclass
 class ServerState:
-    """Lives as long as the server. engine: uses the store; its model computes in the engine's thread alone. sampling:
-    defaults of a request. names: host names that a browser may use, None for all. max_body: bytes of a request.
-    draining: answers finish, new ones are refused. retrieve: a chat that brings no chunks is searched for in the store.
-    find_passages: passages in messages become documents. any_model: a request that names another model is answered by
-    this one. body_bytes: of all bodies in memory. ended: requests are to end now. pool: threads that prepare requests.
-    decoder: a RemoteDecoder, None to decode here. converting: held while a file is converted, so that one of them stays
-    for the others."""
+    """State that all routes share for the server's lifetime."""
 
-    engine: Engine
+    engine: Engine  # computes in its own thread
     store: ChunkStore
     settings: Settings
-    sampling: SamplingParams
+    sampling: SamplingParams  # defaults of requests
     keyring: Keyring
-    names: frozenset[str] | None = None
-    max_body: int = 32 << 20
-    retrieve: bool = False
-    find_passages: bool = False
-    any_model: bool = False
+    names: frozenset[str] | None = None  # host names that browsers may use, None for all
+    max_body: int = 32 << 20  # bytes
+    retrieve: bool = False  # search the store for chats without chunks
+    find_passages: bool = False  # treat tagged passages in messages as documents
+    any_model: bool = False  # accept requests that name another model
     metrics: Metrics = field(init=False)
     started: float = field(default_factory=time.time)
-    draining: bool = False
-    body_bytes: int = 0
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    draining: bool = False  # running answers finish, new requests are refused
+    body_bytes: int = 0  # of all bodies in memory
+    ended: asyncio.Event = field(default_factory=asyncio.Event)  # all requests must end now
     on_end: set[Callable[[], None]] = field(default_factory=set)
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_PREPARING, "cacheblend-prepare"))
-    converting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    decoder: RemoteDecoder | None = None
+    converting: asyncio.Lock = field(
+        default_factory=asyncio.Lock
+    )  # one conversion at a time, so that a thread stays free
+    decoder: RemoteDecoder | None = None  # None to decode here
     _active: int = 0
     _preparing: int = 0
     _last_use: float = field(default_factory=time.monotonic)
@@ -66,34 +62,36 @@ class ServerState:
 
     @property
     def model(self) -> str:
-        """Name of the model on the wire, without its path."""
+        """The model's public name, without its path."""
         name = self.engine.model.name
         return PurePath(name).name or name
 
     def public(self, text: str) -> str:
-        """A message without paths of this machine: the model is called by its name, the store "the store"."""
+        """Return a message with the paths of model and store replaced by their names."""
         for path, name in ((self.engine.model.name, self.model), (str(self.store.path), "the store")):
-            if os.sep in path:  # "store" alone is a word, not a place
+            if os.sep in path:  # do not replace the plain word "store"
                 text = text.replace(path, name)
         return text
 
     async def in_pool(self, work: Callable[[], T]) -> T:
-        """Result of work outside the event loop and the engine's thread: tokenising, cutting, embedding, searching,
-        records. Raises ApiError when the server ends first."""
+        """Run work in the pool, outside event loop and engine: tokenising, chunking, embedding, searching.
+
+        Raises ApiError if the server stops first.
+        """
         return await self.unless_ended(asyncio.get_running_loop().run_in_executor(self.pool, work))
 
     async def in_engine(self, work: Callable[[], T]) -> T:
-        """Result of work in the engine's thread: KV to compute. Raises ApiError when the server ends first."""
+        """Run work in the engine's thread. Raises ApiError if the server stops first."""
         return await self.unless_ended(asyncio.wrap_future(self.engine.between_steps(work)))
 
     async def unless_ended(self, result: asyncio.Future[T]) -> T:
-        """The result. Raises ApiError when the server ends first; the result is cancelled then."""
+        """Return the result. If the server stops first, cancels the future and raises ApiError."""
         ended = asyncio.ensure_future(self.ended.wait())
         waited: list[asyncio.Future[Any]] = [result, ended]
         try:
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if not result.done():
-                raise stopping()
+                raise server_stopping()
             return result.result()
         finally:
             ended.cancel()
@@ -101,7 +99,7 @@ class ServerState:
 
     @contextmanager
     def preparing(self, count: int) -> Iterator[None]:
-        """Context in which `count` requests are prepared. Raises QueueFull if the queue has no room for them."""
+        """Reserve room in the queue while `count` requests are prepared. Raises QueueFull."""
         self.engine.check_room(self._preparing + count - 1)
         self._preparing += count
         try:
@@ -111,11 +109,11 @@ class ServerState:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the last request ended; 0 while one is answered."""
+        """Seconds since the last request ended; 0 while one is in progress."""
         return 0.0 if self._active else time.monotonic() - self._last_use
 
     def end_requests(self) -> None:
-        """End all requests in progress with an error, also those that wait for the engine."""
+        """End all requests with an error, also those waiting for the engine."""
         self.ended.set()
         for end in list(self.on_end):
             end()
@@ -125,18 +123,19 @@ class ServerState:
         """Number of requests to /v1 in progress."""
         return self._active
 
-    def __enter__(self) -> ServerState:
-        """A request begins."""
+    @contextmanager
+    def in_progress(self) -> Iterator[None]:
+        """Count a request as active."""
         self._active += 1
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._active -= 1
-        self._last_use = time.monotonic()
+        try:
+            yield
+        finally:
+            self._active -= 1
+            self._last_use = time.monotonic()
 
 
 async def first_of(work: Awaitable[T], other: Coroutine[Any, Any, object]) -> T | None:
-    """The work's result, None when the other was faster; the slower one is cancelled."""
+    """Return the work's result, or None if `other` ended first. Cancels the slower one."""
     tasks = (asyncio.ensure_future(work), asyncio.ensure_future(other))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -144,7 +143,7 @@ async def first_of(work: Awaitable[T], other: Coroutine[Any, Any, object]) -> T 
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks)  # passes on that this is cancelled meanwhile
+        await asyncio.wait(tasks)  # propagates a cancellation
         for task in tasks:
             if not task.cancelled():
-                task.exception()  # seen: the slower one's is nobody's
+                task.exception()  # mark as retrieved

@@ -1,4 +1,4 @@
-"""Answers that vLLM decodes: prefilled and blended here, handed over, and streamed back in our own form."""
+"""Events of answers that vLLM decodes: prefilled here, KV handed over, tokens streamed back."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from cacheblend_cli.engine.engine import Engine, Request, drawn_outside
 from cacheblend_cli.engine.events import Done, Early, Event, HandedOver
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.server.remote_decoder import RemoteDecoder, Unreachable
-from cacheblend_cli.server.request_events import RequestEvents, checked
-from cacheblend_cli.server.state import ServerState
+from cacheblend_cli.server.request_events import RequestEvents, check_answered
+from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.types import Answer, SamplingParams
 
 
 class RemoteEvents(RequestEvents):
-    """Events of a request decoded by a RemoteDecoder. Without its first token the answer is decoded here, with a
+    """Events of a request decoded by a RemoteDecoder. If it gives no first token, the answer is decoded here, with a
     note."""
 
-    def __init__(self, host: ServerState, request: Request, decoder: RemoteDecoder) -> None:
+    def __init__(self, state: ServerState, request: Request, decoder: RemoteDecoder) -> None:
         """Raises QueueFull, UsageError."""
         self._decoder, self._request, self._file = decoder, request, decoder.directory.new()
-        self._own: RequestEvents | None = None
+        self._local: RequestEvents | None = None
         self._submitted = time.perf_counter()
         self._events: AsyncIterator[Event] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._is_over = False
-        super().__init__(host, request.handed_to(self._file))
+        super().__init__(state, request.handed_to(self._file))
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         if self._reader is not None:
             self._reader.cancel()
-        if self._own is not None:
-            self._own.__exit__(*error)
+        if self._local is not None:
+            self._local.__exit__(*error)
         self._file.remove()
 
     async def next(self) -> Event:
@@ -56,29 +56,29 @@ class RemoteEvents(RequestEvents):
         try:
             while not isinstance(handed := await super().next(), HandedOver):
                 if isinstance(handed, Done):
-                    checked(handed)
-                    raise AssertionError("a prompt is handed over before its end")
+                    check_answered(handed)
+                    raise AssertionError("a prompt must be handed over before it ends")
             async for event in self._decoded(handed.report):
                 yield event
         except (Unreachable, DeviceError) as error:
             why = error.message if isinstance(error, DeviceError) else str(error)
             self._request.notes.append(f"decoded here, not by the decoder of --decode-url: {why}")
             options = replace(self._request.options, save=isinstance(error, DeviceError))
-            self._own = RequestEvents(self._host, replace(self._request, options=options))
-            async for event in self._own.events():
+            self._local = RequestEvents(self._state, replace(self._request, options=options))
+            async for event in self._local.events():
                 yield event
 
     async def _decoded(self, report: Answer) -> AsyncIterator[Event]:
-        engine, sampling, handed_at = self._host.engine, self._request.sampling, time.perf_counter()
+        engine, sampling, handed_at = self._state.engine, self._request.sampling, time.perf_counter()
         pieces = list[Event]()
-        kept = SamplingParams(
+        limits = SamplingParams(
             max_tokens=sampling.max_tokens,
             stop=sampling.stop,
             stop_ids=sampling.stop_ids,
             ignore_eos=sampling.ignore_eos,
             stop_repetition=sampling.stop_repetition,
         )
-        output = engine.outside_answer(kept, report.prompt_ids, pieces.append)
+        output = engine.outside_answer(limits, report.prompt_ids, pieces.append)
         body = {
             "prompt": report.prompt_ids,
             **sampling_fields(engine, sampling),
@@ -91,15 +91,15 @@ class RemoteEvents(RequestEvents):
         self._reader = asyncio.create_task(self._read(body, arrived))
         try:
             while not ended:
-                more = self._host.unless_ended(asyncio.ensure_future(arrived.get()))
-                step = await asyncio.wait_for(more, self._left_s())
+                arrival = self._state.unless_ended(asyncio.ensure_future(arrived.get()))
+                step = await asyncio.wait_for(arrival, self._left_s())
                 if isinstance(step, Exception):
                     raise step
                 if step is None:
                     output.out.finish_reason = "stop" if len(output.out.token_ids) < output.max_tokens else "length"
                     break
                 if not output.out.token_ids:
-                    self._host.metrics.first_token(time.perf_counter() - self._submitted)
+                    self._state.metrics.first_token(time.perf_counter() - self._submitted)
                 for token_id in step:
                     if ended := not output.append(drawn_outside(token_id)):
                         break
@@ -111,14 +111,14 @@ class RemoteEvents(RequestEvents):
             self._reader.cancel()
         if not output.out.token_ids:
             if early is None:
-                raise Unreachable("it ended without a token")
+                raise Unreachable("the answer has no token")
             yield Done([], early)
             return
         generation = output.end()
         for piece in pieces:
             yield piece
         while not isinstance(await super().next(), Done):
-            pass  # the missing chunks are stored
+            pass  # missing chunks are stored meanwhile
         timing = replace(
             report.timing,
             ttft_s=report.timing.ttft_s + max(0.0, generation.first_token_at - handed_at),
@@ -136,7 +136,7 @@ class RemoteEvents(RequestEvents):
         yield Done([answer], early)
 
     async def _read(self, body: dict[str, Any], arrived: asyncio.Queue[list[int] | Exception | None]) -> None:
-        """Queue the completion's ids, and None or the error at the end. Cancelling this ends vLLM's request."""
+        """Queue the completion's token ids, then None or the error. Cancelling this cancels vLLM's request."""
         try:
             async for ids in self._decoder.token_ids(body):
                 arrived.put_nowait(ids)
@@ -149,9 +149,9 @@ class RemoteEvents(RequestEvents):
         return None if limit_s is None else max(0.0, limit_s - (time.perf_counter() - self._submitted))
 
 
-def decodes_elsewhere(engine: Engine, request: Request) -> bool:
-    """Return whether an answer needs nothing but sampled tokens: no check against a full prefill, form,
-    log-probabilities, second answer or budget for its reasoning."""
+def can_decode_remotely(engine: Engine, request: Request) -> bool:
+    """Return whether vLLM can decode the request: no check against a full prefill, grammar, log-probabilities, n > 1 or
+    reasoning budget."""
     sampling = request.sampling
     return (
         not (request.options.verify or request.options.confirm)
@@ -165,7 +165,7 @@ def decodes_elsewhere(engine: Engine, request: Request) -> bool:
 
 
 def sampling_fields(engine: Engine, sampling: SamplingParams) -> dict[str, Any]:
-    """The sampling parameters in vLLM's fields. Stop strings are matched here."""
+    """Return the sampling parameters as vLLM's fields. Stop strings are matched here."""
     ends = set(sampling.stop_ids) | (set() if sampling.ignore_eos else set(engine.model.eos_ids))
     names = (
         "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "ignore_eos",
@@ -179,9 +179,9 @@ def sampling_fields(engine: Engine, sampling: SamplingParams) -> dict[str, Any]:
 
 
 def salt_of(request: Request) -> str:
-    """vLLM's cache_salt: its blocks of this prompt serve prompts with the same salt alone.
+    """Return vLLM's cache_salt: vLLM shares KV blocks only between prompts with the same salt.
 
-    Exact KV: the tenant's salt. Repaired KV depends on policy, chunks and question, so it serves the same prompt only.
+    Exact KV is shared within the tenant. Repaired KV depends on policy, chunks and question: only within one prompt.
     """
     parts: list[object] = [request.collection.id, request.collection.salt]
     if request.plan.inexact_tokens:

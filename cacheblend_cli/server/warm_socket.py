@@ -1,5 +1,4 @@
-"""The socket beside the store (0600): commands of this machine's user send their requests over it, by HTTP, without an
-API key."""
+"""The Unix socket beside the store (mode 0600): this user's commands send requests over it without an API key."""
 
 from __future__ import annotations
 
@@ -26,11 +25,11 @@ from cacheblend_cli.corpus.search import look
 from cacheblend_cli.engine.engine import Request
 from cacheblend_cli.engine.events import Done, Reasoning, Text
 from cacheblend_cli.errors import CacheBlendError, ExitCode
+from cacheblend_cli.server.api_errors import ApiError
 from cacheblend_cli.server.app import make_app
-from cacheblend_cli.server.errors import ApiError
 from cacheblend_cli.server.http import EventStream
 from cacheblend_cli.server.request_events import RequestEvents
-from cacheblend_cli.server.state import ServerState
+from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.sockets import PROTOCOL
 from cacheblend_cli.types import Answer, AskRequest, SearchParams
 from cacheblend_cli.version import __version__
@@ -39,11 +38,11 @@ Record = dict[str, Any]
 
 
 class WarmSocket:
-    """url: the address of the public server, for --status. on_stop: ends the server."""
+    """HTTP application of the socket. url: public address, for --status. on_stop: callback that stops the server."""
 
-    def __init__(self, host: ServerState, bound: socket, path: Path, url: str) -> None:
-        self._host, self.socket, self._path, self._url = host, bound, path, url
-        self._engine, self._address = host.engine, (bound.getsockname(), None)
+    def __init__(self, state: ServerState, bound: socket, path: Path, url: str) -> None:
+        self._state, self.socket, self._path, self._url = state, bound, path, url
+        self._engine, self._address = state.engine, (bound.getsockname(), None)
         events = {
             "ask": self._ask,
             "plan": self._plan,
@@ -52,15 +51,15 @@ class WarmSocket:
             "stop": self._stop,
         }
         own = [Route(f"/engine/{name}", self._route(make), methods=["POST"]) for name, make in events.items()]
-        self.app = Starlette(routes=[*own, Mount("/", make_app(host, is_owner=True))])
+        self.app = Starlette(routes=[*own, Mount("/", make_app(state, is_owner=True))])
         self.on_stop: Callable[[], None] = lambda: None
 
     def owns(self, address: tuple[str, int | None] | None) -> bool:
-        """Return whether a connection with this local address is one to the socket."""
+        """Return whether a connection with this local address belongs to the socket."""
         return address == self._address
 
     def leave(self) -> None:
-        """Take no more requests: the next command finds no engine."""
+        """Accept no more connections: the next command finds no engine."""
         self._path.unlink(missing_ok=True)
 
     def _route(self, make: Callable[[Record], AsyncIterator[Record]]) -> Callable[[HttpRequest], Any]:
@@ -69,16 +68,16 @@ class WarmSocket:
                 body = await request.json()
             except (ValueError, RecursionError, ClientDisconnect):
                 return Response(status_code=400)
-            return EventStream(_written(make(body)), ExitStack())
+            return EventStream(_encode(make(body)), ExitStack())
 
         return answer
 
     async def _status(self, _: Record) -> AsyncIterator[Record]:
-        host = self._host
+        state = self._state
         yield {
-            "event": "status", "end": True, "pid": os.getpid(), "version": __version__, "protocol": PROTOCOL, "model": host.model,
-            "url": self._url, "socket": str(self._path), "up_s": round(time.time() - host.started, 1), "idle_s": round(host.idle_s, 1),
-            **vars(host.engine.stats()),
+            "event": "status", "end": True, "pid": os.getpid(), "version": __version__, "protocol": PROTOCOL, "model": state.model,
+            "url": self._url, "socket": str(self._path), "up_s": round(time.time() - state.started, 1), "idle_s": round(state.idle_s, 1),
+            **vars(state.engine.stats()),
         }  # fmt: skip
 
     async def _stop(self, _: Record) -> AsyncIterator[Record]:
@@ -87,37 +86,37 @@ class WarmSocket:
 
     async def _ask(self, body: Record) -> AsyncIterator[Record]:
         ask = convert(body, AskRequest)
-        with self._host:
-            request = await self._host.in_pool(lambda: self._engine.resolve(self._host.store, ask))
-            with RequestEvents(self._host, request) as asking:
+        with self._state.in_progress():
+            request = await self._state.in_pool(lambda: self._engine.resolve(self._state.store, ask))
+            with RequestEvents(self._state, request) as events:
                 yield {"event": "notes", "notes": list(request.notes)}
-                async for event in asking.events():
+                async for event in events.events():
                     if isinstance(event, Text | Reasoning):
                         yield {"event": "text" if isinstance(event, Text) else "reasoning", "text": event.text}
                     elif isinstance(event, Done) and event.ended == "cancelled":
-                        return  # the engine ends: to the client it is lost
+                        return  # the client sees a lost engine
                     elif isinstance(event, Done):
-                        yield {"event": "done", "end": True, **await self._reply(request, event.answers[0])}
+                        yield {"event": "done", "end": True, **await self._answer(request, event.answers[0])}
 
     async def _plan(self, body: Record) -> AsyncIterator[Record]:
         ask = convert(body, AskRequest)
-        with self._host:
-            request = await self._host.in_pool(lambda: self._engine.resolve(self._host.store, ask))
-            found = await self._host.in_engine(lambda: self._engine.planned(request))
+        with self._state.in_progress():
+            request = await self._state.in_pool(lambda: self._engine.resolve(self._state.store, ask))
+            found = await self._state.in_engine(lambda: self._engine.planned(request))
             yield {"event": "plan", "end": True, **to_builtins({"plan": found, "names": _names(request)})}
 
     async def _search(self, body: Record) -> AsyncIterator[Record]:
         notes: list[str] = []
         ask = convert(body, AskRequest)
-        with self._host:
+        with self._state.in_progress():
             found = await asyncio.to_thread(
-                look, self._host.store, ask.question, ask.search or SearchParams(), notes.append
+                look, self._state.store, ask.question, ask.search or SearchParams(), notes.append
             )
         yield {"event": "found", "end": True, "found": to_builtins(found), "notes": notes, "pid": os.getpid()}
 
-    async def _reply(self, request: Request, answer: Answer) -> Record:
-        """The fields of client.py: Reply. Token ids are sent if they are asked for."""
-        explained, tokens = await self._host.in_pool(lambda: self._engine.explain(request, answer))
+    async def _answer(self, request: Request, answer: Answer) -> Record:
+        """Return the fields of client.CompletedAnswer. prompt_ids only if requested."""
+        explained, tokens = await self._state.in_pool(lambda: self._engine.explain(request, answer))
         sent = replace(answer, chosen=[], prompt_ids=answer.prompt_ids if request.options.ids else [])
         names = _names(request)
         record = {"answer": sent, "names": names, "explained": explained, "tokens": tokens, "pid": os.getpid()}
@@ -125,12 +124,12 @@ class WarmSocket:
 
 
 def _names(request: Request) -> list[str]:
-    """Return the name of each chunk's document: how it is shown depends on where the client stands."""
+    """Return the name of each chunk's document. Clients show it relative to their working directory."""
     return [chunk.citation.name for chunk in request.chunks]
 
 
-async def _written(events: AsyncIterator[Record]) -> AsyncIterator[bytes]:
-    """Server-sent events. An error is the last one; where the server ends, the stream does without an end."""
+async def _encode(events: AsyncIterator[Record]) -> AsyncIterator[bytes]:
+    """Encode events as server-sent events. An error becomes the last one; if the server stops, the stream just ends."""
     try:
         async for event in events:
             yield _event(event)

@@ -1,5 +1,5 @@
-"""Request bodies of Ollama's API, translated into those of /v1. What would change an answer is supported or refused by
-name."""
+"""Request bodies of Ollama's API and their translation to /v1. Fields that would change the answer are supported or
+refused by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Raw, Struct
 
-from cacheblend_cli.server.bodies import (
+from cacheblend_cli.server.api_errors import ApiError, bad_request
+from cacheblend_cli.server.embedding_routes import MAX_TEXTS
+from cacheblend_cli.server.openai.protocol import (
     MAX_DOCUMENTS,
     MAX_MESSAGES,
     MAX_STOPS,
@@ -26,24 +28,22 @@ from cacheblend_cli.server.bodies import (
     TopLogprobs,
     refuse_unsupported,
 )
-from cacheblend_cli.server.embedding import MAX_TEXTS
-from cacheblend_cli.server.errors import ApiError, bad
 
 _DURATION = re.compile(r"[+-]?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:ns|us|µs|ms|s|m|h))+|[+-]?\d+")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "images": ([],), "tools": ([],), "suffix": ("",), "template": ("",), "context": ([],), "width": (0,), "height": (0,), "steps": (0,),
 }  # fmt: skip
-"""Fields of Ollama's that are not supported, and the values that change nothing (null never does)."""
+"""Unsupported field of Ollama -> values accepted because they have no effect (null always is)."""
 
 OPTIONS = {
     **{name: name for name in ("seed", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "stop")},
     "max_tokens": "num_predict", "repetition_penalty": "repeat_penalty",
 }  # fmt: skip
-"""Ollama's options, by the field of AskBody that says the same."""
+"""Field of AskBody -> Ollama's option with the same meaning."""
 
 
 class OptionsIn(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Ollama's options. num_predict below 0 is the server's own limit."""
+    """Ollama's options. num_predict below 0: the server's limit."""
 
     seed: Int | None = None
     num_predict: Annotated[int, Meta(ge=-2, le=2**31 - 1)] | None = None
@@ -56,7 +56,7 @@ class OptionsIn(Struct, forbid_unknown_fields=True, kw_only=True):
     frequency_penalty: float | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
 
-    # refused, unless they ask for nothing
+    # refused unless they have no effect
     repeat_last_n: Int | None = None
     typical_p: float | None = None
     tfs_z: float | None = None
@@ -65,7 +65,7 @@ class OptionsIn(Struct, forbid_unknown_fields=True, kw_only=True):
     mirostat_eta: float | None = None
     penalize_newline: bool | None = None
 
-    # how Ollama loads a model, which is loaded here already
+    # accepted without effect: how to load the model, which is already loaded
     num_ctx: Int | None = None
     num_keep: Int | None = None
     num_batch: Int | None = None
@@ -85,23 +85,23 @@ class OptionsIn(Struct, forbid_unknown_fields=True, kw_only=True):
         """Raises ApiError for an option that would change the answer and is not supported."""
         penalises = self.repeat_penalty not in (None, 1) or self.presence_penalty or self.frequency_penalty
         neutral: dict[str, float] = {"typical_p": 1, "tfs_z": 1, "mirostat": 0}
-        if penalises:  # penalties count all of the text
+        if penalises:  # penalties here count the whole text
             neutral |= {"repeat_last_n": -1, "penalize_newline": True}
         for name, value in neutral.items():
             if getattr(self, name) not in (None, value):
                 place = f"options.{name}"
-                raise bad(f"{place} {getattr(self, name)} is not supported", place, "unsupported_parameter")
+                raise bad_request(f"{place} {getattr(self, name)} is not supported", place, "unsupported_parameter")
 
     @property
-    def sampled(self) -> dict[str, Any]:
-        """Fields of AskBody."""
+    def ask_fields(self) -> dict[str, Any]:
+        """Return the options as fields of AskBody."""
         given = {field: getattr(self, option) for field, option in OPTIONS.items()}
         limit = self.num_predict
         return given | {"max_tokens": None if limit is None or limit < 0 else max(1, limit)}
 
 
 class LoadBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    """model: required. keep_alive: checked and without effect, for the model stays loaded while the server runs."""
+    """Common fields. keep_alive: validated, without effect because the model stays loaded."""
 
     model: str
     keep_alive: float | str | None = None
@@ -110,14 +110,16 @@ class LoadBody(Struct, forbid_unknown_fields=True, kw_only=True):
     def check(self) -> None:
         """Raises ApiError."""
         if isinstance(self.keep_alive, str) and not _DURATION.fullmatch(self.keep_alive):
-            raise bad(f"keep_alive {self.keep_alive[:80]!r} is not a duration", "keep_alive")
+            raise bad_request(f"keep_alive {self.keep_alive[:80]!r} is not a duration", "keep_alive")
         if self.options is not None:
             self.options.check()
 
 
 class AnswerBody(LoadBody, forbid_unknown_fields=True, kw_only=True):
-    """Fields of /api/chat and /api/generate, and four of ours. format: "json" or a JSON schema. think: False ends a
-    model's reasoning at once."""
+    """Fields of /api/chat and /api/generate, with our documents, chunks, search and blend.
+
+    format: "json" or a JSON schema. think: False skips reasoning.
+    """
 
     stream: bool | None = None
     format: Raw = NULL
@@ -130,11 +132,11 @@ class AnswerBody(LoadBody, forbid_unknown_fields=True, kw_only=True):
     search: SearchIn | None = None
     blend: BlendIn | None = None
 
-    # what becomes of a prompt that is too long for Ollama's context: it is refused here
+    # accepted without effect: prompts that are too long are refused
     truncate: bool | None = None
     shift: bool | None = None
 
-    # refused, unless they ask for nothing: see _NEUTRAL
+    # refused unless they have no effect: see _NEUTRAL
     tools: Raw = NULL
     images: Raw = NULL
 
@@ -143,11 +145,11 @@ class AnswerBody(LoadBody, forbid_unknown_fields=True, kw_only=True):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def ask_body(self) -> AskBody:
-        """The request in the form of /v1. Raises ApiError for what is not supported."""
+        """Return the request in the form of /v1. Raises ApiError for unsupported fields."""
         self.check()
         refuse_unsupported(self, _NEUTRAL)
         if isinstance(self.think, str):
-            raise bad("think is true or false: levels are not supported", "think", "unsupported_parameter")
+            raise bad_request("think must be true or false; levels are not supported", "think", "unsupported_parameter")
         return AskBody(
             stream=self.stream is not False,
             response_format=_format(bytes(self.format)),
@@ -155,12 +157,12 @@ class AnswerBody(LoadBody, forbid_unknown_fields=True, kw_only=True):
             chunks=self.chunks,
             search=self.search,
             blend=self.blend,
-            **(self.options.sampled if self.options else {}),
+            **(self.options.ask_fields if self.options else {}),
         )
 
 
 class ChatMessage(Message):
-    """A message as /v1 takes it. thinking: of earlier turns, which is not said again."""
+    """A message with Ollama's extra fields. thinking of earlier turns is ignored."""
 
     thinking: str | None = None
     tool_name: str | None = None
@@ -168,7 +170,7 @@ class ChatMessage(Message):
 
 
 class OllamaChatBody(AnswerBody, forbid_unknown_fields=True, kw_only=True):
-    """POST /api/chat. Without messages it asks whether the model is loaded."""
+    """POST /api/chat. Without messages: report whether the model is loaded."""
 
     messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)] | None = None
 
@@ -181,7 +183,7 @@ class OllamaChatBody(AnswerBody, forbid_unknown_fields=True, kw_only=True):
 
 
 class GenerateBody(AnswerBody, forbid_unknown_fields=True, kw_only=True):
-    """POST /api/generate. raw: without the chat template. Without a prompt it asks whether the model is loaded."""
+    """POST /api/generate. raw: no chat template. Without a prompt: report whether the model is loaded."""
 
     prompt: str | None = None
     system: str | None = None
@@ -195,7 +197,7 @@ class GenerateBody(AnswerBody, forbid_unknown_fields=True, kw_only=True):
 
 
 class ShowBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /api/show. name: an older word for model. verbose: accepted."""
+    """POST /api/show. name: older name of the field model. verbose: accepted without effect."""
 
     model: str = ""
     name: str = ""
@@ -203,7 +205,7 @@ class ShowBody(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class OllamaEmbedBody(LoadBody, forbid_unknown_fields=True, kw_only=True):
-    """POST /api/embed. truncate: False refuses a text that is too long."""
+    """POST /api/embed. truncate: False refuses texts that are too long."""
 
     input: str | Annotated[list[str], Meta(max_length=MAX_TEXTS)]
     truncate: bool | None = None
@@ -217,11 +219,11 @@ class OldEmbedBody(LoadBody, forbid_unknown_fields=True, kw_only=True):
 
 
 def _format(raw: bytes) -> FormatIn | None:
-    """ "json" or a JSON schema. Raises ApiError."""
+    """Parse format: "json" or a JSON schema. Raises ApiError."""
     if raw in (b"null", b'""'):
         return None
     if raw == b'"json"':
         return FormatIn("json_object")
     if not raw.startswith(b"{"):
-        raise bad('format is "json" or a JSON schema', "format")
+        raise bad_request('format must be "json" or a JSON schema', "format")
     return FormatIn("json_schema", SchemaIn(Raw(raw)))

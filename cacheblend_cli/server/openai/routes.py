@@ -1,0 +1,94 @@
+"""OpenAI's routes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from cacheblend_cli.server.api_errors import ApiError, bad_request
+from cacheblend_cli.server.document_json import search
+from cacheblend_cli.server.http import EVENTS, json_body, tenant_of
+from cacheblend_cli.server.openai.protocol import AskBody, ChatBody, CompletionBody, SearchBody, parse
+from cacheblend_cli.server.openai.response import OpenAIResponse
+from cacheblend_cli.server.preprocessing import ParsedRequest, parse_chat, sampling_of
+from cacheblend_cli.server.server_state import ServerState
+from cacheblend_cli.server.serving import respond
+
+
+async def models(request: Request, state: ServerState) -> Response:
+    settings, sampling = state.settings, state.sampling
+    own = {
+        "id": state.model, "object": "model", "created": int(state.started), "owned_by": "cacheblend", "max_model_len": state.engine.context,
+        "defaults": {
+            "mode": settings.mode, "ratio": settings.ratio, "k": settings.top_k, "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+        },
+    }  # fmt: skip
+    name = request.path_params.get("name")
+    if name not in (None, state.model):
+        raise ApiError(404, f"no such model: {name[:80]!r}", param="model", code="model_not_found")
+    return JSONResponse({"object": "list", "data": [own]} if name is None else own)
+
+
+async def chat(request: Request, state: ServerState) -> Response:
+    body = parse(ChatBody, await json_body(request))
+    _check_model(state, body)
+    _check_priority(request, body)
+    sampling = sampling_of(state.sampling, body, body.max_completion_tokens or body.max_tokens, body.num_logprobs)
+    parsed, passages = parse_chat(state, body, tenant_of(request), body.messages, sampling)
+    builder = replace(_response_builder(state, body, chat=True), passages=passages)
+    return await respond(request, state, builder, [parsed], EVENTS if body.stream else None)
+
+
+async def completions(request: Request, state: ServerState) -> Response:
+    body = parse(CompletionBody, await json_body(request))
+    _check_model(state, body)
+    _check_priority(request, body)
+    if body.stream and (body.echo or len(body.prompts) > 1):
+        raise bad_request("echo and several prompts cannot be streamed", "stream")
+    if body.echo and body.wants_chunks:
+        raise bad_request("echo cannot be combined with documents, chunks or search", "echo")
+    if body.max_tokens == 0 and not body.echo:
+        raise bad_request("max_tokens must be 1 or more, or 0 with echo", "max_tokens")
+    sampling = sampling_of(
+        state.sampling, body, None if body.max_tokens is None else max(1, body.max_tokens), body.logprobs
+    )
+    if body.echo:
+        sampling = replace(sampling, prompt_logprobs=body.logprobs)
+    parsed = [ParsedRequest(body, tenant_of(request), text, sampling, raw=True) for text in body.prompts]
+    builder = _response_builder(state, body, chat=False)
+    return await respond(request, state, builder, parsed, EVENTS if body.stream else None)
+
+
+def _response_builder(state: ServerState, body: AskBody, *, chat: bool) -> OpenAIResponse:
+    echo, prompt_only = (body.echo, body.max_tokens == 0) if isinstance(body, CompletionBody) else (False, False)
+    return OpenAIResponse(
+        chat,
+        state.model,
+        state.engine.model.tokenizer,
+        state.public,
+        usage=bool(body.stream_options and body.stream_options.include_usage),
+        explain=body.explain,
+        echo=echo,
+        prompt_only=prompt_only,
+    )
+
+
+async def search_chunks(request: Request, state: ServerState) -> Response:
+    body = parse(SearchBody, await json_body(request))
+    hits = await state.in_pool(lambda: search(state, body.query, body.k, tenant_of(request)))
+    return JSONResponse({"object": "list", "data": hits})
+
+
+def _check_model(state: ServerState, body: AskBody) -> None:
+    if not state.any_model and body.model not in (None, "", state.model, "cacheblend"):
+        refusal = f"no such model: {body.model[:80]!r}; this server has {state.model}"
+        raise ApiError(404, refusal, param="model", code="model_not_found")
+
+
+def _check_priority(request: Request, body: AskBody) -> None:
+    """Refuse a priority above normal to tenants; only the store's own key may have one. Raises ApiError."""
+    if body.priority < 0 and tenant_of(request).name:
+        raise ApiError(403, "a tenant's priority must be 0 or more", param="priority", code="priority_refused")
