@@ -8,12 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from cacheblend_cli.cli import completion, options
-from cacheblend_cli.cli.answering import Answered, Answering
-from cacheblend_cli.cli.answers import Result, Streams, changed, now, show_answer, show_plan
-from cacheblend_cli.cli.batch import Results, question_fields, run_batch
+from cacheblend_cli.cli.answer_html import answer_page
+from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream, changed, now, show_answer, show_plan
+from cacheblend_cli.cli.ask_batch import AnswerFile, question_fields, run_batch
+from cacheblend_cli.cli.ask_session import AskSession, BatchResult
 from cacheblend_cli.cli.inputs import QuestionInput, read_questions
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.pages import answer_page
 from cacheblend_cli.cli.stores import store_in_use
 from cacheblend_cli.errors import ExitCode, UsageError
 from cacheblend_cli.settings import Resolved
@@ -95,9 +95,9 @@ def ask(
         raise UsageError("--html needs a single answer", "omit --batch and --dry-run")
     if resume is not None and batch is None:
         raise UsageError("--resume needs --batch", "add --batch FILE")
-    results = None if resume is None or dry_run else Results(resume)
-    if results is not None:
-        questions = results.left(questions)
+    answer_file = None if resume is None or dry_run else AnswerFile(resume)
+    if answer_file is not None:
+        questions = answer_file.remaining(questions)
     ask_options = AskOptions(
         verify=verify,
         confirm=confirm,
@@ -109,11 +109,11 @@ def ask(
     )
     schema = None if json_schema is None else read_text(json_schema)
     sampling = {"stop": tuple(stop or ()), "logprobs": logprobs, "json_schema": schema, "regex": regex}
-    sampling_of(settings, **sampling)  # checked before anything is opened
+    sampling_of(settings, **sampling)  # validate before opening anything
     sources: list[str] = []
     codes: list[int] = []
 
-    def show(item: QuestionInput, result: Result, extra: dict[str, Any]) -> None:
+    def show(item: QuestionInput, result: AnswerResult, extra: dict[str, Any]) -> None:
         show_answer(result, output, json=json, extra=extra, seconds=None if batch else now())
         if html:
             write_text(
@@ -122,37 +122,37 @@ def ask(
         sources.extend(chunk.source for chunk in result.answer.chunks)
         codes.append(changed(result.answer))
 
-    def show_one(item: Answered) -> dict[str, Any]:
+    def show_one(item: BatchResult) -> dict[str, Any]:
         extra = question_fields(item.question_input)
-        assert item.found is not None
-        if not isinstance(item.found, Result):
-            show_plan(item.found, output, json=json, extra=extra)
+        assert item.result is not None
+        if not isinstance(item.result, AnswerResult):
+            show_plan(item.result, output, json=json, extra=extra)
             return extra
         if not json:
-            if codes and quiet:  # the questions, which separate answers otherwise, are not shown
+            if codes and quiet:  # --quiet hides the questions that otherwise separate answers
                 output.text("")
-            output.text(item.found.answer.text, end="")
-        show(item.question_input, item.found, extra)
-        return {**extra, **item.found.record}
+            output.text(item.result.answer.text, end="")
+        show(item.question_input, item.result, extra)
+        return {**extra, **item.result.record}
 
     with (
         store_in_use(settings, write=not dry_run) as store,
-        Answering(resolved, output, store, ask_options, local=local, sampling=sampling) as answering,
+        AskSession(resolved, output, store, ask_options, local=local, sampling=sampling) as session,
     ):
         if any(item.chunks is None for item in questions):
-            answering.scope = options.scope_of(store, source, everywhere, output.detail, settings.collection)
+            session.scope = options.scope_of(store, source, everywhere, output.detail, settings.collection)
         if batch is not None:
-            answered = answering.plans(questions) if dry_run else answering.answers(questions, concurrency)
-            codes += run_batch(answered, show_one, output, as_json=json, results=results)
+            batch_results = session.plans(questions) if dry_run else session.answers(questions, concurrency)
+            codes += run_batch(batch_results, show_one, output, as_json=json, answer_file=answer_file)
         elif dry_run:
-            show_plan(answering.plan(questions[0]), output, json=json, extra={})
+            show_plan(session.plan(questions[0]), output, json=json, extra={})
         else:
-            streams = Streams(output, draft=confirm)
-            result = answering.ask(questions[0], None if json else streams)
+            streams = AnswerStream(output, draft=confirm)
+            result = session.ask(questions[0], None if json else streams)
             streams.end_reasoning()
             show(questions[0], result, {})
-            answering.suggest_background()
-    if results is not None:
-        results.file.close()
+            session.suggest_background()
+    if answer_file is not None:
+        answer_file.file.close()
     if failed := [code for code in codes if code]:
         raise typer.Exit(next((code for code in failed if code != ExitCode.CHANGED), ExitCode.CHANGED))

@@ -9,8 +9,8 @@ import typer
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.scores import show_table
-from cacheblend_cli.cli.sizes import format_size
+from cacheblend_cli.cli.score_tables import show_table
+from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.settings import Settings, grouped
 
 if TYPE_CHECKING:

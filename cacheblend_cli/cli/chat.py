@@ -8,14 +8,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cacheblend_cli.cli import options
-from cacheblend_cli.cli.answering import Answering
-from cacheblend_cli.cli.answers import Result, Streams, cut_note, layer_lines, show_summary
+from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream, cut_note, show_summary
+from cacheblend_cli.cli.ask_session import AskSession
 from cacheblend_cli.cli.exits import report
+from cacheblend_cli.cli.explain_output import layer_lines
 from cacheblend_cli.cli.inputs import QuestionInput, read_ids
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import store_in_use
@@ -23,30 +24,32 @@ from cacheblend_cli.errors import CacheBlendError, DeviceError, ExitCode, Prompt
 from cacheblend_cli.settings import Resolved
 from cacheblend_cli.text_files import write_text
 
+if TYPE_CHECKING:
+    from cacheblend_cli.types import Answer
+
 COMMANDS = {
-    "/sources": "the chunks of the last answer, and how their KV came to be",
-    "/why": "what the last answer computed, chunk by chunk and layer by layer",
-    "/docs": "the documents that are searched",
+    "/sources": "show the chunks of the last answer",
+    "/why": "show what was computed for the last answer, by chunk and layer",
+    "/docs": "list the documents that are searched",
     "/save": "write the conversation to a file: /save FILE.md or FILE.json",
-    "/forget": "begin a new conversation",
-    "/help": "this",
-    "/quit": "end",
+    "/forget": "start a new conversation",
+    "/help": "show this list",
+    "/quit": "end the chat",
 }
 _BAR = 20  # columns
 
 
 @dataclass
-class Conversation:
-    """named: ids of the chunks that it is over, None to search for each question. turns: question and answer of each.
-    last: the last answer, None before it."""
+class ChatState:
+    """The conversation so far."""
 
-    named: tuple[str, ...] | None = None
-    turns: list[tuple[str, str]] = field(default_factory=list)
-    last: Any = None
+    named: tuple[str, ...] | None = None  # chunk ids, None to search for each question
+    turns: list[tuple[str, str]] = field(default_factory=list)  # (question, answer)
+    last: Answer | None = None  # the last answer
 
     @property
     def history(self) -> list[str]:
-        """Messages of user and model in turn."""
+        """Messages alternately by user and model."""
         return [text for turn in self.turns for text in turn]
 
 
@@ -55,7 +58,7 @@ def chat(
     resolved: Resolved,
     chunks: Annotated[
         str | None,
-        typer.Option(help="Chunk ids: ID,ID or a file of ids. Without it, every question searches."),
+        typer.Option(help="Chunk ids: ID,ID or a file of ids. Default: search for each question."),
     ] = None,
     source: options.Source = None,
     everywhere: options.Everywhere = False,
@@ -63,9 +66,9 @@ def chat(
     verbose: options.Verbose = False,
     quiet: options.NoMessages = False,
 ) -> None:
-    """Hold a conversation: each question follows the earlier turns, over the chunks that suit it.
+    """Hold a conversation over stored documents. Each question is searched for and follows the earlier turns.
 
-    Questions are read from the terminal, or a line each from a pipe. /help says what else can be typed.
+    Questions are read from the terminal, or one per line from a pipe. /help lists the commands.
     """
     output = Output(quiet=quiet, verbose=verbose)
     interactive = sys.stdin.isatty() and output.out_tty
@@ -73,13 +76,13 @@ def chat(
     settings = resolved.settings
     with (
         store_in_use(settings) as store,
-        Answering(resolved, output, store, local=local) as answering,
+        AskSession(resolved, output, store, local=local) as session,
     ):
         if named is None:
-            answering.scope = options.scope_of(store, source, everywhere, output.detail, settings.collection)
-        talk = Conversation(named)
+            session.scope = options.scope_of(store, source, everywhere, output.detail, settings.collection)
+        state = ChatState(named)
         for name in named or ():
-            answering.store.resolve(name)
+            session.store.resolve(name)
         if interactive:
             output.note(f"questions; {', '.join(COMMANDS)}; Ctrl-D ends")
         failed = 0
@@ -88,30 +91,32 @@ def chat(
                 if line.split()[0] in ("/quit", "/exit"):
                     break
                 try:
-                    _do(line, talk, answering, output)
+                    _run_command(line, state, session, output)
                 except CacheBlendError as error:
                     failed = report(error, output)
                 continue
             try:
-                _turn(line, talk, answering, output)
+                _turn(line, state, session, output)
             except KeyboardInterrupt:
                 if not interactive:
                     raise
                 output.text("")
-                if answering.is_lost:
-                    raise DeviceError("the ranks were interrupted, and have ended", "start chat again") from None
+                if session.is_lost:
+                    raise DeviceError(
+                        "the tensor-parallel processes were interrupted and have ended", "start chat again"
+                    ) from None
                 output.note("interrupted; this turn is forgotten")
-            except Exception as error:  # reported as by `ask`; the conversation goes on
+            except Exception as error:  # report it like `ask`, and continue
                 failed = report(error, output)
-                if failed == ExitCode.INTERNAL or answering.is_lost:
+                if failed == ExitCode.INTERNAL or session.is_lost:
                     raise typer.Exit(failed) from error
     if failed and not interactive:
         raise typer.Exit(failed)
 
 
-def _turn(line: str, talk: Conversation, answering: Answering, output: Output) -> None:
-    streams, asked_at = Streams(output), time.perf_counter()
-    result = _answered(line, talk, answering, streams, output)
+def _turn(line: str, state: ChatState, session: AskSession, output: Output) -> None:
+    streams, asked_at = AnswerStream(output), time.perf_counter()
+    result = _ask(line, state, session, streams, output)
     seconds = time.perf_counter() - asked_at
     streams.end_reasoning()
     output.text("")
@@ -120,25 +125,25 @@ def _turn(line: str, talk: Conversation, answering: Answering, output: Output) -
     if cut := cut_note(result.answer):
         output.note(cut)
     show_summary(result, output, seconds)
-    talk.turns.append((line, result.answer.text))
-    talk.last = result.answer
+    state.turns.append((line, result.answer.text))
+    state.last = result.answer
 
 
-def _answered(question: str, talk: Conversation, answering: Answering, streams: Streams, output: Output) -> Result:
+def _ask(question: str, state: ChatState, session: AskSession, streams: AnswerStream, output: Output) -> AnswerResult:
     """Answer a turn. If the conversation is too long, its first turn is dropped."""
-    named = talk.named
+    named = state.named
     while True:
         try:
-            return answering.ask(QuestionInput(question, named), streams, talk.history)
+            return session.ask(QuestionInput(question, named), streams, state.history)
         except PromptTooLong:
-            if not talk.turns:
+            if not state.turns:
                 raise
-            del talk.turns[0]
+            del state.turns[0]
             output.note("the conversation is too long: its first turn is forgotten")
         except CacheBlendError as error:  # a question such as "why?": it is about what the last one was about
-            if error.exit_code != ExitCode.NOT_FOUND or named is not None or talk.last is None:
+            if error.exit_code != ExitCode.NOT_FOUND or named is not None or state.last is None:
                 raise
-            named = tuple(chunk.id for chunk in talk.last.chunks)
+            named = tuple(chunk.id for chunk in state.last.chunks)
 
 
 def _lines(interactive: bool) -> Iterator[str]:
@@ -168,7 +173,7 @@ def _piped() -> Iterator[str]:
 
 
 def _reader() -> Callable[[], str]:
-    """Line editing and a history that lasts, where prompt_toolkit is installed."""
+    """Return a function that reads a line, with editing and history if prompt_toolkit is installed."""
     try:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import WordCompleter
@@ -193,8 +198,8 @@ def _reader() -> Callable[[], str]:
     return lambda: str(session.prompt("> "))
 
 
-def _do(line: str, talk: Conversation, answering: Answering, output: Output) -> None:
-    """Do what a line that begins with a slash says. Raises UsageError."""
+def _run_command(line: str, state: ChatState, session: AskSession, output: Output) -> None:
+    """Run a command line that begins with a slash. Raises UsageError."""
     command, _, argument = line.partition(" ")
     match command:
         case "/help":
@@ -205,28 +210,28 @@ def _do(line: str, talk: Conversation, answering: Answering, output: Output) -> 
             from cacheblend_cli.corpus.scopes import holds
             from cacheblend_cli.corpus.search import searchable
 
-            for name in (n for n in searchable(answering.store) if holds(answering.scope, n)):
+            for name in (n for n in searchable(session.store) if holds(session.scope, n)):
                 output.line(shown(name))
         case "/forget":
-            talk.turns, talk.last = [], None
-            output.note("the conversation is forgotten")
+            state.turns, state.last = [], None
+            output.note("started a new conversation")
         case "/save":
-            _save(argument.strip(), talk, output)
+            _save(argument.strip(), state, output)
         case "/sources" | "/why":
-            if talk.last is None:
-                raise UsageError("nothing was asked yet", "ask something first")
-            (_sources if command == "/sources" else _why)(talk.last, output)
+            if state.last is None:
+                raise UsageError("no question was asked yet", "ask a question first")
+            (_sources if command == "/sources" else _why)(state.last, output)
         case _:
             raise UsageError(f"unknown command {command}", f"known: {', '.join(COMMANDS)}")
 
 
-def _sources(answer: Any, output: Output) -> None:
+def _sources(answer: Answer, output: Output) -> None:
     rows = [(c.id[:12], c.tokens, c.status, c.source) for c in answer.chunks]
     output.table(("chunk", "tokens", "status", "source"), rows, right=(1,), ends=(3,))
 
 
-def _why(answer: Any, output: Output) -> None:
-    """A bar a chunk, as long as its share that was computed."""
+def _why(answer: Answer, output: Output) -> None:
+    """Show a bar for each chunk: the share that was computed."""
     for c in answer.chunks:
         share = c.recomputed / c.tokens if c.tokens else 0.0
         filled = round(share * _BAR) or int(c.recomputed > 0)
@@ -238,13 +243,13 @@ def _why(answer: Any, output: Output) -> None:
         output.line(line)
 
 
-def _save(name: str, talk: Conversation, output: Output) -> None:
+def _save(name: str, state: ChatState, output: Output) -> None:
     if not name:
-        raise UsageError("/save needs a file", "/save talk.md, or talk.json")
+        raise UsageError("/save needs a file", "/save chat.md, or chat.json")
     path = Path(name).expanduser()
     if path.suffix == ".json":
-        text = json.dumps([{"question": q, "answer": a} for q, a in talk.turns], ensure_ascii=False, indent=1) + "\n"
+        text = json.dumps([{"question": q, "answer": a} for q, a in state.turns], ensure_ascii=False, indent=1) + "\n"
     else:
-        text = "".join(f"## {q}\n\n{a}\n\n" for q, a in talk.turns)
+        text = "".join(f"## {q}\n\n{a}\n\n" for q, a in state.turns)
     write_text(path, text, "name another file", new=True)
-    output.note(f"{len(talk.turns)} turns are in {path}")
+    output.note(f"wrote {len(state.turns)} turns to {path}")

@@ -12,8 +12,8 @@ import typer
 
 from cacheblend_cli.cli import completion, options, tier, upkeep
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.sizes import format_size
 from cacheblend_cli.cli.stores import open_store
+from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.settings import Settings
 
@@ -31,14 +31,14 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show,
 def ls(
     settings: Settings,
     source: options.Source = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="At most this many.")] = None,
-    after: Annotated[str | None, typer.Option(help="Go on after this chunk: the next page.", metavar="ID")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of chunks.")] = None,
+    after: Annotated[str | None, typer.Option(help="Continue after this chunk (next page).", metavar="ID")] = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """List the chunks: id, tokens, size, source, beginning of the text. Pages follow the order of the ids.
+    """List the chunks: id, tokens, size, source, beginning of the text. Pages are in order of ids.
 
-    The KV of a prompt's prefix is stored like a chunk's; it is not listed here.
+    Stored KV of prompt prefixes is not listed.
     """
     from cacheblend_cli.corpus.citations import Citations
     from cacheblend_cli.corpus.scopes import holds, scope_of
@@ -60,11 +60,11 @@ def ls(
             else:
                 rows.append(_Row.of(manifest, citation))
     if last is None:
-        output.note("no chunk is stored" if source is None and after is None else "no more chunks match")
+        output.note("no chunks are stored" if source is None and after is None else "no more chunks match")
     if rows:
         rows.sort(key=lambda row: (row.source, row.position))
         names = _names(dict(row.model for row in rows))
-        several = len(names) > 1  # the name of the only model says nothing
+        several = len(names) > 1  # omit the column for a single model
 
         def cells(row: _Row) -> tuple[object, ...]:
             model = [names[row.model[0]]] if several else []
@@ -77,7 +77,7 @@ def ls(
             f"{len(rows)} chunks, {sum(r.num_tokens for r in rows):,} tokens, {format_size(sum(r.num_bytes for r in rows))}"
         )
         if last is not None and len(rows) == limit:
-            output.note(f"the next page: --after {last.id[:12]}")
+            output.note(f"next page: --after {last.id[:12]}")
 
 
 @app.command("show")
@@ -86,13 +86,11 @@ def show(
     settings: Settings,
     chunk: Annotated[
         str,
-        typer.Argument(
-            help="A chunk id or a unique beginning of one.", metavar="ID", autocompletion=completion.chunk_ids
-        ),
+        typer.Argument(help="Chunk id or a unique prefix of it.", metavar="ID", autocompletion=completion.chunk_ids),
     ],
     json: options.Json = False,
 ) -> None:
-    """Show one chunk: where it is from, how it is stored, its text."""
+    """Show one chunk: source, storage format and text."""
     from cacheblend_cli.corpus.citations import Citations
 
     output = Output()
@@ -119,20 +117,20 @@ def rm(
     settings: Settings,
     chunks: Annotated[
         list[str] | None,
-        typer.Argument(help="Chunk ids or unique beginnings.", metavar="[ID]...", autocompletion=completion.chunk_ids),
+        typer.Argument(help="Chunk ids or unique prefixes.", metavar="[ID]...", autocompletion=completion.chunk_ids),
     ] = None,
     source: options.Source = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove every chunk.")] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Remove chunks. The documents are computed again by the next precompute."""
+    """Remove chunks. The next precompute computes their documents again."""
     from cacheblend_cli.corpus.scopes import holds, scope_of
     from cacheblend_cli.types import EVERYTHING
 
     output = Output(quiet=quiet)
     if sum((bool(chunks), source is not None, everything)) != 1:
-        raise UsageError("name what to remove, in one way", "chunk ids, --source PATH or --all")
+        raise UsageError("chunks to remove must be named in exactly one way", "chunk ids, --source PATH or --all")
     with open_store(settings, write=False) as reading:
         keys = [reading.resolve(c) for c in chunks or ()]
         scope = EVERYTHING if source is None else scope_of(source)
@@ -166,7 +164,7 @@ _Model = tuple[str, str]
 
 
 class _Row(NamedTuple):
-    """A row of the table. size: as text. text: beginning of the chunk's text."""
+    """A row of the table."""
 
     source: str
     position: int
@@ -174,8 +172,8 @@ class _Row(NamedTuple):
     model: _Model
     num_tokens: int
     num_bytes: int
-    size: str
-    text: str
+    size: str  # num_bytes with a unit
+    text: str  # beginning of the chunk's text
 
     @classmethod
     def of(cls, manifest: ChunkManifest, citation: Citation) -> _Row:
@@ -186,7 +184,7 @@ class _Row(NamedTuple):
 
 
 def _names(models: dict[str, str]) -> dict[str, str]:
-    """Return the models' names by fingerprint, with the beginning of the fingerprint where several have the same."""
+    """Return the models' names by fingerprint; equal names get the beginning of the fingerprint."""
     count = Counter(models.values())
     return {m: name if count[name] == 1 else f"{name} {m[:6]}" for m, name in models.items()}
 

@@ -30,10 +30,10 @@ def show(
     every: Annotated[bool, typer.Option("--all", help="Show every setting, by topic.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Show the everyday settings and those that are set, with the origin of each value: flag, environment variable,
-    file or default.
+    """Show common settings and those that are set, with the origin of each value: flag, environment variable, file or
+    default.
 
-    --json has every setting.
+    --json shows every setting.
     """
     output, resolved = Output(), resolve({"store": store})
     values = vars(resolved.settings) | {"store": str(resolved.settings.store_path)}
@@ -50,7 +50,7 @@ def show(
                 output.line("")
             output.table((title, "value", "from"), rows)
     if left:
-        output.note(f"{left} more have their defaults: cacheblend config show --all")
+        output.note(f"{left} more settings have defaults; see: cacheblend config show --all")
 
 
 @app.command("init")
@@ -71,7 +71,7 @@ def init(
 @app.command("set")
 def set_(
     key: Key,
-    values: Annotated[list[str], typer.Argument(help="Its value; template-var takes several.", metavar="VALUE...")],
+    values: Annotated[list[str], typer.Argument(help="Value; template-var takes several.", metavar="VALUE...")],
     user: User = False,
 ) -> None:
     """Set a setting in the project's cacheblend.toml, which is created here if there is none."""
@@ -116,9 +116,9 @@ def _template() -> Iterator[str]:
 
 
 def _topics() -> list[tuple[str, Sequence[str]]]:
-    """Return the settings by topic, with a title each: those of every day first, research and machine last."""
+    """Return (title, settings) by topic: common ones first, research last."""
     panels = [(panel, [name for name, its in options.PANEL_OF.items() if its == panel]) for panel in PANELS]
-    return [("Everyday settings", options.COMMON), *panels]
+    return [("Common settings", options.COMMON), *panels]
 
 
 def _toml(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Reading and writing cacheblend.toml and the user's config.toml, with their comments kept."""
+"""Read and write cacheblend.toml and the user's config.toml; comments are kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def settings_file(*, user: bool = False, new: bool = False) -> Path:
-    """The user's file, or the project's; with `new`, or without a project file, the path of one in the working
+    """Return the path of the user's file or the project's; with `new`, or without a project file, one in the working
     directory."""
     files = config_files()
     if user:
@@ -41,7 +41,7 @@ def read_document(file: Path) -> TOMLDocument:
     try:
         return parse(read_text(file))
     except TOMLKitError as error:
-        raise UsageError(f"{file} is not valid TOML: {error}", "mend or remove it") from error
+        raise UsageError(f"{file} is not valid TOML: {error}", "fix or remove it") from error
 
 
 def write_text(file: Path, text: str) -> None:

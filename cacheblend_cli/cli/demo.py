@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cacheblend_cli.cli import options
-from cacheblend_cli.cli.answers import counted
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.scores import show_table
-from cacheblend_cli.cli.sizes import format_size
+from cacheblend_cli.cli.score_tables import show_table
+from cacheblend_cli.cli.units import counted, format_size
 from cacheblend_cli.demo import office_dir
 from cacheblend_cli.demo.records import SEED
 from cacheblend_cli.errors import UsageError
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from cacheblend_cli.evaluation.demo_run import Compared, DemoRow
 
 QUESTION = "What is the price of a parking permit?"
-"""A question about the example documents that SmolLM2 answers right."""
+"""A question about the example documents that SmolLM2 answers correctly."""
 _NUM_QUESTIONS = 36
 _EXAMPLES = 2
 
@@ -38,16 +37,16 @@ def demo(
     settings: Settings,
     write: Annotated[
         Path | None,
-        typer.Option("--write", help="Only write eight short documents to DIR, to try commands on.", metavar="DIR"),
+        typer.Option("--write", help="Write eight short example documents to DIR, and do nothing else.", metavar="DIR"),
     ] = None,
     questions: Annotated[int, typer.Option(min=1, max=_NUM_QUESTIONS, help="Number of questions.")] = _NUM_QUESTIONS,
-    seed: Annotated[int, typer.Option(min=0, help="Draw other records.")] = SEED,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the records.")] = SEED,
     json: options.Json = False,
 ) -> None:
     """Compare full prefill, plain reuse and blending on invented records.
 
-    Answers are by SmolLM2-135M if it is installed, else by a bundled model of 1.1 M parameters. --write gives you
-    documents to try the commands on instead.
+    Answers are by SmolLM2-135M if it is installed, else by a bundled model with 1.1 M parameters. --write creates
+    example documents instead.
     """
     output = Output()
     if write is not None:
@@ -86,7 +85,7 @@ def demo(
     _show_repaired([r for r in results if r.is_repaired], output)
     if case.model == SMOLLM2:
         output.text(
-            "\nThese prompts are short. Long ones are where blending saves time: cacheblend bench measures it here."
+            "\nThese prompts are short; blending saves time on long ones. Measure it on this machine: cacheblend bench"
         )
     else:
         output.note(f"this model is too small for blending to save time; for a real one: {INSTALL}")
@@ -95,7 +94,7 @@ def demo(
 
 
 def _write_examples(folder: Path, output: Output, *, json: bool) -> None:
-    """Copy the example documents into a new or empty folder. Raises UsageError for another."""
+    """Copy the example documents into a new or empty folder. Raises UsageError if it is not empty."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise UsageError(
             f"{folder} already exists and is not empty", "name a new folder: cacheblend demo --write office"
@@ -149,11 +148,11 @@ def _show_rows(results: Sequence[Compared], rows: Sequence[DemoRow], model: str,
     ]
     show_table(("setting", "correct", "same as full prefill", "computed again"), cells, output)
     if any(result.question.wrong for result in results):
-        output.text("correct: has what was asked for, and nothing of another record")
+        output.text("correct: contains the expected answer, and nothing of another record")
 
 
 def _show_repaired(results: Sequence[Compared], output: Output) -> None:
-    """Show questions that plain reuse answers wrongly, full prefill and blending rightly."""
+    """Show questions that only plain reuse answers wrongly."""
     if not results:
         return
     shown = results[:_EXAMPLES]

@@ -11,9 +11,9 @@ import typer
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.sizes import format_size
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.tier import describe
+from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.settings import Settings
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "lmdb", "xxhash", "xformers", "triton")
@@ -26,7 +26,7 @@ def doctor(
     settings: Settings,
     json: options.Json = False,
 ) -> None:
-    """Check versions, device, store and model. Exits with the code of the first thing that is broken."""
+    """Check versions, device, store and model. Exits with the code of the first failed check."""
     from cacheblend_store import StoreCorrupt
 
     output = Output()
@@ -51,7 +51,7 @@ def doctor(
             output.text(section)
             for name, value in entries.items():
                 output.text(f"  {name:<20}{_shown(name, value)}")
-        output.text("everything works" if not errors else f"{len(errors)} broken")
+        output.text("everything works" if not errors else f"{len(errors)} checks failed")
     if errors:
         from cacheblend_cli.cli.exits import report
 
@@ -101,15 +101,15 @@ def _why_no_cuda() -> str:
     import torch
 
     if torch.version.cuda is None:
-        return f"none: torch {torch.__version__} is built without it"
+        return f"none: torch {torch.__version__} is built without CUDA"
     if not torch.cuda.is_available():
-        return f"none: torch is built for CUDA {torch.version.cuda}, and finds no GPU or no driver"
+        return f"none: torch is built for CUDA {torch.version.cuda}, but finds no GPU or driver"
     return torch.version.cuda
 
 
 def _backends(settings: Any) -> dict[str, Any]:
-    """Return which backends can run attention on the device, and why others cannot. xformers takes seconds to import
-    and is tried only if it is set as the backend."""
+    """Return which attention backends run on the device, and why others do not. xformers, which takes seconds to
+    import, is tried only if selected."""
     from cacheblend_kernels import BACKENDS, compiled, missing_for, select_backend
 
     from cacheblend_cli.model.device import resolve_device
@@ -123,7 +123,7 @@ def _backends(settings: Any) -> dict[str, Any]:
     if device.type == "cpu":
         built = compiled.library() is not None
         found["decoding"] = (
-            "compiled" if built else "torch's operations: the compiled code was not built, or does not load"
+            "compiled" if built else "torch operations: the compiled code was not built or does not load"
         )
     return found
 

@@ -14,7 +14,7 @@ import typer
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.scores import auto_line, show_layers, show_scores
+from cacheblend_cli.cli.score_tables import auto_line, show_layers, show_scores
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Settings, grouped, resolve
@@ -89,8 +89,8 @@ def evaluate(
     """Compare settings with a full prefill of the same prompts, on your questions.
 
     A sample is {"question", "answers"?, "ctxs"?: [{"title"?, "text"}]} or {"0", "1", ..., "chunk_num", "query"}.
-    Without ctxs, the chunks come from the store, by the search that ask does. Consecutive contexts with one title are
-    one page. Without answers, only the distance from full prefill is reported.
+    Without ctxs, chunks are searched in the store as by ask. Consecutive contexts with the same title are one page.
+    Without answers, only the distance from full prefill is reported.
     """
     output = Output(quiet=quiet)
     path = _record_path(out, resume)
@@ -121,7 +121,7 @@ def evaluate(
     auto = AutoPrefill()
 
     def grid_with(own: BlendParams) -> list[Setting]:
-        """own: what --ratio model stands for."""
+        """own: the blend settings of --ratio model."""
         return grid(
             replace(own, mode="blend", ratio=settings.ratio_floor, checks=(), max_risk=None),
             modes=mode or ("blend", "full", "reuse"),
@@ -131,16 +131,18 @@ def evaluate(
             auto=auto,
         ) + ([NOISE_FLOOR] if noise_floor else [])
 
-    asked = grid_with(blend)  # raises before the model is loaded
+    asked = grid_with(blend)  # raise errors before the model is loaded
     samples = _read(data, limit)
     with RecordFile(path) as records:
         engine = options.load_engine(settings, output)
         if "model" in ratios:
             asked = grid_with(engine.own_blend(blend)[0])
         if any(not sample.contexts for sample in samples):
-            samples = _found(samples, engine, settings, store, max_tokens, output)
+            samples = _with_found_contexts(samples, engine, settings, store, max_tokens, output)
         interruptible = (
-            on_interrupt(f"finished measurements are in {path}; go on with --resume {path}") if path else nullcontext()
+            on_interrupt(f"finished measurements are in {path}; continue with --resume {path}")
+            if path
+            else nullcontext()
         )
         with interruptible, _store(settings, store) as kv_store, output.progress("questions") as bar:
             results = run(
@@ -148,7 +150,7 @@ def evaluate(
                 on_progress=lambda done, total, text: bar(done, total, f"{done}/{total}"),
             )  # fmt: skip
     for number, reason in results.skipped:
-        output.warn(f"question {number} is skipped: {reason}")
+        output.warn(f"question {number} skipped: {reason}")
     for note in dict.fromkeys(results.notes):
         output.warn(note)
     if not results.full:
@@ -169,7 +171,7 @@ def evaluate(
 
 
 def _fit_risk(engine: Engine, results: Results, output: Output) -> None:
-    """Fit the risk of each blended setting with a fixed ratio, and store it for `ask --max-risk`."""
+    """Fit and store the risk estimate of `ask --max-risk` for each blended setting with a fixed ratio."""
     from cacheblend_cli.evaluation.risk import captured, halves, keep_fit, tokens_of
 
     for setting in [s for s in results.settings if s.reuses and s.prefill is None]:
@@ -207,10 +209,10 @@ def _read(data: Sequence[Path], limit: int | None) -> list[Sample]:
     return samples
 
 
-def _found(
+def _with_found_contexts(
     samples: list[Sample], engine: Engine, settings: Settings, named: str | None, max_tokens: int, output: Output
 ) -> list[Sample]:
-    """Samples with the contexts that a search of the store finds: of --store, else of the default store."""
+    """Return the samples with contexts found in the store of --store, else in the default store."""
     from cacheblend_cli.evaluation.found_contexts import with_found_contexts
     from cacheblend_cli.types import SearchParams
 

@@ -1,4 +1,4 @@
-"""Exceptions to messages and exit codes."""
+"""Convert exceptions to messages and exit codes."""
 
 from __future__ import annotations
 
@@ -23,39 +23,38 @@ def report(error: BaseException, output: Output) -> int:
         output.plain(f"interrupted; {hint}" if hint else "interrupted")
         return int(ExitCode.INTERRUPTED)
     if hasattr(error, "exit_code") and hasattr(error, "message") and hasattr(error, "hint"):
-        return _say(
-            output, error.message, error.hint, error.exit_code
-        )  # CacheBlendError, StoreError and others of this project
+        # CacheBlendError, StoreError and others of this project
+        return _print(output, error.message, error.hint, error.exit_code)
     if isinstance(error, BrokenPipeError):
         _discard_output()
         return ExitCode.OK
     if hasattr(error, "format_message"):  # errors of typer's parser
         return _usage(error, output)
     if (known := _foreign(error)) is not None:
-        return _say(output, _first_line(error), known[1], known[0])
+        return _print(output, _first_line(error), known[1], known[0])
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         _discard_output()
-        return _say(
+        return _print(
             output, f"writing failed: {error.strerror}", "free some space where the output goes", ExitCode.USAGE
         )
     log = _log(error)
     hint = f"the traceback is in {log}" if log else "the log directory cannot be written: the traceback is above"
-    return _say(output, f"internal error: {type(error).__name__}: {_first_line(error)}", hint, ExitCode.INTERNAL)
+    return _print(output, f"internal error: {type(error).__name__}: {_first_line(error)}", hint, ExitCode.INTERNAL)
 
 
 def _discard_output() -> None:
-    """Send what is still buffered for stdout to /dev/null, so that Python's exit does not fail on it again."""
+    """Redirect stdout to /dev/null, so that flushing its buffer at exit does not fail again."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _say(output: Output, message: str, hint: str | None, code: int) -> int:
+def _print(output: Output, message: str, hint: str | None, code: int) -> int:
     output.error(message, hint)
     return int(code)
 
 
 def _usage(error: BaseException, output: Output) -> int:
-    """Print a usage error of the parser; for a command group without a subcommand that is its help."""
+    """Print a usage error of the parser, or the help of a command group without a subcommand."""
     context = getattr(error, "ctx", None)
     possibilities = getattr(error, "possibilities", None)  # options similar to an unknown one
     message = str(error.message if possibilities else error.format_message())  # type: ignore[attr-defined]
@@ -70,17 +69,17 @@ def _usage(error: BaseException, output: Output) -> int:
     return int(ExitCode.USAGE)
 
 
-_LESS = "use fewer chunks, a smaller --max-tokens or --chunk-tokens, or --device cpu"
-_FOREIGN = {  # by name, so that nothing has to be imported
-    "OutOfMemoryError": (ExitCode.DEVICE, _LESS),
-    "MemoryError": (ExitCode.DEVICE, _LESS),
+_USE_LESS_MEMORY = "use fewer chunks, a smaller --max-tokens or --chunk-tokens, or --device cpu"
+_FOREIGN = {  # by name, to avoid imports
+    "OutOfMemoryError": (ExitCode.DEVICE, _USE_LESS_MEMORY),
+    "MemoryError": (ExitCode.DEVICE, _USE_LESS_MEMORY),
     "PermissionError": (ExitCode.USAGE, "check its permissions, or choose another path"),
-    "AcceleratorError": (ExitCode.DEVICE, "cacheblend doctor describes the GPU; --device cpu does without"),
+    "AcceleratorError": (ExitCode.DEVICE, "cacheblend doctor describes the GPU; --device cpu does not use it"),
 }
 
 
 def _foreign(error: BaseException) -> tuple[ExitCode, str] | None:
-    """Exit code and hint for an error of torch or Python that a user can fix."""
+    """Return exit code and hint for an error of torch or Python that a user can fix."""
     if str(error) == "Could not determine home directory.":
         return ExitCode.USAGE, "set HOME, or write the path without ~"
     names = [kind.__name__ for kind in type(error).__mro__]
@@ -96,7 +95,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _log(error: BaseException) -> Path | None:
-    """Write the traceback to the user's log directory. Returns None, and prints it, if that fails."""
+    """Write the traceback to the user's log directory and return the file. If that fails, print it and return None."""
     from platformdirs import user_log_path
 
     folder = user_log_path("cacheblend")
@@ -114,7 +113,7 @@ def _log(error: BaseException) -> Path | None:
 
 
 class Interrupted(CacheBlendError):
-    """Ctrl-C. hint: what is stored, and how to go on."""
+    """Ctrl-C. hint: what is kept, and how to continue."""
 
     exit_code = ExitCode.INTERRUPTED
 

@@ -11,7 +11,7 @@ import typer
 
 from cacheblend_cli.cli.inputs import read_stdin
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.sizes import parse_size
+from cacheblend_cli.cli.units import counted, parse_size
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.text_files import read_text
 
@@ -21,16 +21,19 @@ if TYPE_CHECKING:
 _PANEL = "Reading documents"
 Include = Annotated[
     list[str] | None,
-    typer.Option(help="Take only matching files of folders, as in .gitignore (repeatable).", metavar="GLOB"),
+    typer.Option(
+        help="Include only matching files of folders; patterns as in .gitignore (repeatable).", metavar="GLOB"
+    ),
 ]
 Exclude = Annotated[
-    list[str] | None, typer.Option(help="Leave out matching files, as in .gitignore (repeatable).", metavar="GLOB")
+    list[str] | None,
+    typer.Option(help="Exclude matching files; patterns as in .gitignore (repeatable).", metavar="GLOB"),
 ]
 NoIgnore = Annotated[
     bool | None,
     typer.Option(
         "--no-ignore/--ignore",
-        help="Take files that .gitignore and .ignore exclude.",
+        help="Include files that .gitignore and .ignore exclude.",
         show_default="ignore",
         rich_help_panel=_PANEL,
     ),
@@ -52,7 +55,7 @@ FilesFrom = Annotated[
     str | None,
     typer.Option(help="Read paths from a file or stdin, separated by newlines or NUL.", metavar="FILE|-"),
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Name every skipped file.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="List every skipped file.")]
 _WARNED = 10
 
 
@@ -82,17 +85,17 @@ def read_list(name: str | None) -> list[str]:
     return [path for path in found if path]
 
 
-class PassedOver:
-    """Messages about skipped files: a warning for the first unreadable ones, and a count by reason at the end.
+class SkippedFiles:
+    """Messages about skipped files: warnings for the first unreadable ones, and counts by reason at the end.
 
-    verbose: name every file. json: with verbose, print each as a JSON object, too.
+    verbose: name every file. json: with verbose, also print each as a JSON object.
     """
 
     def __init__(self, output: Output, *, verbose: bool, json: bool) -> None:
         self._output, self._verbose, self._json = output, verbose, json
         self._warned = 0
 
-    def tell(self, file: Skipped) -> None:
+    def report(self, file: Skipped) -> None:
         if self._json and self._verbose:
             self._output.json({"path": file.typed, "status": "passed over", "reason": file.reason})
         if file.named:
@@ -101,12 +104,12 @@ class PassedOver:
             self._warned += 1
             self._output.warn(f"skipped {file.typed}: {file.reason}")
         elif self._verbose:
-            self._output.note(f"passed over {file.typed}: {file.reason}")
+            self._output.note(f"skipped {file.typed}: {file.reason}")
 
-    def tell_all(self, files: Sequence[Skipped]) -> None:
+    def summarise(self, files: Sequence[Skipped]) -> None:
         if not files:
             return
         counts = Counter(file.group for file in files)
         groups = ", ".join(f"{count:,} {group}" for group, count in counts.most_common())
-        named = "" if self._verbose else "; -v names them"
-        self._output.note(f"passed over {len(files):,}: {groups}{named}")
+        named = "" if self._verbose else "; -v lists them"
+        self._output.note(f"skipped {counted(len(files), 'file')}: {groups}{named}")

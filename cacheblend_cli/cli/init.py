@@ -9,7 +9,7 @@ import typer
 from cacheblend_cli.cli import completion, options
 from cacheblend_cli.cli.config_file import read_document, settings_file, write_text
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.sizes import format_size
+from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.errors import UsageError
 
 
@@ -19,13 +19,13 @@ def init(
         typer.Option(help="Use this model instead of the recommended one.", autocompletion=completion.models),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the model of an existing cacheblend.toml.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Recommend, and write nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only recommend; write nothing.")] = False,
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:
     """Recommend a model that fits this machine and write it to ./cacheblend.toml.
 
-    Looks at memory, cores and GPU. Prints the command that fetches the model. Other settings of an existing file stay.
+    Looks at memory, cores and GPU, and prints the command that downloads the model. Other settings in the file stay.
     """
     from tomlkit import dumps
 
@@ -37,7 +37,7 @@ def init(
     file = settings_file(new=True)
     document = read_document(file)
     if "model" in document and document["model"] != name and not (force or dry_run):
-        raise UsageError(f"{file} sets model to {document['model']}", "replace it: cacheblend init --force")
+        raise UsageError(f"{file} already sets model to {document['model']}", "replace it: cacheblend init --force")
     if not dry_run:
         document["model"] = name
         write_text(file, dumps(document))
@@ -56,8 +56,8 @@ def init(
     if not dry_run:
         output.note(f"wrote model = {name!r} to {file}")
     if get:
-        output.note(f"get it:   {get}")
+        output.note(f"download: {get}")
     output.note("then:     cacheblend precompute FOLDER && cacheblend ask QUESTION")
     output.note(
-        f"fit it:   cacheblend models check {name} --questions FILE   (after precompute: measures the --ratio it needs)"
+        f"later:    cacheblend models check {name} --questions FILE   (after precompute: measures the --ratio it needs)"
     )

@@ -21,9 +21,9 @@ from cacheblend_cli.similar import did_you_mean
 
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SPIN_COUNT = "1000"
-"""Spins of an OpenMP thread at a barrier before it sleeps, beside busy programs. With libgomp's default, about 300,000,
-a spinning thread takes the core from the thread that it waits for; on a quiet machine waking threads costs a fifth of a
-token's time (benchmarks/README.md)."""
+"""Spins of an OpenMP thread at a barrier before it sleeps, if other programs are busy. With libgomp's default of about
+300,000, a spinning thread takes the core from the thread it waits for. On an idle machine, waking threads costs a fifth
+of a token's time (benchmarks/README.md)."""
 COMMANDS = {
     "init": ("init:init", "Choose a model for this machine."),
     "precompute": ("precompute:precompute", "Compute and store the KV cache of documents."),
@@ -40,11 +40,12 @@ COMMANDS = {
     "bench": ("bench:bench", "Measure speed on this machine."),
     "eval": ("eval:evaluate", "Measure answers against full prefill on your questions."),
 }
-"""Command -> (module of this package and its function or Typer app, summary). Only the command that runs is
-imported."""
+"""Command -> (module and function or Typer app, summary). Only the module of the command that runs is imported."""
 _CHECKS = ("doctor", "demo", "bench", "eval")
-_BELOW = {name: f"chunks {name}" for name in ("ls", "show", "stats", "rm", "verify", "prune")} | {"pull": "models pull"}
-"""Commands of a group that are tried without it -> with it."""
+_SUBCOMMANDS = {name: f"chunks {name}" for name in ("ls", "show", "stats", "rm", "verify", "prune")} | {
+    "pull": "models pull"
+}
+"""Subcommands that users type without their group -> with it."""
 RENAMED = {"sync": "precompute without PATH", "watch": "precompute --watch"}
 
 
@@ -78,10 +79,12 @@ class _Commands(typer.core.TyperGroup):
         """Raises UsageError for an unknown command, with the new name of a renamed one or the most similar name."""
         name = args[0]
         if name in RENAMED:
-            raise UsageError(f"there is no command {name!r}", f"it is now: cacheblend {RENAMED[name]}")
+            raise UsageError(f"no such command: {name}", f"it is now: cacheblend {RENAMED[name]}")
         if name not in COMMANDS and not name.startswith("-"):
-            if name in _BELOW:
-                raise UsageError(f"no such command: {name}", f"did you mean {_BELOW[name]}? see: cacheblend --help")
+            if name in _SUBCOMMANDS:
+                raise UsageError(
+                    f"no such command: {name}", f"did you mean {_SUBCOMMANDS[name]}? see: cacheblend --help"
+                )
             raise UsageError(f"no such command: {name}", did_you_mean(name, COMMANDS, "cacheblend --help"))
         return super().resolve_command(ctx, args)
 
@@ -137,8 +140,8 @@ def main() -> None:
 
 
 def _finish_writing(*, interrupted: bool) -> None:
-    """Wait for packed weights that are being written, or give them up on Ctrl-C."""
-    cache = sys.modules.get("cacheblend_cli.model.packed_cache")  # not imported for this
+    """Wait for packed weights that are being written, or cancel that on Ctrl-C."""
+    cache = sys.modules.get("cacheblend_cli.model.packed_cache")  # do not import it here
     writers = [] if cache is None else cache.writers()
     if interrupted:
         for writer in writers:
@@ -146,7 +149,7 @@ def _finish_writing(*, interrupted: bool) -> None:
         return
     try:
         if writers and sys.stderr.isatty() and not {"-q", "--quiet", "--json"} & set(sys.argv):
-            print("writing packed weights for the next start (Ctrl-C: leave it)", file=sys.stderr)
+            print("writing packed weights for the next start (Ctrl-C cancels)", file=sys.stderr)
         for writer in writers:
             writer.wait()
     except KeyboardInterrupt:
@@ -155,7 +158,7 @@ def _finish_writing(*, interrupted: bool) -> None:
 
 
 class _ClosedStdout(io.StringIO):
-    """Standard output that the parent process closed: writing a result to it is an error."""
+    """Standard output closed by the parent process: writing to it is an error."""
 
     def write(self, text: str) -> int:
         raise UsageError("standard output is closed", "send it to a terminal, a pipe, a file or /dev/null")
@@ -164,7 +167,7 @@ class _ClosedStdout(io.StringIO):
 def open_closed_streams() -> None:
     """Open standard streams that the parent process closed on /dev/null.
 
-    Otherwise the next file opened, possibly the store, would get the file descriptor that messages are written to.
+    Otherwise the next opened file, possibly the store, would get the descriptor that messages are written to.
     """
     if sys.stdin is None:
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
@@ -176,23 +179,24 @@ def open_closed_streams() -> None:
 
 
 def ensure_home() -> None:
-    """Give an account without a home directory (a container that runs as a numeric user) one that does not exist."""
+    """Set HOME to a nonexistent directory for accounts without one (containers with a numeric user)."""
     if not os.path.isabs(os.path.expanduser("~")):
         os.environ["HOME"] = "/nonexistent"
 
 
 def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set a short spin count where other programs need the CPUs, unless the user set one of VARIABLES. libgomp reads it
-    when torch loads it."""
+    """Set a short spin count if other programs need the CPUs, unless the user set one of VARIABLES.
+
+    Call before torch loads libgomp, which reads it once.
+    """
     if not any(name in environment for name in VARIABLES) and _cpus_are_short():
         environment["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
 def _cpus_are_short(stat: str = "/proc/stat") -> bool:
-    """Return whether others run now on CPUs that this process would use; True where the system does not say, or gives
-    this process a share of its CPUs."""
+    """Return whether other processes use the CPUs of this process; also True if unknown, or under a CPU quota."""
     try:
-        others = min(_running_threads(stat) for _ in range(3)) - 1  # what runs for a moment does not count
+        others = min(_running_threads(stat) for _ in range(3)) - 1  # ignore short-lived threads
         own, count = len(os.sched_getaffinity(0)), os.cpu_count() or 1
         if others < 0 or (own < count and others) or _has_quota():
             return True
@@ -202,7 +206,7 @@ def _cpus_are_short(stat: str = "/proc/stat") -> bool:
 
 
 def _has_quota(limit: str = "/sys/fs/cgroup/cpu.max") -> bool:
-    """Return whether the control group is stopped for the rest of a period once it has used its CPU time."""
+    """Return whether the control group has a CPU quota."""
     try:
         with open(limit, encoding="ascii") as line:
             return not line.read().startswith("max")
@@ -211,7 +215,7 @@ def _has_quota(limit: str = "/sys/fs/cgroup/cpu.max") -> bool:
 
 
 def _running_threads(stat: str) -> int:
-    """Number of threads that run or are ready to, this one among them."""
+    """Return the number of runnable threads, including this one."""
     with open(stat, encoding="ascii") as lines:
         return int(next((line for line in lines if line.startswith("procs_running")), "").split()[1])
 

@@ -1,5 +1,4 @@
-"""cacheblend models: what is on disk, what a model is, whether it computes here what it should, and the ratio it
-needs."""
+"""cacheblend models: list, download, describe and check models, and measure the ratio they need."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from cacheblend_cli import user_cache
 from cacheblend_cli.cli import completion, options
 from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.sizes import format_size
 from cacheblend_cli.cli.stores import open_store
+from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError
 from cacheblend_cli.settings import Resolved, Settings, grouped
 
@@ -32,16 +31,15 @@ Model = Annotated[
 
 @app.command("ls")
 def ls(
-    folder: Annotated[Path, typer.Argument(help="Where to look beside the hub's cache.")] = Path("."),
+    folder: Annotated[Path, typer.Argument(help="Directory to search besides the hub's cache.")] = Path("."),
     json: options.Json = False,
 ) -> None:
-    """List the models on this machine: smollm2, handbook, the hub's cache, and GGUF files and checkpoints in a
-    folder."""
+    """List the models on this machine: smollm2, handbook, the hub's cache, GGUF files and checkpoints in a folder."""
     from cacheblend_cli.model.on_disk import kind_of, models_on_disk
 
     output = Output()
     if not folder.is_dir():
-        raise NotFoundError(f"no such folder: {folder}", "name the one that the models are in")
+        raise NotFoundError(f"no such folder: {folder}", "name the folder with the models")
     found = [(name, _size(path), kind_of(path)) for name, path in models_on_disk(folder)]
     if json:
         for name, size, kind in found:
@@ -52,15 +50,14 @@ def ls(
 
 @app.command("pull")
 def pull(
-    model: Annotated[str, typer.Argument(help="ID, ID:FILE.gguf, or either with @REVISION behind ID.")],
+    model: Annotated[str, typer.Argument(help="ID or ID:FILE.gguf; @REVISION may follow ID.")],
     revision: Annotated[str | None, typer.Option(help="A branch, a tag or a commit.")] = None,
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:
-    """Fetch a model from the Hugging Face hub into its cache: the files that are read, and no others.
+    """Download a model from the Hugging Face hub into its cache: only the files that are read.
 
-    Prints where it is. Run again after an interruption, it fetches what is missing. --model takes the name that was
-    pulled.
+    Prints the path. Run it again to continue after an interruption. --model takes the same name.
     """
     from huggingface_hub.utils import disable_progress_bars
 
@@ -70,7 +67,7 @@ def pull(
     if quiet or not output.animated:
         disable_progress_bars()
     name = HubName.parse(model).at(revision)
-    output.note(f"fetching {name.text}")
+    output.note(f"downloading {name.text}")
     path = fetch(name)
     size = _size(path)
     if json:
@@ -86,8 +83,7 @@ def pull(
 @app.command("show")
 @options.with_settings("lora")
 def show(settings: Settings, model: Model, json: options.Json = False) -> None:
-    """Say what a model is: family, layers, KV of a token, context, dtype. What is missing or not implemented is
-    named."""
+    """Describe a model: family, layers, KV per token, context, dtype, and what is missing or not implemented."""
     output = Output()
     facts = _facts(model, output, settings)
     if json:
@@ -116,20 +112,20 @@ def check(
     ratio_only: Annotated[bool, typer.Option("--ratio-only", help="Only measure the ratio.")] = False,
     questions: Annotated[
         Path | None,
-        typer.Option(help="Measure with these questions, JSON lines as eval takes them, not with cut ones."),
+        typer.Option(help="Measure with these questions (JSON lines, see eval) instead of ones made from chunks."),
     ] = None,
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:
-    """Check that a model computes what it should, and measure the --ratio it needs.
+    """Check that a model computes correctly, and measure the --ratio it needs.
 
-    First full prefill, blending that recomputes everything, and transformers have to agree. This computes in float32
-    unless --dtype is given, and exits with 1 on a mismatch. transformers is compared for checkpoints only: it turns a
-    GGUF file into the same tensors, in several times the memory. It gets quantised weights as they were read here.
+    First, full prefill, blending at ratio 1 and transformers must agree. This computes in float32 unless --dtype is
+    given, and exits with 1 on a mismatch. transformers is compared only for checkpoints, not for GGUF files, and gets
+    quantised weights as they were read here.
 
-    Then blending is compared with full prefill on stored chunks, with questions cut from them or --questions, at rising
-    ratios, with and without a correction. The smallest ratio within --kl-mean and --kl-p90 is remembered for the model,
-    its dtype, the KV's codec and the prompt, and --ratio model uses it.
+    Then blending is compared with full prefill on stored chunks at rising ratios, with and without a correction, with
+    questions made from the chunks or given by --questions. The smallest ratio within --kl-mean and --kl-p90 is stored
+    for this model, dtype, KV codec and prompt; --ratio model uses it.
     """
     from cacheblend_cli.engine.profile import keep_profile
     from cacheblend_cli.evaluation.samples import read_samples
@@ -150,7 +146,7 @@ def check(
     except NotFoundError as error:
         if ratio_only:
             raise
-        output.warn(f"no ratio was measured: {error.message}; {error.hint}")
+        output.warn(f"the ratio was not measured: {error.message}; {error.hint}")
         record["profile"] = None
     else:
         keep_profile(engine.model, profile)
@@ -166,7 +162,7 @@ def check(
 
 
 def _check_numbers(settings: Settings, output: Output, *, json: bool) -> dict[str, Any]:
-    """Compare logits, and show that. Return what was found."""
+    """Compare logits, show the result and return it."""
     from cacheblend_cli.evaluation.check_model import check_model
     from cacheblend_cli.model.model_files import is_converted
     from cacheblend_cli.model.text_check import text_check
@@ -182,7 +178,7 @@ def _check_numbers(settings: Settings, output: Output, *, json: bool) -> dict[st
         output.text(f"  full prefill, blended with ratio 1   {found.blended:.2g}")
         if found.transformers is not None:
             output.text(f"  full prefill, transformers           {found.transformers:.2g}")
-        output.text(f"{'right' if found.passed else 'WRONG'}: rounding explains up to {found.limit:.2g}")
+        output.text(f"{'passed' if found.passed else 'FAILED'}: rounding explains up to {found.limit:.2g}")
         output.text(f"documents: {documents}")
     return {**asdict(found), "passed": found.passed, "documents": documents}
 
@@ -201,7 +197,7 @@ def _measured_profile(engine: Engine, resolved: Resolved, questions: list[str], 
         store = open_store(settings, write=False)
     except StoreNotFound as error:
         raise NotFoundError(error.message, "store documents first: cacheblend precompute FOLDER") from error
-    with store, on_interrupt("no ratio is kept"), output.progress("ratio") as bar:
+    with store, on_interrupt("the ratio was not stored"), output.progress("ratio") as bar:
         return measure_profile(
             engine, store, ask, (settings.kl_mean, settings.kl_p90), questions, say=output.note, on_progress=bar
         )
@@ -209,8 +205,7 @@ def _measured_profile(engine: Engine, resolved: Resolved, questions: list[str], 
 
 @app.command("clear")
 def clear(json: options.Json = False) -> None:
-    """Remove the cached packed weights (setting weights_cache_gb). The models stay."""
-
+    """Remove cached packed weights (setting weights_cache_gb). Models stay."""
     output, folder = Output(), user_cache.folder(user_cache.PACKED_WEIGHTS)
     files = list(folder.iterdir()) if folder.is_dir() else []
     size = sum(file.stat().st_size for file in files)
@@ -219,11 +214,11 @@ def clear(json: options.Json = False) -> None:
     if json:
         output.json({"removed": len(files), "bytes": size})
     else:
-        output.text(f"{format_size(size)} of packed weights removed from {folder}")
+        output.text(f"removed {format_size(size)} of packed weights from {folder}")
 
 
 def _facts(model: str, output: Output, settings: Settings) -> dict[str, Any]:
-    """Raises what loading the model would raise, but for what the weights themselves say."""
+    """Describe the model without reading its weights. Raises errors of loading it."""
     from cacheblend_cli.model.checkpoint import quantisation_of
     from cacheblend_cli.model.families import read_spec
     from cacheblend_cli.model.generic import GENERIC_PATH

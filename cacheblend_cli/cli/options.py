@@ -31,7 +31,7 @@ T = TypeVar("T")
 Source = Annotated[
     str | None,
     typer.Option(
-        help="Only these documents: a file, a folder or a pattern such as 'docs/*.md' or '/*NAME*'.",
+        help="Only these documents: a file, folder or pattern such as 'docs/*.md' or '/*NAME*'.",
         metavar="GLOB",
         autocompletion=completion.sources,
     ),
@@ -52,7 +52,7 @@ COMMON = (
     "top_k", "search", "collection", "mode", "ratio", "max_tokens", "temperature", "seed", "system", "model", "store",
     "chunk_tokens", "context", "max_size",
 )  # fmt: skip
-"""Settings whose flags --help shows; the others are in a panel of --help-all."""
+"""Settings whose flags --help shows; --help-all shows the others in panels."""
 PANEL_OF = {
     name: panel
     for panel, groups in zip(
@@ -79,7 +79,7 @@ def with_settings(*names: str, **help_of: str) -> Callable[[Callable[..., T]], C
     The command declares a parameter `settings` (Settings) or `resolved` (Resolved), which receives the values of flags,
     environment, files and defaults.
 
-    help_of: help text by setting, where it differs from the setting's own.
+    help_of: setting -> help text that replaces its own.
     """
     flags = {name: _flag(name, help_of.get(name)) for name in dict.fromkeys((*names, *help_of))}
 
@@ -107,7 +107,7 @@ def with_settings(*names: str, **help_of: str) -> Callable[[Callable[..., T]], C
 
 
 def _serve_if_other_rank(tensor_parallel: int) -> None:
-    """Serve rank 0, which runs the command, in another rank of torchrun, and exit."""
+    """In a rank of torchrun other than 0, work for rank 0, which runs the command, and exit."""
     if os.environ.get("RANK", "").strip() not in ("", "0"):
         from cacheblend_cli.engine.engine import serve_other_rank
 
@@ -120,11 +120,11 @@ ENGINE = (
     "lock_timeout",
     *GROUPS["tier"],
 )
-"""Settings with a flag that an engine starts with; all others come with each question."""
+"""Settings that an engine is started with; all others come with each request."""
 
 
 def flags_of(resolved: Resolved, names: Sequence[str]) -> list[str]:
-    """The flags that set those of these settings which were given as flags, as a list of arguments."""
+    """Return the command line flags for those of the named settings that were given as flags."""
     found: list[str] = []
     for name in (name for name, origin in resolved.origin.items() if origin == "flag" and name in names):
         flag, value = (
@@ -144,7 +144,7 @@ _KINDS = get_type_hints(Settings)
 
 
 def _flag(name: str, help_text: str | None) -> Any:
-    """Annotation of a setting's flag; None means the flag was not given."""
+    """Return the annotation of a setting's flag. A value of None means that the flag was not given."""
     metadata, kind = _FIELDS[name].metadata, _KINDS[name]
     number_or_word = kind == float | str
     if get_origin(kind) is tuple:
@@ -169,10 +169,10 @@ def _flag(name: str, help_text: str | None) -> Any:
 def scope_of(
     store: ChunkStore, source: str | None, everywhere: bool, say: Callable[[str], None], collection: str = ""
 ) -> Scope:
-    """Documents to search: those of --source, --all or the collection, else those of the current project. say: callback
-    for a message if these are not all documents, or none.
+    """Return the documents to search: --source, --all or the collection, else those of the current project.
 
-    Raises NotFoundError when --source matches no stored document, or the collection is empty.
+    say: callback for a message if documents are left out. Raises NotFoundError if --source matches no stored document
+    or the collection is empty.
     """
     from cacheblend_cli.corpus.scopes import collection_scope, holds, scope_here, scope_of
     from cacheblend_cli.corpus.search import searchable
@@ -197,7 +197,7 @@ def scope_of(
 def import_engine() -> None:
     """Import torch and the engine with the garbage collector off.
 
-    Imports create no garbage, and collecting takes a fifth of their time. What they created is frozen afterwards.
+    Collecting garbage takes a fifth of the import time and finds none. The imported objects are frozen afterwards.
     """
     if "torch" in sys.modules:
         return
@@ -222,12 +222,12 @@ def load_engine(settings: Settings, output: Output) -> Engine:
     )
     cutting = {name: getattr(settings, name) for name in (*GROUPS["cutting"], "context")}
     engine = Engine.load(config, progress=output.status, notice=output.note, **cutting)
-    engine.when_lost(partial(_end, output, engine))
+    engine.when_lost(partial(_exit_on_lost_rank, output, engine))
     return engine
 
 
-def _end(output: Output, engine: Engine, error: CacheBlendError) -> NoReturn:
-    """End this process, from any thread, when a rank is lost: an exchange with the others may never return."""
+def _exit_on_lost_rank(output: Output, engine: Engine, error: CacheBlendError) -> NoReturn:
+    """Exit from any thread when a rank is lost: collective operations with the others may never return."""
     output.error(error.message, error.hint)
     with suppress(OSError):
         engine.remove_files()

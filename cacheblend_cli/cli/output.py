@@ -13,20 +13,18 @@ from typing import Any, ClassVar, TextIO
 
 _ERASE_LINE = "\r\x1b[2K"
 _REDRAW_S = 0.1
-_LINE_EVERY_S = 60.0  # where there is no terminal for a bar
+_LINE_EVERY_S = 60.0  # between progress messages without a terminal
 _LEAST_WIDTH = 6
 
 
 class Output:
     """Streams and their TTY flags; tests replace the streams. Rich is imported only to draw a progress bar.
 
-    verbose: show details, too. _bar_shown: whether the terminal's last line is a bar or a status, which the next
-    message erases. _in_line: whether the last text on the terminal, such as a piece of an answer, has not ended its
-    line.
+    verbose: show details, too.
     """
 
-    _bar_shown: ClassVar[bool] = False
-    _in_line: ClassVar[bool] = False
+    _bar_shown: ClassVar[bool] = False  # the last line is a bar or status, which the next message erases
+    _in_line: ClassVar[bool] = False  # the last text on the terminal has not ended its line
 
     def __init__(
         self, out: TextIO | None = None, err: TextIO | None = None, quiet: bool = False, verbose: bool = False
@@ -67,8 +65,7 @@ class Output:
             self.note(text)
 
     def status(self, text: str) -> None:
-        """Show on a terminal what is being done, until the next message; not within a line of an answer, which would be
-        erased with it."""
+        """Show a status on a terminal until the next message, not within a line of an answer: it would be erased."""
         if self.animated and not self.quiet and not self._in_line:
             self._erase_bar(True)
             shown = cut(visible_line(text), shutil.get_terminal_size().columns - 1, "")
@@ -170,12 +167,12 @@ class Output:
                 Output._bar_shown = False
 
     def _line_a_minute(self, description: str) -> Callable[[int, int, str], None]:
-        said = time.monotonic()
+        last = time.monotonic()
 
         def update(done: int, total: int, text: str) -> None:
-            nonlocal said
-            if time.monotonic() - said >= _LINE_EVERY_S:
-                said = time.monotonic()
+            nonlocal last
+            if time.monotonic() - last >= _LINE_EVERY_S:
+                last = time.monotonic()
                 share = f" {done / total:.0%}" if total else ""
                 self.note(f"{description}{share}{f', {text}' if text else ''}")
 
@@ -225,7 +222,7 @@ def cut(text: str, width: int, mark: str, *, at_start: bool = False) -> str:
 
 
 def _narrow(widths: list[int], which: Sequence[int], room: int) -> None:
-    """Shrink the widest of the named columns until all fit, or none is wider than `_LEAST_WIDTH`."""
+    """Shrink the widest of these columns until all fit or none is wider than `_LEAST_WIDTH`."""
     while which and sum(widths) > room and widths[widest := max(which, key=lambda i: widths[i])] > _LEAST_WIDTH:
         widths[widest] -= 1
 

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_cli.cli import folders, options
-from cacheblend_cli.cli.answers import counted
 from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.sizes import format_seconds, format_size, parse_size, size_for
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.tier import finish, open_tier, share
+from cacheblend_cli.cli.units import counted, format_seconds, format_size, parse_size, size_for
 from cacheblend_cli.cli.watch import check_watchfiles, remembered_paths
 from cacheblend_cli.cli.watch import watch as watch_folders
 from cacheblend_cli.corpus.places import shown
@@ -48,7 +47,7 @@ _REMEMBERED = ("chunk_tokens", "overlap", "context", "window", "neighbours", "kv
     "lock_timeout",
     "collection",
     collection="Name these documents, for --collection of ask, search and chat.",
-    context="Text before a chunk when its KV is computed: sink (only the prompt's beginning), document (and the preceding text of its document) or neighbours (and similar chunks).",
+    context="Left context when a chunk's KV is computed: sink (only the prompt's beginning), document (also the preceding text of its document) or neighbours (also similar chunks).",
 )
 def precompute(
     resolved: Resolved,
@@ -63,7 +62,7 @@ def precompute(
     max_file_size: folders.MaxFileSize = None,
     files_from: folders.FilesFrom = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Then store every change in the folders as it happens, until Ctrl-C.")
+        bool, typer.Option("--watch", help="Then watch the folders and store changes, until Ctrl-C.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be computed and removed: tokens, bytes, time.")
@@ -75,7 +74,7 @@ def precompute(
     date: Annotated[
         str | None,
         typer.Option(
-            help="For a chat template that prints the date: the date to print from now on. Default: that of the first run.",
+            help="For chat templates that print the date: the date to print from now on. Default: date of the first run.",
             metavar="today|YYYY-MM-DD",
             rich_help_panel="The prompt",
         ),
@@ -84,14 +83,15 @@ def precompute(
     verify_files: Annotated[
         bool,
         typer.Option(
-            "--verify-files", help="Read every file, also those whose size, times and inode are as in the last run."
+            "--verify-files",
+            help="Read every file, also those whose size, times and inode are unchanged since the last run.",
         ),
     ] = False,
     ray: Annotated[
         str | None,
         typer.Option(
             "--ray",
-            help="Compute on the workers of a Ray cluster, which put the KV to --tier; local starts them on this machine.",
+            help="Compute on workers of a Ray cluster, which write KV to --tier; local: start them on this machine.",
             metavar="ADDRESS|local",
             rich_help_panel="This machine and the store",
         ),
@@ -99,7 +99,7 @@ def precompute(
     workers: Annotated[
         int | None,
         typer.Option(
-            help="Workers of --ray, each with the model: --threads CPU cores (default 1), or one GPU. Default: 1.",
+            help="Number of --ray workers, each with --threads CPU cores (default 1) or one GPU. Default: 1.",
             show_default=False,
             rich_help_panel="This machine and the store",
         ),
@@ -110,9 +110,9 @@ def precompute(
 ) -> None:
     """Compute the KV cache of documents once, and store it.
 
-    A second run computes only what changed. How a PATH is cut and selected is remembered with it: --chunk-tokens,
-    --overlap, --context, --window, --neighbours, --kv-dtype, --include and the like. Without PATH, everything
-    remembered is brought up to date. Ctrl-C keeps what is stored.
+    A second run computes only what changed. The store remembers each PATH with its settings: --chunk-tokens, --overlap,
+    --context, --window, --neighbours, --kv-dtype, --include and so on. Without PATH, all remembered paths are updated.
+    Ctrl-C keeps what is stored.
     """
     output, settings = Output(quiet=quiet), resolved.settings
     select = folders.selected(include, exclude, no_ignore, follow, max_file_size)
@@ -124,7 +124,7 @@ def precompute(
     from cacheblend_cli.collect.precompute import PrecomputeOptions
     from cacheblend_cli.prompt.dates import parse_day
 
-    # without PATH only flags replace what is remembered, since a configuration file is about documents to come
+    # without PATH, only flags override remembered settings: a configuration file applies to new documents
     given = {
         name: getattr(settings, name)
         for name in _REMEMBERED
@@ -150,7 +150,9 @@ def precompute(
     if not has_paths:
         chosen = Paths(remembered_paths(engine, settings, output))
     opened = _store_there(settings) if dry_run else open_store(settings, write=True, max_bytes=quota)
-    interruptible = nullcontext() if dry_run else on_interrupt("what was stored stays; run the command again to go on")
+    interruptible = (
+        nullcontext() if dry_run else on_interrupt("what was stored is kept; run the command again to continue")
+    )
 
     def confirm(difference: Difference) -> bool:
         view.end_bar()
@@ -171,17 +173,17 @@ def precompute(
                 finish(kv_store, output)
         _summary(report, output, settings.tier if ray else str(settings.store_path), dry_run, json)
         if report.new and not (report.unchanged or dry_run):
-            _tell_ratio(engine, output)
+            _note_ratio(engine, output)
         if report.hidden:
-            _tell_hidden(report.hidden, output)
-        view.passed_over.tell_all(report.skipped)
+            _warn_hidden(report.hidden, output)
+        view.skipped_files.summarise(report.skipped)
         _check_named(report)
         if watch:
             watch_folders(engine, settings, chosen.all, output)
 
 
 def _check_flags(resolved: Resolved, select: dict[str, Any], *, has_paths: bool, watch: bool, dry_run: bool) -> None:
-    """Raises UsageError for flags that do not go together, and for --watch without its package."""
+    """Raises UsageError for conflicting flags, and for --watch without its package."""
     if watch and dry_run:
         raise UsageError("--watch and --dry-run were given together", "give one of them")
     if watch:
@@ -193,7 +195,7 @@ def _check_flags(resolved: Resolved, select: dict[str, Any], *, has_paths: bool,
 
 
 def _check_ray(ray: str | None, workers: int | None, settings: Settings, *, watch: bool, dry_run: bool) -> None:
-    """Raises UsageError for flags that do not go with --ray, and where Ray is not installed."""
+    """Raises UsageError for flags that conflict with --ray, and if Ray is not installed."""
     if ray is None:
         if workers is not None:
             raise UsageError("--workers was given without --ray", "name the cluster: --ray ADDRESS, or --ray local")
@@ -201,14 +203,14 @@ def _check_ray(ray: str | None, workers: int | None, settings: Settings, *, watc
     if find_spec("ray") is None:
         raise UsageError("--ray needs Ray, which is not installed", install_hint("ray"))
     if workers is not None and workers < 1:
-        raise UsageError(f"--workers {workers} is not 1 or more", "one a GPU, or one for a few CPU cores")
+        raise UsageError(f"--workers is {workers}; the minimum is 1", "one per GPU, or one for a few CPU cores")
     if not settings.tier:
         raise UsageError(
-            "--ray needs --tier, where the workers put the KV", "a bucket, or a folder that all machines share"
+            "--ray needs --tier, where the workers write KV", "name a bucket, or a folder that all machines share"
         )
     for flag, given in (("--watch", watch), ("--dry-run", dry_run), ("--max-size", bool(settings.max_size))):
         if given:
-            raise UsageError(f"{flag} and --ray do not go together", f"leave {flag} out")
+            raise UsageError(f"{flag} cannot be used with --ray", f"omit {flag}")
 
 
 def _cluster(
@@ -218,7 +220,7 @@ def _cluster(
     if ray is None:
         return nullcontext()
     if engine.is_parallel:
-        raise UsageError("--ray is not implemented with --tensor-parallel", "leave one of the two out")
+        raise UsageError("--ray is not implemented with --tensor-parallel", "omit one of them")
     from cacheblend_cli.collect.cluster import Cluster
     from cacheblend_cli.collect.remote_worker import RemoteJob
 
@@ -261,8 +263,10 @@ def _confirm(difference: Difference, output: Output, yes: bool) -> bool:
         output.note(cost)
         return True
     if not (sys.stdin.isatty() and output.err_tty):
-        raise UsageError(f"documents are stored with other settings: {cost}", "--yes to go on, --dry-run for details")
-    output.err.write(f"{cost}. Go on? [y/N] ")
+        raise UsageError(
+            f"documents are stored with other settings: {cost}", "--yes to continue, --dry-run for details"
+        )
+    output.err.write(f"{cost}. Continue? [y/N] ")
     output.err.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
@@ -281,11 +285,11 @@ def _changes(difference: Difference) -> Iterator[str]:
 
 
 class _View:
-    """Show events as messages and a progress bar: first of reading, then of the planned tokens."""
+    """Show events as messages and a progress bar: first for reading, then for the planned tokens."""
 
     def __init__(self, output: Output, json: bool, quiet: bool, verbose: bool) -> None:
         self.output, self.json, self.quiet = output, json, quiet
-        self.passed_over = folders.PassedOver(output, verbose=verbose, json=json)
+        self.skipped_files = folders.SkippedFiles(output, verbose=verbose, json=json)
         self._stack, self._bar_name = ExitStack(), ""
         self._bar: Callable[[int, int, str], None] = lambda done, total, text: None
         self.done = self.total = self.computed = 0
@@ -309,14 +313,14 @@ class _View:
         elif event.kind == "plan":
             if (
                 event.planned is not None and event.planned.seconds and not event.planned.changes
-            ):  # or it was said already
+            ):  # otherwise it was shown before
                 self.output.note(f"{_cost(event.planned)}; Ctrl-C stops and keeps what is stored")
             self._show_bar("precompute")
             self.total, self._start = event.total, time.perf_counter()
         elif event.room is not None:
-            self.output.warn(_say_room(event.room))
+            self.output.warn(_room_message(event.room))
         elif event.skipped is not None:
-            self.passed_over.tell(event.skipped)
+            self.skipped_files.report(event.skipped)
         elif event.kind == "note":
             self.output.warn(event.message)
         elif event.kind == "removed":
@@ -339,25 +343,25 @@ class _View:
             self._bar, self._bar_name = self._stack.enter_context(self.output.progress(name)), name
 
 
-def _say_room(room: Room) -> str:
+def _room_message(room: Room) -> str:
     return (
-        f"text and KV of the documents take {format_size(room.needed)}, and the store's quota is {format_size(room.max_bytes)}: "
+        f"text and KV of the documents need {format_size(room.needed)}, and the store's quota is {format_size(room.max_bytes)}: "
         f"{room.without_kv} of the {room.chunks} chunks get no KV; they are found and cited, and computed when a question needs "
-        f"them; --max-size {size_for(room.needed)} has room for all"
+        f"them; --max-size {size_for(room.needed)} fits all"
     )
 
 
-def _tell_ratio(engine: Engine, output: Output) -> None:
-    """Say how the ratio of a model that was never checked is measured."""
+def _note_ratio(engine: Engine, output: Output) -> None:
+    """Show how to measure the ratio of a model that was never checked."""
     from cacheblend_cli.engine.profile import profile_file, read_profiles
 
     if not read_profiles(profile_file(engine.model.fingerprints["float32"])):
         output.note(
-            f"to measure once which ratio {engine.model.name} needs for close answers: cacheblend models check {engine.model.name} --ratio-only --questions FILE"
+            f"to measure which ratio {engine.model.name} needs: cacheblend models check {engine.model.name} --ratio-only --questions FILE"
         )
 
 
-def _tell_hidden(names: list[str], output: Output) -> None:
+def _warn_hidden(names: list[str], output: Output) -> None:
     some = ", ".join(map(shown, names[:3])) + (", ..." if len(names) > 3 else "")
     one = len(names) == 1
     output.warn(
@@ -371,12 +375,10 @@ def _check_named(report: PrecomputeReport) -> None:
     bad = [file for file in report.skipped if file.named]
     if bad:
         more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
-        read = (
-            "text, code, HTML, CSV, JSON, notebooks and mail are read, with the extra `documents` PDF and Office files"
-        )
+        read = "supported: text, code, HTML, CSV, JSON, notebooks, mail; with the extra `documents` also PDF and Office files"
         raise UsageError(f"{bad[0].typed} was not stored: {bad[0].reason}{more}", None if bad[0].unread else read)
     if not report.documents and not report.gone:
-        raise UsageError("no document was found", "-v names the files that were skipped, and why")
+        raise UsageError("no document was found", "-v lists the skipped files and the reasons")
 
 
 def _summary(report: PrecomputeReport, output: Output, place: str, dry_run: bool, json: bool) -> None:

@@ -9,27 +9,28 @@ import typer
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
-from cacheblend_cli.cli.warm import search_warm
+from cacheblend_cli.cli.warm_engine import search_warm
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Settings, grouped
 from cacheblend_cli.text_files import check_text
 from cacheblend_cli.types import SearchParams
 
 
-@options.with_settings(*grouped("search", but=["order", "on_weak_match"]), "store", top_k="How many chunks.")
+@options.with_settings(*grouped("search", but=["order", "on_weak_match"]), "store", top_k="Number of chunks.")
 def search(
     settings: Settings,
-    query: Annotated[str, typer.Argument(help="Words to look for.")],
+    query: Annotated[str, typer.Argument(help="Search query.")],
     source: options.Source = None,
     everywhere: options.Everywhere = False,
     local: options.Local = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Find stored chunks by the words of their text, title and path, or by meaning. Searches the current project: the
-    nearest directory from here up that holds a cacheblend.toml or a .git.
+    """Find stored chunks by words of their text, title and path, or by meaning.
 
-    With -q only ids: cacheblend search "billing lead" -q | cacheblend ask --chunks - "Who leads billing?"
+    Searches the current project: the nearest folder upwards with a cacheblend.toml or .git.
+
+    With -q, print only ids: cacheblend search "billing lead" -q | cacheblend ask --chunks - "Who leads billing?"
     """
     from cacheblend_cli.corpus.places import shown
     from cacheblend_cli.corpus.search import WEAK, look

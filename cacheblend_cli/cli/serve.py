@@ -1,4 +1,4 @@
-"""cacheblend serve: an engine that stays, for other programs, a browser and the command line."""
+"""cacheblend serve: an HTTP server that keeps the model loaded."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import typer
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.sizes import format_size
 from cacheblend_cli.cli.stores import open_store
+from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.extras import install_hint
 from cacheblend_cli.model.read_ahead import read_ahead
@@ -30,57 +30,58 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 def serve(
     resolved: Resolved,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8321,
-    unix_socket: Annotated[Path | None, typer.Option(help="Listen on this socket, not on an address.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8321,
+    unix_socket: Annotated[Path | None, typer.Option(help="Listen on this Unix socket instead of an address.")] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(help="KEY, or NAME:KEY for a tenant with KV of its own (repeatable).", envvar=API_KEY_VARIABLE),
+        typer.Option(help="KEY, or NAME:KEY for a tenant with separate KV (repeatable).", envvar=API_KEY_VARIABLE),
     ] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="File of API keys, one a line.")] = None,
-    max_waiting: Annotated[int, typer.Option(min=1, help="Questions that may wait; more get 429.")] = 256,
-    max_body: Annotated[int, typer.Option(min=1, help="MiB of a request at most.")] = 32,
+    api_key_file: Annotated[Path | None, typer.Option(help="File of API keys, one per line.")] = None,
+    max_waiting: Annotated[
+        int, typer.Option(min=1, help="Maximum number of waiting requests; more get HTTP 429.")
+    ] = 256,
+    max_body: Annotated[int, typer.Option(min=1, help="Maximum request size in MiB.")] = 32,
     grace: Annotated[
-        float, typer.Option(min=0, help="Seconds that running answers have to finish when the server stops.")
+        float, typer.Option(min=0, help="Seconds for running answers to finish when the server stops.")
     ] = 30.0,
     idle_exit: Annotated[
         float | None,
         typer.Option(
             min=0,
-            help="End after so many seconds without a question; 0: never.",
+            help="Exit after this many seconds without a request; 0: never.",
             show_default="3600 with --background, else 0",
         ),
     ] = None,
     retrieve: Annotated[
-        bool, typer.Option("--retrieve", help="Search the store for chats that bring no documents, chunks or search.")
+        bool, typer.Option("--retrieve", help="Search the store for chats without documents, chunks or search.")
     ] = False,
     find_passages: Annotated[
         bool,
-        typer.Option("--find-passages", help="Take <source> and <document> elements in messages as documents."),
+        typer.Option("--find-passages", help="Treat <source> and <document> elements in messages as documents."),
     ] = False,
     any_model: Annotated[
-        bool, typer.Option("--any-model", help="Answer requests that name another model, too, with this one.")
+        bool, typer.Option("--any-model", help="Also answer requests that name another model.")
     ] = False,
     decode_url: Annotated[
-        str | None, typer.Option(help="Prefill here, and have the vLLM server at this URL decode (docs/vllm.md).")
+        str | None, typer.Option(help="Prefill here and decode on the vLLM server at this URL (docs/vllm.md).")
     ] = None,
     decode_key: Annotated[
-        str | None, typer.Option(help="API key of that server.", envvar="CACHEBLEND_DECODE_KEY", show_default=False)
+        str | None, typer.Option(help="API key of the vLLM server.", envvar="CACHEBLEND_DECODE_KEY", show_default=False)
     ] = None,
-    hand_over: Annotated[
-        Path, typer.Option(help="Directory for KV on its way to the vLLM server, this user's alone.")
-    ] = Path("/dev/shm/cacheblend"),
+    hand_over: Annotated[Path, typer.Option(help="Private directory for KV handed over to the vLLM server.")] = Path(
+        "/dev/shm/cacheblend"
+    ),
     background: Annotated[
-        bool, typer.Option("--background", help="Return once it answers, and leave it running.")
+        bool, typer.Option("--background", help="Run in the background; return once the server responds.")
     ] = False,
-    status: Annotated[bool, typer.Option("--status", help="Show the engines that run over this store.")] = False,
-    stop: Annotated[bool, typer.Option("--stop", help="Stop the engines that run over this store.")] = False,
+    status: Annotated[bool, typer.Option("--status", help="Show the engines running over this store.")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="Stop the engines running over this store.")] = False,
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:
-    """Answer questions of other programs: OpenAI's API at /v1 and Ollama's at /api, with documents, chunks and search
-    beside their fields.
+    """Serve the OpenAI API at /v1 and the Ollama API at /api, with extra fields for documents, chunks and search.
 
-    ask and chat over the same store, model and settings use the running engine by themselves.
+    ask and chat with the same store, model and settings use the running engine automatically.
     """
     output, settings = Output(quiet=quiet), resolved.settings
     if sum((background, status, stop)) > 1:
@@ -89,17 +90,17 @@ def serve(
         from cacheblend_cli.server.background import stop_all
 
         for pid in stop_all(settings, grace):
-            _show({"pid": pid, "stopped": True}, f"the server of process {pid} has stopped", output, json=json)
+            _show({"pid": pid, "stopped": True}, f"stopped the server with process id {pid}", output, json=json)
         return
     if status:
         from cacheblend_cli.server.background import running
 
-        for reply in running(settings):
-            _show(reply, _status_line(reply), output, json=json)
+        for engine_status in running(settings):
+            _show(engine_status, _status_line(engine_status), output, json=json)
         return
     check_installed()
     if decode_url is not None and background:
-        raise UsageError("--background was given with --decode-url", "leave it out; a service manager keeps it running")
+        raise UsageError("--background cannot be used with --decode-url", "omit it; use a service manager")
     if background:
         from cacheblend_cli.server.background import start
 
@@ -110,7 +111,7 @@ def serve(
 
     keyring = Keyring(read_keys(api_key or (), api_key_file), settings.salt)
     if keyring.is_open and host not in _LOOPBACK and unix_socket is None:
-        raise UsageError(f"{host} is open to others, and there is no --api-key", "give one, or leave --host out")
+        raise UsageError(f"{host} is reachable by others, and no --api-key was given", "give one, or omit --host")
     read_ahead(settings)
     from cacheblend_cli.cli.tier import share
     from cacheblend_cli.engine.events import Limits
@@ -171,25 +172,28 @@ def serve(
             )
             if engine.model.decoder.device.type == "cpu" and (own := resident_bytes()):
                 output.note(_memory_line(own, engine.stats(), decoded_twice=llama is not None))
-            output.note(f"{state.model} answers at {url}/v1; Ctrl-C ends it")
+            output.note(f"{state.model} answers at {url}/v1; Ctrl-C stops it")
             asyncio.run(serving.serve([public]))
         finally:
             engine.close()
 
 
 def _memory_line(own: int, stats: EngineStats, *, decoded_twice: bool) -> str:
-    """Say what memory the process may grow to. own: bytes it has with the weights loaded. decoded_twice: llama.cpp
-    holds the KV of running answers again, in half the bytes at most."""
+    """Describe how large the process may grow.
+
+    own: bytes used now, with the weights loaded. decoded_twice: llama.cpp holds the KV of running answers a second
+    time, in at most half the bytes.
+    """
     pool = stats.pool_bytes * 3 // 2 if decoded_twice else stats.pool_bytes
     most = own + pool + stats.swap_space_bytes + _WORK_BYTES
     return (
         f"memory: {format_size(own)} now, at most about {format_size(most)}: KV takes up to {format_size(pool)} as it is used, and up to "
-        f"{format_size(stats.swap_space_bytes)} more if too many ask at once (--swap-space)"
+        f"{format_size(stats.swap_space_bytes)} more if KV is swapped out (--swap-space)"
     )
 
 
 def _decoder(url: str, key: str | None, directory: Path) -> RemoteDecoder:
-    """The vLLM server that decodes. Raises UsageError."""
+    """Return the client of the decoding vLLM server. Raises UsageError."""
     from importlib.util import find_spec
 
     if not url.startswith(("http://", "https://")):
@@ -203,7 +207,7 @@ def _decoder(url: str, key: str | None, directory: Path) -> RemoteDecoder:
 
 
 def check_installed() -> None:
-    """Raises UsageError that says how to install what serving needs."""
+    """Raises UsageError if a package that serving needs is not installed."""
     from importlib.util import find_spec
 
     missing = [name for name in ("starlette", "uvicorn", "prometheus_client") if find_spec(name) is None]

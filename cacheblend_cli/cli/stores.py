@@ -1,4 +1,4 @@
-"""Opening the store that the settings name. Imports neither torch nor numpy."""
+"""Open the store of the settings. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 def open_store(
     settings: Settings, *, write: bool, create: bool | None = None, max_bytes: int | None = None
 ) -> ChunkStore:
-    """Open the store that the settings name. Writing creates it unless `create` is False; reading needs an existing
-    one.
+    """Open the store of the settings. Writing creates it unless `create` is False; reading needs an existing one.
 
     max_bytes: a new quota, or None to keep the store's.
     """

@@ -1,5 +1,4 @@
-"""cacheblend chunks push, pull: stored chunks to a tier and from it. And the tier of commands that compute and
-answer."""
+"""cacheblend chunks push and pull, and the tier of other commands."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from cacheblend_cli.cli import completion, options
 from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.inputs import read_ids
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.sizes import format_size
 from cacheblend_cli.cli.stores import open_store
+from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.errors import ExitCode, NotFoundError, UsageError
 from cacheblend_cli.extras import install_hint
 from cacheblend_cli.settings import Settings
@@ -42,19 +41,19 @@ def push(
     chunks: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Chunk ids or unique beginnings; - is stdin.", metavar="[ID]...", autocompletion=completion.chunk_ids
+            help="Chunk ids or unique prefixes; - is stdin.", metavar="[ID]...", autocompletion=completion.chunk_ids
         ),
     ] = None,
     source: options.Source = None,
     model: Annotated[str | None, typer.Option(help="Chunks of this model, by name or fingerprint.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every chunk; the default if nothing is named.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Every chunk (default).")] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Copy chunks and their documents to a tier: an object store, or a folder that can be carried elsewhere.
+    """Copy chunks and their documents to a tier: an object store or a portable folder.
 
-    What is there already is not copied again, so an interrupted push goes on where it ended. Documents below this
-    directory are named relative to it; pull takes such names as relative to where it runs.
+    Existing objects are not copied again, so an interrupted push can be continued. Documents below the working
+    directory get relative names, which pull resolves in its own working directory.
     """
     output = Output(quiet=quiet)
     if sum((bool(chunks), source is not None or model is not None, everything)) > 1:
@@ -65,12 +64,12 @@ def push(
     from cacheblend_cli.corpus.places import portable
 
     with (
-        on_interrupt("what was copied stays; the same command copies the rest"),
+        on_interrupt("what was copied is kept; run the command again to copy the rest"),
         open_store(settings, write=False) as store,
         output.progress("push") as bar,
     ):
         keys = _choose(store, chunks, source, model)
-        report = push_to(store, tier, keys, portable, _teller(output, bar, json=json, quiet=quiet))
+        report = push_to(store, tier, keys, portable, _on_chunk(output, bar, json=json, quiet=quiet))
     _summary(output, report, f"to {url}", "see: cacheblend chunks verify --repair")
 
 
@@ -79,19 +78,19 @@ def pull(
     settings: Settings,
     url: Url,
     chunks: Annotated[
-        list[str] | None, typer.Argument(help="Chunk ids or their beginnings; - is stdin.", metavar="[ID]...")
+        list[str] | None, typer.Argument(help="Chunk ids or prefixes; - is stdin.", metavar="[ID]...")
     ] = None,
     source: options.Source = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Also take documents that the store has in another version.")
+        bool, typer.Option("--replace", help="Also replace documents that the store has in another version.")
     ] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Copy chunks and documents of a tier to the store, each checked against its digests and its shape.
+    """Copy chunks and documents from a tier to the store. Digests and shapes are verified.
 
-    What the store has stays, so an interrupted pull goes on where it ended. Exits with 4 if an object was rejected; the
-    others are taken. Without --tier-key-file, whoever can write to the tier is trusted.
+    What the store has is kept, so an interrupted pull can be continued. Exits with 4 if an object was rejected; the
+    others are copied. Without --tier-key-file, everyone who can write to the tier is trusted.
     """
     output = Output(quiet=quiet)
     if chunks and source is not None:
@@ -102,26 +101,25 @@ def pull(
     from cacheblend_cli.corpus.places import landed, shown
 
     with (
-        on_interrupt("what was copied stays; the same command copies the rest"),
+        on_interrupt("what was copied is kept; run the command again to copy the rest"),
         open_store(settings, write=True) as store,
         output.progress("pull") as bar,
     ):
         report = pull_from(
-            store, tier, _wanted(chunks, source), landed, _teller(output, bar, json=json, quiet=quiet),
+            store, tier, _wanted(chunks, source), landed, _on_chunk(output, bar, json=json, quiet=quiet),
             replace_documents=replace,
         )  # fmt: skip
     for name in report.kept:
-        output.warn(f"{shown(name)} is in the store in another version, which stays; --replace takes the tier's")
+        output.warn(f"{shown(name)} was kept: the store has another version; --replace takes the tier's")
     for reason in report.rejected:
-        output.warn(f"a document is rejected: {reason}")
+        output.warn(f"document rejected: {reason}")
     if not (report.chunks or report.documents or report.kept) and (chunks or source):
-        raise NotFoundError(f"nothing at {url} matches", "cacheblend doctor says what a tier holds")
-    _summary(output, report, f"from {url}", "push it again from a store that has it; the others were taken")
+        raise NotFoundError(f"nothing at {url} matches", "cacheblend doctor shows what the tier contains")
+    _summary(output, report, f"from {url}", "push them again from a store that has them; the others were copied")
 
 
 def open_tier(settings: Settings, url: str = "", *, create: bool = True) -> Tier:
-    """Return the tier at the URL, by default the setting's. Raises TierErrors, each with a hint that fits this
-    installation."""
+    """Return the tier at the URL, by default that of the settings. Raises TierErrors and UsageError."""
     from cacheblend_store import TierUsage
     from cacheblend_store.tier import open_tier as open_at
 
@@ -136,10 +134,10 @@ def open_tier(settings: Settings, url: str = "", *, create: bool = True) -> Tier
 
 
 def share(store: ChunkStore, settings: Settings, output: Output, *, strict: bool = False) -> None:
-    """Give the store the tier of the settings, if they name one.
+    """Attach the tier of the settings, if any, to the store.
 
-    strict: raise what is wrong with the settings of the tier, also what only the tier knows. A tier that cannot be
-    reached is no error: what it has is computed.
+    strict: check the tier now and raise errors of its configuration. An unreachable tier is not an error: its chunks
+    are computed.
     """
     if not settings.tier:
         return
@@ -160,8 +158,7 @@ def share(store: ChunkStore, settings: Settings, output: Output, *, strict: bool
 
 
 def finish(store: ChunkStore, output: Output) -> None:
-    """Wait for chunks on their way to the tier, with progress, and say how many could not be put. Ctrl-C stops
-    waiting."""
+    """Wait until chunks are written to the tier, with progress, and report failures. Ctrl-C stops waiting."""
     if store.tier is None:
         return
     total = left = store.tier.unput
@@ -170,16 +167,15 @@ def finish(store: ChunkStore, output: Output) -> None:
             bar(total - left, total, "chunks")
             left = store.tier.flush(_FLUSH_STEP_S)
     counts = store.tier.counts
-    output.note(f"tier: {counts.puts} chunks put, {format_size(counts.put_bytes)}, in {store.tier.tier.url}")
+    output.note(f"tier: wrote {counts.puts} chunks, {format_size(counts.put_bytes)}, to {store.tier.tier.url}")
     if left + counts.unput:
         output.warn(
-            f"{left + counts.unput} chunks are not in the tier; put them: cacheblend chunks push {store.tier.tier.url}"
+            f"{left + counts.unput} chunks are not in the tier; write them: cacheblend chunks push {store.tier.tier.url}"
         )
 
 
 def describe(settings: Settings) -> dict[str, Any]:
-    """Return what the tier of the settings holds, as far as it can be listed in a few seconds, and how fast it is.
-    Raises TierErrors."""
+    """Return the contents of the tier, as far as listed in a few seconds, and its speed. Raises TierErrors."""
     from cacheblend_store import BadBlob
     from cacheblend_store.tier import TierObject
 
@@ -231,7 +227,7 @@ def prune(settings: Settings, age: float, output: Output, *, dry_run: bool, json
 
 
 def _choose(store: ChunkStore, chunks: list[str] | None, source: str | None, model: str | None) -> set[bytes] | None:
-    """Return the keys of what was named, None for everything. Raises NotFoundError if that is nothing."""
+    """Return the keys of the named chunks, None for all. Raises NotFoundError if nothing matches."""
     if chunks:
         return {store.resolve(name) for text in chunks for name in read_ids(text)}
     if source is None and model is None:
@@ -246,7 +242,7 @@ def _choose(store: ChunkStore, chunks: list[str] | None, source: str | None, mod
         m.key for m in store.chunks() if holds(scope, citations.of(m).name) and (model is None or m.is_of_model(model))
     }
     if not found:
-        raise NotFoundError("no stored chunk is of that source and model", "see: cacheblend chunks stats --sources")
+        raise NotFoundError("no stored chunk matches this source and model", "see: cacheblend chunks stats --sources")
     return found
 
 
@@ -268,10 +264,10 @@ def _wanted(chunks: list[str] | None, source: str | None) -> Callable[[DocumentR
     return wanted
 
 
-def _teller(
+def _on_chunk(
     output: Output, bar: Callable[[int, int, str], None], *, json: bool, quiet: bool
 ) -> Callable[[MovedChunk, int, int], None]:
-    def tell(chunk: MovedChunk, done: int, total: int) -> None:
+    def on_chunk(chunk: MovedChunk, done: int, total: int) -> None:
         bar(done, total, "chunks")
         bad = chunk.status in ("rejected", "damaged")
         if json:
@@ -282,11 +278,11 @@ def _teller(
         if bad:
             output.warn(f"chunk {chunk.id[:12]} is {chunk.status}: {chunk.reason}")
 
-    return tell
+    return on_chunk
 
 
 def _summary(output: Output, report: MoveReport, where: str, hint: str) -> None:
-    """Say what was moved. Exits with 4 if something is damaged."""
+    """Show what was copied. Exits with 4 if something was damaged or rejected."""
     names = {"text": "without KV"}
     counts = [f"{count} {names.get(status, status)}" for status, count in sorted(report.chunks.items())]
     output.note(
@@ -294,5 +290,5 @@ def _summary(output: Output, report: MoveReport, where: str, hint: str) -> None:
     )
     bad = sum(report.chunks.get(status, 0) for status in ("rejected", "damaged")) + len(report.rejected)
     if bad:
-        output.error(f"{bad} objects were left out", hint)
+        output.error(f"{bad} objects were not copied", hint)
         raise typer.Exit(int(ExitCode.STORE))

@@ -1,4 +1,4 @@
-"""cacheblend chunks stats, verify, prune, compact: the upkeep of a store."""
+"""cacheblend chunks stats, verify, prune and compact: maintenance of a store."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import typer
 
 from cacheblend_cli.cli import options, tier
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.scores import show_table
-from cacheblend_cli.cli.sizes import format_size, parse_age, parse_size
+from cacheblend_cli.cli.score_tables import show_table
 from cacheblend_cli.cli.stores import open_store
+from cacheblend_cli.cli.units import format_size, parse_age, parse_size
 from cacheblend_cli.errors import ExitCode, UsageError
 from cacheblend_cli.settings import Settings, grouped
 
@@ -91,7 +91,7 @@ def stats(
 
 
 def _by_source(store: ChunkStore) -> dict[str, Amount]:
-    """Return each document's share of the store. A chunk of several documents counts for the one that is cited."""
+    """Return each document's share of the store. A chunk of several documents counts for the cited one."""
     from cacheblend_store import Amount
 
     from cacheblend_cli.corpus.citations import Citations
@@ -109,15 +109,15 @@ def verify(
         bool, typer.Option("--repair", help="Remove damaged records; they are computed again when needed.")
     ] = False,
     recheck: Annotated[
-        int, typer.Option(min=0, help="Also compute this many random chunks again, with the model, and compare.")
+        int, typer.Option(min=0, help="Also recompute this many random chunks with the model, and compare.")
     ] = 0,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Check the whole store: digests of all blobs, records without blobs, blobs without records.
 
-    Exits with 4 if damage was found and not repaired ("ok" in --json). With -q prints only the ids of damaged chunks.
-    --repair rebuilds a store that does not open any more from the records that can still be read.
+    Exits with 4 if damage was found and not repaired ("ok" in --json). With -q, print only the ids of damaged chunks.
+    --repair also rebuilds a store that cannot be opened from its readable records.
     """
     output = Output(quiet=quiet)
     import cacheblend_store
@@ -135,28 +135,28 @@ def verify(
     else:
         _show_findings(output, report, checked, quiet)
     if checked is not None:
-        output.note(f"{checked.checked} chunks computed again, {len(checked.mismatches)} of them differ")
+        output.note(f"{checked.checked} chunks recomputed, {len(checked.mismatches)} differ")
         if checked.foreign:
-            output.note(f"{checked.foreign} chunks are of another model, salt or prompt; name theirs to check them")
+            output.note(f"{checked.foreign} chunks belong to another model, salt or prompt and were not checked")
     if rebuilt is not None:
         output.note(
-            f"the store was rebuilt from what reads: {rebuilt.chunks} chunks; cacheblend precompute brings the others back"
+            f"the store was rebuilt from readable records: {rebuilt.chunks} chunks; cacheblend precompute restores the others"
         )
         if rebuilt.sources:
             from cacheblend_cli.corpus.places import shown
 
-            output.note(f"to be precomputed again: {', '.join(map(shown, rebuilt.sources))}")
+            output.note(f"precompute again: {', '.join(map(shown, rebuilt.sources))}")
     if not count:
-        output.note("nothing is damaged")
+        output.note("no damage found")
     elif done:
-        output.note(f"{done} findings repaired; cacheblend precompute computes again what was damaged")
+        output.note(f"{done} findings repaired; cacheblend precompute restores damaged chunks")
     if done < count:
         output.error(f"{count - done} findings in {settings.store_path}", "repair: cacheblend chunks verify --repair")
         raise typer.Exit(int(ExitCode.STORE))
 
 
 def _rebuild(settings: Settings, output: Output) -> SalvageReport | None:
-    """Rebuild a store that does not open; None when it opens."""
+    """Rebuild a store that cannot be opened. Return None if it can."""
     from cacheblend_store import StoreCorrupt, salvage
 
     try:
@@ -200,7 +200,7 @@ def _show_findings(output: Output, report: VerifyReport, checked: RecheckReport 
             output.line(f"{kind}: {message}")
         output.note(f"{report.chunks} chunks, {report.blobs} blobs, {format_size(report.bytes)} checked")
         if report.missing:
-            output.note(f"{report.missing} chunks of documents are not stored; cacheblend precompute brings them back")
+            output.note(f"{report.missing} chunks of documents are not stored; cacheblend precompute restores them")
         if report.without_kv:
             output.note(f"{report.without_kv} chunks have no KV; they are computed when a question needs them")
 
@@ -210,18 +210,16 @@ def prune(
     settings: Settings,
     of_tier: Annotated[
         bool,
-        typer.Option(
-            "--tier", help="Instead, delete what was put into the tier (setting tier) longer ago than --older-than."
-        ),
+        typer.Option("--tier", help="Instead, delete objects of the tier (setting tier) written before --older-than."),
     ] = False,
-    older_than: Annotated[str | None, typer.Option(help="Evict KV not used for so long: 30d, 12h.")] = None,
+    older_than: Annotated[str | None, typer.Option(help="Evict KV not used for this long: 30d, 12h.")] = None,
     to_size: Annotated[
         str | None,
-        typer.Option(help="Evict the least recently used KV until so much is left: 20GB."),
+        typer.Option(help="Evict the least recently used KV down to this size: 20GB."),
     ] = None,
     orphans: Annotated[bool, typer.Option("--orphans", help="Remove chunks that no document refers to.")] = False,
     model: Annotated[str | None, typer.Option(help="Remove chunks of this model, by name or fingerprint.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed; remove nothing.")] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -233,7 +231,7 @@ def prune(
     if older_than is None and to_size is None and not orphans and model is None:
         raise UsageError("no condition was given", "--older-than 30d, --to-size 20GB, --orphans or --model NAME")
     if of_tier and (older_than is None or to_size is not None or orphans or model is not None):
-        raise UsageError("--tier takes --older-than, and no other condition", "chunks prune --tier --older-than 30d")
+        raise UsageError("--tier takes only --older-than", "chunks prune --tier --older-than 30d")
     age = None if older_than is None else parse_age(older_than, "--older-than")
     size = None if to_size is None else parse_size(to_size, "--to-size")
     if of_tier:
@@ -256,9 +254,9 @@ def prune(
             output.text(name)
     else:
         would = "would be " if dry_run else ""
-        done_words = [f"{len(removed)} chunks {would}removed"] if removed or not evicted else []
-        done_words += [f"the KV of {len(evicted)} chunks {would}freed"] if evicted else []
-        output.note(f"{', '.join(done_words)}: {format_size(report.bytes)}")
+        parts = [f"{len(removed)} chunks {would}removed"] if removed or not evicted else []
+        parts += [f"the KV of {len(evicted)} chunks {would}freed"] if evicted else []
+        output.note(f"{', '.join(parts)}: {format_size(report.bytes)}")
 
 
 @options.with_settings("store", "lock_timeout")

@@ -1,4 +1,4 @@
-"""Folders that a store remembers, and `precompute --watch`, which keeps the store up to date with them."""
+"""Remembered folders of a store, and `precompute --watch`."""
 
 from __future__ import annotations
 
@@ -70,18 +70,18 @@ def watch(engine: Engine, settings: Settings, paths: Sequence[str], output: Outp
         yield_on_timeout=True,
         rust_timeout=_RETRY_MS,
     )
-    output.note(f"watching {', '.join(folders)}; Ctrl-C ends it")
+    output.note(f"watching {', '.join(folders)}; Ctrl-C stops it")
     follow(changes, _updater(engine, settings, paths, output), output)
 
 
 def follow(changes: Iterable[Changes], update: Callable[[], PrecomputeReport], output: Output) -> None:
-    """Update once when watching has begun, then after each change; retry a failed update at the next timeout.
+    """Update once at the start, then after each change; retry a failed update at the next timeout.
 
     changes: sets of changes; an empty set is a timeout without one.
     """
     from cacheblend_store import StoreError
 
-    pending = True  # what changed before watching began
+    pending = True  # for changes before watching began
     for changed in changes:
         if not (pending or changed):
             continue

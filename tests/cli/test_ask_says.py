@@ -241,7 +241,7 @@ def test_an_answer_that_repeats_itself_is_stopped_and_that_is_said(
 ) -> None:
     monkeypatch.setattr("cacheblend_cli.engine.core.sequence_output.repeats_itself", lambda ids: len(ids) == 8)
     ask = ("ask", "who?", "--chunks", stored[0], "--max-tokens", "12")
-    assert "the answer repeated itself and was stopped; --no-stop-repetition lets it go on" in cli(*ask).err
+    assert "the answer repeated itself and was stopped; --no-stop-repetition turns this off" in cli(*ask).err
     [record] = cli(*ask, "--json").records
     assert record["finish_reason"] == "repetition"
     assert "repeated" not in cli(*ask, "--no-stop-repetition").err

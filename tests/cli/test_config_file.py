@@ -102,7 +102,7 @@ def test_show_has_everyday_settings_and_those_that_are_set(cli: Cli, monkeypatch
     assert {"model", "store", "ratio", "selector"} <= set(names)
     assert "block_size" not in names
     left = len(vars(Settings())) - (len(names) - 2)  # two headings
-    assert shown.err.splitlines()[-1] == f"{left} more have their defaults: cacheblend config show --all"
+    assert shown.err.splitlines()[-1] == f"{left} more settings have defaults; see: cacheblend config show --all"
     assert all(f"\n{name} " in every.out for name in vars(Settings()))
     assert every.err == ""
     assert every.out.index("\nratio ") < every.out.index("\nexpand ") < every.out.index("\nblock_size ")

@@ -88,7 +88,7 @@ def test_a_model_that_is_computed_rightly_passes(cli: Callable[..., Any], model:
     assert 0 < record["transformers"] <= record["limit"]
     write_gguf(model, tmp_path / "m.gguf", "qwen2", "Q8_0")
     told = cli("models", "check", "./m.gguf")
-    assert (told.code, "right: rounding" in told.out, "transformers" in told.out) == (0, True, False)
+    assert (told.code, "passed: rounding" in told.out, "transformers" in told.out) == (0, True, False)
     assert "no ratio was measured" in told.err
     assert record["profile"] is None
 

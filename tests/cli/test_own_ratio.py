@@ -122,7 +122,7 @@ def test_an_interruption_keeps_nothing(cli: Cli, model: Path, monkeypatch: pytes
 
     monkeypatch.setattr(profile, "distance", interrupted)
     told = cli(*CHECK, str(model))
-    assert (told.code, "no ratio is kept" in told.err) == (130, True)
+    assert (told.code, "the ratio was not stored" in told.err) == (130, True)
     assert profiles() == []
 
 

@@ -222,7 +222,7 @@ def test_a_document_that_the_model_cannot_store_is_passed_over_and_the_rest_is_s
     result = cli("precompute", "docs")
     assert result.code == 0, result.err
     assert "skipped docs/table.md: the text contains '|', which this tokenizer cannot keep apart" in result.err
-    assert "passed over 1: 1 with text that this model cannot store" in result.err
+    assert "skipped 1 file: 1 with text that this model cannot store" in result.err
     assert {r["source"] for r in cli("chunks", "ls", "--json").records} == {"docs/alpha.md", "docs/beta.md"}
     named = cli("precompute", "docs/alpha.md", "docs/table.md")
     assert named.code == 2

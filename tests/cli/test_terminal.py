@@ -104,13 +104,13 @@ def test_a_model_that_loads_long_says_once_how_it_stays_loaded(
 
     ask = ("ask", "alpha?", "--max-tokens", "1")
     assert suggested(shown(80, *ask)) == 0  # a tiny model
-    monkeypatch.setattr("cacheblend_cli.cli.answering._LARGE", 0)
+    monkeypatch.setattr("cacheblend_cli.cli.ask_session._LARGE", 0)
     assert suggested(shown(80, *ask, "--quiet")) == 0
     assert [suggested(shown(80, *ask)) for _ in range(2)] == [1, 0]
 
 
 def test_what_is_no_terminal_gets_no_suggestion(cli: Cli, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_cli.cli.answering._LARGE", 0)
+    monkeypatch.setattr("cacheblend_cli.cli.ask_session._LARGE", 0)
     assert "serve --background" not in cli("ask", "alpha?", "--max-tokens", "1").err
 
 

@@ -18,7 +18,7 @@ from cacheblend_store.lmdb_file.environment import Environment
 from checkpoints import write_checkpoint
 from forging import forge
 
-from cacheblend_cli.cli.sizes import format_size, parse_age, parse_size
+from cacheblend_cli.cli.units import format_size, parse_age, parse_size
 from cacheblend_cli.errors import UsageError
 
 Cli = Callable[..., Any]

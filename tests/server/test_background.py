@@ -21,7 +21,7 @@ from asking import ASK, PAGES, Cli, process
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.cli.main import run
-from cacheblend_cli.cli.sizes import parse_size
+from cacheblend_cli.cli.units import parse_size
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.server import background
 from cacheblend_cli.server.background import ask_status

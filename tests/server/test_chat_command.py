@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from asking import Cli, Said
 
-from cacheblend_cli.cli.answering import Answering
+from cacheblend_cli.cli.ask_session import AskSession
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
@@ -95,11 +95,11 @@ def test_a_long_conversation_forgets_its_beginning(chat: Any, start: Any) -> Non
 def test_a_chat_ends_when_a_rank_is_lost(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def lost(self: Answering, *given: Any) -> None:
+    def lost(self: AskSession, *given: Any) -> None:
         asked.append(given)
         raise DeviceError("rank 1 was lost")
 
-    monkeypatch.setattr(Answering, "ask", lost)
-    monkeypatch.setattr(Answering, "is_lost", True)
+    monkeypatch.setattr(AskSession, "ask", lost)
+    monkeypatch.setattr(AskSession, "is_lost", True)
     assert chat("who leads billing?", "and where?")[0] == 5
     assert len(asked) == 1

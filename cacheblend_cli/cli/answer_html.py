@@ -7,7 +7,7 @@ from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from cacheblend_cli.cli.answers import by_rank
+from cacheblend_cli.cli.answer_output import by_rank
 from cacheblend_cli.cli.output import visible
 
 if TYPE_CHECKING:
@@ -43,8 +43,7 @@ li{margin:.15rem 0}
 
 
 def answer_page(question: str, answer: Answer, tokens: Sequence[Sequence[TokenUse]]) -> str:
-    """Return the answer as an HTML page, its sources by rank. tokens: those of each of the answer's chunks, in
-    order."""
+    """Return the answer as an HTML page with sources by rank. tokens: one sequence per chunk of the answer."""
     legend = "".join(f'<li><mark class="{kind}">{kind}</mark> {text}</li>' for kind, text in KINDS.items())
     used = {chunk.start: found for chunk, found in zip(answer.chunks, tokens, strict=True)}
     sources = "".join(_source(chunk, used[chunk.start]) for chunk in by_rank(answer.chunks))

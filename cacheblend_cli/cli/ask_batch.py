@@ -1,4 +1,4 @@
-"""`ask --batch`: many answers shown in the order of the file, kept, and asked for where an earlier run left off."""
+"""`ask --batch`: show many answers in the order of the questions, and keep them in a file to resume from."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cacheblend_cli.cli.answering import Answered
-from cacheblend_cli.cli.answers import Result
+from cacheblend_cli.cli.answer_output import AnswerResult
+from cacheblend_cli.cli.ask_session import BatchResult
 from cacheblend_cli.cli.exits import report
 from cacheblend_cli.cli.inputs import QuestionInput
 from cacheblend_cli.cli.output import Output
@@ -17,17 +17,16 @@ from cacheblend_cli.errors import ExitCode
 from cacheblend_cli.json_lines import JsonLines
 
 _Key = tuple[str, tuple[str, ...] | None]
-"""A question and the chunks that were named for it."""
+"""A question and its named chunks."""
 
 
-class Results:
-    """Answers of a batch that --resume keeps, in the order of the questions. A question whose line is incomplete is
-    asked again."""
+class AnswerFile:
+    """The file of --resume: answers in the order of the questions. An incomplete last line is ignored."""
 
     def __init__(self, path: Path) -> None:
-        self.file = JsonLines(path, _answered_by, '{"question": "', "an answer of a batch")
+        self.file = JsonLines(path, _question_of, '{"question": "', "an answer of a batch")
 
-    def left(self, questions: Sequence[QuestionInput]) -> list[QuestionInput]:
+    def remaining(self, questions: Sequence[QuestionInput]) -> list[QuestionInput]:
         """Return the questions without an answer in the file. Duplicates count separately."""
         answered, found = Counter(self.file.rows), []
         for item in questions:
@@ -46,37 +45,39 @@ def question_fields(question_input: QuestionInput) -> dict[str, Any]:
     )
 
 
-def _answered_by(record: Any) -> _Key:
-    """Return the question and chunks that a record answers. Raises ValueError."""
+def _question_of(record: Any) -> _Key:
+    """Return the question and chunks of an answer's record. Raises ValueError."""
     try:
         question, chunks = record["question"], record.get("asked_chunks")
         if isinstance(question, str):
             return question, None if chunks is None else tuple(chunks)
     except (KeyError, TypeError, AttributeError):
         pass
-    raise ValueError("it has no question")
+    raise ValueError("no question")
 
 
 def run_batch(
-    answered: Iterator[Answered],
-    show: Callable[[Answered], dict[str, Any]],
+    batch_results: Iterator[BatchResult],
+    show: Callable[[BatchResult], dict[str, Any]],
     output: Output,
     *,
     as_json: bool,
-    results: Results | None,
+    answer_file: AnswerFile | None,
 ) -> list[int]:
-    """Show the answers, or the plans, as they come. A question that cannot be answered is reported, and the others go
-    on. Returns the exit codes of those. show: shows one and gives its record."""
+    """Show answers or plans as they finish. Report questions that fail, continue, and return their exit codes.
+
+    show: show one result and return its record.
+    """
     started, failed, count, tokens = time.perf_counter(), [], 0, 0
-    for item in answered:
+    for item in batch_results:
         if not as_json:
             output.note(f"> {item.question_input.question}")
         if item.error is None:
             record = show(item)
-            if isinstance(item.found, Result):
+            if isinstance(item.result, AnswerResult):
                 count, tokens = count + 1, tokens + record["generated_tokens"]
-                if results is not None:
-                    results.file.add(record)
+                if answer_file is not None:
+                    answer_file.file.add(record)
         elif getattr(item.error, "exit_code", None) in (ExitCode.USAGE, ExitCode.NOT_FOUND):
             if as_json:
                 output.json({**question_fields(item.question_input), "error": getattr(item.error, "message", "")})

@@ -1,4 +1,4 @@
-"""Parse and format sizes, ages and durations."""
+"""Parse and format sizes, ages, durations and counts."""
 
 from __future__ import annotations
 
@@ -37,6 +37,11 @@ def format_seconds(seconds: float) -> str:
         if seconds >= 2 * unit:
             return f"{seconds / unit:,.{0 if seconds >= 10 * unit else 1}f} {name}"
     return f"{seconds:.{0 if seconds >= 10 else 1}f} s"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return "1 token", "2 tokens"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def size_for(count: int) -> str:

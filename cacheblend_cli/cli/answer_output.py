@@ -5,55 +5,42 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby, takewhile, zip_longest
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from cacheblend_cli.cli.explain_output import show_explanation
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.sizes import format_size
+from cacheblend_cli.cli.units import counted, format_size
 from cacheblend_cli.clock import since_process_start
 from cacheblend_cli.errors import ExitCode
 
 _MOST_SOURCES = 3
-_FEW_TOKENS = 16  # decoded tokens, below which their speed says little: an answer's start is in it
-_SHOWN = 600  # characters of a chunk
-_MARKS = {
-    "exact": ("36", ("", "")),
-    "reused": ("2", ("", "")),
-    "recomputed": ("1;4;33", ("[", "]")),
-    "computed": ("1;35", ("{", "}")),
-}
-"""Origin of a token's KV -> SGR style, and brackets for output without colours."""
-
+_FEW_TOKENS = 16  # do not report the speed of fewer decoded tokens: it includes the start
 if TYPE_CHECKING:
-    from cacheblend_cli.blend.cost import AutoReport
     from cacheblend_cli.types import Answer, AskOptions, AskPlan, ChunkUse, Confirmation, Risk, TokenUse, Verification
 
 
-class Streams:
-    """Streaming callbacks: text goes to stdout, notes and reasoning before it to stderr. draft: the answer may still
-    change, so hold it back from a pipe. begun: whether anything of the answer was shown. first_at: perf_counter of its
-    first piece."""
+class AnswerStream:
+    """Streaming callbacks: text goes to stdout, notes and reasoning to stderr."""
 
     def __init__(self, output: Output, *, draft: bool = False) -> None:
+        """draft: the answer may still change, so do not write it to a pipe yet."""
         self._output, self._in_reasoning = output, False
-        self.begun = False
-        self.first_at: float | None = None
+        self.begun = False  # something of the answer was shown
         self._held = draft and not output.out_tty
 
     def notes(self, notes: Sequence[str]) -> None:
-        """Show what is known about the sources before there is an answer."""
+        """Show notes about the sources before the answer."""
         for note in notes:
             self._output.warn(note)
 
     def reasoning(self, piece: str) -> None:
-        self.first_at = self.first_at or time.perf_counter()
         piece = piece if self._in_reasoning else piece.lstrip()
         if piece:
             self._output.aside(piece)
             self._in_reasoning = self.begun = True
 
     def text(self, piece: str) -> None:
-        self.first_at = self.first_at or time.perf_counter()
         self.end_reasoning()
         if not self._held:
             self.begun = True
@@ -66,20 +53,19 @@ class Streams:
 
 
 @dataclass(frozen=True)
-class Result:
-    """An answer to show. options: of its request. explained, tokens: see engine/engine.py: Engine.explain. by: the
-    engine that answered, if it is not in this process. shown: notes that were shown before the answer."""
+class AnswerResult:
+    """An answer to show."""
 
     answer: Answer
-    options: AskOptions
-    explained: Sequence[str]
-    tokens: Sequence[Sequence[TokenUse]]
-    by: str = ""
-    shown: Sequence[str] = ()
+    options: AskOptions  # of the request
+    explained: Sequence[str]  # see engine/engine.py: Engine.explain
+    tokens: Sequence[Sequence[TokenUse]]  # see engine/engine.py: Engine.explain
+    by: str = ""  # the engine that answered, if not in this process
+    shown: Sequence[str] = ()  # notes already shown before the answer
 
     @property
     def record(self) -> dict[str, Any]:
-        """The object of --json."""
+        """The JSON object of --json."""
         record = self.answer.to_dict(ids=self.options.ids, explain=self.options.explain)
         return {**record, "notes": [*self.answer.notes, *self.explained]}
 
@@ -88,15 +74,17 @@ class Result:
         return [note for note in self.answer.notes if note not in self.shown]
 
 
-End = Callable[[Streams | None], Result]
-"""Wait for an answer while its pieces are streamed."""
+End = Callable[[AnswerStream | None], AnswerResult]
+"""Wait for an answer, and stream it meanwhile."""
 
 
 def show_answer(
-    result: Result, output: Output, *, json: bool, extra: dict[str, Any], seconds: float | None = None
+    result: AnswerResult, output: Output, *, json: bool, extra: dict[str, Any], seconds: float | None = None
 ) -> None:
-    """Show notes, sources and a summary of an answer whose text was streamed, or all of it as one JSON object after
-    `extra`. seconds: how long the user waited for the answer, None among answers of a batch."""
+    """Show notes, sources and a summary of an answer whose text was streamed, or one JSON object with `extra` first.
+
+    seconds: time that the user waited, None in a batch.
+    """
     answer = result.answer
     if not json:
         _end_text(answer, output)
@@ -106,8 +94,7 @@ def show_answer(
         output.json({**extra, **result.record})
         return
     if result.options.explain:
-        _explain(answer, output)
-        _show_tokens(answer, result.tokens, output)
+        show_explanation(answer, result.tokens, output)
         for line in result.explained:
             output.note(line)
     if cut := cut_note(answer):
@@ -122,16 +109,16 @@ def show_answer(
 
 
 def cut_note(answer: Answer) -> str | None:
-    """Say that an answer ended at the token limit, or was stopped because it repeated itself."""
+    """Return a note if the answer ended at the token limit or was stopped because it repeated itself."""
     if answer.finish_reason == "repetition":
-        return "the answer repeated itself and was stopped; --no-stop-repetition lets it go on"
+        return "the answer repeated itself and was stopped; --no-stop-repetition turns this off"
     if answer.finish_reason != "length":
         return None
     return f"the answer was cut at {counted(len(answer.generated_ids), 'token')}; --max-tokens sets the limit"
 
 
 def verify_line(found: Verification) -> str:
-    """Say where the greedy answers of a full prefill and of the blended KV part, and what the full prefill cost."""
+    """Describe the first difference from a full prefill's greedy answer, and the full prefill's time."""
     if found.first_difference is None:
         same = f"a full prefill gives the same {counted(found.answer_tokens, 'token')}"
     elif found.first_difference == 0:
@@ -144,19 +131,14 @@ def verify_line(found: Verification) -> str:
     return f"verify: {same}; first token after {found.full_ttft_s * 1000:.0f} ms"
 
 
-def counted(count: int, noun: str) -> str:
-    """Return "1 token", "2 tokens"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def changed(answer: Answer) -> ExitCode:
     """Return the exit code for an answer: CHANGED if --confirm changed it."""
     return ExitCode.CHANGED if answer.confirmation and not answer.confirmation.confirmed else ExitCode.OK
 
 
 def _end_text(answer: Answer, output: Output) -> None:
-    """End the answer's line. With --confirm a pipe gets the confirmed answer; a terminal, which has the draft, gets the
-    corrected text from the word of the first difference."""
+    """End the answer's line. With --confirm, a pipe gets the confirmed answer; a terminal, which shows the draft, gets
+    the corrected text from the word of the first difference."""
     found = answer.confirmation
     if found is None or (output.out_tty and found.confirmed):
         output.text("")
@@ -187,9 +169,9 @@ def _confirmation_line(found: Confirmation) -> str:
     return f"{how}; {found.seconds * 1000:.0f} ms, {found.full_ttft_s * 1000:.0f} of them the full prefill"
 
 
-def show_summary(result: Result, output: Output, seconds: float | None) -> None:
-    """Show the sources in the prompt, best first, and one line of figures; all of both with --verbose. In the place of
-    the sources of a weak match stands that there is none, and the nearest."""
+def show_summary(result: AnswerResult, output: Output, seconds: float | None) -> None:
+    """Show the sources, best first, and a summary line; with --verbose, all sources and details. For a weak match, show
+    a warning and the nearest source instead."""
     chunks, weak = by_rank(result.answer.chunks), result.answer.weak_match
     most = len(chunks) if output.verbose else 1 if weak else _MOST_SOURCES
     if weak:
@@ -213,31 +195,10 @@ def by_rank(chunks: Sequence[ChunkUse]) -> list[ChunkUse]:
     return sorted(chunks, key=lambda chunk: (chunk.rank is None, chunk.rank or 0))
 
 
-def _show_tokens(answer: Answer, tokens: Sequence[Sequence[TokenUse]], output: Output) -> None:
-    """Show the beginning of each chunk on stderr, its tokens marked by the origin of their KV."""
-    legend = [_marked(kind, kind, output) for kind in _MARKS]
-    output.styled([piece for one in legend for piece in (one, ("  ", ""))])
-    for chunk, used in zip(answer.chunks, tokens, strict=True):
-        output.note(f"{chunk.source}, chunk {chunk.id[:12]}")
-        pieces, left = [], _SHOWN
-        for kind, run in groupby(used, key=lambda token: token.kind):
-            text = "".join(token.text for token in run).replace("\n", " ")[:left]
-            left -= len(text)
-            if text:
-                pieces.append(_marked(kind, text, output))
-        output.styled(pieces if left else [*pieces, (" ...", "")])
-
-
-def _marked(kind: str, text: str, output: Output) -> tuple[str, str]:
-    """Return (text, style), with brackets if there are no colours."""
-    style, (opening, closing) = _MARKS[kind]
-    return (text, style) if output.color else (f"{opening}{text}{closing}", "")
-
-
 def summary_line(answer: Answer, seconds: float | None) -> str:
-    """Return how long the user waited and how much of the prompt's stored KV was computed again."""
+    """Return the time the user waited and the share of cached tokens that was recomputed."""
     if answer.mode == "full" or not answer.cached_tokens:
-        work = f"{counted(answer.prompt_tokens, 'prompt token')}, none of them cached"
+        work = f"{counted(answer.prompt_tokens, 'prompt token')}, none cached"
         if answer.mode == "full":
             work = f"full prefill of {counted(answer.prompt_tokens, 'token')}"
     else:
@@ -248,7 +209,7 @@ def summary_line(answer: Answer, seconds: float | None) -> str:
 
 
 def detail_line(answer: Answer) -> str:
-    """Return tokens, share of the work, time from the known question to the first token, and decoding speed."""
+    """Return token counts, share of a full prefill's work, time to first token, and decoding speed."""
     parts = [f"{counted(answer.prompt_tokens, 'prompt token')}, {answer.exact_tokens:,} exact"]
     if answer.mode != "full" and answer.cached_tokens:
         parts.append(
@@ -290,80 +251,3 @@ def show_plan(plan: AskPlan, output: Output, *, json: bool, extra: dict[str, Any
             f"--ratio auto: {a['mode']} at ratio {a['ratio']:.2g}, first token after {a['predicted_ttft_s'] * 1000:.0f} ms, "
             f"{a['predicted_full_ttft_s'] * 1000:.0f} ms by a full prefill"
         )
-
-
-def _explain(answer: Answer, output: Output) -> None:
-    """Show each chunk in the prompt's order: how its KV came to be, and its share of the answer's attention."""
-    described = [_chunk_words(chunk) for chunk in answer.chunks]
-    width = max(map(len, described), default=0)
-    for chunk, words in zip(answer.chunks, described, strict=True):
-        output.note(f"chunk {chunk.id[:12]}  {words:<{width}}  {chunk.source}")
-    if answer.mode == "blend" or answer.ratio_from != "given":
-        output.note(f"ratio {answer.ratio:g}, {answer.ratio_from}")
-    for line in layer_lines(answer):
-        output.note(line)
-    if answer.auto:
-        _explain_auto(answer.auto, answer, output)
-
-
-def _chunk_words(chunk: ChunkUse) -> str:
-    match chunk.status:
-        case "exact":
-            how = "as stored, exact here"
-        case "computed":
-            how = "computed"
-        case _:
-            how = "as stored" + (f", {chunk.recomputed} recomputed" if chunk.recomputed else "")
-    looked = "" if chunk.attention is None else f", {chunk.attention:.0%} of the attention"
-    return f"{chunk.tokens} tokens {how}{looked}"
-
-
-def layer_lines(answer: Answer) -> list[str]:
-    """Describe what the layers computed, one line for neighbouring layers that did the same."""
-    same = [list(group) for _, group in groupby(answer.layers, key=lambda r: (r.status, r.rows, r.fresh))]
-    lines = []
-    for group, after in zip_longest(same, same[1:]):
-        first, name = group[0], _layers(group[0].layer, group[-1].layer, len(answer.layers))
-        verb = "computes" if len(group) == 1 else "compute"
-        doubtful = answer.cached_tokens - answer.exact_tokens
-        if first.rows == answer.prompt_tokens and not first.fresh:
-            what = f"the whole prompt, {first.rows} tokens"
-        else:
-            some = f"all {doubtful}" if first.fresh == doubtful else f"{first.fresh} of the {doubtful}"
-            again = f"{some} inexact cached tokens, and " if first.fresh else ""
-            what = f"{again}{first.rows - first.fresh} tokens that are not cached"
-        if first.status.name == "CHECK":
-            kept = after[0].fresh if after else answer.recomputed_tokens
-            what += f"; the {kept} with the largest deviation from the store go on"
-        lines.append(f"{name} {verb} {what}")
-    return lines
-
-
-def _layers(first: int, last: int, count: int) -> str:
-    if last - first + 1 == count:
-        return f"all {count} layers" if count > 1 else "the only layer"
-    if first == last:
-        return f"layer {first}"
-    return f"layers {first} {'and' if last == first + 1 else 'to'} {last}"
-
-
-def _explain_auto(auto: AutoReport, answer: Answer, output: Output) -> None:
-    """Show the parts of the estimate next to the measured times."""
-    d, t = auto.decision, answer.timing
-    why = f"ratio {d.ratio:.2g}, {d.floor:.2g} at least"
-    if d.mode == "full":
-        why = "full prefill, which is estimated to be faster than loading and blending"
-    output.note(f"auto: {why}; a layer takes {_ms(d.layer_compute_s)} to recompute and {_ms(d.layer_load_s)} to load")
-    output.note(
-        f"auto: predicted first token {_ms(auto.predicted_ttft_s)} = {_ms(auto.before_s)} before, {_ms(d.chosen.compute_s)} "
-        f"computing, {_ms(d.chosen.stall_s)} waiting for {_ms(d.chosen.load_s)} of loading, {_ms(auto.speeds.rest_s)} after; "
-        f"a full prefill {_ms(auto.predicted_full_ttft_s)}"
-    )
-    output.note(
-        f"auto: actual first token {_ms(t.ttft_s)}, of it {_ms(t.prefill_s - t.kv_load_stall_s)} computing and "
-        f"{_ms(t.kv_load_stall_s)} waiting for {_ms(t.kv_load_s)} of loading"
-    )
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:.3g} ms"

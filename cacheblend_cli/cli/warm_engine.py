@@ -1,4 +1,4 @@
-"""Questions for a running engine: the same answers, the same output, no model loaded. Imports no torch."""
+"""Ask a running engine: same answers and output, no model loaded here. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cacheblend_cli.cli.answers import End, Result, Streams
+from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream, End
 from cacheblend_cli.client import Client, CompletedAnswer, EngineLost, Notes, Piece, lost
 from cacheblend_cli.clock import since_process_start
 from cacheblend_cli.corpus import places
@@ -24,29 +24,28 @@ if TYPE_CHECKING:
 
 
 class WarmEngine:
-    """A running engine, and the store that its chunks are in."""
+    """A running engine and its store."""
 
     def __init__(self, client: Client, store: ChunkStore) -> None:
         self._client, self._store = client, store
 
     def begin(self, ask: AskRequest) -> End:
-        """Send the request. Its pieces are streamed while its end is waited for. Raises the engine's errors,
-        EngineLost."""
-        events = self._client.events(self._from_here(ask))
+        """Send the request. Calling End streams the answer. Raises the engine's errors and EngineLost."""
+        events = self._client.events(self._with_project(ask))
         return lambda streams: self._read(events, streams, ask.options)
 
     def plan(self, ask: AskRequest) -> AskPlan:
-        plan, names = self._client.plan(self._from_here(ask))
+        plan, names = self._client.plan(self._with_project(ask))
         chunks = [{**chunk, "source": places.shown(name)} for chunk, name in zip(plan.chunks, names, strict=True)]
         return replace(plan, chunks=chunks)
 
-    def _from_here(self, ask: AskRequest) -> AskRequest:
-        """Return the request of this process, whose project may be another than the engine's."""
+    def _with_project(self, ask: AskRequest) -> AskRequest:
+        """Return the request with this process's project, which may differ from the engine's."""
         return replace(ask, cite_first=project_scope(self._store))
 
     def _read(
-        self, events: Iterator[Notes | Piece | CompletedAnswer], streams: Streams | None, options: AskOptions
-    ) -> Result:
+        self, events: Iterator[Notes | Piece | CompletedAnswer], streams: AnswerStream | None, options: AskOptions
+    ) -> AnswerResult:
         first_at: float | None = None
         shown: list[str] = []
         for event in events:
@@ -64,8 +63,8 @@ class WarmEngine:
 
     def _result(
         self, completed: CompletedAnswer, first_at: float | None, options: AskOptions, shown: Sequence[str]
-    ) -> Result:
-        """Documents are named as seen from here; times count from the start of this process."""
+    ) -> AnswerResult:
+        """Return the answer with document names relative to here and times from the start of this process."""
         answer = completed.answer
         process_s = since_process_start(first_at or time.perf_counter())
         chunks = [
@@ -75,19 +74,19 @@ class WarmEngine:
         timing = replace(answer.timing, process_s=process_s, model_load_s=0.0)
         answer = replace(answer, timing=timing, chunks=chunks)
         by = f", by the engine of process {completed.pid}"
-        return Result(answer, options, completed.explained, completed.tokens, by, shown)
+        return AnswerResult(answer, options, completed.explained, completed.tokens, by, shown)
 
 
 def search_warm(
-    settings: Settings, query: str, params: SearchParams, say: Callable[[str], None]
+    settings: Settings, query: str, params: SearchParams, note: Callable[[str], None]
 ) -> tuple[Found, str] | None:
-    """Return what an engine over this store finds, of whatever model, and a note of which it is; None if none runs."""
+    """Search with any engine over this store. Return the result and a note of which engine, None if none runs."""
     for path in sockets_of(settings):
         client = Client(path)
         if client.speaks_this_version:
             with suppress(EngineLost):
                 found, notes, pid = client.search(query, params)
-                for note in notes:
-                    say(note)
+                for text in notes:
+                    note(text)
                 return found, f"by the engine of process {pid}"
     return None

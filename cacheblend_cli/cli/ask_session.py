@@ -1,0 +1,211 @@
+"""Answer questions with a running engine, or with one in this process that is loaded for the first question."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_cli import user_cache
+from cacheblend_cli.cli import options
+from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream
+from cacheblend_cli.cli.inputs import QuestionInput
+from cacheblend_cli.cli.local_engine import LocalEngine
+from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.warm_engine import WarmEngine
+from cacheblend_cli.client import Client, EngineLost
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.settings import Resolved
+from cacheblend_cli.types import EVERYTHING, AskOptions, AskRequest, SearchParams, sampling_of
+
+if TYPE_CHECKING:
+    from cacheblend_store import ChunkStore
+
+    from cacheblend_cli.types import AskPlan
+
+_LARGE = 200_000_000  # bytes of a model that takes long to load
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """A question of a batch, and its answer, plan or error."""
+
+    question_input: QuestionInput
+    result: AnswerResult | AskPlan | None = None
+    error: Exception | None = None
+
+
+class AskSession:
+    """Answers questions over an open store. Uses a running engine, unless `local` or one was loaded here.
+
+    scope: documents to search. sampling: fields of SamplingParams that are not settings.
+    """
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        output: Output,
+        store: ChunkStore,
+        ask_options: AskOptions = AskOptions(),
+        *,
+        local: bool,
+        sampling: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._resolved, self._options, self._output, self._local = resolved, ask_options, output, local
+        self._sampling = sampling or {}
+        self.store, self.scope = store, EVERYTHING
+        self._local_engine: LocalEngine | None = None
+        self._keep_alive_s = _seconds(resolved.settings.keep_alive)
+
+    def ask(
+        self, question_input: QuestionInput, streams: AnswerStream | None = None, history: Sequence[str] = ()
+    ) -> AnswerResult:
+        """Return the answer. Raises errors of `ask`, and EngineLost if a running engine ended in the middle of it."""
+        ask_request = self._request(question_input, history)
+        if (warm := self._warm()) is not None:
+            try:
+                return warm.begin(ask_request)(streams)
+            except EngineLost:
+                if streams is not None and streams.begun:
+                    raise
+        return self._load().begin(ask_request)(streams)
+
+    @property
+    def is_lost(self) -> bool:
+        return self._local_engine is not None and self._local_engine.is_lost
+
+    def plan(self, question_input: QuestionInput) -> AskPlan:
+        ask_request = self._request(question_input)
+        return (self._running() or self._load()).plan(ask_request)
+
+    def plans(self, questions: Sequence[QuestionInput]) -> Iterator[BatchResult]:
+        return _in_order(questions, lambda item: lambda streams: self.plan(item), 1)
+
+    def answers(self, questions: Sequence[QuestionInput], concurrency: int) -> Iterator[BatchResult]:
+        """Yield the answers in order, running `concurrency` questions at once. If a running engine ends, the rest is
+        answered here."""
+        left = deque(questions)
+        if (warm := self._warm()) is not None:
+            try:
+                for result in _in_order(questions, lambda item: warm.begin(self._request(item)), concurrency):
+                    left.popleft()
+                    yield result
+                return
+            except EngineLost as error:
+                self._output.note(f"{error.message}; the remaining questions are answered in this process")
+        if not left:
+            return
+        engine = self._load()
+        engine.serve(concurrency)
+        # queue twice as many, so that the next one's KV loads meanwhile
+        yield from _in_order(left, lambda item: engine.begin(self._request(item)), 2 * concurrency)
+
+    def __enter__(self) -> AskSession:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._local_engine is not None:
+            self._local_engine.close()
+
+    def suggest_background(self) -> None:
+        """Suggest once, on a terminal, to keep a large model loaded."""
+        if (
+            self._local_engine is None
+            or self._output.quiet
+            or not self._output.err_tty
+            or self._local_engine.model_bytes < _LARGE
+        ):
+            return
+        place = user_cache.place("hints", "background")
+        if not user_cache.recall(place):
+            user_cache.keep(place, "shown\n")
+            missing = _missing_extra()
+            self._output.note(
+                "torch and the model were loaded for this answer; `cacheblend serve --background` keeps them loaded for the next ones, "
+                f"and so does `cacheblend config set keep_alive 10m`{f' (first: {missing.hint})' if missing else ''}"
+            )
+
+    def _warm(self) -> WarmEngine | None:
+        """Return the running engine; with keep_alive, start it. Raises CacheBlendError if it cannot start."""
+        if (found := self._running()) is not None or self._local or self._local_engine or not self._keep_alive_s:
+            return found
+        if (missing := _missing_extra()) is not None:
+            if self._resolved.origin["keep_alive"] == "flag":
+                raise missing
+            self._output.note(f"answered without keep_alive: {missing.message} ({missing.hint})")
+            return None
+        from cacheblend_cli.server.background import start_own
+
+        start_own(self._resolved.settings, self._keep_alive_s, options.flags_of(self._resolved, options.ENGINE))
+        self._output.note(
+            f"an engine stays in the background for {self._resolved.settings.keep_alive}; stop it: cacheblend serve --stop"
+        )
+        return self._running()
+
+    def _running(self) -> WarmEngine | None:
+        client = None if self._local or self._local_engine else Client.of(self._resolved.settings)
+        return None if client is None else WarmEngine(client, self.store)
+
+    def _load(self) -> LocalEngine:
+        if self._local_engine is None:
+            self._local_engine = LocalEngine(self._resolved, self._output, self.store)
+        return self._local_engine
+
+    def _request(self, question_input: QuestionInput, history: Sequence[str] = ()) -> AskRequest:
+        """Raises UsageError, ChunkNotFound, AmbiguousId."""
+        return AskRequest.of(
+            self._resolved,
+            question_input.question,
+            sampling_of(self._resolved.settings, **self._sampling),
+            keys=tuple(self.store.resolve(name) for name in question_input.chunks or ()),
+            search=SearchParams.of(self._resolved.settings, self.scope) if question_input.chunks is None else None,
+            history=tuple(history),
+            options=self._options,
+        )
+
+
+def _missing_extra() -> UsageError | None:
+    """Return an error if the extra `serve` is not installed."""
+    from cacheblend_cli.cli.serve import check_installed
+
+    try:
+        check_installed()
+    except UsageError as error:
+        return error
+    return None
+
+
+def _seconds(keep_alive: str) -> float:
+    """Return the seconds of a keep_alive value. Raises UsageError."""
+    from cacheblend_cli.cli.units import parse_age
+
+    return 0.0 if keep_alive in ("", "0") else parse_age(keep_alive, "--keep-alive")
+
+
+def _in_order(
+    questions: Sequence[QuestionInput], begin: Callable[[QuestionInput], Callable[[None], Any]], most: int
+) -> Iterator[BatchResult]:
+    """Yield the results in order, with at most `most` questions running."""
+    running: deque[tuple[QuestionInput, Callable[[None], Any] | Exception]] = deque()
+
+    def finish_first() -> BatchResult:
+        item, end = running.popleft()
+        try:
+            if isinstance(end, Exception):
+                raise end
+            return BatchResult(item, end(None))
+        except EngineLost:
+            raise
+        except Exception as error:
+            return BatchResult(item, error=error)
+
+    for item in questions:
+        try:
+            running.append((item, begin(item)))
+        except Exception as error:
+            running.append((item, error))
+        while len(running) >= most or (running and isinstance(running[0][1], Exception)):
+            yield finish_first()
+    while running:
+        yield finish_first()
