@@ -51,7 +51,7 @@ def doctor(
             output.text(section)
             for name, value in entries.items():
                 output.text(f"  {name:<20}{_shown(name, value)}")
-        output.text("everything works" if not errors else f"{len(errors)} checks failed")
+        output.text("everything works" if not errors else f"failed checks: {len(errors)}")
     if errors:
         from cacheblend_cli.cli.exits import report
 

@@ -277,7 +277,7 @@ def test_doctor_calls_no_damaged_store_well(cli: Cli, stored: list[str], tmp_pat
     assert (facts["ok"], facts["store"]["damaged"]) == (False, 1)
     assert facts["model"]["architecture"] == "Qwen2ForCausalLM"  # what works is shown all the same
     assert "chunks verify --repair" in result.err
-    assert "1 broken" in cli("doctor").out
+    assert "failed checks: 1" in cli("doctor").out
     assert cli("chunks", "verify", "--repair").code == 0
     whole = cli("doctor")
     assert whole.code == 0

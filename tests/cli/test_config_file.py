@@ -94,11 +94,11 @@ def test_a_bad_value_is_said_of_the_setting(cli: Cli) -> None:
     assert cli("ask", "--ratio", "banana", "x").err.startswith("error: --ratio is 'banana'")
 
 
-def test_show_has_everyday_settings_and_those_that_are_set(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_has_common_settings_and_those_that_are_set(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHEBLEND_SELECTOR", "hkvd")
     shown, every = cli("config", "show"), cli("config", "show", "--all")
     names = [line.split()[0] for line in shown.out.splitlines() if line]
-    assert names[0] == "Everyday"
+    assert names[0] == "Common"
     assert {"model", "store", "ratio", "selector"} <= set(names)
     assert "block_size" not in names
     left = len(vars(Settings())) - (len(names) - 2)  # two headings

@@ -58,7 +58,7 @@ def test_a_model_is_pulled(cli: Callable[..., Any], tmp_path: Path, monkeypatch:
     monkeypatch.setattr("cacheblend_cli.model.hub.fetch", fetch)
     told = cli("models", "pull", "org/m")
     assert (told.code, told.out) == (0, f"{tmp_path}/m\n")
-    assert "fetching org/m\n" in told.err
+    assert "downloading org/m\n" in told.err
     record = cli("models", "pull", "org/m:f.gguf", "--revision", "v1", "--json", "-q").records[0]
     assert record == {"model": "org/m@v1:f.gguf", "path": f"{tmp_path}/m", "bytes": 4}
     assert asked == ["org/m", "org/m@v1:f.gguf"]
@@ -89,7 +89,7 @@ def test_a_model_that_is_computed_rightly_passes(cli: Callable[..., Any], model:
     write_gguf(model, tmp_path / "m.gguf", "qwen2", "Q8_0")
     told = cli("models", "check", "./m.gguf")
     assert (told.code, "passed: rounding" in told.out, "transformers" in told.out) == (0, True, False)
-    assert "no ratio was measured" in told.err
+    assert "the ratio was not measured" in told.err
     assert record["profile"] is None
 
 
@@ -133,4 +133,4 @@ def test_one_that_is_computed_wrongly_does_not(
 
     monkeypatch.setattr(decoder.Decoder, "embed", wrong)
     told = cli("models", "check", str(model))
-    assert (told.code, "WRONG" in told.out) == (1, True)
+    assert (told.code, "FAILED" in told.out) == (1, True)
