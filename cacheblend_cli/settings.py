@@ -98,7 +98,13 @@ class Settings:
     reasoning_tokens: int = _setting(1024, "Maximum tokens of reasoning before the answer.")
     temperature: float = _setting(0.0, "Sampling temperature; 0: greedy.")
     top_p: float = _setting(1.0, "Nucleus sampling: share of probability to keep.")
-    top_k: int = _setting(5, "Number of chunks to search for.", flag="--top-k -k", least=1)
+    top_k: int | None = _setting(
+        None,
+        "Number of chunks to search for.",
+        shown="5, without those far below the best",
+        flag="--top-k -k",
+        least=1,
+    )
     search: str = _setting("auto", "words, meaning or both; auto: both, if embedding weights are installed.")
     embeddings: str = _setting(
         "", "Embedding weights for meaning: model2vec or sentence-transformers directory, or Hugging Face id."

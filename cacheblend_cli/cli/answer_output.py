@@ -183,6 +183,10 @@ def show_summary(result: AnswerResult, output: Output, seconds: float | None) ->
         output.note(f"and {len(chunks) - most} more")
     output.note(summary_line(result.answer, seconds))
     output.detail(detail_line(result.answer) + result.by)
+    if result.answer.hits_cut and (output.verbose or result.options.explain):
+        from cacheblend_cli.corpus.search import cut_note
+
+        output.note(cut_note(result.answer.hits_cut))
 
 
 def now() -> float:

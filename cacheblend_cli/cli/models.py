@@ -188,10 +188,14 @@ def _measured_profile(engine: Engine, resolved: Resolved, questions: list[str], 
     from cacheblend_store import StoreNotFound
 
     from cacheblend_cli.evaluation.profile import measure_profile
-    from cacheblend_cli.types import AskRequest, SearchParams
+    from cacheblend_cli.types import NUM_HITS, AskRequest, SearchParams
 
     settings = resolved.settings
-    ask = AskRequest.of(resolved, "", search=SearchParams.of(replace(settings, on_weak_match="answer")))
+    ask = AskRequest.of(
+        resolved,
+        "",
+        search=SearchParams.of(replace(settings, on_weak_match="answer", top_k=settings.top_k or NUM_HITS)),
+    )
     ask = replace(ask, blend=replace(ask.blend, mode="blend", checks=(), max_risk=None))
     try:
         store = open_store(settings, write=False)

@@ -33,7 +33,7 @@ def search(
     With -q, print only ids: cacheblend search "billing lead" -q | cacheblend ask --chunks - "Who leads billing?"
     """
     from cacheblend_cli.corpus.places import shown
-    from cacheblend_cli.corpus.search import WEAK, look
+    from cacheblend_cli.corpus.search import WEAK, cut_note, look
 
     output = Output(quiet=quiet)
     if not query.strip():
@@ -44,7 +44,7 @@ def search(
         params = SearchParams.of(settings, scope)
         warm = None if local else search_warm(settings, query, params, output.note)
         found, by = warm or (look(kv_store, query, params, output.note), "")
-    hits, how = found
+    hits, how = found.hits, found.by
     if json:
         for hit in hits:
             record = {"id": hit.id, "source": shown(hit.source), "index": hit.index, "score": round(hit.score, 4)}
@@ -59,6 +59,8 @@ def search(
             for h in hits
         ]
         output.table(("id", "score", "source", "snippet"), rows, right=(1,), ends=(2,))
+    if found.num_cut:
+        output.note(cut_note(found.num_cut))
     if found.weak:
         output.note(WEAK)
     if by:

@@ -17,7 +17,7 @@ from cacheblend_cli.corpus.search_index import open_index
 from cacheblend_cli.corpus.vectors import telling_sentence
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.extras import install_hint
-from cacheblend_cli.types import EVERYTHING, Scope, SearchParams
+from cacheblend_cli.types import EVERYTHING, NUM_HITS, Scope, SearchParams
 
 if TYPE_CHECKING:
     from cacheblend_cli.corpus.embedding import Embedder
@@ -29,6 +29,9 @@ ORDERS = ("rank", "exact")
 ON_WEAK_MATCH = ("answer", "refuse")
 WEAK_BELOW = {"words": 0.3, "meaning": 0.25, "both": 0.3}
 """Kind of search -> `Hit.match` below which the best hit is a weak match. Measured in docs/search.md."""
+MAX_DROP = 0.45
+"""How far the match of a hit may be below the best one's before it is cut, by meaning and by both. By words alone it
+says too little: see study/README.md."""
 _NEXT_TO = """
     SELECT id, key, position FROM places WHERE source = ? AND collection = ? AND context = ? AND position BETWEEN ? AND ?
     ORDER BY abs(position - ?), position
@@ -98,6 +101,24 @@ class Hit:
         return self.key.hex()
 
 
+class Found(NamedTuple):
+    """Result of a search."""
+
+    hits: list[Hit]
+    by: str  # "words", "meaning" or "both"
+    num_cut: int = 0  # hits left out because their match is far below the best one's
+
+    @property
+    def weak(self) -> bool:
+        return is_weak(self.hits, self.by)
+
+
+def cut_note(count: int) -> str:
+    """Say how many hits were left out and how to get them."""
+    what = "1 more hit is" if count == 1 else f"{count} more hits are"
+    return f"{what} left out: far below the best match (-k {NUM_HITS} takes all)"
+
+
 def search(
     store: ChunkStore,
     query: str,
@@ -116,11 +137,16 @@ def search(
 
     collections: search only these; for a document in several of them, only the first.
     """
+    return find(store, query, lookup, collections).hits
+
+
+def find(store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[str] | None = None) -> Found:
+    """Return what `search` does, with the number of hits that `lookup.cut` leaves out."""
     with open_index(store) as db:
         query, before = query[:_QUERY_CHARACTERS], lookup.before[:_QUERY_CHARACTERS]
         asked = Query(query, before, lookup.embedder if lookup.by != "words" else None)
         if not asked.terms:
-            return []
+            return Found([], lookup.by)
         counted = _Counted(db, collections, lookup.context, lookup.scope)
         words = None if lookup.by == "meaning" and asked.embedder else ByWords(db, asked)
         meaning = ByMeaning(db, asked) if asked.embedder else None
@@ -130,11 +156,14 @@ def search(
         else:
             ranking = words or meaning or ()
         rows = [row for row in islice(counted.of(ranking), lookup.k) if row.score >= lookup.min_score]
+        num_found = len(rows)
+        if lookup.cut and meaning:
+            rows = [row for row in rows if row.score >= rows[0].score - MAX_DROP]
         hits = []
         for row in rows:
             match = words.of(row)[0] if words and not meaning else row.score
             hits.append(_hit(row, _snippet(db, row, words.terms if words else (), asked), match))
-        return hits + list(_beside(db, rows, lookup.expand))
+        return Found(hits + list(_beside(db, rows, lookup.expand)), lookup.by, num_found - len(rows))
 
 
 def is_weak(hits: Sequence[Hit], by: str) -> bool:
@@ -219,26 +248,15 @@ def searchable(store: ChunkStore) -> list[str]:
     return sorted(name for name in names if holds(EVERYTHING, name))
 
 
-class Found(NamedTuple):
-    """Result of a search."""
-
-    hits: list[Hit]
-    by: str  # "words", "meaning" or "both"
-
-    @property
-    def weak(self) -> bool:
-        return is_weak(self.hits, self.by)
-
-
 def look(store: ChunkStore, query: str, params: SearchParams, say: Callable[[str], None] | None = None) -> Found:
     """Search the scope. Raises NotFoundError if nothing is found."""
     lookup = Lookup.with_weights(params, say)
-    hits = search(store, query, lookup)
-    if not hits:
+    found = find(store, query, lookup)
+    if not found.hits:
         raise found_elsewhere(store, query, lookup) or NotFoundError(
             f"no stored chunk matches {query!r}", "try other words, or precompute more documents"
         )
-    return Found(hits, lookup.by)
+    return found
 
 
 def found_elsewhere(

@@ -17,6 +17,7 @@ from cacheblend_cli.types.answer import (
 from cacheblend_cli.types.blend import BlendParams, parse_checks, parse_layers
 from cacheblend_cli.types.request import (
     EVERYTHING,
+    NUM_HITS,
     PLAIN,
     AskOptions,
     AskRequest,
@@ -38,7 +39,7 @@ from cacheblend_cli.types.sampling import (
 )  # fmt: skip
 
 __all__ = [
-    "EVERYTHING", "MAX_STOPS", "MAX_STOP_CHARS", "MODEL_SAMPLED", "MOST", "PLAIN", "Answer", "AskOptions", "AskPlan", "AskRequest", "BlendParams",
+    "EVERYTHING", "MAX_STOPS", "MAX_STOP_CHARS", "MODEL_SAMPLED", "MOST", "NUM_HITS", "PLAIN", "Answer", "AskOptions", "AskPlan", "AskRequest", "BlendParams",
     "ChunkUse", "Confirmation", "FinishReason", "LayerReport", "Risk", "SamplingParams", "Scope", "SearchParams", "Status", "TextDocument",
     "Timing", "TokenLogprob", "TokenUse", "Verification", "ask_request", "model_sampled", "overridden", "parse_checks",
     "parse_layers", "sampling_of",

@@ -112,7 +112,8 @@ class Risk:
 @dataclass
 class Answer:
     """text: what was streamed of the answer; reasoning: what stood between think tags before it. notes: messages for
-    people. weak_match: whether even the best chunk that was found matches the question weakly. layers: the per-layer
+    people. weak_match: whether even the best chunk that was found matches the question weakly. hits_cut: hits left
+    out because they match far less well than the best one. layers: the per-layer
     report. auto: what the loading controller decided, with --ratio auto. prefix_cache_tokens: those at the beginning of
     the prompt whose KV the engine still held from another one. prompt_logprobs: of the prompt's tokens from the second
     on, where they were asked for. tier: what a shared tier did for the prompt, if it was asked. chosen: positions of
@@ -149,6 +150,7 @@ class Answer:
     chosen: list[int] = field(default_factory=list)
     tier: Any = None
     weak_match: bool = False
+    hits_cut: int = 0
     ratio_from: str = "given"
 
     def kinds(self, chunk: ChunkUse) -> list[str]:
@@ -179,6 +181,7 @@ class Answer:
             "timing": {name: round(value, 6) for name, value in vars(self.timing).items()},
             "kv_bytes_loaded": self.kv_bytes_loaded,
             "weak_match": self.weak_match,
+            "hits_cut": self.hits_cut,
             "notes": self.notes,
         }
         if self.prefix_cache_tokens:

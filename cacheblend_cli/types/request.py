@@ -34,9 +34,13 @@ class Scope:
 EVERYTHING = Scope()
 
 
+NUM_HITS = 5
+
+
 @dataclass(frozen=True)
 class SearchParams:
-    """Search for chunks. k: number of chunks. scope: documents to search. by: "words", "meaning", "both", or "auto":
+    """Search for chunks. k: number of chunks. cut: leave out those whose match is far below the best one's (see
+    corpus/search.py: MAX_DROP). scope: documents to search. by: "words", "meaning", "both", or "auto":
     both if there are embedding weights. embeddings: these weights, "" for the installed ones. min_score: drop hits
     below it (see corpus/search.py: Hit). on_weak_match: "answer", or "refuse" to raise NotFoundError. expand: chunks to
     add before and after each hit. context: the one to take of a document that is stored in several, see
@@ -44,7 +48,8 @@ class SearchParams:
     search for, "" for the question. optional: answer without chunks if nothing is found.
     """
 
-    k: int = 5
+    k: int = NUM_HITS
+    cut: bool = False
     scope: Scope = EVERYTHING
     by: str = "auto"
     embeddings: str = ""
@@ -58,7 +63,9 @@ class SearchParams:
 
     @classmethod
     def of(cls, settings: Settings, scope: Scope = EVERYTHING) -> SearchParams:
-        return of_settings(cls, settings, k=settings.top_k, by=settings.search, scope=scope)
+        """Only where the number is not set are hits cut."""
+        k, cut = settings.top_k or NUM_HITS, settings.top_k is None
+        return of_settings(cls, settings, k=k, cut=cut, by=settings.search, scope=scope)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def test_flags_beat_variables_beat_the_project_beat_the_user(here: Path, monkeyp
     monkeypatch.setenv("CACHEBLEND_SELECTOR", "all")
     found = resolve({"ratio": 0.4, "selector": None})
     s = found.settings
-    assert (s.ratio, s.selector, s.max_tokens, s.mode, s.top_k) == (0.4, "all", 2, "full", 5)
+    assert (s.ratio, s.selector, s.max_tokens, s.mode, s.top_k) == (0.4, "all", 2, "full", None)
     names = ("ratio", "selector", "max_tokens", "mode", "top_k")
     assert [found.origin[n] for n in names] == ["flag", "CACHEBLEND_SELECTOR", str(project), str(user), "default"]
 

@@ -4,14 +4,17 @@ them."""
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from html.parser import HTMLParser
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cacheblend_cli.corpus.search import WEAK
+from cacheblend_cli.corpus.search import WEAK, cut_note
+from cacheblend_cli.demo import office_dir
 
 Cli = Callable[..., Any]
 
@@ -112,6 +115,29 @@ def test_a_weak_match_is_said_before_the_answer(cli: Cli, stored: list[str]) -> 
     assert told.splitlines()[told.splitlines().index(nearest) - 1].startswith("warning: no stored source matches")
     assert cli("ask", "alpha beta", "-k", "1", "--max-tokens", "2", "--json").records[0]["weak_match"] is False
     assert cli("search", "Ulaanbaatar, capital of Mongolia, and its alpha?", "-k", "1").err.count(WEAK) == 1
+
+
+@pytest.mark.skipif(find_spec("wordllama") is None, reason="needs the weights of wordllama")
+def test_hits_that_were_left_out_are_counted_and_can_be_had(
+    cli: Cli, stored: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CACHEBLEND_SEARCH", "auto")
+    shutil.copytree(office_dir(), "office")
+    assert cli("precompute", "office").code == 0
+    asked = ("ask", "What is the price of a parking permit?", "--source", "office", "--max-tokens", "2")
+    [record] = cli(*asked, "--json").records
+    assert [Path(chunk["source"]).name for chunk in record["chunks"]] == ["parking.md"]
+    assert record["hits_cut"] >= 1
+    left_out = cut_note(record["hits_cut"])
+    assert left_out not in cli(*asked).err
+    for flag in ("-v", "--explain"):
+        assert left_out in cli(*asked, flag).err
+    assert left_out in cli("search", *asked[1:4]).err
+    [every] = cli(*asked, "-k", "5", "--json").records
+    assert len(every["chunks"]) == len(record["chunks"]) + record["hits_cut"]
+    assert every["hits_cut"] == 0
+    monkeypatch.setenv("CACHEBLEND_TOP_K", "5")
+    assert cli(*asked, "--json").records[0]["hits_cut"] == 0
 
 
 def test_a_weak_match_can_be_refused(cli: Cli, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

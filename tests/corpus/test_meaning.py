@@ -20,9 +20,10 @@ from stored_texts import forget, put_document
 
 from cacheblend_cli.corpus import embedding
 from cacheblend_cli.corpus.embedding import Embedder, find_embedder
-from cacheblend_cli.corpus.search import Lookup, is_weak, search
+from cacheblend_cli.corpus.search import Lookup, find, is_weak, search
 from cacheblend_cli.demo import office_dir
 from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.settings import Settings
 from cacheblend_cli.types import SearchParams
 
 LIKE = (("money", "reimbursed", "paid"), ("trip", "travel", "voyage"), ("canteen", "food"), ("oslo", "norway"))
@@ -93,6 +94,27 @@ def test_of_equal_scores_the_better_word_match_is_first(store: ChunkStore) -> No
     hits = search(store, "zebra", BOTH)
     assert [Path(h.source).stem for h in hits] == ["b", "a"]
     assert hits[0].score == hits[1].score
+
+
+def test_hits_far_below_the_best_one_are_left_out(store: ChunkStore) -> None:
+    put_document(store, "/docs/more.md", "A trip, money and a trip. ", "Then home. ")
+    put_document(store, "/docs/near.md", "Money for travel. ")
+    for lookup in (BOTH, replace(BOTH, expand=1)):
+        every, cut = find(store, "money trip", lookup), find(store, "money trip", replace(lookup, cut=True))
+        names = [Path(hit.source).stem for hit in cut.hits if not hit.beside]
+        assert names == ["more", "near"]  # staff#0 has the meaning alone: 0.4 of 1
+        assert every.hits[0] == cut.hits[0]
+        assert every.num_cut == 0
+        assert cut.num_cut == sum(not hit.beside for hit in every.hits) - 2 >= 1
+        assert {hit.source for hit in cut.hits if hit.beside} <= {"/docs/more.md"}
+    words = Lookup(9, cut=True)
+    assert find(store, "money trip", words) == find(store, "money trip", Lookup(9))
+
+
+def test_a_number_that_is_set_is_the_number_of_hits() -> None:
+    assert SearchParams.of(Settings()).cut
+    assert SearchParams.of(Settings()).k == SearchParams.of(Settings(top_k=5)).k == 5
+    assert not SearchParams.of(Settings(top_k=5)).cut
 
 
 def test_what_was_said_before_finds_documents_and_the_question_counts_more(store: ChunkStore) -> None:

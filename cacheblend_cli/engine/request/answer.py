@@ -53,6 +53,7 @@ def answer_of(runtime: Runtime, done: PrefillReport, generation: Generation, rep
         prompt_logprobs=list(done.prompt_logprobs),
         notes=request.notes,
         weak_match=request.weak_match,
+        hits_cut=request.hits_cut,
         layers=done.result.layers,
         chosen=done.result.chosen.tolist(),
         tier=None if request.tiered is None else request.tiered.use,

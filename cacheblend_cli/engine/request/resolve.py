@@ -47,7 +47,7 @@ class Request:
     were searched matches the question weakly. prefix_cached: the store has the prefix's KV. lossless: stored KV is what
     this run would compute. notes: messages for users, shared by all that is made of this request. started: perf_counter
     when the question was known. connector: takes the prompt's KV, and the answer ends before its first token. tiered:
-    the store and its tier, if that was asked for chunks. ratio_from: see `Answer`.
+    the store and its tier, if that was asked for chunks. hits_cut, ratio_from: see `Answer`.
     """
 
     question: str
@@ -56,6 +56,7 @@ class Request:
     suffix_ids: tuple[int, ...]
     chunks: tuple[RequestChunk, ...]
     weak_match: bool = False
+    hits_cut: int = 0
     blend: BlendParams = field(default_factory=BlendParams)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     options: AskOptions = field(default_factory=AskOptions)
@@ -198,6 +199,7 @@ def resolve(
         suffix_ids=suffix_ids,
         chunks=tuple(replace(chunk, input=used) for chunk, used in zip(chunks, inputs, strict=True)),
         weak_match=found.weak,
+        hits_cut=found.num_cut,
         blend=blend,
         sampling=sampling,
         options=ask.options,

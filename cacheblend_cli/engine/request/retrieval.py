@@ -10,7 +10,7 @@ from functools import partial
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.collect.collector import PlannedChunk
-from cacheblend_cli.corpus.search import WEAK, Hit, Lookup, found_elsewhere, is_weak, search
+from cacheblend_cli.corpus.search import WEAK, Hit, Lookup, find, found_elsewhere
 from cacheblend_cli.engine.request.chunks import dated, in_stored_codec
 from cacheblend_cli.engine.request.stored_chunks import StoredChunks
 from cacheblend_cli.engine.runtime import Runtime, Say
@@ -23,12 +23,13 @@ from cacheblend_cli.types import AskRequest, SearchParams
 @dataclass(frozen=True)
 class Retrieved:
     """Chunks found for a question, in the prompt's order. ranks: rank of each in the search's list, from 1. notes:
-    messages for users. weak: whether even the best chunk matches the question weakly."""
+    messages for users. weak: whether even the best chunk matches the question weakly. num_cut: see `Found`."""
 
     keys: Sequence[bytes] = ()
     ranks: Mapping[bytes, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     weak: bool = False
+    num_cut: int = 0
 
 
 def retrieve(
@@ -52,11 +53,12 @@ def retrieve(
     query = lookup.query or ask.question
     if not lookup.query:
         lookup = replace(lookup, before=" ".join(ask.history[-2:]))  # the last question and its answer
-    hits = search(store, query, lookup, collections)
+    found = find(store, query, lookup, collections)
+    hits = found.hits
     if not hits:
         own = runtime.collection(ask.salt, day=ask.day)
         raise found_elsewhere(store, query, lookup, collections) or nothing_found(store, own, usable)
-    weak = is_weak(hits, lookup.by)
+    weak = found.weak
     if weak and lookup.on_weak_match == "refuse" and not ask.keys:
         raise NotFoundError(WEAK, "ask in other words, precompute more documents, or --on-weak-match answer")
     notes = [WEAK] if weak else []
@@ -66,7 +68,7 @@ def retrieve(
     exact = exact_where_stored(in_stored_codec(own, runtime, stored, keys), stored, keys)
     rank_of = {hit.key: rank for rank, hit in enumerate(hits, 1)}
     ranks = {e: rank_of[key] for e, key in zip(exact, keys, strict=True)}
-    return Retrieved(exact, ranks, [*notes, *note], weak)
+    return Retrieved(exact, ranks, [*notes, *note], weak, found.num_cut)
 
 
 def _fitting(

@@ -108,7 +108,7 @@ class OpenAIResponse:
         }
         names = (
             "mode", "selector", "ratio", "ratio_from", "prompt_tokens", "cached_tokens", "exact_tokens", "recomputed_tokens",
-            "recompute_fraction", "kv_bytes_loaded", "weak_match",
+            "recompute_fraction", "kv_bytes_loaded", "weak_match", "hits_cut",
         )  # fmt: skip
         rest: dict[str, Any] = {
             name: reported[name]

@@ -15,6 +15,7 @@ from cacheblend_cli.server.openai.response import OpenAIResponse
 from cacheblend_cli.server.preprocessing import ParsedRequest, parse_chat, sampling_of
 from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.server.serving import respond
+from cacheblend_cli.types import NUM_HITS
 
 
 async def models(request: Request, state: ServerState) -> Response:
@@ -22,7 +23,7 @@ async def models(request: Request, state: ServerState) -> Response:
     own = {
         "id": state.model, "object": "model", "created": int(state.started), "owned_by": "cacheblend", "max_model_len": state.engine.context,
         "defaults": {
-            "mode": settings.mode, "ratio": settings.ratio, "k": settings.top_k, "max_tokens": sampling.max_tokens,
+            "mode": settings.mode, "ratio": settings.ratio, "k": settings.top_k or NUM_HITS, "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
         },
     }  # fmt: skip
