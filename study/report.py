@@ -119,7 +119,7 @@ def side_by_side(results: dict[str, Any], cell: Callable[[Row], str]) -> str:
 
 def codec_table(name: str, result: Row) -> str:
     """Return a table of codecs over models, of a result of kv_codecs.py."""
-    models = {model: {row["codec"]: row for row in rows} for model, rows in result.items() if model in MODEL_NAMES}
+    models = {model: {row["codec"]: row for row in result[model]} for model in MODEL_NAMES if model in result}
     lines = [
         f"| {CODEC_MEASURES[name]} | {' | '.join(MODEL_NAMES[model] for model in models)} |",
         "|---" * (len(models) + 1) + "|",
@@ -140,6 +140,7 @@ def _codec_cell(row: Row | None) -> str:
 
 CODEC_MEASURES = {
     "kv_codecs": "KL (95 %) · same first 16 · questions",
+    "kv_codecs-needles": "KL (95 %) · same first 16 · questions",
     "kv_codecs-blended": "KL (95 %) · same first 16 · KL minus that of exact KV (95 %) · questions",
 }
 
@@ -207,7 +208,7 @@ SIDE_BY_SIDE = (
 )  # fmt: skip
 MODELS = {
     "musique": {"musique-main": "smollm2", "qwen/musique": "qwen", "gemma/musique": "gemma"},
-    "correction": {f"{model}/correction": model for model in ("smollm2", "qwen", "gemma")},
+    "correction": {"smollm2/correction": "smollm2", "qwen/musique": "qwen", "gemma/musique": "gemma"},
     "needles": {"needles-main": "smollm2", "qwen/needles-2k": "qwen", "gemma/needles-2k": "gemma"},
     "pages": {"pages": "smollm2", "qwen/pages": "qwen", "gemma/pages": "gemma"},
     "office": {"smollm2/office": "smollm2", "qwen/office": "qwen"},
