@@ -81,7 +81,7 @@ def demo(
     if json:
         _show_json(results, rows, output)
         return
-    _show_rows(results, rows, engine.model.name, output)
+    _show_rows(results, rows, engine.model.name, case.ratio, output)
     _show_repaired([r for r in results if r.is_repaired], output)
     if case.model == SMOLLM2:
         output.text(
@@ -133,7 +133,7 @@ def _show_json(results: Sequence[Compared], rows: Sequence[DemoRow], output: Out
         output.json(vars(row))
 
 
-def _show_rows(results: Sequence[Compared], rows: Sequence[DemoRow], model: str, output: Output) -> None:
+def _show_rows(results: Sequence[Compared], rows: Sequence[DemoRow], model: str, ratio: float, output: Output) -> None:
     from statistics import median
 
     from cacheblend_cli.evaluation.demo_run import FULL
@@ -149,6 +149,8 @@ def _show_rows(results: Sequence[Compared], rows: Sequence[DemoRow], model: str,
     show_table(("setting", "correct", "same as full prefill", "computed again"), cells, output)
     if any(result.question.wrong for result in results):
         output.text("correct: contains the expected answer, and nothing of another record")
+    if ratio != Settings().ratio:
+        output.text(f"blended: at ratio {ratio:g} (default: {Settings().ratio:g}), since the documents are very short")
 
 
 def _show_repaired(results: Sequence[Compared], output: Output) -> None:

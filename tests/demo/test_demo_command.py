@@ -45,6 +45,7 @@ def test_with_the_bundled_model_repair_mends_what_reuse_gets_wrong(
     assert correct[FULL] >= 9
     assert correct[REUSE] < correct[BLENDED] <= correct[FULL]
     assert 1 <= out.count("\n> ") <= 2
+    assert "at ratio" not in out
     for case in out.split("\n> ")[1:]:
         assert f"  {REUSE:<13} WRONG" in case
         assert f"  {BLENDED:<13} right" in case
@@ -67,6 +68,8 @@ def test_all_settings_answer_the_same_prompts(
     answers, rows = records[:3], {row["setting"]: row for row in records[3:]}
     assert [a["setting"] for a in answers] == [FULL, REUSE, BLENDED]
     assert len({a["prompt_tokens"] for a in answers}) == 1
+    assert answers[2]["ratio"] == demo_run.RECORDS_RATIO
+    assert f"blended: at ratio {demo_run.RECORDS_RATIO}" in demo("--questions", "1")[0]
     assert answers[0]["same"]
     assert [row["same"] for row in rows.values()] == [a["same"] for a in answers]
     assert (
