@@ -10,6 +10,7 @@ import pytest
 import torch
 from cacheblend_kernels import AttentionParams
 from prefill_bench import Bench
+from selector_checks import check_probe_ignores_pool, check_probe_leaves_nothing
 from torch import Tensor
 
 from cacheblend_cli.blend import corrections, evidence
@@ -19,7 +20,6 @@ from cacheblend_cli.blend.policy import BlendPolicy, policy_of
 from cacheblend_cli.blend.selectors import SELECTORS, Candidates, make_selector
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.forward import write_kv
-from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.types import BlendParams, parse_checks, parse_layers
 
@@ -122,42 +122,14 @@ def test_every_selector_recomputes_its_ratio_and_all_of_it_is_full_prefill(bench
         assert torch.equal(found.result.logits, whole.result.logits), "there is nothing left to move"
 
 
-class Given:
-    """The tokens it was given, on no evidence."""
-
-    def __init__(self, positions: Tensor, needs_check_layer: bool) -> None:
-        self.positions, self.needs_check_layer = positions, needs_check_layer
-
-    def scores(self, candidates: Candidates, evidence: object) -> Tensor:
-        return torch.isin(candidates.positions, self.positions).float()
-
-
 @pytest.mark.parametrize("name", ["query", "hkvd", "first:2+query"])
-def test_looking_leaves_nothing_behind(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a probe writes to the pool is written again: the logits are those of the same tokens, chosen without a
-    look."""
-    looked = bench.prefill(BlendParams(selector=name, ratio=0.2))
-    late = make_selector(name).needs_check_layer
-    monkeypatch.setitem(SELECTORS, "given", lambda seed: Given(looked.result.chosen, late))
-    given = bench.prefill(BlendParams(selector="given", ratio=0.2))
-    assert torch.equal(looked.result.chosen, given.result.chosen)
-    assert torch.equal(looked.result.logits, given.result.logits)
+def test_a_probe_leaves_nothing_behind(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_probe_leaves_nothing(bench, name, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["query", "hkvd"])
-def test_what_was_in_the_pool_before_is_not_looked_at(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The suffix's own K of a layer is in the pool when its attention is measured."""
-    pool = KVPool.of(bench.engine.model.decoder, 64, 16)
-    monkeypatch.setattr(bench.engine.runtime, "new_sequence", pool.new_sequence)
-    chosen = []
-    for before in (0.0, float("nan")):
-        for cache in pool.tensors:
-            cache.fill_(before)
-        done = bench.prefill(BlendParams(selector=name, ratio=0.2, check_layer=2))
-        assert torch.isfinite(done.result.logits).all()
-        chosen.append(done.result.chosen)
-        done.sequence.release()
-    assert torch.equal(chosen[0], chosen[1])
+def test_a_probe_ignores_what_was_in_the_pool(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_probe_ignores_pool(bench, name, monkeypatch)
 
 
 @pytest.mark.parametrize(("window", "alibi"), [(None, None), (6, None), (None, torch.tensor([0.5, 0.25, 0.3, 0.01]))])

@@ -2,31 +2,11 @@
 
 from __future__ import annotations
 
-import io
-import json
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from checkpoints import WORDS, write_checkpoint
-
-from cacheblend_cli.cli.main import run
-
-
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def records(self) -> list[dict]:
-        return [json.loads(line) for line in self.out.splitlines()]
-
-
-Cli = Callable[..., Result]
+from command_line import Cli, in_process
 
 
 @pytest.fixture(scope="session")
@@ -42,14 +22,7 @@ def cli(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CACHEBLEND_STORE", str(tmp_path / "store"))
     monkeypatch.setenv("CACHEBLEND_MODEL", str(model))
-
-    def call(*arguments: str, stdin: str = "") -> Result:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8"))
-        code = run(list(arguments))
-        captured = capsys.readouterr()
-        return Result(code, captured.out, captured.err)
-
-    return call
+    return in_process(monkeypatch, capsys)
 
 
 @pytest.fixture

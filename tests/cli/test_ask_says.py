@@ -112,7 +112,6 @@ def test_layers_that_do_the_same_are_one_line(cli: Cli, stored: list[str]) -> No
     assert full.startswith("all 4 layers compute the whole prompt, ")
     [reuse] = [line for line in explained(cli, stored, "--mode", "reuse") if "layer" in line]
     assert reuse.endswith(" that are not cached")
-    assert "wrong here" not in reuse
 
 
 def test_layers_that_differ_are_told_in_words(cli: Cli, stored: list[str]) -> None:

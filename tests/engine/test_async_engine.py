@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
-from houses import SAMPLING, WAIT_S, House, Listener, open_house
+from engine_driver import SAMPLING, WAIT_S, Listener, StoredEngine, open_stored_engine
 
 from cacheblend_cli.collect.collector import Collector
 from cacheblend_cli.engine.core.async_engine import AsyncEngine
@@ -20,9 +20,9 @@ from cacheblend_cli.types import AskRequest, BlendParams
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with open_house(tmp_path_factory.mktemp("service"), num_hidden_layers=2) as house:
-        yield house
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEngine]:
+    with open_stored_engine(tmp_path_factory.mktemp("service"), num_hidden_layers=2) as stored:
+        yield stored
 
 
 def submit(service: AsyncEngine, request: Request, listener: Listener | None = None) -> tuple[Listener, RequestState]:
@@ -31,8 +31,8 @@ def submit(service: AsyncEngine, request: Request, listener: Listener | None = N
 
 
 @pytest.fixture
-def service(house: House) -> Iterator[AsyncEngine]:
-    service = AsyncEngine(house.engine.runtime)
+def service(stored: StoredEngine) -> Iterator[AsyncEngine]:
+    service = AsyncEngine(stored.engine.runtime)
     yield service
     service.close()
 
@@ -50,9 +50,9 @@ def held(service: AsyncEngine) -> threading.Event:
     return go
 
 
-def test_a_job_gets_the_answer_that_ask_gives(house: House, service: AsyncEngine) -> None:
-    alone = house.engine.run_alone(house.store, house.question())
-    listener, _ = submit(service, house.request(verify=True))
+def test_a_job_gets_the_answer_that_ask_gives(stored: StoredEngine, service: AsyncEngine) -> None:
+    alone = stored.engine.run_alone(stored.store, stored.question())
+    listener, _ = submit(service, stored.request(verify=True))
     [answer] = listener.done().answers
     assert answer.generated_ids == alone.generated_ids
     assert answer.verify is not None
@@ -61,16 +61,16 @@ def test_a_job_gets_the_answer_that_ask_gives(house: House, service: AsyncEngine
     assert listener.text() == answer.text == alone.text
 
 
-def test_several_answers_each_have_a_seed(house: House, service: AsyncEngine) -> None:
-    listener, _ = submit(service, house.request(house.question(temperature=2.0, seed=4, n=3)))
+def test_several_answers_each_have_a_seed(stored: StoredEngine, service: AsyncEngine) -> None:
+    listener, _ = submit(service, stored.request(stored.question(temperature=2.0, seed=4, n=3)))
     answers = listener.done().answers
     assert len({tuple(a.generated_ids) for a in answers}) == 3
     assert [listener.text(i) for i in range(3)] == [a.text for a in answers]
-    listener, _ = submit(service, house.request(house.question(temperature=2.0, seed=4)))
+    listener, _ = submit(service, stored.request(stored.question(temperature=2.0, seed=4)))
     assert listener.done().answers[0].generated_ids == answers[0].generated_ids
 
 
-def test_first_come_first_served_among_equals(house: House, service: AsyncEngine) -> None:
+def test_first_come_first_served_among_equals(stored: StoredEngine, service: AsyncEngine) -> None:
     order: list[str] = []
     go = held(service)
     listeners = []
@@ -82,7 +82,7 @@ def test_first_come_first_served_among_equals(house: House, service: AsyncEngine
                 order.append(name)
             listener(event)
 
-        service.submit(house.request(priority=priority), heard)
+        service.submit(stored.request(priority=priority), heard)
         listeners.append(listener)
     go.set()
     for listener in listeners:
@@ -90,14 +90,14 @@ def test_first_come_first_served_among_equals(house: House, service: AsyncEngine
     assert order == ["c", "a", "b", "e", "d"]
 
 
-def test_what_cannot_be_answered_fails_alone(house: House, service: AsyncEngine) -> None:
+def test_what_cannot_be_answered_fails_alone(stored: StoredEngine, service: AsyncEngine) -> None:
     with pytest.raises(NotFoundError):
-        house.request(AskRequest("who?", [b"\0" * 16], BlendParams(), SAMPLING))
+        stored.request(AskRequest("who?", [b"\0" * 16], BlendParams(), SAMPLING))
     with pytest.raises(UsageError):
-        house.request(AskRequest(" ", [], BlendParams(), SAMPLING))
-    long, _ = submit(service, house.request(house.question("Mara works in Bergen. " * 300)))
-    wordy, _ = submit(service, house.request(house.question(max_tokens=1024)))
-    good, _ = submit(service, house.request())
+        stored.request(AskRequest(" ", [], BlendParams(), SAMPLING))
+    long, _ = submit(service, stored.request(stored.question("Mara works in Bergen. " * 300)))
+    wordy, _ = submit(service, stored.request(stored.question(max_tokens=1024)))
+    good, _ = submit(service, stored.request())
     for listener in (long, wordy):
         last = listener.last.result(WAIT_S)
         assert isinstance(last, Failed)
@@ -107,45 +107,45 @@ def test_what_cannot_be_answered_fails_alone(house: House, service: AsyncEngine)
     assert (stats.failed, stats.finished) == (2, 1)
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_back(house: House) -> None:
-    service = AsyncEngine(house.engine.runtime, Limits(max_waiting=2))
+def test_a_full_queue_refuses_and_says_when_to_come_back(stored: StoredEngine) -> None:
+    service = AsyncEngine(stored.engine.runtime, Limits(max_waiting=2))
     go = held(service)
-    waiting = [submit(service, house.request())[0] for _ in range(2)]
+    waiting = [submit(service, stored.request())[0] for _ in range(2)]
     assert service.stats().waiting == 2
     with pytest.raises(QueueFull) as caught:
-        service.submit(house.request(), Listener())
+        service.submit(stored.request(), Listener())
     assert caught.value.retry_after_s > 0
     go.set()
     for listener in waiting:
         assert listener.done().answers
     service.close()
     with pytest.raises(QueueFull):
-        service.submit(house.request(), Listener())
+        service.submit(stored.request(), Listener())
 
 
-def test_a_job_is_cancelled_while_it_waits_and_while_it_runs(house: House, service: AsyncEngine) -> None:
+def test_a_job_is_cancelled_while_it_waits_and_while_it_runs(stored: StoredEngine, service: AsyncEngine) -> None:
     go = held(service)
-    running, ticket = submit(service, house.request(house.question(max_tokens=400)))
-    waiting, waits = submit(service, house.request())
+    running, ticket = submit(service, stored.request(stored.question(max_tokens=400)))
+    waiting, waits = submit(service, stored.request())
     service.cancel(waits)
     go.set()
     assert running.first_text.wait(WAIT_S)
     service.cancel(ticket)
     assert running.done().ended == "cancelled"
     assert waiting.done() == Done([], "cancelled")
-    after, _ = submit(service, house.request())
+    after, _ = submit(service, stored.request())
     assert after.done().answers
 
 
-def test_a_deadline_passes(house: House, service: AsyncEngine) -> None:
+def test_a_deadline_passes(stored: StoredEngine, service: AsyncEngine) -> None:
     go = held(service)
-    waiting, ticket = submit(service, house.request(deadline_s=3600.0))
+    waiting, ticket = submit(service, stored.request(deadline_s=3600.0))
     ticket.submitted -= 3600.0
     go.set()
     assert waiting.done() == Done([], "deadline")
 
 
-def test_a_listener_that_fails_cancels_its_job_alone(house: House, service: AsyncEngine) -> None:
+def test_a_listener_that_fails_cancels_its_job_alone(stored: StoredEngine, service: AsyncEngine) -> None:
     last: Future[Event] = Future()
 
     def broken(event: Event) -> None:
@@ -154,15 +154,15 @@ def test_a_listener_that_fails_cancels_its_job_alone(house: House, service: Asyn
         if isinstance(event, Text):
             raise RuntimeError("gone")
 
-    service.submit(house.request(house.question(max_tokens=400)), broken)
-    good, _ = submit(service, house.request())
+    service.submit(stored.request(stored.question(max_tokens=400)), broken)
+    good, _ = submit(service, stored.request())
     ended = last.result(WAIT_S)
     assert isinstance(ended, Done)
     assert ended.ended == "cancelled"
     assert good.done().answers
 
 
-def test_work_runs_in_the_engines_thread(house: House, service: AsyncEngine) -> None:
+def test_work_runs_in_the_engines_thread(stored: StoredEngine, service: AsyncEngine) -> None:
     thread = service.run(lambda runtime: threading.current_thread().name).result(WAIT_S)
     assert thread == "cacheblend-engine"
     with pytest.raises(ZeroDivisionError):
@@ -170,9 +170,9 @@ def test_work_runs_in_the_engines_thread(house: House, service: AsyncEngine) -> 
     assert service.run(lambda runtime: runtime.context).result(WAIT_S) == 1024
 
 
-def test_an_answer_goes_on_between_two_pieces_of_work(house: House, service: AsyncEngine) -> None:
+def test_an_answer_goes_on_between_two_pieces_of_work(stored: StoredEngine, service: AsyncEngine) -> None:
     go = held(service)
-    listener, _ = submit(service, house.request(house.question(max_tokens=100, logprobs=0)))
+    listener, _ = submit(service, stored.request(stored.question(max_tokens=100, logprobs=0)))
     lengths = [service.run(lambda runtime: len(listener.events)) for _ in range(20)]
     go.set()
     counts = [length.result(WAIT_S) for length in lengths]
@@ -181,59 +181,61 @@ def test_an_answer_goes_on_between_two_pieces_of_work(house: House, service: Asy
 
 
 def test_an_answer_goes_on_while_anothers_chunks_are_stored(
-    house: House, service: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+    stored: StoredEngine, service: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    house.store.evict_chunks(house.keys)
+    stored.store.evict_chunks(stored.keys)
     listener, counts = Listener(), list[int]()
     put = Collector.put
     monkeypatch.setattr(Collector, "put", lambda *given: (counts.append(len(listener.events)), put(*given))[1])
     submit(
         service,
-        house.request(AskRequest("who?", (), BlendParams(), replace(SAMPLING, max_tokens=200, logprobs=0))),
+        stored.request(AskRequest("who?", (), BlendParams(), replace(SAMPLING, max_tokens=200, logprobs=0))),
         listener,
     )
-    [answer] = submit(service, house.request())[0].done().answers
-    assert len(counts) == len(house.keys) == len(set(counts))
-    assert all(map(house.store.has_kv, house.keys))
+    [answer] = submit(service, stored.request())[0].done().answers
+    assert len(counts) == len(stored.keys) == len(set(counts))
+    assert all(map(stored.store.has_kv, stored.keys))
     assert any("stored" in note for note in answer.notes)
     assert listener.done().answers
 
 
-def test_what_is_left_to_store_is_dropped_when_the_engine_closes(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    house.store.evict_chunks(house.keys)
-    service, put = AsyncEngine(house.engine.runtime), Collector.put
+def test_what_is_left_to_store_is_dropped_when_the_engine_closes(
+    stored: StoredEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored.store.evict_chunks(stored.keys)
+    service, put = AsyncEngine(stored.engine.runtime), Collector.put
     monkeypatch.setattr(Collector, "put", lambda *given: (service.cancel_all(), put(*given))[1])
-    listener, _ = submit(service, house.request())
+    listener, _ = submit(service, stored.request())
     assert len(listener.done().answers) == 1
-    assert sum(map(house.store.has_kv, house.keys)) == 1
+    assert sum(map(stored.store.has_kv, stored.keys)) == 1
     service.close()
 
 
-def test_closing_lets_what_runs_finish_or_cancels_it(house: House) -> None:
-    patient = AsyncEngine(house.engine.runtime)
-    listeners = [submit(patient, house.request())[0] for _ in range(3)]
+def test_closing_lets_what_runs_finish_or_cancels_it(stored: StoredEngine) -> None:
+    patient = AsyncEngine(stored.engine.runtime)
+    listeners = [submit(patient, stored.request())[0] for _ in range(3)]
     patient.close(WAIT_S)
     assert all(listener.done().answers for listener in listeners)
-    hasty = AsyncEngine(house.engine.runtime)
-    listeners = [submit(hasty, house.request(house.question(max_tokens=400)))[0] for _ in range(3)]
+    hasty = AsyncEngine(stored.engine.runtime)
+    listeners = [submit(hasty, stored.request(stored.question(max_tokens=400)))[0] for _ in range(3)]
     assert listeners[0].first_text.wait(WAIT_S)
     hasty.close()
     assert [listener.done().ended for listener in listeners] == ["cancelled"] * 3
 
 
-def test_the_engines_thread_makes_the_device_its_own(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engines_thread_makes_the_device_its_own(stored: StoredEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that is current is so for one thread, and events and graphs that name none are the current one's."""
     made: list[tuple[str, object]] = []
     monkeypatch.setattr(
         "cacheblend_cli.engine.core.async_engine.make_current",
         lambda device: made.append((threading.current_thread().name, device)),
     )
-    AsyncEngine(house.engine.runtime).close()
-    assert made == [("cacheblend-engine", house.engine.model.decoder.device)]
+    AsyncEngine(stored.engine.runtime).close()
+    assert made == [("cacheblend-engine", stored.engine.model.decoder.device)]
 
 
-def test_a_step_that_does_not_end_is_given_up(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    service = AsyncEngine(house.engine.runtime)
+def test_a_step_that_does_not_end_is_given_up(stored: StoredEngine, caplog: pytest.LogCaptureFixture) -> None:
+    service = AsyncEngine(stored.engine.runtime)
     go = held(service)
     assert service.busy_s > 0
     assert not service.is_stuck
@@ -243,10 +245,10 @@ def test_a_step_that_does_not_end_is_given_up(house: House, caplog: pytest.LogCa
     assert service.busy_s == 0
 
 
-def test_a_cancelled_future_cancels_its_job(house: House, service: AsyncEngine) -> None:
+def test_a_cancelled_future_cancels_its_job(stored: StoredEngine, service: AsyncEngine) -> None:
     go = held(service)
-    future = service.ask(house.request())
+    future = service.ask(stored.request())
     assert future.cancel()
     go.set()
-    submit(service, house.request())[0].done()
+    submit(service, stored.request())[0].done()
     assert service.stats().cancelled == 1

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from callbacks import pieces_to
 from checkpoints import write_checkpoint
 from decoding import decode_one_token
-from hearing import pieces_to
 
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine

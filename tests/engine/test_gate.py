@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hearing import pieces_to
-from houses import House, Listener, open_house
+from callbacks import pieces_to
+from engine_driver import Listener, StoredEngine, open_stored_engine
 
 from cacheblend_cli.engine.core.async_engine import AsyncEngine
 from cacheblend_cli.engine.core.risk import SIGNALS, RiskFile, RiskFit, fit_risk, signals_of
@@ -23,38 +23,38 @@ EACH, TOKENS = 0.1, 8
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with open_house(tmp_path_factory.mktemp("house"), num_hidden_layers=2) as house:
-        yield house
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEngine]:
+    with open_stored_engine(tmp_path_factory.mktemp("stored"), num_hidden_layers=2) as stored:
+        yield stored
 
 
 @pytest.fixture
-def fit(house: House) -> RiskFit:
+def fit(stored: StoredEngine) -> RiskFit:
     """As if every token were another in a tenth of the cases."""
     found = RiskFit((0.0,) * SIGNALS, float(torch.logit(torch.tensor(EACH))), 100, 10, 5)
-    RiskFile.of(house.engine.runtime.collection(), ["sink"], BLEND).write(found)
+    RiskFile.of(stored.engine.runtime.collection(), ["sink"], BLEND).write(found)
     return found
 
 
-def asked(house: House, text: str, limit: float | None) -> AskRequest:
-    return replace(house.question(text, max_tokens=TOKENS), blend=replace(BLEND, max_risk=limit)).unstreamed()
+def asked(stored: StoredEngine, text: str, limit: float | None) -> AskRequest:
+    return replace(stored.question(text, max_tokens=TOKENS), blend=replace(BLEND, max_risk=limit)).unstreamed()
 
 
-def ask(house: House, question: AskRequest) -> Answer:
-    return house.engine.run_alone(house.store, question)
+def ask(stored: StoredEngine, question: AskRequest) -> Answer:
+    return stored.engine.run_alone(stored.store, question)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_an_answer_is_judged_whole(house: House, fit: RiskFit, temperature: float) -> None:
+def test_an_answer_is_judged_whole(stored: StoredEngine, fit: RiskFit, temperature: float) -> None:
     """All eight tokens together have a risk of .57: above .5 the answer is a full prefill's from its first token."""
     changed = 0
     for text in QUESTIONS:
-        free, low, high = (asked(house, text, limit) for limit in (None, 0.5, 0.6))
+        free, low, high = (asked(stored, text, limit) for limit in (None, 0.5, 0.6))
         sampling = replace(free.sampling, temperature=temperature, seed=3, logprobs=0)
         free, low, high = (replace(ask, sampling=sampling) for ask in (free, low, high))
-        blended, stands, pieces = ask(house, free), ask(house, high), list[str]()
-        full = ask(house, replace(free, blend=BlendParams(mode="full")))
-        replaced = house.engine.run(house.engine.resolve(house.store, low), pieces_to(pieces.append))
+        blended, stands, pieces = ask(stored, free), ask(stored, high), list[str]()
+        full = ask(stored, replace(free, blend=BlendParams(mode="full")))
+        replaced = stored.engine.run(stored.engine.resolve(stored.store, low), pieces_to(pieces.append))
         assert (replaced.generated_ids, replaced.text) == (full.generated_ids, full.text)
         assert len(replaced.logprobs) == len(full.logprobs)
         assert replaced.risk is not None
@@ -70,11 +70,11 @@ def test_an_answer_is_judged_whole(house: House, fit: RiskFit, temperature: floa
 
 
 @pytest.mark.parametrize(("limit", "is_full"), [(0.0, True), (0.5, True), (1.0, False)])
-def test_the_limit_decides(house: House, fit: RiskFit, limit: float, is_full: bool) -> None:
+def test_the_limit_decides(stored: StoredEngine, fit: RiskFit, limit: float, is_full: bool) -> None:
     changed = 0
     for text in QUESTIONS:
-        blended, answer = ask(house, asked(house, text, None)), ask(house, asked(house, text, limit))
-        full = ask(house, replace(asked(house, text, None), blend=BlendParams(mode="full")))
+        blended, answer = ask(stored, asked(stored, text, None)), ask(stored, asked(stored, text, limit))
+        full = ask(stored, replace(asked(stored, text, None), blend=BlendParams(mode="full")))
         assert blended.risk is None
         assert answer.generated_ids == (full if is_full else blended).generated_ids
         assert answer.to_dict()["risk"]["limit"] == limit
@@ -83,25 +83,25 @@ def test_the_limit_decides(house: House, fit: RiskFit, limit: float, is_full: bo
     assert changed or not is_full  # else this shows nothing
 
 
-def test_a_stream_is_refused(house: House, fit: RiskFit) -> None:
-    question = asked(house, "who?", 0.5)
+def test_a_stream_is_refused(stored: StoredEngine, fit: RiskFit) -> None:
+    question = asked(stored, "who?", 0.5)
     with pytest.raises(UsageError, match="whole answers") as caught:
-        ask(house, replace(question, options=replace(question.options, stream=True)))
+        ask(stored, replace(question, options=replace(question.options, stream=True)))
     assert "--json" in caught.value.hint
 
 
 @pytest.mark.parametrize(
     ("pool_tokens", "times"), [(512, 2), (4096, 1)]
 )  # a small one: they take turns and are swapped out
-def test_side_by_side_as_alone(house: House, fit: RiskFit, pool_tokens: int, times: int) -> None:
+def test_side_by_side_as_alone(stored: StoredEngine, fit: RiskFit, pool_tokens: int, times: int) -> None:
     limits = [None, 0.0, 0.5, 1.0]
-    questions = [asked(house, text, limits[n % 4]) for n, text in enumerate(QUESTIONS * times)]
-    alone = [ask(house, question) for question in questions]
-    service = AsyncEngine(house.engine.runtime, Limits(pool_tokens=pool_tokens, enable_prefix_caching=False))
+    questions = [asked(stored, text, limits[n % 4]) for n, text in enumerate(QUESTIONS * times)]
+    alone = [ask(stored, question) for question in questions]
+    service = AsyncEngine(stored.engine.runtime, Limits(pool_tokens=pool_tokens, enable_prefix_caching=False))
     try:
         told = [Listener() for _ in questions]
         for question, listener in zip(questions, told, strict=True):
-            service.submit(house.request(question), listener)
+            service.submit(stored.request(question), listener)
         for listener, one in zip(told, alone, strict=True):
             [answer] = listener.done().answers
             assert answer.generated_ids == one.generated_ids
@@ -111,7 +111,7 @@ def test_side_by_side_as_alone(house: House, fit: RiskFit, pool_tokens: int, tim
                 assert answer.risk.full_prefill_at == one.risk.full_prefill_at
         several = Listener()
         two = replace(questions[1], sampling=replace(questions[1].sampling, n=2))
-        service.submit(house.request(two), several)
+        service.submit(stored.request(two), several)
         failed = several.last.result(60)
         assert isinstance(failed, Failed)
         assert isinstance(failed.error, CacheBlendError)
@@ -120,29 +120,29 @@ def test_side_by_side_as_alone(house: House, fit: RiskFit, pool_tokens: int, tim
         service.close()
 
 
-def test_a_full_prefill_changes_no_later_answer(house: House, fit: RiskFit) -> None:
-    service = AsyncEngine(house.engine.runtime, Limits(pool_tokens=4096))
+def test_a_full_prefill_changes_no_later_answer(stored: StoredEngine, fit: RiskFit) -> None:
+    service = AsyncEngine(stored.engine.runtime, Limits(pool_tokens=4096))
     try:
-        alone = [ask(house, asked(house, QUESTIONS[0], limit)).generated_ids for limit in (None, 0.5)]
+        alone = [ask(stored, asked(stored, QUESTIONS[0], limit)).generated_ids for limit in (None, 0.5)]
         for limit, expected in ((None, alone[0]), (0.5, alone[1])) * 2:
             listener = Listener()
-            service.submit(house.request(asked(house, QUESTIONS[0], limit)), listener)
+            service.submit(stored.request(asked(stored, QUESTIONS[0], limit)), listener)
             [answer] = listener.done().answers
             assert answer.generated_ids == expected
     finally:
         service.close()
 
 
-def test_without_a_fit_it_is_said_how_to_get_one(house: House) -> None:
+def test_without_a_fit_it_is_said_how_to_get_one(stored: StoredEngine) -> None:
     with pytest.raises(UsageError, match="--max-risk") as caught:
-        ask(house, asked(house, "who?", 0.1))
+        ask(stored, asked(stored, "who?", 0.1))
     assert "--fit-risk" in caught.value.hint
-    exact = replace(asked(house, "who?", 0.1), keys=house.keys[:1])  # the first chunk needs no repair, and no fit
-    assert ask(house, exact).risk is None
+    exact = replace(asked(stored, "who?", 0.1), keys=stored.keys[:1])  # the first chunk needs no repair, and no fit
+    assert ask(stored, exact).risk is None
 
 
-def test_a_fit_is_of_one_model_and_one_way_to_blend(house: House, fit: RiskFit) -> None:
-    collection = house.engine.runtime.collection()
+def test_a_fit_is_of_one_model_and_one_way_to_blend(stored: StoredEngine, fit: RiskFit) -> None:
+    collection = stored.engine.runtime.collection()
 
     def read(contexts: Sequence[str] = ("sink",), **other: object) -> RiskFit | None:
         return RiskFile.of(collection, contexts, replace(BLEND, **other)).read()  # type: ignore[arg-type]

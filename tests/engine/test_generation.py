@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from callbacks import pieces_to
 from checkpoints import write_checkpoint, write_tokenizer
-from hearing import pieces_to
 from hypothesis import given
 from hypothesis import strategies as st
 from text_tokenizers import write_text_tokenizer

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from houses import Bench, House, Listener, ids_of, open_house
+from engine_driver import CoreDriver, Listener, StoredEngine, ids_of, open_stored_engine
 
 from cacheblend_cli.engine.auto.controller import controller_of
 from cacheblend_cli.engine.core.sequence import RequestState
@@ -30,66 +30,66 @@ BLENDS = {
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with open_house(tmp_path_factory.mktemp("interleaving"), num_hidden_layers=LAYERS) as house:
-        yield house
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEngine]:
+    with open_stored_engine(tmp_path_factory.mktemp("interleaving"), num_hidden_layers=LAYERS) as stored:
+        yield stored
 
 
-def asked(house: House, blend: BlendParams, **sampling: object) -> AskRequest:
-    return replace(house.question("where does the harbor keeper with the parrot live?", **sampling), blend=blend)
+def asked(stored: StoredEngine, blend: BlendParams, **sampling: object) -> AskRequest:
+    return replace(stored.question("where does the harbor keeper with the parrot live?", **sampling), blend=blend)
 
 
-def prefill_of(bench: Bench, state: RequestState) -> PrefillState | None:
+def prefill_of(driver: CoreDriver, state: RequestState) -> PrefillState | None:
     """What the worker has of the prompt while it is computed."""
     running = state.sequences[0].prefill if state.sequences else None
-    return None if running is None else bench.stepper.worker._prefills[running.number]
+    return None if running is None else driver.core.worker._prefills[running.number]
 
 
-def paused(bench: Bench, state: RequestState) -> bool:
+def paused(driver: CoreDriver, state: RequestState) -> bool:
     """Whether the prompt is between two of its layers."""
-    prefill = prefill_of(bench, state)
+    prefill = prefill_of(driver, state)
     return prefill is not None and prefill._blending is not None
 
 
-def until_text(bench: Bench, listener: Listener) -> None:
+def until_text(driver: CoreDriver, listener: Listener) -> None:
     while not any(isinstance(e, Text) for e in listener.events):
-        bench.step()
+        driver.step()
 
 
-def until_paused(bench: Bench, state: RequestState, times: int = 2) -> None:
+def until_paused(driver: CoreDriver, state: RequestState, times: int = 2) -> None:
     while times:
-        bench.step()
-        assert state in bench.stepper.scheduler.states
-        times -= paused(bench, state)
+        driver.step()
+        assert state in driver.core.scheduler.states
+        times -= paused(driver, state)
 
 
 @pytest.mark.parametrize("blend", BLENDS.values(), ids=BLENDS)
-def test_a_stream_goes_on_between_the_layers_of_a_blend(house: House, blend: BlendParams) -> None:
-    question = asked(house, blend, logprobs=1)
-    stream = house.question("what keeps the parrot?", max_tokens=60)
-    alone = Bench(house, LIMITS)
+def test_a_stream_goes_on_between_the_layers_of_a_blend(stored: StoredEngine, blend: BlendParams) -> None:
+    question = asked(stored, blend, logprobs=1)
+    stream = stored.question("what keeps the parrot?", max_tokens=60)
+    alone = CoreDriver(stored, LIMITS)
     by_itself, _ = alone.arrive(question)
     alone.run()
     streamed_alone = alone.ask(stream)
 
-    bench = Bench(house, LIMITS)
-    streaming, _ = bench.arrive(stream)
-    until_text(bench, streaming)
-    listener, state = bench.arrive(question)
+    driver = CoreDriver(stored, LIMITS)
+    streaming, _ = driver.arrive(stream)
+    until_text(driver, streaming)
+    listener, state = driver.arrive(question)
     counts = []  # tokens of the stream, each time that the blend has paused
     while not state.num_started:
-        bench.step()
-        if paused(bench, state):
-            counts.append(tokens_of(bench, 0))
+        driver.step()
+        if paused(driver, state):
+            counts.append(tokens_of(driver, 0))
     assert counts[-1] - counts[0] >= LAYERS // 2, "its rows are several slices"
     assert max(b - a for a, b in pairwise(counts)) == 1, "a token for each group of layers"
-    bench.run()
+    driver.run()
     assert ids_of(streaming) == streamed_alone
     assert answers(listener) == answers(by_itself)
 
 
-def tokens_of(bench: Bench, number: int) -> int:
-    [state] = [s for s in bench.stepper.scheduler.states if s.number == number]
+def tokens_of(driver: CoreDriver, number: int) -> int:
+    [state] = [s for s in driver.core.scheduler.states if s.number == number]
     output = state.sequences[0].output
     assert output is not None
     return len(output.out.token_ids)
@@ -100,48 +100,48 @@ def answers(listener: Listener) -> list[object]:
 
 
 @pytest.mark.parametrize("name", ["probe", "hkvd"])
-def test_a_paused_blend_that_is_cancelled_gives_everything_back(house: House, name: str) -> None:
+def test_a_paused_blend_that_is_cancelled_gives_everything_back(stored: StoredEngine, name: str) -> None:
     for times in (1, 3):
-        bench = Bench(house, LIMITS)
-        listener, state = bench.arrive(asked(house, BLENDS[name]))
-        until_paused(bench, state, times)
-        prefill = prefill_of(bench, state)
+        driver = CoreDriver(stored, LIMITS)
+        listener, state = driver.arrive(asked(stored, BLENDS[name]))
+        until_paused(driver, state, times)
+        prefill = prefill_of(driver, state)
         assert prefill is not None
         state.cancelled = True
-        bench.step()
+        driver.step()
         assert listener.done() == Done([], "cancelled")
         assert prefill._blending is None
-        bench.run()  # which checks that no block is used
-        assert bench.ask(house.question())
+        driver.run()  # which checks that no block is used
+        assert driver.ask(stored.question())
 
 
-def test_a_chunk_that_turns_bad_during_the_pause_is_computed(house: House) -> None:
-    question = asked(house, BLENDS["hkvd"])
-    bench = Bench(house, LIMITS)
-    listener, state = bench.arrive(question)
-    until_paused(bench, state)
-    prefill = prefill_of(bench, state)
+def test_a_chunk_that_turns_bad_during_the_pause_is_computed(stored: StoredEngine) -> None:
+    question = asked(stored, BLENDS["hkvd"])
+    driver = CoreDriver(stored, LIMITS)
+    listener, state = driver.arrive(question)
+    until_paused(driver, state)
+    prefill = prefill_of(driver, state)
     assert prefill is not None
 
     def wait(layer: int) -> None:
-        raise BadChunk(house.keys[1], "it was damaged")
+        raise BadChunk(stored.keys[1], "it was damaged")
 
     prefill._loader.wait = wait  # type: ignore[method-assign]
-    bench.run()
+    driver.run()
     [answer] = listener.done().answers
-    assert [use.status == "computed" for use in answer.chunks] == [i == 1 for i in range(len(house.keys))]
+    assert [use.status == "computed" for use in answer.chunks] == [i == 1 for i in range(len(stored.keys))]
     assert any("it was damaged" in note for note in answer.notes)
 
 
-def test_the_machine_is_measured_at_the_first_auto(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    house.engine.runtime.controllers.clear()
+def test_the_machine_is_measured_at_the_first_auto(stored: StoredEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored.engine.runtime.controllers.clear()
     monkeypatch.setattr("cacheblend_cli.engine.auto.speeds.SpeedFile.read", lambda file: None)
-    bench = Bench(house, LIMITS)
-    streaming, _ = bench.arrive(house.question("what keeps the parrot?", max_tokens=20))
-    until_text(bench, streaming)
-    listener, state = bench.arrive(asked(house, BLENDS["query"]), auto=True)
-    assert controller_of(house.engine.runtime, state.request)._speeds is not None
-    bench.run()
+    driver = CoreDriver(stored, LIMITS)
+    streaming, _ = driver.arrive(stored.question("what keeps the parrot?", max_tokens=20))
+    until_text(driver, streaming)
+    listener, state = driver.arrive(asked(stored, BLENDS["query"]), auto=True)
+    assert controller_of(stored.engine.runtime, state.request)._speeds is not None
+    driver.run()
     [answer] = listener.done().answers
     assert answer.auto is not None
     assert streaming.done().answers[0].generated_ids

@@ -12,7 +12,7 @@ from cacheblend_kernels.torch_backend import TorchBackend
 from cacheblend_store import ChunkStore
 from cacheblend_store.upkeep.verify import verify
 from checkpoints import WORDS, write_checkpoint
-from houses import Bench, ids_of, open_house
+from engine_driver import CoreDriver, ids_of, open_stored_engine
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
@@ -136,20 +136,20 @@ def test_another_engine_gives_the_same_answer(engine: Engine, store: ChunkStore,
 
 
 def test_among_others_in_a_pool_that_is_too_small_the_answers_are_the_same(tmp_path: Path) -> None:
-    with open_house(tmp_path, "deepseek") as house:
+    with open_stored_engine(tmp_path, "deepseek") as stored:
         questions = [
             AskRequest(
-                "who?", house.keys[n : n + 3], BlendParams(ratio=0.3, mode="full" if n == 1 else "blend"), LONGER
+                "who?", stored.keys[n : n + 3], BlendParams(ratio=0.3, mode="full" if n == 1 else "blend"), LONGER
             )
             for n in (0, 1, 2, 0)
         ]
-        alone = Bench(house, replace(LIMITS, pool_tokens=4096))
+        alone = CoreDriver(stored, replace(LIMITS, pool_tokens=4096))
         expected = [alone.ask(question) for question in questions]
-        together = Bench(house, LIMITS)
+        together = CoreDriver(stored, LIMITS)
         listeners = [together.arrive(question)[0] for question in questions]
         together.run()
         assert [ids_of(listener) for listener in listeners] == expected
-        assert together.stepper.counts.preempted > 0
+        assert together.core.counts.preempted > 0
 
 
 def test_over_a_float8_pool_it_is_close(folder: Path, store: ChunkStore) -> None:

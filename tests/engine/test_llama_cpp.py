@@ -17,8 +17,8 @@ import gguf_families
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from engine_driver import CoreDriver, StoredEngine, ids_of, open_stored_engine
 from gguf_files import write_gguf
-from houses import Bench, House, ids_of, open_house
 
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.connectors import llama_choice
@@ -56,23 +56,23 @@ def installed() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEngine]:
     """One that llama.cpp decodes for, with a GGUF file of the checkpoint's weights."""
     base = tmp_path_factory.mktemp("llama")
-    with open_house(base, num_hidden_layers=2) as house:
+    with open_stored_engine(base, num_hidden_layers=2) as stored:
         write_gguf(base / "model", base / "m.gguf", "llama", "F32")
-        house.engine.runtime.decode_with = DecodeWith(base / "m.gguf")
+        stored.engine.runtime.decode_with = DecodeWith(base / "m.gguf")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(llama_choice, "decode_speeds", lambda runtime: DecodeSpeeds(1.0, 0.5))
-            assert llama_engine(house.engine.runtime) is not None
-        yield house
+            assert llama_engine(stored.engine.runtime) is not None
+        yield stored
 
 
-def torch_only(house: House) -> House:
+def torch_only(stored: StoredEngine) -> StoredEngine:
     """The same store and weights, decoded here."""
-    runtime = house.engine.runtime
+    runtime = stored.engine.runtime
     copied = Engine(type(runtime)(runtime.model, replace(runtime.config, decode_with="torch")))
-    return House(copied, house.store, house.keys)
+    return StoredEngine(copied, stored.store, stored.keys)
 
 
 def engine_of(file: Path, decode_model: Path | None = None) -> tuple[Engine, list[str]]:
@@ -148,11 +148,11 @@ def test_keys_are_where_llama_cpp_rotates_them(tmp_path: Path, monkeypatch: pyte
     )  # 0.15 with the checkpoint's own keys
 
 
-def test_answers_are_those_of_this_engine(house: House) -> None:
-    question = house.question(logprobs=0, max_tokens=12)
+def test_answers_are_those_of_this_engine(stored: StoredEngine) -> None:
+    question = stored.question(logprobs=0, max_tokens=12)
     here, there = (
-        torch_only(house).engine.run_alone(house.store, question),
-        house.engine.run_alone(house.store, question),
+        torch_only(stored).engine.run_alone(stored.store, question),
+        stored.engine.run_alone(stored.store, question),
     )
     assert there.generated_ids == here.generated_ids
     assert there.chosen == here.chosen
@@ -162,22 +162,22 @@ def test_answers_are_those_of_this_engine(house: House) -> None:
     assert [c.attention is None for c in there.chunks] == [True] * len(there.chunks)  # nobody watched
 
 
-def test_many_at_once_in_a_small_pool(house: House) -> None:
+def test_many_at_once_in_a_small_pool(stored: StoredEngine) -> None:
     """Sequences of several lengths come and go, are preempted and swapped: log-probabilities are those of each
     alone."""
     rng = random.Random(3)
     questions = [
-        house.question("who? " * rng.randint(1, 8), max_tokens=rng.randint(2, 10), logprobs=0) for _ in range(12)
+        stored.question("who? " * rng.randint(1, 8), max_tokens=rng.randint(2, 10), logprobs=0) for _ in range(12)
     ]
     questions[5] = replace(questions[5], sampling=replace(questions[5].sampling, n=3, temperature=1.0, seed=4))
-    alone, together = Bench(house, replace(TINY, pool_tokens=4096)), Bench(house, TINY)
+    alone, together = CoreDriver(stored, replace(TINY, pool_tokens=4096)), CoreDriver(stored, TINY)
     expected = []
     for question in questions:
         expected.append(alone.arrive(question)[0])
         alone.run()
     listeners = [together.arrive(question)[0] for question in questions]
-    scheduler = together.stepper.scheduler
-    while together.stepper.busy:
+    scheduler = together.core.scheduler
+    while together.core.busy:
         together.step()
         decoding = [s for s in scheduler.those(Status.RUNNING) if s.handed is not None]
         if decoding and rng.random() < 0.2:
@@ -186,40 +186,40 @@ def test_many_at_once_in_a_small_pool(house: House) -> None:
     for one, other in zip(listeners, expected, strict=True):
         for a, b in zip(one.done().answers, other.done().answers, strict=True):
             assert [p.logprob for p in a.logprobs] == pytest.approx([p.logprob for p in b.logprobs], abs=LOGPROB)
-    assert together.stepper.counts.preempted > 3
-    llama = llama_engine(house.engine.runtime)
+    assert together.core.counts.preempted > 3
+    llama = llama_engine(stored.engine.runtime)
     assert llama is not None
     assert not llama.num_sequences
 
 
-def test_a_preempted_sequence_goes_on_where_it_was(house: House) -> None:
-    question = house.question(max_tokens=10, logprobs=0)
-    alone = house.engine.run_alone(house.store, question)
-    bench = Bench(house, replace(TINY, max_rows=512))
-    listener, _ = bench.arrive(question)
+def test_a_preempted_sequence_goes_on_where_it_was(stored: StoredEngine) -> None:
+    question = stored.question(max_tokens=10, logprobs=0)
+    alone = stored.engine.run_alone(stored.store, question)
+    driver = CoreDriver(stored, replace(TINY, max_rows=512))
+    listener, _ = driver.arrive(question)
     for _ in range(4):
-        bench.step()
-    [sequence] = bench.stepper.scheduler.those(Status.RUNNING)
+        driver.step()
+    [sequence] = driver.core.scheduler.those(Status.RUNNING)
     assert sequence.handed is not None
-    bench.stepper.scheduler.preempt(sequence)
-    for layer in bench.stepper.worker._pool.layers:  # what the pool has of generated tokens is nobody's
+    driver.core.scheduler.preempt(sequence)
+    for layer in driver.core.worker._pool.layers:  # what the pool has of generated tokens is nobody's
         layer.k.fill_(float("nan"))
-    bench.run()
+    driver.run()
     [answer] = listener.done().answers
     assert answer.generated_ids == alone.generated_ids
     assert [p.logprob for p in answer.logprobs] == [p.logprob for p in alone.logprobs]
 
 
-def test_checks_are_of_this_engine(house: House) -> None:
+def test_checks_are_of_this_engine(stored: StoredEngine) -> None:
     """--verify compares blended with full KV, and --confirm gives a full prefill's answer, whoever decodes."""
-    question = house.question(max_tokens=6)
-    here, there = (Bench(one, replace(TINY, pool_tokens=4096)) for one in (torch_only(house), house))
+    question = stored.question(max_tokens=6)
+    here, there = (CoreDriver(one, replace(TINY, pool_tokens=4096)) for one in (torch_only(stored), stored))
     found = []
-    for bench in (here, there):
-        verified, _ = bench.arrive(question, verify=True)
-        bench.run()
-        confirmed, _ = bench.arrive(question, confirm=True)
-        bench.run()
+    for driver in (here, there):
+        verified, _ = driver.arrive(question, verify=True)
+        driver.run()
+        confirmed, _ = driver.arrive(question, confirm=True)
+        driver.run()
         found.append((verified.done().answers[0].verify, confirmed.done().answers[0].generated_ids))
     (own, own_ids), (other, other_ids) = found
     assert other_ids == own_ids
@@ -228,16 +228,16 @@ def test_checks_are_of_this_engine(house: House) -> None:
     assert (other.kl, other.answer_kl) == (own.kl, own.answer_kl)
 
 
-def test_a_cancelled_request_leaves_nothing_there(house: House) -> None:
-    bench = Bench(house, replace(TINY, max_rows=512))
-    _, state = bench.arrive(house.question(max_tokens=10))
+def test_a_cancelled_request_leaves_nothing_there(stored: StoredEngine) -> None:
+    driver = CoreDriver(stored, replace(TINY, max_rows=512))
+    _, state = driver.arrive(stored.question(max_tokens=10))
     for _ in range(4):
-        bench.step()
-    llama = llama_engine(house.engine.runtime)
+        driver.step()
+    llama = llama_engine(stored.engine.runtime)
     assert llama is not None
     assert llama.num_sequences == 1
     state.cancelled = True
-    bench.run()
+    driver.run()
     assert not llama.num_sequences
 
 
@@ -270,14 +270,14 @@ def test_a_file_of_another_model_is_refused(
 
 
 def test_a_context_that_is_too_small_is_said_and_decoded_here(
-    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stored: StoredEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llama = llama_engine(house.engine.runtime)
+    llama = llama_engine(stored.engine.runtime)
     assert llama is not None
-    question = house.question(max_tokens=8)
-    here = torch_only(house).engine.run_alone(house.store, question)
+    question = stored.question(max_tokens=8)
+    here = torch_only(stored).engine.run_alone(stored.store, question)
     monkeypatch.setattr(llama, "max_context", here.prompt_tokens)
-    there = house.engine.run_alone(house.store, question)
+    there = stored.engine.run_alone(stored.store, question)
     assert there.generated_ids == here.generated_ids
     assert len(there.notes) == len(here.notes) + 1
     assert any(chunk.attention is not None for chunk in there.chunks)  # this engine decoded
@@ -380,8 +380,8 @@ def test_the_next_start_reads_the_file_ahead(tmp_path: Path, monkeypatch: pytest
     assert [Path(name).name for name in read[0]] == ["model.safetensors", "other.gguf"]
 
 
-def test_what_cannot_be_is_a_usage_error(house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = house.engine.model
+def test_what_cannot_be_is_a_usage_error(stored: StoredEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = stored.engine.model
     assert decode_with(EngineConfig(), model).file is None  # a checkpoint, and no file named
     with pytest.raises(UsageError):
         decode_with(EngineConfig(decode_with="llama.cpp"), model)
@@ -389,7 +389,7 @@ def test_what_cannot_be_is_a_usage_error(house: House, tmp_path: Path, monkeypat
         decode_with(EngineConfig(decode_with="llama.cpp", decode_model=str(tmp_path / "no.gguf")), model)
     with pytest.raises(UsageError):
         EngineConfig(decode_with="vllm")
-    named = EngineConfig(decode_with="llama.cpp", decode_model=str(house.engine.runtime.decode_with.file))
+    named = EngineConfig(decode_with="llama.cpp", decode_model=str(stored.engine.runtime.decode_with.file))
     assert decode_with(named, model).file is not None
     for module in MODULES:
         monkeypatch.setitem(sys.modules, module, None)  # not installed

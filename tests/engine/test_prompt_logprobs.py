@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from houses import Bench, House, open_house
+from engine_driver import CoreDriver, StoredEngine, open_stored_engine
 from transformers import AutoModelForCausalLM
 
 from cacheblend_cli.engine.events import Limits
@@ -17,13 +17,13 @@ from cacheblend_cli.types import Answer, BlendParams, SamplingParams
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with open_house(tmp_path_factory.mktemp("logprobs"), num_hidden_layers=2) as house:
-        yield house
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEngine]:
+    with open_stored_engine(tmp_path_factory.mktemp("logprobs"), num_hidden_layers=2) as stored:
+        yield stored
 
 
-def check(house: House, answer: Answer, num_top: int) -> None:
-    model = AutoModelForCausalLM.from_pretrained(house.engine.model.path).eval()
+def check(stored: StoredEngine, answer: Answer, num_top: int) -> None:
+    model = AutoModelForCausalLM.from_pretrained(stored.engine.model.path).eval()
     with torch.inference_mode():
         expected = torch.log_softmax(model(torch.tensor([answer.prompt_ids])).logits[0], -1)
     told = answer.prompt_logprobs
@@ -34,36 +34,38 @@ def check(house: House, answer: Answer, num_top: int) -> None:
     assert torch.allclose(top, expected[:-1].topk(num_top).values, atol=1e-4)
 
 
-def test_of_a_question_alone(house: House) -> None:
-    question = house.question(prompt_logprobs=2)
-    answer = house.engine.run_alone(house.store, question)
-    check(house, answer, 2)
+def test_of_a_question_alone(stored: StoredEngine) -> None:
+    question = stored.question(prompt_logprobs=2)
+    answer = stored.engine.run_alone(stored.store, question)
+    check(stored, answer, 2)
     assert (answer.mode, answer.cached_tokens) == ("full", 0)
     assert len(answer.to_dict()["prompt_logprobs"]) == answer.prompt_tokens - 1
-    assert answer.generated_ids == house.engine.run_alone(house.store, house.question(prompt_logprobs=0)).generated_ids
+    assert (
+        answer.generated_ids == stored.engine.run_alone(stored.store, stored.question(prompt_logprobs=0)).generated_ids
+    )
 
 
-def test_in_pieces_beside_others_and_where_all_is_hot(house: House) -> None:
-    bench = Bench(house, Limits(max_rows=17, pool_tokens=4096))
-    plain = [bench.arrive(house.question(text))[0] for text in ("where does Mara work?", "who?")]
-    bench.run()
-    asked = [bench.arrive(house.question(prompt_logprobs=3, n=n))[0] for n in (1, 2)]
-    bench.run()
+def test_in_pieces_beside_others_and_where_all_is_hot(stored: StoredEngine) -> None:
+    driver = CoreDriver(stored, Limits(max_rows=17, pool_tokens=4096))
+    plain = [driver.arrive(stored.question(text))[0] for text in ("where does Mara work?", "who?")]
+    driver.run()
+    asked = [driver.arrive(stored.question(prompt_logprobs=3, n=n))[0] for n in (1, 2)]
+    driver.run()
     for listener in asked:
         answers = listener.done().answers
         for answer in answers:
-            check(house, answer, 3)
+            check(stored, answer, 3)
             assert answer.prefix_cache_tokens == 0
-    again = bench.arrive(replace(house.question(), blend=BlendParams(mode="full")))[
+    again = driver.arrive(replace(stored.question(), blend=BlendParams(mode="full")))[
         0
     ]  # others find it in the prefix cache
-    bench.run()
+    driver.run()
     [answer] = again.done().answers
     assert answer.prefix_cache_tokens > 0
     assert answer.prompt_logprobs == plain[0].done().answers[0].prompt_logprobs == []
 
 
-def test_how_many(house: House) -> None:
+def test_how_many(stored: StoredEngine) -> None:
     with pytest.raises(UsageError, match="prompt_logprobs"):
         SamplingParams(prompt_logprobs=21)
     assert replace(SamplingParams(), prompt_logprobs=20).prompt_logprobs == 20

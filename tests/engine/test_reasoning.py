@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from callbacks import pieces_to
 from checkpoints import write_checkpoint
-from hearing import pieces_to
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken

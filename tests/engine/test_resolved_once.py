@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from cacheblend_store import ChunkStore, reader
-from houses import House, open_house
+from engine_driver import StoredEngine, open_stored_engine
 
 from cacheblend_cli.corpus.citations import Citations
 from cacheblend_cli.engine.runtime import Runtime
@@ -16,9 +16,9 @@ from cacheblend_cli.types import AskRequest, SamplingParams, SearchParams
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with open_house(tmp_path_factory.mktemp("resolved"), num_hidden_layers=2) as house:
-        yield house
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with open_stored_engine(tmp_path_factory.mktemp("resolved"), num_hidden_layers=2) as stored:
+        yield stored
 
 
 def counted(
@@ -35,26 +35,26 @@ def counted(
 
 
 @pytest.mark.parametrize("searches", [False, True])
-def test_an_ask_reads_each_record_once(house: House, monkeypatch: pytest.MonkeyPatch, searches: bool) -> None:
+def test_an_ask_reads_each_record_once(stored: StoredEngine, monkeypatch: pytest.MonkeyPatch, searches: bool) -> None:
     question = "where does the harbor keeper with the parrot live?"
     params = SamplingParams(max_tokens=2)
-    ask = AskRequest(question, house.keys[:5], sampling=params)
+    ask = AskRequest(question, stored.keys[:5], sampling=params)
     if searches:
         ask = AskRequest(question, search=SearchParams(k=5), sampling=params)
-    house.engine.run_alone(house.store, ask)
+    stored.engine.run_alone(stored.store, ask)
     records, others = Counter[bytes](), Counter[str]()
     counted(monkeypatch, records, reader, "decode_manifest", lambda key, value: key)
     counted(monkeypatch, others, Citations, "all_of", lambda *_: "citation")
     counted(monkeypatch, others, Runtime, "template_of", lambda *_: "template")
     counted(monkeypatch, others, ChunkStore, "read", lambda *_: "transaction")
-    request = house.engine.resolve(house.store, ask)
+    request = stored.engine.resolve(stored.store, ask)
     assert len(request.chunks) == 5
     assert set(records) == {*request.named, request.collection.prefix_key}
     assert set(records.values()) == {1}
     assert others["citation"] == 5
     assert others["template"] <= 3
     assert others["transaction"] <= 3
-    answer = house.engine.run(request)
+    answer = stored.engine.run(request)
     assert records.total() <= 2 * 6, "the loader checks each record when it loads the KV"
     assert others["citation"] == 5
     assert [use.source for use in answer.chunks] == [chunk.citation.source for chunk in request.chunks]

@@ -66,7 +66,7 @@ FOUR = ("olmo-2, grouped", *(pytest.param(name, marks=pytest.mark.torture) for n
 """With fewer KV heads than ranks."""
 
 
-class House:
+class RankSetup:
     """A model, documents, and the answers of one rank."""
 
     def __init__(self, path: Path, documents: Path, model: HubModel | None = None) -> None:
@@ -138,24 +138,24 @@ def test_two_ranks_give_what_one_gives(name: str, tmp_path: Path, documents: Pat
 
 
 def compare(size: int, name: str, path: Path, documents: Path, blends: Sequence[BlendParams]) -> None:
-    house = House(path, documents, MODELS[name])
-    one, many = house.engine(1), house.engine(size)
+    setup = RankSetup(path, documents, MODELS[name])
+    one, many = setup.engine(1), setup.engine(size)
     assert many.model.fingerprint == one.model.fingerprint
-    with house.store(one) as own, house.store(many) as other:
+    with setup.store(one) as own, setup.store(many) as other:
         assert keys_of(own) == keys_of(other)
         assert_same(answers(one, own, blends), answers(many, other, blends))
 
 
 @pytest.fixture
-def house(tmp_path: Path, documents: Path) -> House:
-    return House(tmp_path, documents, MODELS["llama-3.2"])
+def setup(tmp_path: Path, documents: Path) -> RankSetup:
+    return RankSetup(tmp_path, documents, MODELS["llama-3.2"])
 
 
-def test_a_batch_with_copied_and_swapped_blocks_is_answered_as_by_one_rank(house: House) -> None:
+def test_a_batch_with_copied_and_swapped_blocks_is_answered_as_by_one_rank(setup: RankSetup) -> None:
     found = []
     for size in (1, 2):
-        engine = Engine(house.engine(size).runtime, limits=Limits(max_sequences=6, pool_tokens=14 * 16))
-        with house.store(engine) as store, engine:
+        engine = Engine(setup.engine(size).runtime, limits=Limits(max_sequences=6, pool_tokens=14 * 16))
+        with setup.store(engine) as store, engine:
             sampling = replace(SAMPLING, max_tokens=40, n=2, temperature=0.7, seed=3)
             asks = [
                 AskRequest(f"{word} {QUESTION}", keys_of(store)[:2], sampling=sampling) for word in ("and", "so", "now")
@@ -167,11 +167,13 @@ def test_a_batch_with_copied_and_swapped_blocks_is_answered_as_by_one_rank(house
     assert found[0] == found[1]
 
 
-def test_a_chunk_that_one_rank_cannot_read_is_computed_by_all(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = house.engine(2)
-    with house.store(engine) as store:
+def test_a_chunk_that_one_rank_cannot_read_is_computed_by_all(
+    setup: RankSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = setup.engine(2)
+    with setup.store(engine) as store:
         [expected] = answers(engine, store)[1:2]
-        copy = shutil.copytree(store.path, house.path / "copy")
+        copy = shutil.copytree(store.path, setup.path / "copy")
         manifest = store.get_chunk(keys_of(store)[2])
         assert manifest is not None
         with store.read() as reader:
@@ -189,7 +191,7 @@ def test_a_chunk_that_one_rank_cannot_read_is_computed_by_all(house: House, monk
 
 
 def test_a_gguf_file_an_adapter_and_a_float8_pool_are_divided_too(tmp_path: Path, documents: Path) -> None:
-    house = House(tmp_path, documents)
+    setup = RankSetup(tmp_path, documents)
     write_checkpoint(tmp_path / "model", "llama-gqa")
     write_adapter(tmp_path / "lora", tmp_path / "model", ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"])
     write_gguf(tmp_path / "model", tmp_path / "m.gguf", "llama", "Q8_0")
@@ -198,8 +200,8 @@ def test_a_gguf_file_an_adapter_and_a_float8_pool_are_divided_too(tmp_path: Path
         {"lora": str(tmp_path / "lora")},
         {"kv_pool_dtype": "float8_e4m3"},
     ):
-        one, many = (house.engine(size, **config) for size in (1, 2))
-        with house.store(one) as store:
+        one, many = (setup.engine(size, **config) for size in (1, 2))
+        with setup.store(one) as store:
             ask = AskRequest(QUESTION, keys_of(store), BLENDS[0], IN_FULL)
             ours, theirs = (engine.run_alone(store, ask) for engine in (one, many))
             assert theirs.generated_ids == ours.generated_ids
@@ -208,8 +210,8 @@ def test_a_gguf_file_an_adapter_and_a_float8_pool_are_divided_too(tmp_path: Path
             assert apart <= (0.1 if "kv_pool_dtype" in config else TOLERANCE)  # a code of float8 may be the next one
 
 
-def test_a_rank_has_half_of_the_weights(house: House) -> None:
-    spec = read_spec(house.path / "model")
+def test_a_rank_has_half_of_the_weights(setup: RankSetup) -> None:
+    spec = read_spec(setup.path / "model")
     wide = replace(
         spec, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=32, intermediate_size=512, vocab_size=4096
     )
@@ -217,8 +219,8 @@ def test_a_rank_has_half_of_the_weights(house: House) -> None:
     assert 0.5 <= share < 0.51
 
 
-def test_what_cannot_be_divided_is_refused(house: House, tmp_path: Path) -> None:
-    spec = read_spec(house.path / "model")
+def test_what_cannot_be_divided_is_refused(setup: RankSetup, tmp_path: Path) -> None:
+    spec = read_spec(setup.path / "model")
     for size in (3, 5, 8):  # of four heads
         with pytest.raises(UsageError) as refused:
             check_divisible(spec, size)
@@ -231,7 +233,7 @@ def test_what_cannot_be_divided_is_refused(house: House, tmp_path: Path) -> None
         check_divisible(spec_from_config({"model_type": "deepseek_v3"}), 2)  # its latent is of all heads
     for other in ({"weight_dtype": "int8"}, {"decode_with": "llama.cpp"}):
         with pytest.raises(UsageError):
-            house.engine(2, **other)
+            setup.engine(2, **other)
 
 
 @pytest.mark.parametrize(
@@ -266,8 +268,8 @@ def listening(pid: int) -> list[str]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs Linux")
-def test_other_machines_cannot_connect_to_ranks(house: House) -> None:
-    house.engine(2)
+def test_other_machines_cannot_connect_to_ranks(setup: RankSetup) -> None:
+    setup.engine(2)
     found = listening(group()._children[1].pid)
     assert found
     assert set(found) == {"0100007F"}  # 127.0.0.1
@@ -291,34 +293,34 @@ def test_ranks_end_when_rank_0_is_interrupted_before_they_come(monkeypatch: pyte
 
 
 def test_a_model_that_one_rank_cannot_load_is_an_error_and_the_next_one_is_loaded(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    setup: RankSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(driver, "LoadModel", lambda model, path, config: LoadModel(model, f"{path}-gone", config))
         with pytest.raises(OtherRankFailed):
-            house.engine(2)
+            setup.engine(2)
     assert not group().is_lost
-    with house.engine(2) as engine:
+    with setup.engine(2) as engine:
         engine.use(None)
         engine.ask(QUESTION, documents=["Ada leads team one."], max_tokens=1)
     assert not driver.Driver.gone_workers  # the other rank has dropped its own
 
 
-def test_loading_can_be_interrupted(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_can_be_interrupted(setup: RankSetup, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*given: Any, **named: Any) -> None:
         raise KeyboardInterrupt
 
-    house.engine(2)
+    setup.engine(2)
     lost = group()
     monkeypatch.setattr(driver, "load_model", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        house.engine(2)
+        setup.engine(2)
     assert lost.is_lost
     assert lost._children[1].poll() == -signal.SIGKILL
 
 
-def test_a_lost_rank_leaves_no_temporary_store(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, codes = house.engine(1), list[int]()
+def test_a_lost_rank_leaves_no_temporary_store(setup: RankSetup, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, codes = setup.engine(1), list[int]()
     engine.use(None)
     assert engine._folder is not None
     folder = Path(engine._folder.name)
@@ -330,9 +332,9 @@ def test_a_lost_rank_leaves_no_temporary_store(house: House, monkeypatch: pytest
     engine.close()
 
 
-def test_a_killed_rank_is_named_and_ends_all(house: House) -> None:
-    engine = house.engine(2)
-    with house.store(engine) as store:
+def test_a_killed_rank_is_named_and_ends_all(setup: RankSetup) -> None:
+    engine = setup.engine(2)
+    with setup.store(engine) as store:
         child = group()._children[1]
         os.kill(child.pid, signal.SIGTERM)  # which is rank 0's to answer
         os.kill(child.pid, signal.SIGKILL)

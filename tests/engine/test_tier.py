@@ -28,7 +28,7 @@ def request(keys: list[bytes], mode: str = "blend", **options: Any) -> AskReques
 
 
 @dataclass
-class House:
+class TierSetup:
     """One engine, the tier's server, and machines: stores of their own over them."""
 
     engine: Engine
@@ -68,7 +68,7 @@ class Machine:
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TierSetup]:
     root = tmp_path_factory.mktemp("tier")
     write_checkpoint(root / "model", "llama-gqa")
     (root / "docs").mkdir()
@@ -79,18 +79,18 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     with object_server(root / "objects") as server, pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment.items():
             patch.setenv(name, value)
-        yield House(engine, root, server)
+        yield TierSetup(engine, root, server)
 
 
 @pytest.fixture
-def pair(house: House, tmp_path: Path, request: Any) -> Iterator[tuple[Machine, list[bytes], Answer]]:
+def pair(setup: TierSetup, tmp_path: Path, request: Any) -> Iterator[tuple[Machine, list[bytes], Answer]]:
     """A machine whose chunks are in the tier and that has no KV any more, their keys, and the answer it gave before."""
     key = tmp_path / "key"
     key.write_bytes(b"a secret of more than sixteen bytes")
     keyed = getattr(request, "param", "") == "encrypted"
-    house.root = tmp_path
-    machine = house.machine("one", prefix=tmp_path.name, key=key if keyed else None)
-    keys = machine.precompute(Path(house.server.data.parent / "docs"))[4:1:-1]
+    setup.root = tmp_path
+    machine = setup.machine("one", prefix=tmp_path.name, key=key if keyed else None)
+    keys = machine.precompute(Path(setup.server.data.parent / "docs"))[4:1:-1]
     before = machine.ask(keys)
     assert before.tier is None
     machine.evict()
@@ -130,10 +130,10 @@ def test_no_save_keeps_nothing(pair: tuple[Machine, list[bytes], Answer]) -> Non
 
 
 @pytest.mark.parametrize("pair", ["plain", "encrypted"], indirect=True)
-def test_a_flipped_byte_in_every_object_is_a_miss(house: House, pair: tuple[Machine, list[bytes], Answer]) -> None:
+def test_a_flipped_byte_in_every_object_is_a_miss(setup: TierSetup, pair: tuple[Machine, list[bytes], Answer]) -> None:
     machine, keys, before = pair
     full = machine.ask(keys, "full")
-    files = [f for f in house.server.objects() if machine.tier.tier.url.rpartition("/")[2] in str(f)]
+    files = [f for f in setup.server.objects() if machine.tier.tier.url.rpartition("/")[2] in str(f)]
     assert len(files) >= 9
     for number, file in enumerate(files):
         data = bytearray(file.read_bytes())
@@ -154,44 +154,44 @@ def test_a_flipped_byte_in_every_object_is_a_miss(house: House, pair: tuple[Mach
 
 @pytest.mark.parametrize("status", [500, 503, 403])
 def test_a_tier_that_refuses_is_a_miss_and_is_left_alone(
-    house: House, pair: tuple[Machine, list[bytes], Answer], status: int
+    setup: TierSetup, pair: tuple[Machine, list[bytes], Answer], status: int
 ) -> None:
     machine, keys, _ = pair
     full = machine.ask(keys, "full")
-    house.server.status = status
+    setup.server.status = status
     try:
         found = machine.ask(keys)
     finally:
-        house.server.status = 0
+        setup.server.status = 0
     assert found.generated_ids == full.generated_ids
     assert (found.tier.found, found.tier.taken) == (0, 0)
     assert machine.tier.counts.failed >= 3
     assert machine.tier.resting
     assert len(machine.said) == len(set(machine.said)) <= 2
-    house.server.seen.clear()
+    setup.server.seen.clear()
     machine.evict()
     assert machine.ask(keys).tier.found == 0
-    assert house.server.seen == []
+    assert setup.server.seen == []
 
 
 def test_a_tier_that_hangs_is_waited_for_no_longer_than_the_deadline(
-    house: House, pair: tuple[Machine, list[bytes], Answer]
+    setup: TierSetup, pair: tuple[Machine, list[bytes], Answer]
 ) -> None:
     machine, keys, _ = pair
     full = machine.ask(keys, "full")
     machine.tier.deadline_s = 0.01
-    house.server.hang = LONG_S
+    setup.server.hang = LONG_S
     try:
         found = machine.ask(keys)
     finally:
-        house.server.hang = 0.0
+        setup.server.hang = 0.0
     assert found.generated_ids == full.generated_ids
     assert found.tier.found == 0
     assert machine.tier.counts.late == 4
 
 
 def test_kv_that_does_not_come_is_computed(
-    house: House, pair: tuple[Machine, list[bytes], Answer], monkeypatch: pytest.MonkeyPatch
+    setup: TierSetup, pair: tuple[Machine, list[bytes], Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tier says what it has, and then gives nothing."""
     machine, keys, _ = pair
@@ -216,12 +216,12 @@ def test_kv_that_does_not_come_is_computed(
     assert len(found.notes) <= 3
 
 
-def test_precompute_takes_what_another_machine_computed(house: House, tmp_path: Path) -> None:
-    house.root = tmp_path
-    docs = Path(house.server.data.parent / "docs")
-    one = house.machine("one", prefix=tmp_path.name)
+def test_precompute_takes_what_another_machine_computed(setup: TierSetup, tmp_path: Path) -> None:
+    setup.root = tmp_path
+    docs = Path(setup.server.data.parent / "docs")
+    one = setup.machine("one", prefix=tmp_path.name)
     keys = one.precompute(docs)
-    two = house.machine("two", prefix=tmp_path.name)
+    two = setup.machine("two", prefix=tmp_path.name)
     report = two.engine.precompute(
         two.store, [str(docs)], PrecomputeOptions(chunk_tokens=16, context="sink"), lambda e: None
     )
@@ -234,7 +234,7 @@ def test_precompute_takes_what_another_machine_computed(house: House, tmp_path: 
         machine.store.close()
 
 
-def test_ratio_auto_weighs_the_tier(house: House, pair: tuple[Machine, list[bytes], Answer]) -> None:
+def test_ratio_auto_weighs_the_tier(setup: TierSetup, pair: tuple[Machine, list[bytes], Answer]) -> None:
     machine, keys, _ = pair
 
     def ask() -> Answer:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 import torch
-from houses import Bench, House, open_house
+from engine_driver import CoreDriver, StoredEngine, open_stored_engine
 from torch import Tensor
 
 from cacheblend_cli.engine.core import pools
@@ -101,54 +101,56 @@ class Leader(Worker):
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with open_house(tmp_path_factory.mktemp("worker"), num_hidden_layers=3) as house:
-        yield house
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEngine]:
+    with open_stored_engine(tmp_path_factory.mktemp("worker"), num_hidden_layers=3) as stored:
+        yield stored
 
 
-def test_a_second_worker_that_is_sent_the_same_computes_the_same(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_worker_that_is_sent_the_same_computes_the_same(
+    stored: StoredEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pools, "Worker", Leader)
     rng = random.Random(5)
-    bench = Bench(house, Limits(max_sequences=5, max_rows=96, pool_tokens=16 * 20))
-    worker = bench.stepper.worker
+    driver = CoreDriver(stored, Limits(max_sequences=5, max_rows=96, pool_tokens=16 * 20))
+    worker = driver.core.worker
     assert isinstance(worker, Leader)
     for number in range(14):
-        named = rng.sample(house.keys, rng.randint(0, 3))
+        named = rng.sample(stored.keys, rng.randint(0, 3))
         blend = BlendParams(
             mode=rng.choice(("blend", "full")), ratio=0.4, selector=rng.choice(("query", "hkvd", "first"))
         )
         sampling = {"max_tokens": 24, "n": rng.choice((1, 3)), "seed": number, "temperature": rng.choice((0.0, 1.5))}
-        question = house.question("where does Mara work " * rng.randint(1, 3), **sampling)
-        bench.arrive(replace(question, keys=named, blend=blend), verify=number % 5 == 0)
-        bench.step()
-    bench.run()
+        question = stored.question("where does Mara work " * rng.randint(1, 3), **sampling)
+        driver.arrive(replace(question, keys=named, blend=blend), verify=number % 5 == 0)
+        driver.step()
+    driver.run()
     for _ in range(4):  # short ones at once
-        bench.arrive(replace(house.question("where does Mara work who keeps a parrot"), keys=[]))
-    _, leaving = bench.arrive(house.question(max_tokens=30), verify=True)
+        driver.arrive(replace(stored.question("where does Mara work who keeps a parrot"), keys=[]))
+    _, leaving = driver.arrive(stored.question(max_tokens=30), verify=True)
     while not leaving.num_started:
-        bench.step()
+        driver.step()
     leaving.cancelled = True
-    bench.run()
+    driver.run()
     assert worker.calls == {"copy_blocks", "prefill_together", "swap_in"}
-    assert Status.SWAPPED in bench.seen
+    assert Status.SWAPPED in driver.seen
     for one in (worker, worker.other):
         assert not one._prefills
         assert not one._swapped, "KV is kept for nobody"
 
 
-def test_kv_of_a_sequence_is_exported(house: House) -> None:
-    question = replace(house.question(max_tokens=30), blend=BlendParams(mode="full"))
-    alone = prefill(house.engine.runtime, house.request(question))
-    expected = export(house.engine.runtime.decoder, alone.sequence, alone.plan.num_tokens)
-    bench = Bench(house, Limits(max_sequences=2, max_rows=40, pool_tokens=16 * 20))
-    _, state = bench.arrive(question)
+def test_kv_of_a_sequence_is_exported(stored: StoredEngine) -> None:
+    question = replace(stored.question(max_tokens=30), blend=BlendParams(mode="full"))
+    alone = prefill(stored.engine.runtime, stored.request(question))
+    expected = export(stored.engine.runtime.decoder, alone.sequence, alone.plan.num_tokens)
+    driver = CoreDriver(stored, Limits(max_sequences=2, max_rows=40, pool_tokens=16 * 20))
+    _, state = driver.arrive(question)
     while not state.num_started:
-        bench.step()
+        driver.step()
     table = state.sequences[0].paged
     assert table is not None
-    reader = bench.stepper.worker.export_kv(TableInput.of(table), state.num_tokens)
+    reader = driver.core.worker.export_kv(TableInput.of(table), state.num_tokens)
     for found, layer in zip(reader, expected, strict=True):
         torch.testing.assert_close(found.k, layer.k)
         torch.testing.assert_close(found.v, layer.v)
     state.cancelled = True
-    bench.run()
+    driver.run()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from cacheblend_kernels import AttentionMetadata, LayerCache
+from cacheblend_kernels import AttentionMetadata, AttentionParams, LayerCache
+from cacheblend_kernels.triton_backend.configs import LaunchPlan, TileConfig
 from torch import Tensor
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -140,3 +142,28 @@ def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     assert not got.isnan().any(), "NaN leaked into the result"
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(got.cpu().double(), want, atol=tolerance, rtol=tolerance)
+
+
+SMALL = TileConfig(16, 16, 4, 2)
+_OF_LAYER = ("sliding_window", "soft_cap", "sinks", "alibi")
+
+
+def run_attention(
+    kernel: Callable[..., Tensor], case: AttentionCase, device: torch.device, **options: object
+) -> Tensor:
+    """Run a Triton kernel. options: fields of AttentionParams and LaunchPlan."""
+    moved_case, scale = case.to(device), case.q.shape[-1] ** -0.5
+    given = {name: options.pop(name, None) for name in _OF_LAYER}
+    given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
+    params = AttentionParams(scale, **given)  # type: ignore[arg-type]
+    plan = LaunchPlan(90, 132, **{"config": SMALL, **options})  # type: ignore[arg-type]
+    return kernel(moved_case.q, moved_case.cache, moved_case.meta, params, plan)
+
+
+def check_attention(
+    kernel: Callable[..., Tensor], case: AttentionCase, device: torch.device, **options: object
+) -> None:
+    """Compare a Triton kernel with the fp64 reference."""
+    of_layer = (options.get(name) for name in _OF_LAYER)
+    want = attention_reference(case, case.q.shape[-1] ** -0.5, *of_layer)  # type: ignore[arg-type]
+    assert_close(run_attention(kernel, case, device, **options), want, case.q.dtype)

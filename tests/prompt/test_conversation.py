@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from checkpoints import write_tokenizer
+from checkpoints import tokenizer_with_template
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.tokenizer import Tokenizer
@@ -22,11 +21,7 @@ HISTORY = ("who leads billing?", "Mara.")
 
 
 def tokenizer(path: Path, template: str = CHATML) -> Tokenizer:
-    path.mkdir(exist_ok=True)
-    write_tokenizer(path)
-    config = json.loads((path / "tokenizer_config.json").read_text())
-    (path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
-    return Tokenizer(path)
+    return tokenizer_with_template(path, template)
 
 
 def test_turns_are_what_transformers_renders(tmp_path: Path) -> None:

@@ -3,12 +3,11 @@ cannot."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import write_tokenizer
+from checkpoints import tokenizer_with_template
 
 from cacheblend_cli.demo import model_dir
 from cacheblend_cli.errors import NotFoundError, TemplateFailed, UsageError
@@ -26,11 +25,7 @@ PROMPT = "Read {chunks} and say {question} in French, as {JSON: 1}."
 
 
 def tokenizer(path: Path, template: str = CHATML) -> Tokenizer:
-    path.mkdir(exist_ok=True)
-    write_tokenizer(path)
-    config = json.loads((path / "tokenizer_config.json").read_text())
-    (path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
-    return Tokenizer(path)
+    return tokenizer_with_template(path, template)
 
 
 def text_of(of: Tokenizer, wording: Wording, chunks: str, question: str) -> str:

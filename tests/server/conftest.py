@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn.server
-from asking import Cli, cli_in
 from cacheblend_store import ChunkStore
 from cacheblend_store.tier import SharedTier
 from checkpoints import write_checkpoint
+from command_line import Cli, cli_in
 
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine

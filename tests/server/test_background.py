@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from asking import ASK, PAGES, Cli, process
 from cacheblend_store import ChunkStore
+from command_line import ASK, PAGES, Cli, process
 
 from cacheblend_cli.cli.main import run
 from cacheblend_cli.cli.units import parse_size

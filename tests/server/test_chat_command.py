@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asking import Cli, Said
+from command_line import Cli, CommandResult
 
 from cacheblend_cli.cli.ask_session import AskSession
 from cacheblend_cli.engine.engine import Engine
@@ -18,7 +18,7 @@ from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 
 @pytest.fixture
-def chat(cli: Cli) -> Callable[..., Said]:
+def chat(cli: Cli) -> Callable[..., CommandResult]:
     """Lines typed into a chat."""
     return lambda *lines, flags=(): cli("chat", *flags, stdin="\n".join([*lines, ""]))
 

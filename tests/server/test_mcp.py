@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from asking import Cli
+from command_line import Cli
 
 from cacheblend_cli.cli.main import run
 from cacheblend_cli.errors import NotFoundError

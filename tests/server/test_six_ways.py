@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asking import Cli
 from cacheblend_store import ChunkStore
+from command_line import Cli
 
 from cacheblend_cli import Engine
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from asking import ASK, Cli, process
+from command_line import ASK, Cli, process
 
 from cacheblend_cli import sockets
 from cacheblend_cli.client import Connection, EngineLost

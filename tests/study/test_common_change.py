@@ -3,7 +3,6 @@ stays exact."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +11,7 @@ import pytest
 import torch
 from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
+from study_modules import study_modules
 
 from cacheblend_cli.collect import collector
 from cacheblend_cli.collect.prefill import CollectSequence, Kept, collect_prefix
@@ -25,9 +25,8 @@ TEXTS = [" ".join(WORDS[n : n + 12]) + " " for n in range(4)]
 
 @pytest.fixture
 def script() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[2] / "study"))
-        yield importlib.import_module("common_change")
+    with study_modules() as load:
+        yield load("common_change")
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ from types import ModuleType
 
 import pytest
 from checkpoints import WORDS, write_checkpoint
+from study_modules import study_modules
 
 PASSAGES = [{"title": "", "text": " ".join(WORDS[p % 7 : p % 7 + 9]) + f" {p}. "} for p in range(10)]
 
 
 @pytest.fixture
 def common_move() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[2] / "study"))
-        yield importlib.import_module("common_move")
+    with study_modules() as load:
+        yield load("common_move")
 
 
 def test_a_run_goes_on_from_records_of_the_same_corrections(

@@ -3,22 +3,18 @@ prefill."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-
-STUDY = Path(__file__).parents[2] / "study"
+from study_modules import study_modules
 
 
 @pytest.fixture
 def hybrids() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(STUDY)
-        yield importlib.import_module("hybrids")
+    with study_modules() as load:
+        yield load("hybrids")
 
 
 @torch.inference_mode()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,9 +10,8 @@ import pytest
 import torch
 from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
+from study_modules import study_modules
 
-from cacheblend_cli.blend.corrections import CORRECTIONS
-from cacheblend_cli.blend.selectors import SELECTORS
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.engine import Engine
@@ -39,15 +36,8 @@ SAMPLE = sample(*TEXTS[:4])
 
 @pytest.fixture(scope="module")
 def published() -> Iterator[ModuleType]:
-    known = dict(SELECTORS), dict(CORRECTIONS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[2] / "study"))
-        module = importlib.import_module("published")
-        importlib.import_module("research").register()
-        yield module
-    for registry, before in zip((SELECTORS, CORRECTIONS), known, strict=True):
-        registry.clear()
-        registry.update(before)  # type: ignore[arg-type]
+    with study_modules(register=True) as load:
+        yield load("published")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@ changes."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 from cacheblend_store import ChunkStore
 from checkpoints import write_checkpoint
+from study_modules import study_modules
 
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.fidelity import teacher_forced
@@ -23,14 +23,11 @@ from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.samples import Sample, pages
 from cacheblend_cli.types import AskRequest, BlendParams
 
-STUDY = Path(__file__).parents[2] / "study"
-
 
 @pytest.fixture
 def repair() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(STUDY)
-        yield importlib.import_module("repair")
+    with study_modules() as load:
+        yield load("repair")
 
 
 @pytest.fixture

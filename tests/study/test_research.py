@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -10,13 +9,12 @@ from types import ModuleType
 import pytest
 import torch
 from prefill_bench import Bench
-from torch import Tensor
+from selector_checks import check_probe_ignores_pool, check_probe_leaves_nothing
+from study_modules import study_modules
 
 from cacheblend_cli.blend import policy
-from cacheblend_cli.blend.corrections import CORRECTIONS
-from cacheblend_cli.blend.selectors import SELECTORS, Candidates, make_selector
+from cacheblend_cli.blend.selectors import Candidates
 from cacheblend_cli.kv.forward import write_kv
-from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.types import BlendParams
 
@@ -25,15 +23,8 @@ EVERY = ("draft", "perturb", "random:2+draft", "first:1+perturb")
 
 @pytest.fixture(scope="module")
 def research() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[2] / "study"))
-        known = dict(SELECTORS), dict(CORRECTIONS)
-        module = importlib.import_module("research")
-        module.register()
-        yield module
-    for registry, before in zip((SELECTORS, CORRECTIONS), known, strict=True):
-        registry.clear()
-        registry.update(before)  # type: ignore[arg-type]
+    with study_modules(register=True) as load:
+        yield load("research")
 
 
 @pytest.fixture(scope="module")
@@ -53,46 +44,20 @@ def test_a_selector_keeps_its_ratio_and_all_of_it_is_full_prefill(
     assert torch.isfinite(some.result.logits).all()
 
 
-class Given:
-    """Tokens that are given, on no evidence."""
-
-    def __init__(self, positions: Tensor, needs_check_layer: bool) -> None:
-        self.positions, self.needs_check_layer = positions, needs_check_layer
-
-    def scores(self, candidates: Candidates, evidence: object) -> Tensor:
-        return torch.isin(candidates.positions, self.positions).float()
-
-
 @pytest.mark.parametrize("name", EVERY)
-def test_looking_leaves_nothing_behind(
+def test_a_probe_leaves_nothing_behind(
     research: ModuleType, bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The logits are those of the same tokens, chosen without a look."""
-    looked = bench.prefill(BlendParams(selector=name, ratio=0.2))
-    late = make_selector(name).needs_check_layer
-    monkeypatch.setitem(SELECTORS, "given", lambda seed: Given(looked.result.chosen, late))
-    given = bench.prefill(BlendParams(selector="given", ratio=0.2))
-    assert torch.equal(looked.result.chosen, given.result.chosen)
-    assert torch.equal(looked.result.logits, given.result.logits)
+    count = check_probe_leaves_nothing(bench, name, monkeypatch)
     short = bench.prefill(BlendParams(selector=name, ratio=0.2), headroom=1)
-    assert len(short.result.chosen) == len(looked.result.chosen), "a draft is as long as there is room for"
+    assert len(short.result.chosen) == count, "a draft is as long as there is room for"
 
 
 @pytest.mark.parametrize("name", ["draft", "perturb"])
-def test_what_was_in_the_pool_before_is_not_looked_at(
+def test_a_probe_ignores_what_was_in_the_pool(
     research: ModuleType, bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = KVPool.of(bench.engine.model.decoder, 64, 16)
-    monkeypatch.setattr(bench.engine.runtime, "new_sequence", pool.new_sequence)
-    chosen = []
-    for before in (0.0, float("nan")):
-        for cache in pool.tensors:
-            cache.fill_(before)
-        done = bench.prefill(BlendParams(selector=name, ratio=0.2, check_layer=2))
-        assert torch.isfinite(done.result.logits).all()
-        chosen.append(done.result.chosen)
-        done.sequence.release()
-    assert torch.equal(chosen[0], chosen[1])
+    check_probe_ignores_pool(bench, name, monkeypatch)
 
 
 def test_a_draft_takes_the_tokens_before_a_peak_too(research: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

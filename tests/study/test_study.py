@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 from checkpoints import write_checkpoint
+from study_modules import STUDY, study_modules
 
-from cacheblend_cli.blend.corrections import CORRECTIONS
-from cacheblend_cli.blend.selectors import SELECTORS
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.evaluation.evaluate import FULL, Results
@@ -23,23 +22,16 @@ from cacheblend_cli.evaluation.samples import Sample, pages
 from cacheblend_cli.evaluation.settings import Setting
 from cacheblend_cli.types import BlendParams
 
-STUDY = Path(__file__).parents[2] / "study"
 MODULES = ("run", "results", "report", "sets", "settings", "published", "variants", "gate")
 
 
 @pytest.fixture(scope="module")
 def study() -> Iterator[dict[str, ModuleType]]:
     """Its modules by name."""
-    known = dict(SELECTORS), dict(CORRECTIONS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(STUDY))
-        modules = {name: importlib.import_module(name) for name in MODULES}
+    with study_modules(register=True) as load, pytest.MonkeyPatch.context() as patch:
+        modules = {name: load(name) for name in MODULES}
         patch.setattr(modules["sets"], "NEEDLE_SETS", 16)
-        importlib.import_module("research").register()
         yield modules
-    for registry, before in zip((SELECTORS, CORRECTIONS), known, strict=True):
-        registry.clear()
-        registry.update(before)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@ prefill."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import WORDS, write_checkpoint
+from study_modules import study_modules
 
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
@@ -24,11 +24,8 @@ SAMPLE = Sample("where does Mara work?", (), tuple(Context(text) for text in TEX
 @pytest.fixture(scope="module")
 def study() -> Iterator[dict[str, ModuleType]]:
     """Its modules by name."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[2] / "study"))
-        yield {
-            name: importlib.import_module(name) for name in ("torch_llama", "wrapped_prompts", "wrappers", "wrapped")
-        }
+    with study_modules() as load:
+        yield {name: load(name) for name in ("torch_llama", "wrapped_prompts", "wrappers", "wrapped")}
 
 
 @pytest.fixture(scope="module")

@@ -171,6 +171,17 @@ def write_tokenizer(path: Path) -> None:
     )  # contexts are small here
 
 
+def tokenizer_with_template(path: Path, template: str) -> Any:
+    """Write the tokenizer with another chat template, and return our Tokenizer of it."""
+    from cacheblend_cli.model.tokenizer import Tokenizer as OwnTokenizer
+
+    path.mkdir(exist_ok=True)
+    write_tokenizer(path)
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    return OwnTokenizer(path)
+
+
 def write_checkpoint(path: Path, family: str, seed: int = 0, **overrides: Any) -> Any:
     """Write a random checkpoint and return transformers' model (fp32, eval).
 

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from cacheblend_kernels import AttentionParams, KernelError, LayerCache
-from cacheblend_kernels.triton_backend.configs import LaunchPlan, TileConfig
+from cacheblend_kernels import KernelError, LayerCache
 from cacheblend_kernels.triton_backend.decode_attention import decode_attention
-from cases import AttentionCase, assert_close, attention_case, attention_reference
+from cases import (
+    AttentionCase,
+    attention_case,
+    check_attention,
+    run_attention,
+)
 
-SMALL = TileConfig(16, 16, 4, 2)
+run, check = partial(run_attention, decode_attention), partial(check_attention, decode_attention)
 
 
 def decode_case(kv_lens: list[int], **options: object) -> AttentionCase:
     return attention_case([[n - 1] for n in kv_lens], kv_lens, **options)  # type: ignore[arg-type]
-
-
-def run(case: AttentionCase, device: torch.device, **options: object) -> torch.Tensor:
-    moved, scale = case.to(device), case.q.shape[-1] ** -0.5
-    names = ("sliding_window", "soft_cap", "sinks", "alibi")
-    given = {name: options.pop(name, None) for name in names}
-    given = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
-    params = AttentionParams(scale, **given)  # type: ignore[arg-type]
-    plan = LaunchPlan(90, 132, **{"config": SMALL, **options})  # type: ignore[arg-type]
-    return decode_attention(moved.q, moved.cache, moved.meta, params, plan)
-
-
-def check(case: AttentionCase, device: torch.device, **options: object) -> None:
-    of_layer = (options.get(name) for name in ("sliding_window", "soft_cap", "sinks", "alibi"))
-    want = attention_reference(case, case.q.shape[-1] ** -0.5, *of_layer)  # type: ignore[arg-type]
-    assert_close(run(case, device, **options), want, case.q.dtype)
 
 
 @pytest.mark.parametrize(

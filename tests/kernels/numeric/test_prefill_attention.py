@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from cacheblend_kernels import AttentionParams, KernelError, LayerCache
-from cacheblend_kernels.triton_backend.configs import LaunchPlan, TileConfig
+from cacheblend_kernels import KernelError, LayerCache
+from cacheblend_kernels.triton_backend.configs import TileConfig
 from cacheblend_kernels.triton_backend.prefill_attention import prefill_attention
-from cases import AttentionCase, assert_close, attention_case, attention_reference, scattered
+from cases import (
+    SMALL,
+    AttentionCase,
+    attention_case,
+    attention_reference,
+    check_attention,
+    run_attention,
+    scattered,
+)
 
-SMALL = TileConfig(16, 16, 4, 2)
+run, check = partial(run_attention, prefill_attention), partial(check_attention, prefill_attention)
 COPIED = TileConfig(16, 16, 4, 2, tma=True)
-
-
-def run(case: AttentionCase, device: torch.device, **options: object) -> torch.Tensor:
-    moved, scale = case.to(device), case.q.shape[-1] ** -0.5
-    names = ("sliding_window", "soft_cap", "sinks", "alibi")
-    given = {name: options.pop(name, None) for name in names}
-    given = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
-    params = AttentionParams(scale, **given)  # type: ignore[arg-type]
-    plan = LaunchPlan(90, 132, **{"config": SMALL, **options})  # type: ignore[arg-type]
-    return prefill_attention(moved.q, moved.cache, moved.meta, params, plan)
-
-
-def check(case: AttentionCase, device: torch.device, **options: object) -> None:
-    of_layer = (options.get(name) for name in ("sliding_window", "soft_cap", "sinks", "alibi"))
-    want = attention_reference(case, case.q.shape[-1] ** -0.5, *of_layer)  # type: ignore[arg-type]
-    assert_close(run(case, device, **options), want, case.q.dtype)
 
 
 def over(case: AttentionCase, pool: torch.Tensor) -> AttentionCase:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ ASK = ("ask", "who leads billing? Jonas", "-v")
 PAGES = ("# Billing\n\nthe lead of billing is Mara and she works in Bergen\n", "Jonas keeps a parrot at home\n")
 
 
-class Said(NamedTuple):
+class CommandResult(NamedTuple):
     code: int
     out: str
     err: str
@@ -28,18 +29,34 @@ class Said(NamedTuple):
     def last(self) -> str:
         return self.err.splitlines()[-1]
 
+    @property
+    def records(self) -> list[dict]:
+        return [json.loads(line) for line in self.out.splitlines()]
 
-Cli = Callable[..., Said]
+
+Cli = Callable[..., CommandResult]
 
 
-def process(*arguments: str, code: str = "sys.exit(run(sys.argv[1:]))") -> Said:
+def process(*arguments: str, code: str = "sys.exit(run(sys.argv[1:]))") -> CommandResult:
     """Run a command in a separate process."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "store", ROOT / "kernels")))}
     program = f"import sys; from cacheblend_cli.cli.main import run; {code}"
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments], env=env, capture_output=True, text=True, timeout=100
     )
-    return Said(done.returncode, done.stdout, done.stderr)
+    return CommandResult(done.returncode, done.stdout, done.stderr)
+
+
+def in_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Return a function that runs a command in this process."""
+
+    def call(*arguments: str, stdin: str = "") -> CommandResult:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8"))
+        code = run(list(arguments))
+        captured = capsys.readouterr()
+        return CommandResult(code, captured.out, captured.err)
+
+    return call
 
 
 def cli_in(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
@@ -59,11 +76,6 @@ def cli_in(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     for i, text in enumerate(PAGES):
         (folder / "docs" / f"{i}.md").write_text(text)
 
-    def call(*arguments: str, stdin: str = "") -> Said:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8"))
-        code = run(list(arguments))
-        captured = capsys.readouterr()
-        return Said(code, captured.out, captured.err)
-
+    call = in_process(monkeypatch, capsys)
     assert call("precompute", "docs", "-q", "--context", "sink").code == 0
     return call

@@ -51,7 +51,7 @@ class Listener:
 
 
 @dataclass(frozen=True)
-class House:
+class StoredEngine:
     engine: Engine
     store: ChunkStore
     keys: list[bytes]
@@ -66,9 +66,9 @@ class House:
 
 
 @contextmanager
-def open_house(
+def open_stored_engine(
     base: Path, family: str = "llama-gqa", pages: int = 3, dtype: str = "auto", block_size: int = 16, **config: object
-) -> Iterator[House]:
+) -> Iterator[StoredEngine]:
     """A random model of the family, and documents of two chunks of 24 tokens each."""
     write_checkpoint(base / "model", family, **{"max_position_embeddings": 1024} | config)
     (base / "docs").mkdir()
@@ -79,43 +79,43 @@ def open_house(
         engine = Engine.load(EngineConfig(model=str(base / "model"), dtype=dtype, block_size=block_size))
         options = PrecomputeOptions(chunk_tokens=24, context="sink")
         engine.precompute(store, [str(base / "docs")], options, lambda event: None)
-        yield House(engine, store, [m.key for m in store.chunks()])
+        yield StoredEngine(engine, store, [m.key for m in store.chunks()])
 
 
-class Bench:
-    """A stepper driven by hand."""
+class CoreDriver:
+    """An EngineCore driven step by step."""
 
-    def __init__(self, house: House, limits: Limits) -> None:
-        self.house = house
-        self.stepper = EngineCore(house.engine.runtime, limits)
+    def __init__(self, stored: StoredEngine, limits: Limits) -> None:
+        self.stored = stored
+        self.core = EngineCore(stored.engine.runtime, limits)
         self.listeners: dict[RequestState, Listener] = {}
         self.count = 0
         self.seen: set[Status] = set()
 
     def arrive(self, question: AskRequest, **options: object) -> tuple[Listener, RequestState]:
         listener = Listener()
-        request = self.house.request(question, save=False, **options)
+        request = self.stored.request(question, save=False, **options)
         state = RequestState(request, self.count)
         self.count += 1
         self.listeners[state] = listener
         try:
-            self.stepper.add(state)
+            self.core.add(state)
         except Exception as error:
             listener(Failed(error))
         return listener, state
 
     def step(self) -> None:
-        for state, event in self.stepper.step():
+        for state, event in self.core.step():
             self.listeners[state](event)
-        scheduler = self.stepper.scheduler
+        scheduler = self.core.scheduler
         assert len(scheduler.those(Status.RUNNING)) + len(scheduler.those(Status.SWAPPED)) <= scheduler.max_sequences
         self.seen |= {s.status for state in scheduler.states for s in state.sequences}
-        self.stepper.blocks.space.allocator.check_integrity()
+        self.core.blocks.space.allocator.check_integrity()
 
     def run(self) -> None:
-        while self.stepper.busy:
+        while self.core.busy:
             self.step()
-        self.stepper.blocks.check_idle()
+        self.core.blocks.check_idle()
 
     def ask(self, question: AskRequest, **options: object) -> list[list[int]]:
         listener, _ = self.arrive(question, **options)
