@@ -1,4 +1,5 @@
-PYTHON ?= python3.11
+# the newest of these that starts (a pyenv shim may not) and can make an environment (Debian: python3-venv)
+PYTHON ?= $(or $(firstword $(foreach version,3.13 3.12 3.11,$(shell python$(version) -c 'import ensurepip; print("python$(version)")' 2>/dev/null))),python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
