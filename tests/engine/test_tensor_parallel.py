@@ -326,7 +326,7 @@ def test_a_lost_rank_leaves_no_temporary_store(setup: RankSetup, monkeypatch: py
     folder = Path(engine._folder.name)
     assert folder.exists()
     monkeypatch.setattr(os, "_exit", codes.append)
-    options._end(Output(quiet=True), engine, RankLost("rank 1 was lost"))
+    options._exit_on_lost_rank(Output(quiet=True), engine, RankLost("rank 1 was lost"))
     assert codes == [5]
     assert not folder.exists()
     engine.close()
