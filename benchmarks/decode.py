@@ -83,6 +83,7 @@ def steps_of(folder: Path, precision: str, store_folder: Path, tokens: int) -> t
     from cacheblend_cli.engine.core.core import EngineCore, admit
     from cacheblend_cli.engine.core.pools import pool_for
     from cacheblend_cli.engine.core.sequence import RequestState
+    from cacheblend_cli.engine.engine import Engine
     from cacheblend_cli.engine.events import Limits
     from cacheblend_cli.engine.runtime import Runtime
     from cacheblend_cli.evaluation.speed import Layout, SpeedPrompt, even_lengths, ordinary_ids, random_ids
@@ -95,7 +96,7 @@ def steps_of(folder: Path, precision: str, store_folder: Path, tokens: int) -> t
     lengths = even_lengths(CONTEXT - SUFFIX - len(runtime.template.prefix_ids), CHUNKS)
     layout = Layout(tuple(random_ids(ids, n, generator) for n in lengths), random_ids(ids, SUFFIX, generator))
     with ChunkStore.open(store_folder, mode="write") as store:
-        request = SpeedPrompt.stored(runtime, store, layout, tokens).request
+        request = SpeedPrompt.stored(Engine(runtime), store, layout, tokens).request
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
         state = RequestState(replace(request, blend=BlendParams(mode="reuse"), sampling=sampling), 0)
         admit(runtime, state)

@@ -102,7 +102,7 @@ def stored(runtime: Any, store: Any, count: int) -> Any:
     from cacheblend_cli.collect.collector import Collector, PlannedChunk
     from cacheblend_cli.collect.prefill import ChunkKV
     from cacheblend_cli.corpus.chunker import Chunk
-    from cacheblend_cli.engine.request.resolve import resolve
+    from cacheblend_cli.engine.engine import Engine
     from cacheblend_cli.evaluation.speed import SpeedPrompt, ordinary_ids, random_ids
     from cacheblend_cli.types import AskRequest
 
@@ -117,7 +117,8 @@ def stored(runtime: Any, store: Any, count: int) -> Any:
         collector.put(planned, ChunkKV(planned.key, [k for k, _ in kv], [v for _, v in kv]))
         keys.append(planned.key)
     suffix = random_ids(ordinary, SUFFIX_TOKENS, generator)
-    return SpeedPrompt(runtime, resolve(runtime, store, AskRequest("", keys), suffix_ids=suffix), 2)
+    engine = Engine(runtime)
+    return SpeedPrompt(engine, engine.resolve(store, AskRequest("", keys), suffix_ids=suffix), 2)
 
 
 def resident(name: str) -> float:

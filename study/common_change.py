@@ -90,7 +90,7 @@ def measure(engine: Engine, sample: Sample, data: Path, folder: Path) -> dict[st
             collected_behind(engine, texts(data, max(TEXTS.values()))[:count], first),
         ):
             request = resolved(engine, store, sample, SampleChunks(engine, store, [sample]))
-            reference = reference or run_full(engine.runtime, request, AnswerLengths(TOKENS, TOKENS), 0.0)
+            reference = reference or run_full(engine, request, AnswerLengths(TOKENS, TOKENS), 0.0)
             for ratio in RATIOS:
                 asked = replace(request, blend=BlendParams(ratio=ratio))
                 found[f"{name} {ratio:g}"] = distance(engine, asked, reference)

@@ -35,7 +35,7 @@ SHARES = {"all": 1.0, "default": corrections.COMMON, "0.65": 0.65}
 def measure(engine: Engine, store: ChunkStore, sample: Sample, ratio: float) -> dict[str, float]:
     """Return the mean KL over full prefill's answer, by name of the share."""
     request = resolved(engine, store, sample, SampleChunks(engine, store, [sample]))
-    reference = run_full(engine.runtime, request, AnswerLengths(TOKENS, TOKENS), 0.0)
+    reference = run_full(engine, request, AnswerLengths(TOKENS, TOKENS), 0.0)
     asked, found = replace(request, blend=BlendParams(ratio=ratio)), dict[str, float]()
     for name, share in SHARES.items():
         with patch.object(corrections, "COMMON", share):

@@ -22,19 +22,12 @@ from results import hardware
 from sets import spellable_samples
 from torch import Tensor
 
+from cacheblend_cli.blend.risk import signals_of
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.fidelity import teacher_forced
-from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
-from cacheblend_cli.engine.core.risk import fit_risk, signals_of
-from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.request.resolve import Request, resolve
-from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.worker.decode import DecodeRunner
+from cacheblend_cli.engine.engine import Engine, Prefilled, Request
 from cacheblend_cli.evaluation.chunks import SampleChunks
-from cacheblend_cli.evaluation.continuation import Continuation, generate
-from cacheblend_cli.evaluation.risk import answer_risks
+from cacheblend_cli.evaluation.risk import answer_risks, fit_risk
 from cacheblend_cli.evaluation.samples import Context, Sample, read_samples
-from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 SETS = {"gate-handbook": "handbook", "gate-musique": "smollm2"}
@@ -61,31 +54,15 @@ class Answered:
     differs: list[bool]
 
 
-class Noting:
-    """A decode runner that keeps the logits."""
-
-    def __init__(self, runner: DecodeRunner, first: Tensor) -> None:
-        self._runner, self.logits = runner, [first.clone()]
-
-    def begin(self, sequences: list[PagedSequence], kv_lens: list[int], headroom: int) -> None:
-        self._runner.begin(sequences, kv_lens, headroom)
-
-    def step(self, tokens: Tensor) -> Tensor:
-        logits = self._runner.step(tokens)
-        self.logits.append(logits[0].clone())
-        return logits
-
-
 @torch.inference_mode()
-def answer(runtime: Runtime, request: Request, full: Prefilled, question: int) -> Answered:
-    done = prefill(runtime, request, headroom=request.sampling.max_tokens)
+def answer(engine: Engine, request: Request, full: Prefilled, question: int) -> Answered:
+    logits = list[Tensor]()
+    done = engine.prefilled(request, headroom=request.sampling.max_tokens)
     try:
-        noting = Noting(runtime.decode_runner(done.pool), done.logits)
-        ids = generate(runtime, Continuation.of(done), request.sampling, runner=noting).token_ids
+        ids = done.answer(request.sampling, see=lambda row: logits.append(row.clone())).token_ids
     finally:
         done.sequence.release()
-    ours = torch.stack(noting.logits[: len(ids)])
-    theirs = teacher_forced(runtime.decoder, full.sequence, full.plan.token_ids, ids)
+    ours, theirs = torch.stack(logits), full.predict(ids)
     chosen = torch.tensor(ids, device=theirs.device)
     return Answered(question, signals_of(ours), (theirs.argmax(-1) != chosen).tolist())
 
@@ -138,12 +115,11 @@ def measure(name: str, arguments: argparse.Namespace, until: float) -> Iterator[
             chunks.store([sample], ["sink"])
             keys = chunks.keys(sample, "sink")
             question = AskRequest(sample.question, keys, sampling=SamplingParams(max_tokens=max_tokens))
-            request = resolve(engine.runtime, store, question)
-            full = prefill(engine.runtime, request.in_full(), headroom=max_tokens)
+            request = engine.resolve(store, question)
+            full = engine.prefilled(request.in_full(), headroom=max_tokens)
             settings = SETTINGS if name == "gate-handbook" else {DEFAULT: SETTINGS[DEFAULT]}
             found = {
-                label: answer(engine.runtime, replace(request, blend=blend), full, number)
-                for label, blend in settings.items()
+                label: answer(engine, replace(request, blend=blend), full, number) for label, blend in settings.items()
             }
             full.sequence.release()
             store.remove_chunks(keys)

@@ -35,17 +35,16 @@ from sets import study_sets
 from wrapped import resolved
 
 from cacheblend_cli.blend.corrections import old_kv
+from cacheblend_cli.blend.fidelity import Divergence, divergence, log_distribution, teacher_forced
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.fidelity import Divergence, divergence, log_distribution, teacher_forced
 from cacheblend_cli.engine.core.measured_prefill import prefill
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.evaluation.bootstrap import Bootstrap, difference, mean
 from cacheblend_cli.evaluation.chunks import SampleChunks
-from cacheblend_cli.evaluation.continuation import Continuation, generate
 from cacheblend_cli.evaluation.samples import Sample
 from cacheblend_cli.kv.forward import write_kv
 from cacheblend_cli.kv.rows import rows_of
@@ -71,7 +70,7 @@ def restored(engine: Engine, store: ChunkStore, sample: Sample, tokens: int, cod
     request = resolve(runtime, store, AskRequest(sample.question, [c.key for c in chunks])).in_full()
     done = prefill(runtime, request, headroom=tokens)
     sequence, ids = done.sequence, list(done.plan.token_ids)
-    answer, reference = answered(runtime, done, tokens)
+    answer, reference = answered(done, tokens)
     spans = [torch.arange(s.start, s.end) for s in done.plan.chunks]
     rows = [rows_of(decoder, sequence, span, len(ids), len(ids)) for span in spans]
     own = [layer for layer in decoder.layers if layer.own_kv]
@@ -94,7 +93,7 @@ def blended(engine: Engine, store: ChunkStore, sample: Sample, tokens: int, code
     runtime, decoder = engine.runtime, engine.runtime.decoder
     request = resolved(engine, store, sample, SampleChunks(engine, store, [sample]))
     done = prefill(runtime, request.in_full(), headroom=tokens)
-    answer, reference = answered(runtime, done, tokens)
+    answer, reference = answered(done, tokens)
     done.sequence.release()
     found = dict[str, Divergence]()
     runtimes = {codec: Runtime(engine.model, replace(engine.config, kv_dtype=codec)) for codec in codecs}
@@ -111,12 +110,12 @@ def blended(engine: Engine, store: ChunkStore, sample: Sample, tokens: int, code
     return found
 
 
-def answered(runtime: Runtime, done: Any, tokens: int) -> tuple[list[int], torch.Tensor]:
+def answered(done: Any, tokens: int) -> tuple[list[int], torch.Tensor]:
     """Return the ids of a prompt's greedy answer, and fp64 log-probabilities for each of them [num_tokens,
     vocab_size]."""
     params = SamplingParams(max_tokens=tokens, stop_repetition=False)
-    ids = generate(runtime, Continuation.of(done), params).token_ids
-    logits = teacher_forced(runtime.decoder, done.sequence, done.plan.token_ids, ids)
+    ids = done.answer(params).token_ids
+    logits = done.predict(ids)
     return ids, log_distribution(logits)
 
 

@@ -27,9 +27,8 @@ from results import hardware, write_result
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.engine import Engine, Request
 from cacheblend_cli.engine.profile import Distance, Profile
-from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.evaluation.bootstrap import Bootstrap, mean
 from cacheblend_cli.evaluation.profile import (
     CORRECTIONS,
@@ -119,13 +118,13 @@ def measure(arguments: argparse.Namespace, side: str) -> None:
             missing = [s for s in settings if (request.question, *s) not in known]
             if number == arguments.questions or time.process_time() > until:
                 return
-            full = full_answer(engine.runtime, request) if missing else None
+            full = full_answer(engine, request) if missing else None
             for ratio, correction in missing:
                 blend = BlendParams(ratio=ratio, correction=correction)
                 assert full is not None
                 record = {
                     "model": engine.model.name, "dtype": arguments.dtype, "side": side, "question": request.question, "ratio": ratio,
-                    "correction": correction, "kl": distance(engine.runtime, replace(request, blend=blend), full),
+                    "correction": correction, "kl": distance(engine, replace(request, blend=blend), full),
                     "prompt_tokens": request.plan.num_tokens, "inexact_tokens": request.plan.inexact_tokens,
                 }  # fmt: skip
                 file.write(json.dumps(record) + "\n")
@@ -146,7 +145,7 @@ def requests(engine: Engine, store: ChunkStore, samples: list[Sample], side: str
     """Yield the prompts of a side: those that a profile is made on, or MuSiQue's questions."""
     ask = AskRequest("", search=SearchParams(by="words"))
     if side == "made":
-        yield from usable(engine.runtime, cut_requests(engine, store, ask), PROMPTS)
+        yield from usable(engine, cut_requests(engine, store, ask), PROMPTS)
     else:
         for sample in samples:
             yield engine.resolve(store, replace(ask, question=sample.question))

@@ -23,9 +23,7 @@ from cacheblend_cli.blend.evidence import BeforeLayers
 from cacheblend_cli.blend.prefill import BlendSteps
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import SELECTORS, Candidates, Evidence, choose
-from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
-from cacheblend_cli.engine.request.resolve import Request
-from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.engine import Engine, Prefilled, Request
 from cacheblend_cli.evaluation.settings import Prefill, Setting
 from cacheblend_cli.kv import forward
 from cacheblend_cli.kv.forward import LayerStep, Observer, run_layers
@@ -150,12 +148,12 @@ class CacheClip:
         return self._of[1][candidates.positions]
 
 
-def relaxkv(runtime: Runtime, request: Request, *, headroom: int = 0) -> Prefilled:
+def relaxkv(engine: Engine, request: Request, *, headroom: int = 0) -> Prefilled:
     """After RelaxKV (arXiv 2609.33503): see `RelaxSteps`."""
     if request.blend.effective_ratio() in (0.0, 1.0):
-        return prefill(runtime, request, headroom=headroom)
+        return engine.prefilled(request, headroom=headroom)
     with swapped(blend, "BlendSteps", RelaxSteps), swapped(forward, "attend", _attend):
-        return prefill(runtime, request, headroom=headroom)
+        return engine.prefilled(request, headroom=headroom)
 
 
 class RelaxSteps(BlendSteps):

@@ -33,12 +33,10 @@ from sets import study_sets
 from torch import Tensor
 
 from cacheblend_cli.blend.evidence import attention_peaks
+from cacheblend_cli.blend.fidelity import divergence, log_distribution
 from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.blend.selectors import Candidates
-from cacheblend_cli.engine.core.fidelity import divergence, log_distribution, teacher_forced
-from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
-from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.request.resolve import resolve
+from cacheblend_cli.engine.engine import Engine, Prefilled
 from cacheblend_cli.evaluation.bootstrap import Bootstrap, difference, mean
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.measures import AnswerLengths, run_full
@@ -105,16 +103,16 @@ def repaired(decoder: Decoder, done: Prefilled, answer_ids: Sequence[int], layer
 def measure(engine: Engine, store: ChunkStore, sample: Sample, ratio: float) -> dict[str, Any]:
     """Return the KL of each token with the default and with repair, the rows recomputed, and the number of tokens not
     chosen."""
-    runtime, chunks = engine.runtime, SampleChunks(engine, store, [sample])
+    decoder, chunks = engine.model.decoder, SampleChunks(engine, store, [sample])
     chunks.store([sample], ["sink"])
-    request = resolve(runtime, store, AskRequest(sample.question, chunks.keys(sample, "sink")))
-    full = run_full(runtime, request, AnswerLengths(TOKENS, TOKENS), 0.0)
+    request = engine.resolve(store, AskRequest(sample.question, chunks.keys(sample, "sink")))
+    full = run_full(engine, request, AnswerLengths(TOKENS, TOKENS), 0.0)
     blend = BlendParams(ratio=ratio)
-    done = prefill(runtime, replace(request, blend=blend), headroom=TOKENS)
-    forced = teacher_forced(runtime.decoder, done.sequence, done.plan.token_ids, full.answer_ids)
+    done = engine.prefilled(replace(request, blend=blend), headroom=TOKENS)
+    forced = done.predict(full.answer_ids)
     before = torch.cat((done.logits[None], forced[1:]))
-    layers = policy_of(blend, runtime.decoder.spec.num_kv_layers, True).probe_layers
-    after, count = repaired(runtime.decoder, done, full.answer_ids, layers)
+    layers = policy_of(blend, decoder.spec.num_kv_layers, True).probe_layers
+    after, count = repaired(decoder, done, full.answer_ids, layers)
     default, repair = (divergence(full.log_p, log_distribution(found)).kl for found in (before, after))
     left = len(unchosen(done))
     done.sequence.release()

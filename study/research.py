@@ -18,7 +18,7 @@ from cacheblend_cli.blend.corrections import CORRECTIONS, old_kv
 from cacheblend_cli.blend.evidence import AtCheckLayer, BeforeLayers, Look, attention_weights, run_fresh
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import SELECTORS, Candidates, Evidence, choose
-from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
+from cacheblend_cli.engine.engine import Engine, Prefilled
 from cacheblend_cli.evaluation.settings import Prefill
 from cacheblend_cli.kv.forward import finish, run_layers, write_kv
 from cacheblend_cli.kv.rows import rows_of
@@ -140,7 +140,7 @@ def nucleus(share: float) -> Prefill:
 
     def run(*args: Any, **kwargs: Any) -> Prefilled:
         with patch.object(policy, "choose", covering):
-            return prefill(*args, **kwargs)
+            return Engine.prefilled(*args, **kwargs)
 
     return run
 

@@ -21,9 +21,7 @@ from cacheblend_store import ChunkStore
 from settings import DEFAULT
 
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.measured_prefill import prefill
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.evaluation.bootstrap import Bootstrap, Column, Interval, difference, mean
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.evaluate import FULL, Results
@@ -220,7 +218,6 @@ def first_tokens(
 
     Returns full_s: median seconds of full prefill; shares: each label's median over that; rounds.
     """
-    runtime = engine.runtime
     seconds: dict[str, list[float]] = {s.label: [] for s in (FULL, *settings)}
     with (
         tempfile.TemporaryDirectory(prefix="cacheblend-study-") as folder,
@@ -236,8 +233,8 @@ def first_tokens(
             for setting in (FULL, *settings):
                 context = setting.context if setting.reuses else contexts[0]
                 start = time.perf_counter()
-                request = resolve(runtime, store, AskRequest(sample.question, chunks.keys(sample, context)))
-                done = (setting.prefill or prefill)(runtime, replace(request, blend=setting.blend))
+                request = engine.resolve(store, AskRequest(sample.question, chunks.keys(sample, context)))
+                done = (setting.prefill or Engine.prefilled)(engine, replace(request, blend=setting.blend))
                 int(done.logits.argmax())
                 if number:
                     seconds[setting.label].append(time.perf_counter() - start)

@@ -33,14 +33,12 @@ from wrapped_prompts import Wrappers
 
 from cacheblend_cli.blend.corrections import CORRECTIONS, Regression
 from cacheblend_cli.blend.evidence import BeforeLayers
+from cacheblend_cli.blend.fidelity import divergence, log_distribution
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import SELECTORS, Candidates, Evidence, QueryAttention
 from cacheblend_cli.collect.prefill import ChunkKV, CollectSequence, Kept, PrefixKV, collect
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.fidelity import divergence, log_distribution, teacher_forced
-from cacheblend_cli.engine.core.measured_prefill import prefill
-from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.request.resolve import Request, resolve
+from cacheblend_cli.engine.engine import Engine, Request
 from cacheblend_cli.evaluation.bootstrap import Bootstrap, difference, mean
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.measures import AnswerLengths, Reference, run_full
@@ -156,9 +154,9 @@ def settings(selector: str, correction: str) -> dict[str, BlendParams]:
 @torch.no_grad()
 def distance(engine: Engine, request: Request, reference: Reference) -> float:
     """Return the mean KL over the reference's answer. The request's prompt may be longer than the reference's."""
-    done = prefill(engine.runtime, request, headroom=TOKENS)
+    done = engine.prefilled(request, headroom=TOKENS)
     first = done.result.logits[-1:].clone()
-    logits = teacher_forced(engine.model.decoder, done.sequence, done.plan.token_ids, reference.answer_ids)
+    logits = done.predict(reference.answer_ids)
     done.sequence.release()
     return divergence(reference.log_p, log_distribution(torch.cat((first, logits[1:])))).mean_kl
 
@@ -186,7 +184,7 @@ def measure(
                     continue
                 if reference is None:
                     request = resolved(engine, store, sample, plain)
-                    reference = run_full(engine.runtime, request, AnswerLengths(TOKENS, TOKENS), 0.0)
+                    reference = run_full(engine, request, AnswerLengths(TOKENS, TOKENS), 0.0)
                 request = resolved(engine, store, sample, chunks)
                 for name, blend in missing.items():
                     found[name] = distance(engine, replace(request, blend=blend), reference)
@@ -196,7 +194,7 @@ def measure(
 def resolved(engine: Engine, store: ChunkStore, sample: Sample, chunks: SampleChunks) -> Request:
     """Collect the sample's chunks and lay its prompt out."""
     chunks.store([sample], ["sink"])
-    return resolve(engine.runtime, store, AskRequest(sample.question, chunks.keys(sample, "sink")))
+    return engine.resolve(store, AskRequest(sample.question, chunks.keys(sample, "sink")))
 
 
 def shortened(engine: Engine, sample: Sample, num_tokens: int) -> Sample:

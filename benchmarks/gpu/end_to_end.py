@@ -31,7 +31,6 @@ from cacheblend_cli.engine.core.measured_prefill import Prefilled
 from cacheblend_cli.engine.generation import Generation
 from cacheblend_cli.engine.worker.decode import DecodeRunner
 from cacheblend_cli.engine.worker.memory import reserve
-from cacheblend_cli.evaluation.continuation import Continuation, generate
 from cacheblend_cli.types import BlendParams, LayerReport, SamplingParams, Status
 
 IN_POOL = "blend 0.15 in the pool"  # nothing is loaded
@@ -213,7 +212,7 @@ def _generate(bench: Bench, length: int, runner: DecodeRunner) -> Generation:
     done = bench.prefill(length, BlendParams(mode="full"), headroom=num_tokens)
     try:
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-        return generate(bench.runtime, Continuation.of(done), params, runner=runner)
+        return done.answer(params, runner=runner)
     finally:
         done.sequence.release()
 

@@ -20,11 +20,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from cacheblend_store import ChunkStore
+from torch import Tensor
 
+from cacheblend_cli.blend.cost import AutoReport
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.texts import Putting, document_of, put_name
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.async_engine import AsyncEngine
+from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill, prefill_auto
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
 from cacheblend_cli.engine.core.single import answer_one
@@ -43,6 +46,7 @@ from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.text_stream import token_texts
 from cacheblend_cli.prompt.collection import Collection
+from cacheblend_cli.prompt.plan import PromptPlan
 from cacheblend_cli.prompt.template import PromptTemplate
 from cacheblend_cli.settings import DEFAULTS, GROUPS, Resolved, Settings, of_settings
 from cacheblend_cli.types import (
@@ -205,12 +209,19 @@ class Engine:
 
     # one request in the caller's thread
 
-    def resolve(self, store: ChunkStore | None, ask: AskRequest, say: Say | None = None) -> Request:
+    def resolve(
+        self,
+        store: ChunkStore | None,
+        ask: AskRequest,
+        say: Say | None = None,
+        *,
+        suffix_ids: tuple[int, ...] | None = None,
+    ) -> Request:
         """Look up, or search for, the chunks of a question, and lay its prompt out. say: callback for a message if
-        there is no search by meaning. Raises NotFoundError for an unknown chunk, UsageError for an empty question,
-        StoreErrors."""
+        there is no search by meaning. suffix_ids: token ids after the chunks, None for the template's. Raises
+        NotFoundError for an unknown chunk, UsageError for an empty question, StoreErrors."""
         self.runtime.memory()  # reserved once: not part of an answer's time
-        return resolve(self.runtime, store, ask, say=say, collect=self._collect_settings)
+        return resolve(self.runtime, store, ask, say=say, collect=self._collect_settings, suffix_ids=suffix_ids)
 
     def run(self, request: Request, on_event: OnEvent = ignore) -> Answer:
         """Answer a request with a pool as large as it needs. Blending never changes stored KV. on_event: called with
@@ -261,6 +272,26 @@ class Engine:
     def _token_uses(self, answer: Answer, chunk: ChunkUse) -> list[TokenUse]:
         texts = token_texts(self.model.tokenizer, answer.prompt_ids[chunk.start : chunk.start + chunk.tokens])
         return [TokenUse(text, kind) for text, kind in zip(texts, answer.kinds(chunk), strict=True)]
+
+    # measures, in the caller's thread
+
+    def prefilled(
+        self,
+        request: Request,
+        *,
+        headroom: int = 0,
+        output_positions: Callable[[PromptPlan], Tensor] | None = None,
+        slice_rows: int | None = None,
+    ) -> Prefilled:
+        """Prefill a request's prompt and hold its KV, which the caller releases: see `Prefilled` and `prefill` in
+        engine/core/measured_prefill.py."""
+        return prefill(
+            self.runtime, request, headroom=headroom, output_positions=output_positions, slice_rows=slice_rows
+        )
+
+    def prefilled_auto(self, request: Request, *, headroom: int = 0) -> tuple[Prefilled, AutoReport]:
+        """`prefilled` as --ratio auto decides, with request.blend.ratio as the minimum."""
+        return prefill_auto(self.runtime, request, headroom=headroom)
 
     # documents
 

@@ -24,7 +24,6 @@ from cacheblend_cli.engine.grammar import form_tokenizer
 from cacheblend_cli.engine.ranks.driver import Driver, config_of_ranks
 from cacheblend_cli.engine.ranks.outer_ranks import num_ranks
 from cacheblend_cli.engine.ranks.rank_group import group_of, rank_device
-from cacheblend_cli.engine.worker.decode import DecodeRunner, EagerRunner
 from cacheblend_cli.engine.worker.memory import DeviceMemory, reserve
 from cacheblend_cli.errors import PromptTooLong
 from cacheblend_cli.kv.calibration import calibrate
@@ -158,13 +157,6 @@ class Runtime:
         memory, size = self.memory(), self.config.block_size
         pool = KVPool.of(self.decoder, -(-num_tokens // size), size) if memory is None else memory.pool
         return pool.new_sequence(num_tokens)
-
-    def decode_runner(self, pool: KVPool) -> DecodeRunner:
-        """Return the runner that decodes sequences of that pool."""
-        memory = self.memory()
-        if memory is not None and memory.pool is pool and not isinstance(memory.runner, EagerRunner):
-            return memory.runner
-        return EagerRunner(self.decoder, pool)
 
     def template_of(self, wording: Wording | None = None, day: date | None = None) -> PromptTemplate:
         """Template with this wording and date. None for either: the engine's own. A template that prints no date

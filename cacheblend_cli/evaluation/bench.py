@@ -90,13 +90,13 @@ def layout_of(engine: Engine, tokens: int | None, chunks: int, question_tokens: 
     Raises UsageError if the prompt and `headroom` tokens after it do not fit the model's context.
     """
     generator, ordinary = torch.Generator().manual_seed(0), ordinary_ids(engine.model)
-    template = engine.runtime.template
+    template = engine.template
     suffix = (
         *template.tokenizer.encode_template_rest(template.before_question),
         *random_ids(ordinary, question_tokens, generator),
         *template.tokenizer.encode_template_rest(template.after_question),
     )
-    context = engine.runtime.context
+    context = engine.context
     around = len(template.prefix_ids) + len(suffix)
     fits = context - around - headroom
     wanted = tokens or max(chunks, min(DEFAULT_TOKENS, fits) // chunks * chunks)
@@ -141,7 +141,7 @@ def bench(
         ):
             on_run(0, (rounds + 1) * (len(settings) + 1), "collect")
             start = time.perf_counter()
-            prompt = SpeedPrompt.stored(engine.runtime, store, layout, decode_tokens)
+            prompt = SpeedPrompt.stored(engine, store, layout, decode_tokens)
             collect_s = time.perf_counter() - start
             cases: dict[str, Callable[[], FirstToken | float]] = {
                 s.label: partial(prompt.first_token, s.blend) for s in settings
@@ -181,7 +181,7 @@ def bench(
 def _speed(prompt: SpeedPrompt, setting: Setting, runs: Sequence[FirstToken], full_s: float) -> Speed:
     blend = setting.blend
     ttft_s, load_s = median(r.seconds for r in runs), median(r.load_s for r in runs)
-    top = ceiling(prompt.plan(blend), prompt.runtime.model.spec.num_kv_layers, blend)
+    top = ceiling(prompt.plan(blend), prompt.engine.model.spec.num_kv_layers, blend)
     return Speed(
         setting=setting.label,
         mode=blend.mode,

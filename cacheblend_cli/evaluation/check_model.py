@@ -13,9 +13,7 @@ from torch import Tensor
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.demo import handbook_dir
-from cacheblend_cli.engine.core.measured_prefill import prefill
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.model.adapter import LoraAdapter
 from cacheblend_cli.model.checkpoint import quantisation_of, tensor_source
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
@@ -47,13 +45,13 @@ def check_model(engine: Engine, *, with_transformers: bool) -> Check:
         ChunkStore.open(Path(folder) / "store", mode="write") as store,
     ):
         pages = [str(page) for page in sorted(handbook_dir().glob("*.md"))[:PAGES]]
-        wanted = PrecomputeOptions(chunk_tokens=min(CHUNK_TOKENS, engine.runtime.context // 8))
+        wanted = PrecomputeOptions(chunk_tokens=min(CHUNK_TOKENS, engine.context // 8))
         engine.precompute(store, pages, wanted, lambda event: None)
         keys = [m.key for m in sorted(store.chunks(), key=lambda m: (m.source, m.index), reverse=True)][:CHUNKS]
         ids, full = _logits(engine, store, keys, BlendParams(mode="full"))
         _, blended = _logits(engine, store, keys, BlendParams(ratio=1.0, selector="hkvd"))
     theirs = _transformers(engine, ids) if with_transformers else None
-    share = SHARE[engine.runtime.decoder.dtype]
+    share = SHARE[engine.model.decoder.dtype]
     return Check(
         len(ids),
         float((full - blended).abs().max()),
@@ -64,16 +62,16 @@ def check_model(engine: Engine, *, with_transformers: bool) -> Check:
 
 def _logits(engine: Engine, store: ChunkStore, keys: list[bytes], blend: BlendParams) -> tuple[list[int], Tensor]:
     question = AskRequest("What is the hobby of the first?", keys, blend, SamplingParams(max_tokens=1))
-    request = resolve(engine.runtime, store, question)
-    last = prefill(
-        engine.runtime, request, output_positions=lambda plan: torch.arange(plan.num_tokens - ROWS, plan.num_tokens)
+    last = engine.prefilled(
+        engine.resolve(store, question),
+        output_positions=lambda plan: torch.arange(plan.num_tokens - ROWS, plan.num_tokens),
     )
     last.sequence.release()
     return last.plan.token_ids, last.result.logits.float().cpu()
 
 
 def _transformers(engine: Engine, ids: list[int]) -> Tensor:
-    decoder = engine.runtime.decoder
+    decoder = engine.model.decoder
     model = _their_model(engine).eval().to(decoder.device)
     row = torch.tensor([ids], device=decoder.device)
     with torch.no_grad():
@@ -88,7 +86,7 @@ def _their_model(engine: Engine) -> Any:
     from transformers.utils.quantization_config import Mxfp4Config
 
     logging.disable_progress_bar()
-    path, dtype = engine.model.path, engine.runtime.decoder.dtype
+    path, dtype = engine.model.path, engine.model.decoder.dtype
     auto: Any = AutoModelForImageTextToText if engine.model.spec.other_parts else AutoModelForCausalLM
     model: Any
     quantisation = quantisation_of(path)

@@ -34,7 +34,7 @@ class SampleChunks:
         collecting: CollectSettings | None = None,
     ) -> None:
         self._engine, self._store, self._corpus = engine, store, corpus
-        self._collection: Collection = engine.runtime.collection(day=engine.runtime.day(store))
+        self._collection: Collection = engine.collection(store)
         self._collector = Collector(self._collection, store)
         self._ids: dict[str, tuple[int, ...]] = {}
         self._planned: dict[tuple[Context, str], PlannedChunk] = {}

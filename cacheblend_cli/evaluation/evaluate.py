@@ -10,9 +10,7 @@ from typing import Any
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.collect.settings import CollectSettings
-from cacheblend_cli.engine.core.measured_prefill import prefill
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.measures import (
@@ -105,7 +103,7 @@ class _Run:
         settings: list[Setting],
         options: EvaluateOptions,
     ) -> None:
-        self._runtime, self._store, self._settings = engine.runtime, store, settings
+        self._engine, self._store, self._settings = engine, store, settings
         self._max_tokens = options.max_tokens
         self._own_tokens = min(options.own_tokens or options.max_tokens, options.max_tokens)
         self._encode = engine.model.tokenizer.encode_text
@@ -138,7 +136,7 @@ class _Run:
         self.results.resumed += len(self._settings) - len(missing)
         if missing:
             try:
-                self._runtime.check_length(self._prompt_tokens(sample), self._max_tokens)
+                self._engine.runtime.check_length(self._prompt_tokens(sample), self._max_tokens)
             except UsageError as error:
                 self.results.skipped.append((number + 1, error.message))
                 return
@@ -157,26 +155,24 @@ class _Run:
         for context in contexts:
             start = time.perf_counter()
             keys_of = self._chunks.keys(sample, context)
-            request = resolve(self._runtime, self._store, AskRequest(sample.question, keys_of))
+            request = self._engine.resolve(self._store, AskRequest(sample.question, keys_of))
             before_s = time.perf_counter() - start
             for setting in [s for s in missing if (s.context == context if s.reuses else reference is None)]:
                 if reference is None:
-                    reference = run_full(self._runtime, request, lengths, before_s)
+                    reference = run_full(self._engine, request, lengths, before_s)
                 key = keys[setting.label]
                 if setting.is_full:
                     record = self._record(sample, setting, key, reference)
                 else:
-                    found = run_setting(
-                        self._runtime, replace(request, blend=setting.blend), reference, before_s,
-                        setting.prefill or prefill,
-                    )  # fmt: skip
+                    asked, run = replace(request, blend=setting.blend), setting.prefill or Engine.prefilled
+                    found = run_setting(self._engine, asked, reference, before_s, run)
                     record = self._record(sample, setting, key, found, **_compared(found, reference))
                 self._records.add(record)
                 self.results.measured += 1
             self.results.notes += request.notes
 
     def _prompt_tokens(self, sample: Sample) -> int:
-        template = self._runtime.template
+        template = self._engine.template
         fixed = len(template.prefix_ids) + len(template.suffix_ids(sample.question))
         return fixed + self._chunks.num_tokens(sample)
 

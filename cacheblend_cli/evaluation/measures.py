@@ -9,12 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cacheblend_cli.engine.core.fidelity import Divergence, divergence, log_distribution, teacher_forced
-from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
-from cacheblend_cli.engine.core.risk import signals_of
-from cacheblend_cli.engine.request.resolve import Request
-from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.evaluation.continuation import Continuation, generate
+from cacheblend_cli.blend.fidelity import Divergence, divergence, log_distribution
+from cacheblend_cli.blend.risk import signals_of
+from cacheblend_cli.engine.engine import Engine, Prefilled, Request
 from cacheblend_cli.evaluation.settings import Prefill
 from cacheblend_cli.kv.forward import Observer
 from cacheblend_cli.model.decoder import DecoderLayer
@@ -66,7 +63,7 @@ class Reference:
 class Measured:
     """A setting's greedy answer, its likelihood of the reference answer, and its distance from full prefill. Errors are
     relative RMSEs, one per layer: of K and V over the chunks' tokens, of the attention output over the rows that
-    predict the answer's tokens. signals: of these tokens, see engine/core/risk.py."""
+    predict the answer's tokens. signals: of these tokens, see blend/risk.py."""
 
     prefilled: Prefilled
     ttft_s: float
@@ -80,27 +77,23 @@ class Measured:
 
 
 @torch.no_grad()
-def run_full(runtime: Runtime, request: Request, lengths: AnswerLengths, before_s: float) -> Reference:
+def run_full(engine: Engine, request: Request, lengths: AnswerLengths, before_s: float) -> Reference:
     """Prefill everything, answer greedily, and keep what settings are compared with. before_s: seconds spent before."""
-    model = runtime.model
     start = time.perf_counter()
-    done = prefill(runtime, request.in_full(), headroom=lengths.headroom)
-    first = done.result.logits[-1].clone()
-    generation = generate(
-        runtime, Continuation.of(done), SamplingParams(max_tokens=lengths.tokens, stop_repetition=False)
-    )
+    done = engine.prefilled(request.in_full(), headroom=lengths.headroom)
+    first = done.logits.clone()
+    generation = done.answer(SamplingParams(max_tokens=lengths.tokens, stop_repetition=False))
     first_token_s = generation.first_token_at - start
-    likelihood = _likelihood(runtime, done, lengths.reference_ids)
-    attended = _Attended(model.spec.num_layers)
-    logits = teacher_forced(model.decoder, done.sequence, done.plan.token_ids, generation.token_ids, attended)
-    logits = torch.cat((first[None], logits[1:]))
+    likelihood = _likelihood(done, lengths.reference_ids)
+    attended = _Attended(engine.model.spec.num_layers)
+    logits = torch.cat((first[None], done.predict(generation.token_ids, attended)[1:]))
     k, v = _chunk_kv(done)
     done.sequence.release()
     return Reference(
         prefilled=done,
         lengths=lengths,
         ttft_s=before_s + first_token_s,
-        text=_text(runtime, generation.token_ids[: lengths.own_tokens]),
+        text=_text(engine, generation.token_ids[: lengths.own_tokens]),
         answer_ids=generation.token_ids,
         likelihood=likelihood,
         log_p=log_distribution(logits),
@@ -112,37 +105,34 @@ def run_full(runtime: Runtime, request: Request, lengths: AnswerLengths, before_
 
 @torch.no_grad()  # not inference_mode: the loader's threads write into the pool made here
 def run_setting(
-    runtime: Runtime,
+    engine: Engine,
     request: Request,
     reference: Reference,
     before_s: float,
-    run: Prefill = prefill,
+    run: Prefill = Engine.prefilled,
 ) -> Measured:
     """Prefill under the request's setting, compare it with the reference, and answer greedily.
 
     Greedy decoding equals the reference's answer as long as the most likely tokens agree, so it starts where they first
     differ: teacher forcing has computed the tokens before.
     """
-    model, lengths = runtime.model, reference.lengths
+    lengths = reference.lengths
     start = time.perf_counter()
-    done = run(runtime, request, headroom=lengths.headroom)
-    first = done.result.logits[-1].clone()
+    done = run(engine, request, headroom=lengths.headroom)
+    first = done.logits.clone()
     int(first.argmax())  # the first token is on the host: end of TTFT
     ttft_s = before_s + time.perf_counter() - start
-    likelihood = _likelihood(runtime, done, lengths.reference_ids)
-    attended = _Attended(model.spec.num_layers)
+    likelihood = _likelihood(done, lengths.reference_ids)
+    attended = _Attended(engine.model.spec.num_layers)
     ids = reference.answer_ids
-    logits = teacher_forced(model.decoder, done.sequence, done.plan.token_ids, ids, attended)
-    logits = torch.cat((first[None], logits[1:]))
+    logits = torch.cat((first[None], done.predict(ids, attended)[1:]))
     found = divergence(reference.log_p, log_distribution(logits))
     k, v = _chunk_kv(done)
     text, same = reference.text, found.first_difference
     if same is not None and same < lengths.own_tokens:
-        begin = Continuation(done.sequence, done.plan.num_tokens + same, logits[same])
-        generation = generate(
-            runtime, begin, SamplingParams(max_tokens=lengths.own_tokens - same, stop_repetition=False)
-        )
-        text = _text(runtime, (*ids[:same], *generation.token_ids))
+        sampling = SamplingParams(max_tokens=lengths.own_tokens - same, stop_repetition=False)
+        generation = done.answer(sampling, given=same, logits=logits[same])
+        text = _text(engine, (*ids[:same], *generation.token_ids))
     done.sequence.release()
     return Measured(
         prefilled=done,
@@ -157,25 +147,26 @@ def run_setting(
     )
 
 
-def prefill_in_pieces(runtime: Runtime, request: Request, *, headroom: int = 0) -> Prefilled:
+def prefill_in_pieces(engine: Engine, request: Request, *, headroom: int = 0) -> Prefilled:
     """Run a full prefill in a few slices, whatever the engine's are: the same mathematics in another tiling.
 
     Its difference from full prefill is the noise floor of the compute dtype, below which settings are
     indistinguishable.
     """
-    return prefill(runtime, request.in_full(), headroom=headroom, slice_rows=-(-request.plan.num_tokens // _PIECES))
+    slice_rows = -(-request.plan.num_tokens // _PIECES)
+    return engine.prefilled(request.in_full(), headroom=headroom, slice_rows=slice_rows)
 
 
-def _text(runtime: Runtime, token_ids: Sequence[int]) -> str:
-    return runtime.model.tokenizer.decode([i for i in token_ids if i not in runtime.model.eos_ids])
+def _text(engine: Engine, token_ids: Sequence[int]) -> str:
+    return engine.model.tokenizer.decode([i for i in token_ids if i not in engine.model.eos_ids])
 
 
-def _likelihood(runtime: Runtime, done: Prefilled, answer_ids: Sequence[int]) -> float | None:
+def _likelihood(done: Prefilled, answer_ids: Sequence[int]) -> float | None:
     """Return the mean log-probability of the answer's tokens after the prompt, in nats. The answer's KV is written
     after the prompt."""
     if not answer_ids:
         return None
-    log_p = log_distribution(teacher_forced(runtime.decoder, done.sequence, done.plan.token_ids, answer_ids))
+    log_p = log_distribution(done.predict(answer_ids))
     return float(log_p[torch.arange(len(answer_ids)), list(answer_ids)].mean())
 
 

@@ -14,15 +14,11 @@ import torch
 from cacheblend_store import ChunkStore
 from torch import Tensor
 
+from cacheblend_cli.blend.fidelity import divergence, log_distribution
 from cacheblend_cli.corpus.vectors import sentences_of
-from cacheblend_cli.engine.core.fidelity import divergence, log_distribution, teacher_forced
-from cacheblend_cli.engine.core.measured_prefill import prefill
-from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.engine import Engine, Request
 from cacheblend_cli.engine.profile import Distance, Profile, conditions, stored_codec
-from cacheblend_cli.engine.request.resolve import Request
-from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import NotFoundError
-from cacheblend_cli.evaluation.continuation import Continuation, generate
 from cacheblend_cli.types import AskOptions, AskRequest, BlendParams, SamplingParams
 
 RATIOS = (0.02, 0.05, 0.10, 0.15, 0.30)
@@ -62,9 +58,9 @@ def measure_profile(
 
     Nothing is kept. Raises NotFoundError for too few prompts.
     """
-    runtime, (kl_mean, kl_p90) = engine.runtime, limits
+    kl_mean, kl_p90 = limits
     asked = _found_for(engine, store, ask, questions) if questions else cut_requests(engine, store, ask)
-    requests = list(usable(runtime, asked, len(questions) or PROMPTS))
+    requests = list(usable(engine, asked, len(questions) or PROMPTS))
     if len(requests) < LEAST_PROMPTS:
         raise NotFoundError(
             f"too few {'questions' if questions else 'chunks'} to measure a ratio of {engine.model.name}: {len(requests)} prompts whose KV is "
@@ -75,7 +71,7 @@ def measure_profile(
     corrections = CORRECTIONS if ask.blend.correction == BlendParams.correction else (ask.blend.correction,)
     steps, answers = len(requests) * (1 + len(RATIOS) * len(corrections)), list[FullAnswer]()
     for number, request in enumerate(requests):
-        answers.append(full_answer(runtime, request))
+        answers.append(full_answer(engine, request))
         if number == 0:
             seconds = answers[0].seconds * len(requests) * (1 + sum(r + 0.15 for r in RATIOS) * len(corrections))
             say(
@@ -88,7 +84,7 @@ def measure_profile(
         for correction in corrections:
             blend, kl = replace(ask.blend, ratio=ratio, correction=correction), list[float]()
             for request, answer in zip(requests, answers, strict=True):
-                kl.append(distance(runtime, replace(request, blend=blend), answer))
+                kl.append(distance(engine, replace(request, blend=blend), answer))
                 on_progress(len(requests) * (1 + len(found)) + len(kl), steps, f"ratio {ratio:g}, {correction}")
             found.append(Distance(ratio, correction, fmean(kl), quantiles(kl, n=10, method="inclusive")[-1]))
         profile = Profile(under, len(requests), kl_mean, kl_p90, tuple(found))
@@ -112,8 +108,7 @@ def cut_requests(engine: Engine, store: ChunkStore, ask: AskRequest) -> Iterator
     search of `ask` finds beside it: with its own chunk there, a model may just copy. Keys are digests, so their order
     is a random one."""
     assert ask.search is not None
-    runtime, wider = engine.runtime, replace(ask.search, k=ask.search.k + 1)
-    collections = {c.id for c in runtime.collections(ask.salt, day=runtime.day(store, ask.salt))}
+    wider, collections = replace(ask.search, k=ask.search.k + 1), set(engine.usable(store, ask.salt))
     chunks = (m for m in store.chunks() if m.has_kv and m.collection in collections)
     for own in islice(chunks, PROMPTS * TRIES):
         if (question := cut_question(own.text)) is None:
@@ -130,14 +125,14 @@ def _found_for(engine: Engine, store: ChunkStore, ask: AskRequest, questions: Se
             yield engine.resolve(store, replace(ask, question=question, options=AskOptions()))
 
 
-def usable(runtime: Runtime, requests: Iterable[Request], most: int) -> Iterator[Request]:
+def usable(engine: Engine, requests: Iterable[Request], most: int) -> Iterator[Request]:
     """Yield those requests, up to a number, whose KV is all stored in the codec of the first one and not all exact."""
     codec, count = None, 0
     for request in requests:
         stored_as = stored_codec(request.inputs, request.collection)
         codec = codec or stored_as
         whole = stored_as == codec and all(s.cached for s in request.plan.chunks)
-        if whole and request.plan.inexact_tokens and runtime.fits(request.plan.num_tokens, TOKENS):
+        if whole and request.plan.inexact_tokens and request.plan.num_tokens + TOKENS <= engine.context:
             yield request
             count += 1
         if count == most:
@@ -145,21 +140,20 @@ def usable(runtime: Runtime, requests: Iterable[Request], most: int) -> Iterator
 
 
 @torch.inference_mode()
-def full_answer(runtime: Runtime, request: Request) -> FullAnswer:
+def full_answer(engine: Engine, request: Request) -> FullAnswer:
     """Prefill the prompt in full and answer greedily."""
     start = time.perf_counter()
-    done = prefill(runtime, request.in_full(), headroom=TOKENS)
-    sampling = SamplingParams(max_tokens=TOKENS, stop_repetition=False)
-    token_ids = generate(runtime, Continuation.of(done), sampling).token_ids
-    logits = teacher_forced(runtime.decoder, done.sequence, done.plan.token_ids, token_ids)
+    done = engine.prefilled(request.in_full(), headroom=TOKENS)
+    token_ids = done.answer(SamplingParams(max_tokens=TOKENS, stop_repetition=False)).token_ids
+    logits = done.predict(token_ids)
     done.sequence.release()
     return FullAnswer(token_ids, log_distribution(logits).float().cpu(), time.perf_counter() - start)
 
 
 @torch.no_grad()  # not inference_mode: the loader's threads write into the pool made here
-def distance(runtime: Runtime, request: Request, full: FullAnswer) -> float:
+def distance(engine: Engine, request: Request, full: FullAnswer) -> float:
     """Return KL(full || blended) over full prefill's answer, mean nats a token."""
-    done = prefill(runtime, request, headroom=TOKENS)
-    logits = teacher_forced(runtime.decoder, done.sequence, done.plan.token_ids, full.token_ids)
+    done = engine.prefilled(request, headroom=TOKENS)
+    logits = done.predict(full.token_ids)
     done.sequence.release()
     return divergence(full.log_p.double(), log_distribution(logits).cpu()).mean_kl

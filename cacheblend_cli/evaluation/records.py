@@ -19,7 +19,7 @@ class Record:
     Against full prefill (empty or None for full prefill itself): kl and top1 have one entry per token of full prefill's
     answer, starting with the first; k_error, v_error and attention_error are relative RMSEs, one per layer;
     same_answer, f1_full and rouge_full compare the answers' texts; signals: one row per token of kl, see
-    engine/core/risk.py. Against the references (None without any): exact_match, f1, rouge_l, and likelihood, the mean
+    blend/risk.py. Against the references (None without any): exact_match, f1, rouge_l, and likelihood, the mean
     log-probability in nats of the first reference's tokens. ttft_s as in `ask`. rouge_* are None without rouge-score.
     """
 

@@ -8,17 +8,27 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
-from cacheblend_cli.engine.core.measured_prefill import AutoPrefill as AutoPrefill
-from cacheblend_cli.engine.core.measured_prefill import Prefilled
-from cacheblend_cli.engine.request.resolve import Request
-from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.blend.cost import AutoReport
+from cacheblend_cli.engine.engine import Engine, Prefilled, Request
 from cacheblend_cli.types import BlendParams
 
 
 class Prefill(Protocol):
-    """Fills a prompt's KV: `cacheblend_cli.engine.core.measured_prefill.prefill`, or a variant of it."""
+    """Fills a prompt's KV: `Engine.prefilled`, or a variant of it."""
 
-    def __call__(self, runtime: Runtime, request: Request, *, headroom: int = 0) -> Prefilled: ...
+    def __call__(self, engine: Engine, request: Request, *, headroom: int = 0) -> Prefilled: ...
+
+
+@dataclass(eq=False)
+class AutoPrefill:
+    """`Engine.prefilled_auto`. reports: one per prompt, in order; ttft_s is the prefill's."""
+
+    reports: list[AutoReport] = field(default_factory=list)
+
+    def __call__(self, engine: Engine, request: Request, *, headroom: int = 0) -> Prefilled:
+        done, report = engine.prefilled_auto(request, headroom=headroom)
+        self.reports.append(report)
+        return done
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,7 @@ from torch import Tensor
 from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk
-from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
-from cacheblend_cli.engine.request.resolve import Request, resolve
-from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.evaluation.continuation import Continuation, generate
+from cacheblend_cli.engine.engine import Engine, Prefilled, Request
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.machine_speeds import cpu_name
 from cacheblend_cli.prompt.plan import PromptPlan
@@ -59,14 +56,14 @@ class SpeedPrompt:
     the measurement is not of the requested setting.
     """
 
-    runtime: Runtime
+    engine: Engine
     request: Request
     headroom: int
 
     @classmethod
-    def stored(cls, runtime: Runtime, store: ChunkStore, layout: Layout, headroom: int) -> SpeedPrompt:
+    def stored(cls, engine: Engine, store: ChunkStore, layout: Layout, headroom: int) -> SpeedPrompt:
         """Collect and store prefix and chunks. Raises StoreNoSpace, before computing if that is clear."""
-        collection = runtime.collection()
+        collection = engine.runtime.collection()
         check_space(
             store.path, sum(map(collection.chunk_bytes, [len(collection.prefix_ids), *map(len, layout.chunks)]))
         )
@@ -79,15 +76,14 @@ class SpeedPrompt:
         for _ in collector.store(planned):
             pass
         ask = AskRequest("", [p.key for p in planned])
-        request = resolve(runtime, store, ask, suffix_ids=layout.suffix_ids)
-        return cls(runtime, request, headroom)
+        return cls(engine, engine.resolve(store, ask, suffix_ids=layout.suffix_ids), headroom)
 
     def plan(self, blend: BlendParams) -> PromptPlan:
         return replace(self.request, blend=blend).plan
 
     def prefill(self, blend: BlendParams) -> Prefilled:
         """Prefill the prompt. The caller releases the sequence."""
-        return prefill(self.runtime, replace(self.request, blend=blend), headroom=self.headroom)
+        return self.engine.prefilled(replace(self.request, blend=blend), headroom=self.headroom)
 
     def first_token(self, blend: BlendParams) -> FirstToken:
         start = time.perf_counter()
@@ -104,7 +100,7 @@ class SpeedPrompt:
         done = self.prefill(BlendParams(mode="reuse"))
         try:
             sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-            return generate(self.runtime, Continuation.of(done), sampling).tokens_per_s
+            return done.answer(sampling).tokens_per_s
         finally:
             done.sequence.release()
 

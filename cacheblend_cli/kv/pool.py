@@ -159,6 +159,12 @@ class SequenceView(PagedSequence):
     def make_writable(self, start: int, end: int) -> None:
         return
 
+    def give_back(self, count: int) -> None:
+        return
+
+    def release(self) -> None:
+        return
+
 
 def upload(values: Sequence[int] | Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Return host values [n] as a tensor on `device`. On CUDA the copy goes through pinned memory and is queued;

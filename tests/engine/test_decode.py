@@ -11,6 +11,7 @@ import torch
 from callbacks import pieces_to
 from checkpoints import write_checkpoint
 from decoding import decode_one_token
+from plain_loop import generate
 
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
@@ -18,7 +19,6 @@ from cacheblend_cli.engine.generation import Generation
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.decode import DecodeRunner, EagerRunner, GraphRunner, bucket, make_runner
 from cacheblend_cli.errors import DeviceError
-from cacheblend_cli.evaluation.continuation import Continuation, generate
 from cacheblend_cli.kv.forward import forward
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
 from cacheblend_cli.kv.rows import rows_of
@@ -79,8 +79,7 @@ def run(
     sequence, logits = prefilled(engine, pool, PROMPT)
     shown: list[str] = []
     runtime = Runtime(replace(engine.model, eos_ids=frozenset(eos or ())), engine.config)
-    begin = Continuation(sequence, len(PROMPT), logits)
-    found = generate(runtime, begin, params, pieces_to(shown.append), runner=runner)
+    found = generate(runtime, sequence, len(PROMPT), logits, params, pieces_to(shown.append), runner=runner)
     sequence.release()
     pool.allocator.check_integrity()
     return found, "".join(shown)

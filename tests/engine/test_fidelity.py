@@ -11,8 +11,8 @@ import torch
 from checkpoints import write_checkpoint
 from decoding import decode_one_token
 
+from cacheblend_cli.blend.fidelity import divergence, log_distribution, teacher_forced
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.fidelity import divergence, log_distribution, teacher_forced
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.kv.forward import Observer, forward
 from cacheblend_cli.kv.pool import KVPool, PagedSequence

@@ -10,10 +10,11 @@ import torch
 from callbacks import pieces_to
 from engine_driver import Listener, StoredEngine, open_stored_engine
 
+from cacheblend_cli.blend.risk import SIGNALS, RiskFile, RiskFit, signals_of
 from cacheblend_cli.engine.core.async_engine import AsyncEngine
-from cacheblend_cli.engine.core.risk import SIGNALS, RiskFile, RiskFit, fit_risk, signals_of
 from cacheblend_cli.engine.events import Failed, Limits
 from cacheblend_cli.errors import CacheBlendError, UsageError
+from cacheblend_cli.evaluation.risk import fit_risk
 from cacheblend_cli.types import Answer, AskRequest, BlendParams
 
 BLEND = BlendParams(mode="reuse")  # far from a full prefill

@@ -14,6 +14,7 @@ from callbacks import pieces_to
 from checkpoints import write_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_loop import generate
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
 from torch import Tensor
@@ -24,7 +25,6 @@ from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.generation import Generation
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import Sampler
-from cacheblend_cli.evaluation.continuation import Continuation, generate
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.prompt.reasoning_tags import KNOWN, THINK, ReasoningTags
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
@@ -126,7 +126,7 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Saying:
         monkeypatch.setattr("cacheblend_cli.engine.sampling._tokens", said_by)
         sequence = runtime.new_sequence(1 + runtime.max_new_tokens(params))
         sequence.ensure(1 + runtime.max_new_tokens(params))
-        begin = Continuation(sequence, 1, torch.zeros(runtime.model.spec.vocab_size))
+        logits = torch.zeros(runtime.model.spec.vocab_size)
         pieces = ["", ""]
 
         def keep(i: int) -> Callable[[str], None]:
@@ -136,7 +136,7 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Saying:
             return add
 
         try:
-            out = generate(runtime, begin, params, pieces_to(keep(0), keep(1)))
+            out = generate(runtime, sequence, 1, logits, params, pieces_to(keep(0), keep(1)))
         finally:
             sequence.release()
         assert (pieces[0], pieces[1].strip()) == (out.text, out.reasoning)

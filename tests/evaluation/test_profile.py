@@ -86,19 +86,16 @@ def test_ratios_rise_until_one_is_close_enough(engine: Engine, store: ChunkStore
 
 def test_the_mean_is_that_of_the_prompts(engine: Engine, store: ChunkStore) -> None:
     found = measure_profile(engine, store, ASK, (1e9, 1e9)).measured[0]
-    requests = list(usable(engine.runtime, cut_requests(engine, store, ASK), PROMPTS))
+    requests = list(usable(engine, cut_requests(engine, store, ASK), PROMPTS))
     assert len({request.question for request in requests}) == PROMPTS
     for request in requests:
         texts = [chunk.text for chunk in request.chunks]
         assert len(texts) == 3
         assert not any(request.question.removesuffix(" ...") in text for text in texts), "its own chunk is left out"
     blend = BlendParams(ratio=found.ratio, correction=found.correction)
-    kl = [distance(engine.runtime, replace(r, blend=blend), full_answer(engine.runtime, r)) for r in requests]
+    kl = [distance(engine, replace(r, blend=blend), full_answer(engine, r)) for r in requests]
     assert found.mean == pytest.approx(sum(kl) / PROMPTS)
-    exact = [
-        distance(engine.runtime, replace(r, blend=BlendParams(ratio=1.0)), full_answer(engine.runtime, r))
-        for r in requests
-    ]
+    exact = [distance(engine, replace(r, blend=BlendParams(ratio=1.0)), full_answer(engine, r)) for r in requests]
     assert max(exact) < 1e-6 < found.mean
 
 
@@ -124,4 +121,4 @@ def test_too_few_chunks_are_refused(engine: Engine, tmp_path: Path) -> None:
 
 def test_prompts_that_need_no_repair_do_not_count(engine: Engine, store: ChunkStore) -> None:
     alone = replace(ASK, search=SearchParams(k=1, by="words"))
-    assert list(usable(engine.runtime, cut_requests(engine, store, alone), PROMPTS)) == []
+    assert list(usable(engine, cut_requests(engine, store, alone), PROMPTS)) == []

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from cacheblend_store import ChunkStore
 
+from cacheblend_cli.blend.risk import SIGNALS, RiskFile, RiskFit
 from cacheblend_cli.client import Client
-from cacheblend_cli.engine.core.risk import SIGNALS, RiskFile, RiskFit
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.types import PLAIN, AskRequest, BlendParams, SamplingParams, TextDocument

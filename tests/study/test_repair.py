@@ -14,8 +14,8 @@ from cacheblend_store import ChunkStore
 from checkpoints import write_checkpoint
 from study_modules import study_modules
 
+from cacheblend_cli.blend.fidelity import teacher_forced
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.fidelity import teacher_forced
 from cacheblend_cli.engine.core.measured_prefill import prefill
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.request.resolve import Request, resolve

@@ -79,9 +79,11 @@ def test_a_nucleus_stops_when_its_share_is_covered(
     scores = torch.tensor([8.0, 4.0, 2.0, 1.0] + [0.0] * 8)
     candidates = Candidates(torch.arange(12), torch.zeros(12).long(), torch.arange(12))
     found = []
-    monkeypatch.setattr(
-        research, "prefill", lambda count: found.append(policy.choose(scores, count, candidates).tolist())
-    )
+
+    def prefilled(count: int) -> None:
+        found.append(policy.choose(scores, count, candidates).tolist())
+
+    monkeypatch.setattr(research.Engine, "prefilled", prefilled)
     for share, count in ((0.5, 12), (0.8, 12), (0.81, 12), (0.9, 1)):
         research.nucleus(share)(count)
     assert found == [[0], [0, 1], [0, 1, 2], [0]], "and never more than the ratio allows"

@@ -11,7 +11,7 @@ from checkpoints import WORDS, write_checkpoint
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
+from cacheblend_cli.engine.core.measured_prefill import Prefilled
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.evaluation.settings import Prefill
@@ -35,11 +35,11 @@ class Bench:
         self.engine.precompute(self.store, [str(docs)], PrecomputeOptions(chunk_tokens=40), lambda event: None)
         self.keys = [m.key for m in sorted(self.store.chunks(), key=lambda m: (m.source, m.index))]
 
-    def prefill(self, blend: BlendParams, headroom: int = 16, run: Prefill = prefill) -> Prefilled:
+    def prefill(self, blend: BlendParams, headroom: int = 16, run: Prefill = Engine.prefilled) -> Prefilled:
         request = resolve(
             self.engine.runtime, self.store, AskRequest(QUESTION, self.keys, blend, SamplingParams(max_tokens=headroom))
         )
-        return run(self.engine.runtime, request, headroom=headroom)
+        return run(self.engine, request, headroom=headroom)
 
     def prompt(self, done: Prefilled) -> Prompt:
         """The prompt of a prefill, as the corrections get it."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from cacheblend_cli.engine.core.risk import RiskFile, RiskFit, signals_of
+from cacheblend_cli.blend.risk import RiskFile, RiskFit, signals_of
 from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.plan import PromptPlan

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from torch import Tensor
+
 from cacheblend_cli.engine.auto.controller import decided
 from cacheblend_cli.engine.core.block_manager import BlockManager
 from cacheblend_cli.engine.core.checks import Checks, seeded
@@ -69,6 +71,13 @@ class EngineCore:
                 "ask with fewer chunks or a smaller --max-tokens",
             )
         self.scheduler.add(state)
+
+    def resume(self, sequence: Sequence, logits: Tensor) -> None:
+        """Queue an answer whose prompt was prefilled elsewhere, and draw the next token from logits, fp32
+        [vocab_size]."""
+        assert sequence.output is not None
+        self.scheduler.add(sequence.state)
+        self._outputs.sampled([(sequence, sequence.output.draw(logits))])
 
     def step(self) -> Events:
         """Do one thing: end requests, compute a slice of a prompt, or a token of every answer; beside it, missing

@@ -14,8 +14,8 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
+from cacheblend_cli.blend.fidelity import Divergence, divergence, log_distribution
 from cacheblend_cli.engine.core.checks import Checks
-from cacheblend_cli.engine.core.fidelity import Divergence, divergence, log_distribution
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence, Sink
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
 from cacheblend_cli.engine.generation import Generation

@@ -1,36 +1,86 @@
-"""One prompt prefilled outside of the engine, for measures that look at its KV."""
+"""One prompt prefilled by itself and held, for measures of its KV."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from cacheblend_cli.blend.cost import AutoReport
+from cacheblend_cli.blend.fidelity import teacher_forced
 from cacheblend_cli.engine.auto.controller import controller_of, decided
+from cacheblend_cli.engine.core.core import EngineCore
+from cacheblend_cli.engine.core.sequence import RequestState, Status
+from cacheblend_cli.engine.core.sequence import Sequence as Answering
+from cacheblend_cli.engine.core.sequence_output import SequenceOutput
+from cacheblend_cli.engine.core.single import ALONE, run_core
+from cacheblend_cli.engine.generation import Generation
 from cacheblend_cli.engine.prefill_report import PrefillReport
 from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.worker.memory import out_of_memory
+from cacheblend_cli.engine.worker.decode import DecodeRunner, EagerRunner
+from cacheblend_cli.engine.worker.memory import DeviceMemory, out_of_memory
 from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillState
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.kv.forward import Observer
+from cacheblend_cli.kv.pool import KVPool, PagedSequence, SequenceView
 from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.prompt.plan import PromptPlan
+from cacheblend_cli.types import AskOptions, SamplingParams
 
 
 @dataclass(frozen=True)
 class Prefilled(PrefillReport):
-    """A prompt that was computed outside of the engine. The caller releases the sequence."""
+    """A prompt that was prefilled by itself. The caller releases the sequence."""
 
+    runtime: Runtime = field(kw_only=True)
     sequence: PagedSequence = field(kw_only=True)
 
     @property
     def pool(self) -> KVPool:
         return self.sequence.pool
+
+    def predict(self, answer_ids: Sequence[int], observer: Observer | None = None) -> Tensor:
+        """Return the logits that the prompt's KV predicts each token of an answer with, fp32 [len(answer_ids),
+        vocab_size]. Writes the answer's KV: see `teacher_forced`."""
+        return teacher_forced(self.runtime.decoder, self.sequence, self.plan.token_ids, answer_ids, observer)
+
+    def answer(
+        self,
+        sampling: SamplingParams,
+        *,
+        given: int = 0,
+        logits: Tensor | None = None,
+        see: Callable[[Tensor], None] | None = None,
+        runner: DecodeRunner | None = None,
+    ) -> Generation:
+        """Decode an answer in an engine core. The sequence needs room for it.
+
+        given: leading answer tokens whose KV was written by `predict`; logits: after these, fp32 [vocab_size], None =
+        after the prompt. see: called with the logits of each token. runner: None for the engine's own.
+        """
+        runtime, prompt_ids = self.runtime, self.plan.token_ids
+        options = AskOptions(verify=True)  # measures are of this engine: llama.cpp does not decode
+        request = replace(self.request.in_full(), sampling=sampling, options=options)
+        state = RequestState(request, 0, max_new_tokens=runtime.max_new_tokens(sampling))
+        output = SequenceOutput(runtime, sampling, prompt_ids, see=see)
+        view = SequenceView(self.pool, self.sequence.blocks)
+        sequence = Answering(state, 0, Status.RUNNING, view, len(prompt_ids) + given, output=output)
+        state.sequences = [sequence]
+        core = EngineCore(runtime, ALONE, self._memory(runner))
+        core.resume(sequence, self.logits if logits is None else logits)
+        run_core(core)
+        return output.out
+
+    def _memory(self, runner: DecodeRunner | None) -> DeviceMemory:
+        """Return the sequence's pool with what decodes in it."""
+        lasting = self.runtime.memory()
+        if runner is None and lasting is not None and lasting.pool is self.pool:
+            return lasting
+        return DeviceMemory(self.pool, runner or EagerRunner(self.runtime.decoder, self.pool))
 
 
 def prefill(
@@ -41,12 +91,11 @@ def prefill(
     output_positions: Callable[[PromptPlan], Tensor] | None = None,
     slice_rows: int | None = None,
 ) -> Prefilled:
-    """Prefill one prompt outside of the engine, for measures. A chunk whose stored KV is bad is computed instead, and a
-    note says so.
+    """Prefill one prompt. If stored KV of a chunk is bad, the chunk is computed, and a note says so.
 
-    headroom: positions to keep free after the prompt. output_positions: where logits are wanted, the last by default;
-    with it the prompt is computed in one slice. slice_rows: positions of a slice, None for the engine's. Raises
-    UsageError when the prompt is longer than the context, DeviceError when it does not fit the memory.
+    headroom: positions to keep free after the prompt. output_positions: positions whose logits are returned, None = the
+    last; with it the prompt is computed in one slice. slice_rows: positions of a slice, None for the engine's. Raises
+    UsageError if the prompt is longer than the context, DeviceError if it does not fit the memory.
     """
     decoder = runtime.decoder
     if runtime.driver is not None:
@@ -64,7 +113,9 @@ def prefill(
                 output = state.whole(output_positions(plan)) if output_positions is not None else state.advance()
                 while output.result is None:
                     output = state.advance()
-                return Prefilled(request, output.result, output.loader, output.prefill_s, sequence=sequence)
+                return Prefilled(
+                    request, output.result, output.loader, output.prefill_s, runtime=runtime, sequence=sequence
+                )
         except BadChunk as bad:
             sequence.release()
             request = request.without(bad.key, bad.reason)
@@ -76,20 +127,14 @@ def prefill(
             raise
 
 
-@dataclass(eq=False)
-class AutoPrefill:
-    """`prefill` under the controller, for `cacheblend eval`. reports: one a prompt, in order, ttft_s being the
-    prefill's."""
-
-    reports: list[AutoReport] = field(default_factory=list)
-
-    def __call__(self, runtime: Runtime, request: Request, *, headroom: int = 0) -> Prefilled:
-        asked, report = decided(runtime, replace(request, started=time.perf_counter()))
-        assert report is not None
-        start = time.perf_counter()
-        done = prefill(runtime, asked, headroom=headroom)
-        int(done.result.logits[-1].argmax())  # a GPU is done when its result is on the host
-        seconds = time.perf_counter() - start
-        controller_of(runtime, request).learn(report, done, seconds)
-        self.reports.append(replace(report, ttft_s=seconds))
-        return done
+def prefill_auto(runtime: Runtime, request: Request, *, headroom: int = 0) -> tuple[Prefilled, AutoReport]:
+    """Prefill one prompt as `--ratio auto` decides, with request.blend.ratio as the minimum, and let the controller
+    learn from it. ttft_s of the report is the prefill's."""
+    asked, report = decided(runtime, replace(request, started=time.perf_counter()))
+    assert report is not None
+    start = time.perf_counter()
+    done = prefill(runtime, asked, headroom=headroom)
+    int(done.logits.argmax())  # a GPU is done when its result is on the host
+    seconds = time.perf_counter() - start
+    controller_of(runtime, request).learn(report, done, seconds)
+    return done, replace(report, ttft_s=seconds)

@@ -18,16 +18,10 @@ from platformdirs import user_data_path
 from torch import Tensor
 
 from cacheblend_cli import user_cache
-from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.types import BlendParams
 
 FORMAT, SIGNALS = 2, 4  # the format: one more where blending computes otherwise
-RIDGE = 1.0
-"""What a weight costs: half its square, in the log-likelihood's unit. It keeps weights finite where the signals part
-the tokens completely."""
-LEAST = 3
-"""Answers that are others than a full prefill's which a fit needs at least."""
 
 
 @dataclass(frozen=True)
@@ -55,35 +49,6 @@ def signals_of(logits: Tensor) -> Tensor:
     entropy = -(found.exp() * found).sum(-1)
     known = torch.stack((first - second, entropy), -1).clamp_min(0)
     return torch.cat((known, known.sqrt()), -1).cpu().double()
-
-
-def fit_risk(answers: Sequence[tuple[Tensor, Sequence[bool]]]) -> RiskFit:
-    """Fit by Newton's method. answers: of each the signals [num_tokens, SIGNALS] of its tokens, and of which a full
-    prefill, behind the same tokens, would have another one most likely. Raises UsageError where too few of them
-    differ."""
-    differing = sum(any(differs) for _, differs in answers)
-    if differing < LEAST:
-        raise UsageError(
-            f"{differing} of {len(answers)} answers differ from a full prefill's, and a fit needs {LEAST}",
-            "fit on more questions, or longer answers (--max-tokens)",
-        )
-    x = torch.cat([signals for signals, _ in answers])
-    y = torch.tensor([token for _, differs in answers for token in differs], dtype=torch.float64)
-    mean, scale = x.mean(0), x.std(0).clamp_min(1e-9)
-    x = torch.cat(((x - mean) / scale, torch.ones(len(x), 1, dtype=torch.float64)), 1)
-    penalty = torch.tensor([RIDGE] * (x.shape[1] - 1) + [1e-6], dtype=torch.float64)
-    w = torch.zeros(x.shape[1], dtype=torch.float64)
-    for _ in range(50):
-        p = torch.sigmoid(x @ w)
-        hessian = (x * (p * (1 - p))[:, None]).T @ x + torch.diag(penalty)
-        step = torch.linalg.solve(hessian, x.T @ (p - y) + penalty * w)
-        size = float(step.abs().max())
-        w -= step * min(1.0, 2.0 / max(size, 1e-12))  # far from the optimum a whole step goes too far
-        if size < 1e-9:
-            break
-    weights = w[:-1] / scale
-    bias = float(w[-1] - weights @ mean)
-    return RiskFit(tuple(weights.tolist()), bias, len(y), len(answers), differing)
 
 
 @dataclass(frozen=True)
