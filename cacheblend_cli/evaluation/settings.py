@@ -16,7 +16,7 @@ from cacheblend_cli.types import BlendParams
 class Prefill(Protocol):
     """Fills a prompt's KV: `Engine.prefilled`, or a variant of it."""
 
-    def __call__(self, engine: Engine, request: Request, *, headroom: int = 0) -> Prefilled: ...
+    def __call__(self, engine: Engine, request: Request, /, *, headroom: int = 0) -> Prefilled: ...
 
 
 @dataclass(eq=False)
