@@ -26,17 +26,17 @@ FORMAT, SIGNALS = 2, 4  # the format: one more where blending computes otherwise
 
 @dataclass(frozen=True)
 class RiskFit:
-    """The log odds are bias + weights @ signals. tokens, answers: it was fitted on; differing: of the answers."""
+    """The log odds are bias + weights @ signals."""
 
     weights: tuple[float, ...]
     bias: float
-    tokens: int
+    tokens: int  # of the answers it was fitted on
     answers: int
-    differing: int
+    differing: int  # answers that differ from a full prefill's
 
     def of_tokens(self, signals: Tensor) -> Tensor:
-        """The probability for each token that a full prefill would have another one most likely, [num_tokens] fp64.
-        signals: see `signals_of`."""
+        """Return for each token the probability that a full prefill prefers another one, [num_tokens] fp64. signals:
+        see `signals_of`."""
         return torch.sigmoid(signals @ torch.tensor(self.weights, dtype=torch.float64) + self.bias)
 
 
@@ -69,7 +69,7 @@ class RiskFile:
         return cls(user_data_path("cacheblend") / "risk" / f"{name}.json")
 
     def read(self) -> RiskFit | None:
-        """None where there is none, or it makes no sense."""
+        """Return the fit, None if the file is missing or invalid."""
         try:
             found = msgspec.json.decode(self.path.read_bytes(), type=RiskFit)
         except (OSError, msgspec.MsgspecError):

@@ -11,15 +11,15 @@ from cacheblend_cli.prompt.reasoning_tags import THINK, ReasoningTags
 from cacheblend_cli.prompt.template import CHANNEL
 
 CLOSING_ROOM = 24
-"""Tokens that the tags and what stands around them take at most."""
+"""Maximum number of tokens of the closing tags and the text around them."""
 START, MESSAGE, END = "<|start|>", "<|message|>", "<|end|>"
 FINAL = f"{END}{START}assistant{CHANNEL}final{MESSAGE}"
-"""What ends reasoning that has used its tokens up, in gpt-oss's channels."""
+"""Closes reasoning whose budget is used up, in gpt-oss's channels."""
 
 
 class Reasoning:
-    """Splits text at the reasoning tags. It is reasoning from a tag that begins it, or from its beginning where the
-    prompt ended with that tag; a tag further on is text. The blank lines behind the closing tag are nobody's."""
+    """Splits text at the reasoning tags. Reasoning starts at an opening tag at the beginning of the text, or at once if
+    the prompt ended with that tag; a tag further on is text. Blank lines after the closing tag are dropped."""
 
     def __init__(self, opened: bool, tags: ReasoningTags = THINK) -> None:
         self._tags = tags
@@ -37,11 +37,11 @@ class Reasoning:
 
     @property
     def before_answer(self) -> bool:
-        """Return whether all that was said is reasoning and what surrounds it."""
+        """Return whether the answer has not begun: all text so far is reasoning or its tags."""
         return self._place in ("reasoning", "between")
 
     def push(self, piece: str) -> tuple[str, str]:
-        """Return the text that is certainly (reasoning, answer)."""
+        """Return the final (reasoning, answer) text."""
         text, self._held, reasoning = self._held + piece, "", ""
         if self._place == "beginning":
             stripped = text.lstrip()
@@ -72,11 +72,10 @@ class Reasoning:
 
 
 class Channels:
-    """gpt-oss's channels as think tags: what it says on the channel `final` is the answer, on any other reasoning.
+    """Converts gpt-oss's channels to think tags: text of the channel `final` is the answer, text of others reasoning.
 
-    Follows `<|channel|>NAME<|message|>TEXT<|end|><|start|>assistant<|channel|>...`, tokens that decoding passes over.
-    What stands between a token and `<|message|>` is a header, and said to nobody. Text without any of them is the
-    answer."""
+    Parses `<|channel|>NAME<|message|>TEXT<|end|><|start|>assistant<|channel|>...`, tokens that decoding skips. Text
+    between one of them and `<|message|>` is a header, and is dropped. Text without any of them is the answer."""
 
     def __init__(self, marks: dict[int, str]) -> None:
         self._marks = marks
@@ -85,13 +84,13 @@ class Channels:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Channels | None:
-        """None: the tokenizer has no channels."""
+        """Return the channels of a tokenizer, None if it has none."""
         ids = {mark: tokenizer.token_id(mark) for mark in (START, CHANNEL, MESSAGE, END)}
         marks = {i: mark for mark, i in ids.items() if i is not None and tokenizer.is_silent(i)}
         return cls(marks) if {CHANNEL, MESSAGE} <= set(marks.values()) else None
 
     def push(self, token_id: int, stream: TextStream) -> str:
-        """The text that is certain with this token, think tags in place of channels."""
+        """Return the text that is final with this token, with think tags in place of channels."""
         mark = self._marks.get(token_id)
         piece = stream.push(token_id) if mark is None else stream.flush()
         if self._header is not None:
@@ -106,7 +105,7 @@ class Channels:
         return piece + self._turn(final)
 
     def _turn(self, final: bool) -> str:
-        """The tag between what was said and what comes."""
+        """Return the tag between the last channel and the next."""
         was, self._reasoning = self._reasoning, not final
         if was:
             return THINK.close if final else "\n"
@@ -114,8 +113,8 @@ class Channels:
 
 
 class StopStrings:
-    """Ends an answer before the first stop string, however its text is cut into pieces; the beginning of a possible
-    stop string is held back. Each character is looked at once for each stop string (Knuth-Morris-Pratt)."""
+    """Ends an answer before the first stop string, which may span pieces of text; the beginning of a possible one is
+    held back. Each character is compared once with each stop string (Knuth-Morris-Pratt)."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops, self._held, self.hit = stops, "", False
@@ -176,7 +175,7 @@ def _borders(text: str) -> list[int]:
 
 
 class Detokenizer:
-    """Text of token ids, released once it is certain: reasoning, and the answer up to a stop string."""
+    """Text of token ids, released once it is final: reasoning, and the answer up to a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], opened: bool, tags: ReasoningTags = THINK) -> None:
         self._channels = Channels.of(tokenizer)
@@ -187,7 +186,7 @@ class Detokenizer:
         self._silent_tags = {i: tag for i, tag in ids.items() if i is not None and tokenizer.is_silent(i)}
 
     def push(self, token_id: int) -> tuple[str, str]:
-        """Reasoning and answer that the token makes certain."""
+        """Return the reasoning and the answer text that are final with this token."""
         tag = self._silent_tags.get(token_id)
         if self._channels is not None:
             piece = self._channels.push(token_id, self._stream)
@@ -203,13 +202,13 @@ class Detokenizer:
 
     @property
     def stopped(self) -> bool:
-        """Return whether the answer has a stop string, in what is not certain yet, too."""
+        """Return whether the answer contains a stop string, including text that is held back."""
         if self._stop.hit:
             return True
         return not self.reasoning.open and self._stop.is_in(self.reasoning.undecided + self._stream.held())
 
     def flush(self) -> tuple[str, str]:
-        """The rest."""
+        """Return the reasoning and the answer text held back, at the end."""
         parts = [self.reasoning.push(self._stream.flush()), self.reasoning.flush()]
         answer = "".join(self._stop.push(answer) for _, answer in parts)
         return "".join(reasoning for reasoning, _ in parts), answer + self._stop.flush()

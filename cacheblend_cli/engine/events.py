@@ -44,12 +44,10 @@ class Token:
 
 @dataclass(frozen=True)
 class Done:
-    """The end of a request. answers: n of them, in order; those of a request that was cancelled or whose deadline
-    passed are what was said until then, and none where it had not begun. ended: why it ended early, None where it did
-    not."""
+    """The end of a request."""
 
-    answers: list[Answer]
-    ended: Early | None = None
+    answers: list[Answer]  # n, in order; partial ones if it ended early, none if it had not begun
+    ended: Early | None = None  # why it ended early
 
 
 @dataclass(frozen=True)
@@ -73,20 +71,18 @@ OnEvent = Callable[[Event], None]
 
 
 def ignore(event: Event) -> None:
-    """Do nothing: nobody listens."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """max_waiting: queued requests before more are refused. max_sequences: answers decoded at once; one request gets at
-    most half of them. max_rows: tokens of a full prefill that one step computes. pool_tokens: positions of the KV pool,
-    None = what memory allows. enable_prefix_caching: keep exact KV as a prefix cache."""
+    """Limits of an engine that batches requests."""
 
-    max_waiting: int = 256
-    max_sequences: int = 16
-    max_rows: int | None = None
-    pool_tokens: int | None = None
-    enable_prefix_caching: bool = True
+    max_waiting: int = 256  # queued requests before more are refused
+    max_sequences: int = 16  # answers decoded at once; one request gets at most half of them
+    max_rows: int | None = None  # tokens of a full prefill that one step computes
+    pool_tokens: int | None = None  # positions of the KV pool, None = what memory allows
+    enable_prefix_caching: bool = True  # keep exact KV as a prefix cache
 
     def __post_init__(self) -> None:
         for name in ("max_waiting", "max_sequences", "max_rows", "pool_tokens"):
@@ -97,14 +93,7 @@ class Limits:
 
 @dataclass
 class EngineStats:
-    """Requests and sequences by state; the pool's blocks by state; what was done since the service began, which the
-    engine counts.
-
-    computed: tokens of prompts whose KV was computed; reused: taken from the store; repaired: of these, computed again;
-    prefix_cached: found in the prefix cache. swap_bytes: KV that is swapped out, of swap_space_bytes. pool_bytes: of
-    all blocks, used or not. preempted: answers that gave their blocks up; recomputed: those of them whose KV was
-    dropped, as the swap space was full. joined: short prompts computed in one launch with others. stall_s: waited for
-    KV to load. step_s, scheduling_s: seconds of all steps, and of deciding what they do."""
+    """Requests, sequences and blocks by state, and counts since the engine began."""
 
     waiting: int = 0
     running: int = 0
@@ -116,16 +105,16 @@ class EngineStats:
     failed: int = 0
     cancelled: int = 0
     generated: int = 0
-    computed: int = 0
-    reused: int = 0
-    repaired: int = 0
-    prefix_cached: int = 0
-    swap_bytes: int = 0
+    computed: int = 0  # prompt tokens whose KV was computed
+    reused: int = 0  # prompt tokens whose KV came from the store
+    repaired: int = 0  # of these, computed again
+    prefix_cached: int = 0  # prompt tokens whose KV came from the prefix cache
+    swap_bytes: int = 0  # swapped out
     swap_space_bytes: int = 0
-    pool_bytes: int = 0
-    preempted: int = 0
-    recomputed: int = 0
-    joined: int = 0
-    stall_s: float = 0.0
-    step_s: float = 0.0
-    scheduling_s: float = 0.0
+    pool_bytes: int = 0  # all blocks, used or free
+    preempted: int = 0  # answers that gave up their blocks
+    recomputed: int = 0  # of these, those whose KV was dropped because the swap space was full
+    joined: int = 0  # short prompts that shared a launch
+    stall_s: float = 0.0  # waited for KV to load
+    step_s: float = 0.0  # all steps
+    scheduling_s: float = 0.0  # of these, scheduling

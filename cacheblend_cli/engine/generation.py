@@ -1,4 +1,4 @@
-"""What one sequence generated."""
+"""Output of one sequence."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from cacheblend_cli.types import FinishReason, TokenLogprob
 
 @dataclass
 class Generation:
-    """token_ids include the EOS that ended it, and the reasoning; text does not. reasoning_cut: its tokens were used
-    up. first_token_at: perf_counter when it was sampled. attention: of each chunk its share, see
-    engine/worker/attention.py."""
+    """Tokens and text of one answer."""
 
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
+    token_ids: list[int] = field(default_factory=list)  # with the reasoning and the EOS that ended it
+    text: str = ""  # without them
     reasoning: str = ""
     reasoning_tokens: int = 0
-    reasoning_cut: bool = False
+    reasoning_cut: bool = False  # the reasoning budget was used up
     finish_reason: FinishReason = "length"
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    first_token_at: float = 0.0
+    first_token_at: float = 0.0  # perf_counter
     decode_s: float = 0.0
-    attention: list[float] | None = None
+    attention: list[float] | None = None  # share of each chunk, see engine/worker/attention.py
 
     @property
     def mean_logprob(self) -> float:

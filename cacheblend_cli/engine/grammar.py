@@ -1,4 +1,4 @@
-"""Answers of a form: of a JSON schema or a regular expression. llguidance says which tokens may come next."""
+"""Answers that follow a JSON schema or a regular expression. llguidance computes the allowed tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Grammar:
 
     @property
     def complete(self) -> bool:
-        """Nothing may follow."""
+        """Return whether no token may follow."""
         return bool(self._matcher.is_stopped())
 
     def allowed(self, logits: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from cacheblend_cli.types import TokenLogprob
 class PrefillReport:
     """A prompt whose KV is in the pool."""
 
-    request: Request  # as it was run in the end
+    request: Request  # as it was finally run
     result: PrefillResult
     loader: KVLoader  # figures of loading
     prefill_s: float
@@ -49,7 +49,7 @@ class PromptLogprobs:
         self._token_ids, self._top, self.found = token_ids, top, list[TokenLogprob]()
 
     def __call__(self, logits: Tensor) -> None:
-        """logits: of the rows behind those noted so far; the last row of the prompt predicts none of its tokens."""
+        """Add the log-probabilities that the next rows' logits give the tokens after them; the last row has none."""
         begin = len(self.found) + 1
         ids = torch.tensor(self._token_ids[begin : begin + len(logits)], device=logits.device)
         if len(ids):

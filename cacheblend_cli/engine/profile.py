@@ -72,7 +72,7 @@ class Profile:
 
 
 def conditions(collection: Collection, codec: str, blend: BlendParams) -> dict[str, str]:
-    """Return what a profile holds for. codec: of the chunks."""
+    """Return the conditions of a profile, by name. codec: the chunks' codec."""
     decoder, wording = collection.model.decoder, collection.template.wording.to_dict()
     prompt = hashlib.blake2b(json.dumps(wording, sort_keys=True).encode(), digest_size=8).hexdigest()
     way = {name: str(value) for name, value in asdict(blend).items() if name not in _CHOSEN}
@@ -142,19 +142,19 @@ def with_own_ratio(
     if ask.options.auto or blend.mode != "blend" or blend.checks:
         return ask, "auto" if ask.options.auto else "given"
     codec = stored_codec(chunks, collection)
-    told = notes if len(chunks) > 1 else []  # one chunk is exact
+    shown = notes if len(chunks) > 1 else []  # one chunk is exact
     if ask.options.own_ratio:
         own, source = own_blend(collection, blend, codec)
         if own.selector == "all" != blend.selector:
-            told.append(
+            shown.append(
                 f"models check found no ratio close enough to a full prefill with {model.name}: all tokens that need repair are computed; "
                 "--ratio X blends"
             )
         elif source.startswith(OTHER):
-            told.append(f"the ratio is the default, {blend.ratio:g}: {source.removeprefix('default: ')}")
+            shown.append(f"the ratio is the default, {blend.ratio:g}: {source.removeprefix('default: ')}")
         return replace(ask, blend=own), source
     profile, _ = profile_for(model, conditions(collection, codec, blend))
     if profile is not None and ((found := profile.choice) is None or blend.effective_ratio() < found.ratio):
         needed = "use mode full" if found is None else f"it needs a ratio of {found.ratio:g}"
-        told.append(f"models check found blending with {model.name} to be far from a full prefill: {needed}")
+        shown.append(f"models check found blending with {model.name} to be far from a full prefill: {needed}")
     return ask, "given"

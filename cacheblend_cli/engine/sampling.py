@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -256,3 +257,23 @@ def _number(model: LoadedModel, config: Mapping[str, Any], field: str) -> int | 
             "correct it, or leave --model-sampling out",
         )
     return value
+
+
+def model_notes(model: LoadedModel, sampling: SamplingParams) -> list[str]:
+    """Return notes on what generation_config.json asks for and an answer does not follow."""
+    notes = []
+    penalty = _greedy_penalty(model)
+    if sampling.temperature == 0 and sampling.repetition_penalty == 1 and penalty not in (None, 1):
+        notes.append(
+            f"generation_config.json of {model.name} has repetition_penalty {penalty:g}, which transformers applies and this answer "
+            f"does not: set repetition_penalty to {penalty:g} for that"
+        )
+    return notes
+
+
+def _greedy_penalty(model: LoadedModel) -> float | None:
+    """Return the repetition penalty of greedy decoding in transformers, None if generation_config.json has no valid
+    one."""
+    with suppress(UsageError):
+        return model_sampling(model).get("repetition_penalty")
+    return None

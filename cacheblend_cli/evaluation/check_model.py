@@ -21,17 +21,17 @@ from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 PAGES, CHUNKS, CHUNK_TOKENS = 3, 4, 128  # of the prompt: documents, and what is taken of them
 ROWS = 8  # at the prompt's end, whose logits are compared
 SHARE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
-"""Of the largest logit: how far rounding may take two ways of computing the same."""
+"""Tolerance of rounding, as a share of the largest logit."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """Largest differences of logits. transformers: None where it was not asked. limit: what rounding explains."""
+    """Largest differences of logits from a full prefill's."""
 
     prompt_tokens: int
     blended: float
-    transformers: float | None
-    limit: float
+    transformers: float | None  # None if it was not run
+    limit: float  # maximum explained by rounding
 
     @property
     def passed(self) -> bool:
@@ -80,7 +80,7 @@ def _transformers(engine: Engine, ids: list[int]) -> Tensor:
 
 
 def _their_model(engine: Engine) -> Any:
-    """transformers' model of the same weights: quantised ones as we read them, what an adapter adds added to them."""
+    """Return transformers' model with the same weights, dequantised as we read them, with the adapter merged."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
     from transformers.utils.quantization_config import Mxfp4Config

@@ -36,15 +36,13 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """max_tokens: of full prefill's answer, over which settings are compared; own_tokens: of a setting's own answer,
-    None for as many. records: measurements to go on from. keep_chunks False: remove chunks from the store after their
-    last sample, so that a temporary store stays small. collecting: window and number of neighbours."""
+    """Options of a run."""
 
-    max_tokens: int = 32
-    records: RecordFile | None = None
-    keep_chunks: bool = True
-    collecting: CollectSettings | None = None
-    own_tokens: int | None = None
+    max_tokens: int = 32  # maximum of full prefill's answer, over which settings are compared
+    records: RecordFile | None = None  # measurements to resume from
+    keep_chunks: bool = True  # False: remove chunks after their last sample, so that a temporary store stays small
+    collecting: CollectSettings | None = None  # window and number of neighbours
+    own_tokens: int | None = None  # maximum of a setting's own answer, None for max_tokens
 
 
 @dataclass

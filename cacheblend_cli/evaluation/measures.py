@@ -41,22 +41,19 @@ class AnswerLengths:
 class Reference:
     """Full prefill of a prompt: its greedy answer and everything that settings are compared with.
 
-    text: of the first own_tokens tokens of the answer. likelihood: of the reference answer, nats per token, or None.
-    log_p: fp64 [num_answer_tokens, vocab_size], the distributions that predict the answer's tokens. k, v: one per
-    layer, fp32 [num_chunk_tokens, num_kv_heads, head_dim], K rotated. attended: one per layer, fp32 [num_answer_tokens,
-    num_heads, head_dim], the attention output (before o_proj) of the rows that predict them.
+    k, v and attended have one tensor per layer.
     """
 
     prefilled: Prefilled
     lengths: AnswerLengths
     ttft_s: float
-    text: str
+    text: str  # the first own_tokens tokens of the answer
     answer_ids: list[int]
-    likelihood: float | None
-    log_p: Tensor
-    k: list[Tensor]
+    likelihood: float | None  # reference answer, nats per token
+    log_p: Tensor  # fp64 [num_answer_tokens, vocab_size], the distributions that predict the answer's tokens
+    k: list[Tensor]  # rotated, fp32 [num_chunk_tokens, num_kv_heads, head_dim]
     v: list[Tensor]
-    attended: list[Tensor]
+    attended: list[Tensor]  # before o_proj, rows that predict the answer: fp32 [num_answer_tokens, num_heads, head_dim]
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,11 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class FullAnswer:
-    """Full prefill's greedy answer: its token ids, and the distributions that predict them, log-probabilities fp32
-    [num_tokens, vocab_size] on the CPU. seconds: of all that took."""
+    """Full prefill's greedy answer."""
 
     token_ids: list[int]
-    log_p: Tensor
-    seconds: float
+    log_p: Tensor  # log-probabilities that predict them, fp32 [num_tokens, vocab_size] on the CPU
+    seconds: float  # prefill and answer
 
 
 def measure_profile(

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.core.sequence_output import REPEATED_COPIES, REPEATED_EVERY, REPEATED_TOKENS, repeats_itself
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.repetition import COPIES, EVERY, MIN_TOKENS, repeats_itself
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 BIASED = ((300, 1e4),)  # a token that is then always the likeliest
@@ -24,11 +24,11 @@ BIASED = ((300, 1e4),)  # a token that is then always the likeliest
     st.lists(st.integers(0, 9), max_size=40), st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(3, 9)
 )
 def test_a_run_that_is_repeated_is_found(before: list[int], run: list[int], copies: int) -> None:
-    copies = max(copies, -(-MIN_TOKENS // len(run)))
+    copies = max(copies, -(-REPEATED_TOKENS // len(run)))
     ids = before + run * copies
     found = [n for n in range(len(ids) + 1) if repeats_itself(ids[:n])]
-    whole = len(before) + max(COPIES * len(run), MIN_TOKENS)
-    assert any(n <= whole + EVERY for n in found) or len(ids) < whole + EVERY
+    whole = len(before) + max(REPEATED_COPIES * len(run), REPEATED_TOKENS)
+    assert any(n <= whole + REPEATED_EVERY for n in found) or len(ids) < whole + REPEATED_EVERY
 
 
 @given(st.lists(st.integers(0, 9), max_size=31))
@@ -67,7 +67,7 @@ def test_a_loop_is_ended_and_nothing_before_it_is_changed(engine: Engine, store:
 
     ended, whole = ask(), ask(stop_repetition=False)
     assert (ended.finish_reason, whole.finish_reason) == ("repetition", "length")
-    assert len(ended.generated_ids) == MIN_TOKENS
-    assert whole.generated_ids[:MIN_TOKENS] == ended.generated_ids
+    assert len(ended.generated_ids) == REPEATED_TOKENS
+    assert whole.generated_ids[:REPEATED_TOKENS] == ended.generated_ids
     assert len(whole.generated_ids) == len(ask(ignore_eos=True).generated_ids) == 90
     assert ask(temperature=1.0, seed=1).finish_reason == "repetition"

@@ -82,7 +82,7 @@ def controller_of(runtime: Runtime, request: Request) -> Controller:
 
 def decided(runtime: Runtime, request: Request) -> tuple[Request, AutoReport | None]:
     """The request as the controller wants it, and why; where it does not blend, as it is. Measuring this machine, once,
-    is no part of an answer. Raises UsageError for a blend whose ratio is not one number."""
+    is not counted as part of an answer. Raises UsageError for a blend with several ratios."""
     blend = request.blend
     if blend.mode != "blend":
         return request, None

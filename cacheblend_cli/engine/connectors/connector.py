@@ -14,7 +14,7 @@ class Connector(Protocol):
     def hand_over(self, token_ids: Sequence[int], kv: KVReader) -> None:
         """Copy the prompt's KV. Called once, in the engine's thread.
 
-        token_ids: the whole prompt. kv: of all its positions, valid during the call. What this raises fails the
+        token_ids: the whole prompt. kv: KV of all its positions, valid during the call. An error raised here fails the
         request.
         """
         ...

@@ -11,9 +11,12 @@ from cacheblend_cli.prompt.plan import PromptPlan
 
 
 class BlockManager:
-    """watermark: share of the pool that a prompt leaves free, for answers that grow. in_use: blocks that are nobody's,
-    but used, such as the spare one that decoding fills its batches with. enable_prefix_caching: see `Limits`. window:
-    positions that a layer looks back at most, None where one of them looks at all."""
+    """Gives sequences their blocks.
+
+    watermark: share of the pool that a prompt leaves free, for answers that grow. enable_prefix_caching: see `Limits`.
+    window: largest sliding window of the layers, None if one of them has none. Blocks that are in use at the beginning,
+    such as the spare one for padding batches, are never given out.
+    """
 
     def __init__(
         self,
@@ -43,7 +46,7 @@ class BlockManager:
 
     @property
     def _free(self) -> int:
-        """Blocks that may be taken: all, where nobody has any."""
+        """Number of blocks that may be taken: the watermark's too while no sequence holds any."""
         allocator = self.space.allocator
         return allocator.num_free - (self._reserve if allocator.num_used > self._in_use else 0)
 
@@ -87,7 +90,6 @@ class BlockManager:
         return max(self.space.blocks_for(num_tokens + 1) - gone, held) <= self._free
 
     def check_idle(self) -> None:
-        """Nobody holds a block: free + cached + used = total, and used are the spare ones. Raises AssertionError: our
-        own bug."""
+        """Assert that no sequence holds a block: free + cached + used = total, and only spare ones are used."""
         self.space.allocator.check_integrity()
-        assert self.space.allocator.num_used == self._in_use, "blocks are used, and nobody holds them"
+        assert self.space.allocator.num_used == self._in_use, "blocks are used, and no sequence holds them"

@@ -51,7 +51,7 @@ class Checks:
                 self.logits.append(logits.to("cpu", copy=True))
 
     def judge(self, plan: PromptPlan) -> bool:
-        """Return whether the answer's risk exceeds the limit, once it is complete. plan: the prompt, as it was run."""
+        """Return whether the complete answer's risk exceeds the limit. plan: the prompt as it was run."""
         if self.fit is None:
             return False
         self.risk = self._risk(self.fit) if plan.inexact_tokens else Risk(0.0, self.limit)

@@ -22,12 +22,12 @@ class Decoded:
 
     sequences: list[Sequence]
     logits: Tensor  # fp32 [num_seqs, vocab_size], behind the token
-    attention: list[Tensor | None]  # of each, as in DecodeOutput
+    attention: list[Tensor | None]  # one per sequence, as in DecodeOutput
 
 
 @dataclass
 class StepOutput:
-    """What the worker computed, and where it failed."""
+    """Results and failures of a step."""
 
     prefilled: list[tuple[Sequence, PrefillOutput]] = field(default_factory=list)
     decoded: list[Decoded] = field(default_factory=list)

@@ -71,9 +71,7 @@ class Sequence:
     output: SequenceOutput | None = None  # the answer, from its first token on
     swapped: SwappedKV | None = None
     handed: LlamaSequence | None = None  # its KV in llama.cpp, which decodes it; its blocks stay as they were
-    replay: int = (
-        0  # of its tokens, those behind the next one to compute, since its KV was dropped: they are not drawn again
-    )
+    replay: int = 0  # tokens after the next one to compute, if its KV was dropped: they are not drawn again
 
     @property
     def prefilling(self) -> bool:
@@ -148,7 +146,7 @@ class RequestState:
 
     @property
     def num_answers(self) -> int:
-        """Answers to make, of which `sampling.n` are given."""
+        """Number of answers to generate, of which `sampling.n` are returned."""
         return max(self.request.sampling.n, self.request.sampling.best_of)
 
     @property
@@ -184,8 +182,8 @@ class RequestState:
 
 
 def provenance_of(state: RequestState, slice_rows: int) -> KVProvenance:
-    """Return the provenance of the KV of a request's prompt: of each whole slice of slice_rows positions before the
-    first chunk that needs repair, the stored KV in it."""
+    """Return the provenance of a prompt's KV: the stored KV in each whole slice of slice_rows positions before the
+    first chunk that needs repair."""
     request, plan, slices = state.request, state.request.plan, []
     for start in range(0, min(plan.exact_until, state.num_prompt_tokens) - slice_rows + 1, slice_rows):
         end = start + slice_rows

@@ -13,12 +13,16 @@ from cacheblend_cli.engine.detokenizer import Detokenizer
 from cacheblend_cli.engine.events import OnEvent, Reasoning, Text, Token, ignore
 from cacheblend_cli.engine.generation import Generation
 from cacheblend_cli.engine.grammar import Grammar, grammar_of
-from cacheblend_cli.engine.repetition import repeats_itself
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import Draw, Sampler, draw_together
 from cacheblend_cli.engine.worker.attention import AttentionShares
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.types import SamplingParams
+
+REPEATED_COPIES = 3
+REPEATED_TOKENS = 32  # of all copies: a ruled line or a row of zeros may be long
+REPEATED_PERIOD = 256  # tokens of what is repeated
+REPEATED_EVERY = 4  # tokens between looks
 
 
 class SequenceOutput:
@@ -133,3 +137,22 @@ def _grammar_of(runtime: Runtime, params: SamplingParams) -> Grammar:
             "leave --json-schema and --regex out",
         )
     return grammar_of(runtime.form_tokenizer, params)
+
+
+def repeats_itself(ids: Sequence[int]) -> bool:
+    """Return whether the tokens end in REPEATED_COPIES or more copies of one run, REPEATED_TOKENS or more in all.
+
+    Looks at every fourth length only. llama.cpp has no such rule; Ollama ends an answer after thirty equal tokens.
+    """
+    if len(ids) % REPEATED_EVERY or len(ids) < REPEATED_TOKENS:
+        return False
+    return any(
+        _ends_in_copies(ids, period, max(REPEATED_COPIES * period, REPEATED_TOKENS))
+        for period in range(1, min(len(ids) // REPEATED_COPIES, REPEATED_PERIOD) + 1)
+        if ids[-1] == ids[-1 - period]
+    )
+
+
+def _ends_in_copies(ids: Sequence[int], period: int, num_tokens: int) -> bool:
+    end = len(ids)
+    return num_tokens <= end and all(ids[i] == ids[i - period] for i in range(end - num_tokens + period, end))

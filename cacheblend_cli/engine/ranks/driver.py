@@ -26,7 +26,7 @@ from cacheblend_cli.model.ranks import Ranks
 
 
 class LoadModel(msgspec.Struct, tag=True):
-    """model: names it in messages. path: where it is. threads: of a rank."""
+    """Load a model. model: its number in later messages."""
 
     model: int
     path: str

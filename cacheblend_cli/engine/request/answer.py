@@ -13,7 +13,7 @@ from cacheblend_cli.types import Answer, ChunkUse, Timing
 
 
 def answer_of(runtime: Runtime, done: PrefillReport, generation: Generation, report: AutoReport | None) -> Answer:
-    """Return the answer, without the results of checks. done: the prompt, as it was run in the end."""
+    """Return the answer, without results of checks. done: the prompt as it was finally run."""
     request, plan, loader = done.request, done.plan, done.loader
     if generation.reasoning_cut:
         request.notes.append(
@@ -62,7 +62,7 @@ def answer_of(runtime: Runtime, done: PrefillReport, generation: Generation, rep
 
 
 def _chunk_uses(done: PrefillReport, attention: list[float] | None) -> list[ChunkUse]:
-    """attention: of each chunk its share, where that is known."""
+    """Return the report of each chunk. attention: share of each chunk, None if unknown."""
     positions, uses = done.result.chosen.tolist(), list[ChunkUse]()
     for i, (segment, chunk) in enumerate(zip(done.plan.chunks, done.request.chunks, strict=True)):
         recomputed = sum(segment.start <= p < segment.end for p in positions)

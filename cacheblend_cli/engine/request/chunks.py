@@ -20,7 +20,7 @@ from cacheblend_cli.types import PLAIN, AskRequest
 
 @dataclass(frozen=True)
 class RequestChunk:
-    """A chunk of a request, as it was when the request was resolved."""
+    """A chunk of a request, at the time it was resolved."""
 
     named: bytes  # key that it was asked for by, which can be another model's
     input: ChunkInput  # as this model sees it

@@ -15,7 +15,6 @@ from cacheblend_cli.collect.collector import PlannedChunk
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.texts import plan_texts, sent_document
 from cacheblend_cli.engine.connectors.connector import Connector
-from cacheblend_cli.engine.model_notes import model_notes
 from cacheblend_cli.engine.profile import with_own_ratio
 from cacheblend_cli.engine.request.chunks import (
     RequestChunk,
@@ -30,7 +29,7 @@ from cacheblend_cli.engine.request.retrieval import Retrieved, retrieve
 from cacheblend_cli.engine.request.stored_chunks import StoredChunks
 from cacheblend_cli.engine.request.tiered import ask_tier, with_found
 from cacheblend_cli.engine.runtime import Runtime, Say
-from cacheblend_cli.engine.sampling import as_the_model
+from cacheblend_cli.engine.sampling import as_the_model, model_notes
 from cacheblend_cli.errors import NotFoundError, NothingFound, UsageError
 from cacheblend_cli.kv.source import KVSource, TieredSource
 from cacheblend_cli.prompt.collection import Collection

@@ -41,10 +41,11 @@ def retrieve(
     say: Say | None = None,
 ) -> Retrieved:
     """Search for the best chunks for a question, with the last turn of its history. The chunks that it names come
-    before these in the prompt. stored: of the store. planned: chunks of its documents, by key. A weak match is noted.
+    before these in the prompt. stored: the store's records. planned: chunks of the request's documents, by key. A weak
+    match is noted.
 
-    Raises NotFoundError, which says why, if nothing is found: nothing of this model, nothing in the scope, or, where
-    the search refuses that and the request names no chunks, only weak matches.
+    Raises NotFoundError with the reason if nothing is found for this model and scope, or if all matches are weak, the
+    search refuses weak ones and the request names no chunks.
     """
     ask = dated(runtime, store, ask)
     lookup = Lookup.with_weights(ask.search or SearchParams(), say)
@@ -131,8 +132,8 @@ def in_reading_order(hits: Sequence[Hit], keys: Keys[bytes]) -> list[list[bytes]
 
 
 def exact_tokens(stored: StoredChunks, keys: Sequence[bytes]) -> int:
-    """Tokens of the chunks, from the first on, that were collected behind just what stands before them. Whether their
-    KV was evicted since is no matter: the order of a prompt, and so its answer, does not depend on it."""
+    """Return the number of tokens of leading chunks that were collected behind the same text. Evicted KV counts too, so
+    that the order of a prompt, and its answer, do not depend on eviction."""
     left: tuple[int, ...] = ()
     for key in keys:
         manifest = stored.get(key)

@@ -15,7 +15,7 @@ from cacheblend_cli.model.decoder import Decoder, DecoderLayer
 from cacheblend_cli.prompt.plan import PromptPlan
 
 EVERY = 4
-"""Of the tokens that are decoded one in so many is looked at, the first among them."""
+"""Every EVERY-th decoded token is observed, starting with the first."""
 _DEEP = 12  # layers from which on two are watched
 
 
@@ -33,7 +33,7 @@ class AttentionShares:
         return self._num_steps % EVERY == 1
 
     def add(self, weights: Tensor) -> None:
-        """weights: of the answer's newest token, [kv_len] fp32."""
+        """Add the attention of the answer's newest token, [kv_len] fp32."""
         weights = weights[: self._plan.num_tokens]
         self._found = weights if self._found is None else self._found + weights
 
@@ -50,8 +50,8 @@ class Watch(Observer):
     """Observer of the attention of a decode step's tokens (a row per sequence), in the middle layer, and in a deep
     model also the one three quarters up: only in layers without a sliding window, where there are any.
 
-    sequences: None for those that are not watched. found: of each sequence [kv_len] fp32, None where it was not seen.
-    Rows behind the last sequence only fill up.
+    sequences: one per row, None for rows that are not observed; further rows are padding. found: attention of each
+    sequence, [kv_len] fp32, None if it was not observed.
     """
 
     def __init__(self, decoder: Decoder, sequences: Sequence[PagedSequence | None]) -> None:

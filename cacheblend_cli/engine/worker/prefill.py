@@ -35,31 +35,25 @@ LOGIT_ROWS = 64  # whose logits are held at once: each is as long as the vocabul
 
 @dataclass(frozen=True)
 class PrefillInput:
-    """A prompt to compute, as plain data.
+    """A prompt to compute, as plain data."""
 
-    number: names the prompt while it is computed. plan: its token ids, their positions, and where their KV comes from.
-    blocks: of its positions, in the pool. blend, lossless: how stored KV is repaired, and whether it is what was
-    computed once. slice_rows: positions of a slice. outputs_from: the position from which on every row's logits are
-    wanted, None = the last row's only."""
-
-    number: int
-    plan: PromptPlan
-    blocks: tuple[int, ...]
+    number: int  # names the prompt while it is computed
+    plan: PromptPlan  # token ids, positions, and where their KV comes from
+    blocks: tuple[int, ...]  # of the pool
     blend: BlendParams
-    lossless: bool
-    slice_rows: int
-    outputs_from: int | None = None
+    lossless: bool  # stored KV is what this run would compute
+    slice_rows: int  # positions of a slice
+    outputs_from: int | None = None  # first position whose logits are returned, None = the last
 
 
 @dataclass(frozen=True)
 class PrefillOutput:
-    """Result of a step. num_filled: leading positions whose KV is final. result, prefill_s (seconds of all steps): once
-    the prompt is done. loader: figures of loading, final then."""
+    """Result of a prefill step."""
 
-    num_filled: int
-    loader: KVLoader
-    result: PrefillResult | None = None
-    prefill_s: float = 0.0
+    num_filled: int  # leading positions whose KV is final
+    loader: KVLoader  # figures of loading, final once the prompt is done
+    result: PrefillResult | None = None  # once the prompt is done
+    prefill_s: float = 0.0  # seconds of all steps so far
 
 
 class PrefillState:

@@ -41,14 +41,13 @@ class Slice:
 
 @dataclass(frozen=True)
 class SlicePart:
-    """A prompt's part of a launch. loader: of its stored KV. first: index of the first row whose hidden state is
-    computed."""
+    """A prompt's part of a launch."""
 
     sequence: PagedSequence
-    loader: KVLoader
+    loader: KVLoader  # loads the prompt's stored KV
     plan: PromptPlan
     positions: tuple[int, ...]
-    first: int
+    first: int  # index of the first row whose hidden state is returned
 
 
 def slices_of(plan: PromptPlan, slice_rows: int, outputs_from: int | None = None) -> list[Slice]:

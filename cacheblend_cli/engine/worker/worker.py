@@ -28,11 +28,10 @@ from cacheblend_cli.model.decoder import Decoder
 
 @dataclass(frozen=True)
 class TableInput:
-    """The blocks of a sequence, position p in blocks[p // block_size]; the first `gone` of them are not its own any
-    more."""
+    """Blocks of a sequence; position p is in blocks[p // block_size]."""
 
     blocks: tuple[int, ...]
-    gone: int = 0
+    gone: int = 0  # leading blocks that were given back
 
     @classmethod
     def of(cls, table: BlockTable) -> TableInput:
@@ -41,35 +40,33 @@ class TableInput:
 
 @dataclass(frozen=True)
 class Swap:
-    """Blocks whose KV goes to the host, where it is kept under the number, or comes back from there."""
+    """A move of KV between the pool and the host."""
 
-    number: int
+    number: int  # key of the host copy
     blocks: tuple[int, ...]
-    out: bool
+    out: bool  # to the host
 
 
 @dataclass(frozen=True)
 class DecodeInput:
-    """One step of several sequences. Each holds kv_lens tokens in its table, which has room for one more, that nobody
-    else reads; token_ids: these new ones. watched: whether its attention is wanted."""
+    """One decode step of several sequences, with one entry per sequence in each field."""
 
-    token_ids: tuple[int, ...]
-    kv_lens: tuple[int, ...]
-    tables: tuple[TableInput, ...]
-    watched: tuple[bool, ...]
+    token_ids: tuple[int, ...]  # the newest tokens, whose KV is computed
+    kv_lens: tuple[int, ...]  # tokens whose KV is in the table
+    tables: tuple[TableInput, ...]  # each has room for one more token, in a block that is not shared
+    watched: tuple[bool, ...]  # whether to return the attention
 
 
 @dataclass(frozen=True)
 class DecodeOutput:
-    """logits: fp32 [num_seqs, vocab_size], valid until the next step. attention: of each watched sequence, what its
-    newest token attends to in the layers that are watched, [kv_len + 1] fp32; None where it was not seen."""
+    """Result of a decode step."""
 
-    logits: Tensor
-    attention: list[Tensor | None]
+    logits: Tensor  # fp32 [num_seqs, vocab_size], valid until the next step
+    attention: list[Tensor | None]  # [kv_len + 1] fp32 of the newest token, summed over observed layers, or None
 
 
 class Worker(BlockSpace):
-    """memory: the pool, and what decodes in it. The pool's allocator is the core's to use."""
+    """Computes in one pool. The core uses the pool's allocator."""
 
     def __init__(self, decoder: Decoder, memory: DeviceMemory) -> None:
         self._decoder, self._pool, self._runner = decoder, memory.pool, memory.runner
