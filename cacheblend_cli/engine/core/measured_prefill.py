@@ -16,7 +16,8 @@ from cacheblend_cli.engine.core.core import EngineCore
 from cacheblend_cli.engine.core.sequence import RequestState, Status
 from cacheblend_cli.engine.core.sequence import Sequence as Answering
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
-from cacheblend_cli.engine.core.single import ALONE, run_core
+from cacheblend_cli.engine.core.single import ALONE
+from cacheblend_cli.engine.events import Failed
 from cacheblend_cli.engine.generation import Generation
 from cacheblend_cli.engine.prefill_report import PrefillReport
 from cacheblend_cli.engine.request.resolve import Request
@@ -72,7 +73,10 @@ class Prefilled(PrefillReport):
         state.sequences = [sequence]
         core = EngineCore(runtime, ALONE, self._memory(runner))
         core.resume(sequence, self.logits if logits is None else logits)
-        run_core(core)
+        while core.busy:
+            for _, event in core.step():
+                if isinstance(event, Failed):
+                    raise event.error
         return output.out
 
     def _memory(self, runner: DecodeRunner | None) -> DeviceMemory:

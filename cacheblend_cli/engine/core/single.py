@@ -5,7 +5,7 @@ from __future__ import annotations
 from cacheblend_cli.engine.core.core import EngineCore, admit
 from cacheblend_cli.engine.core.pools import pool_for
 from cacheblend_cli.engine.core.sequence import RequestState
-from cacheblend_cli.engine.events import Done, Failed, Limits, OnEvent, ignore
+from cacheblend_cli.engine.events import Done, Failed, Limits, OnEvent
 from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.types import Answer
@@ -18,7 +18,7 @@ def answer_one(runtime: Runtime, request: Request, on_event: OnEvent) -> list[An
 
     Raises the request's error, and errors of on_event.
     """
-    state = RequestState(request, 0)
+    state, answers = RequestState(request, 0), list[Answer]()
     admit(runtime, state)
     size, headroom = runtime.config.block_size, state.max_new_tokens
     each = -(-(headroom + size) // size) + 1  # blocks that each further answer writes to
@@ -27,19 +27,13 @@ def answer_one(runtime: Runtime, request: Request, on_event: OnEvent) -> list[An
     core = EngineCore(runtime, ALONE, memory)
     try:
         core.add(state)
-        return run_core(core, on_event)
+        while core.busy:
+            for _, event in core.step():
+                on_event(event)
+                if isinstance(event, Failed):
+                    raise event.error
+                if isinstance(event, Done):
+                    answers = event.answers
     finally:
         core.close()
-
-
-def run_core(core: EngineCore, on_event: OnEvent = ignore) -> list[Answer]:
-    """Step until the core is idle, and return the answers of its only request. Raises the request's error."""
-    answers = list[Answer]()
-    while core.busy:
-        for _, event in core.step():
-            on_event(event)
-            if isinstance(event, Failed):
-                raise event.error
-            if isinstance(event, Done):
-                answers = event.answers
     return answers

@@ -19,7 +19,7 @@ from torch import Tensor
 from cacheblend_cli.blend.policy import policy_of, row_tile_of
 from cacheblend_cli.blend.prefill import PrefillResult, blended_layers
 from cacheblend_cli.blend.prompt import Prompt
-from cacheblend_cli.engine.worker.slices import Slice, SlicePart, last_logits, run_slices, slices_of
+from cacheblend_cli.engine.worker.slices import SlicePart, last_logits, run_slices, slices_of
 from cacheblend_cli.kv.forward import Hidden, Pass, finish
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.loading import agree, make_loader
@@ -102,11 +102,19 @@ class PrefillState:
 
     @torch.inference_mode()
     def advance(self) -> PrefillOutput:
-        """Compute the next slice, or some layers of what is blended."""
+        """Compute the next slice, or as many layers of what is blended as have the rows of a step, at least one."""
         start, piece = time.perf_counter(), self._slices[self._done]
         if not piece.blended:
             return advance_together([self])[0]
-        result = self._next_layers(piece)
+        if self._blending is None:
+            self._blending = self._blend(self._plan.filled_until(piece.start), None)
+        left, result = self._step_rows, None
+        try:
+            while left > 0:
+                rows = next(self._blending)
+                left -= rows if left >= 2 * rows else left  # the next layer has as many rows
+        except StopIteration as end:
+            self._blending, self._done, result = None, self._done + 1, end.value
         agree(self._decoder, self._plan, self._loader.bad)
         return self._output(result, start, self._done)
 
@@ -137,22 +145,6 @@ class PrefillState:
         layers = [LayerReport(layer.index, Status.AFTER_CHECK, count, 0) for layer in self._decoder.layers]
         chosen = torch.empty(0, dtype=torch.int64, device=logits.device)
         return self._output(PrefillResult(logits, chosen, layers), start, self._done + 1)
-
-    def _next_layers(self, piece: Slice) -> PrefillResult | None:
-        """Compute as many layers of the blended slice as have the rows of a step, one at least. None unless it is done
-        then."""
-        if self._blending is None:
-            self._blending = self._blend(self._plan.filled_until(piece.start), None)
-        left = self._step_rows
-        try:
-            while left > 0:
-                rows = next(self._blending)
-                left -= rows if left >= 2 * rows else left  # the next layer has as many rows
-        except StopIteration as end:
-            self._blending, self._done = None, self._done + 1
-            result: PrefillResult = end.value
-            return result
-        return None
 
     def _blend(self, plan: PromptPlan, output_positions: Tensor | None) -> Pass[PrefillResult]:
         prompt = Prompt(self._decoder, plan, self._sequence, self._loader)
