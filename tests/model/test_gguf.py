@@ -165,6 +165,14 @@ def test_the_tokenizer_and_the_ends_of_an_answer_are_the_checkpoints(tmp_path: P
     assert model.eos_ids == {2}
 
 
+def test_a_conversion_keeps_its_bytes(tmp_path: Path) -> None:
+    """A tokenizer's fingerprint is that of its file: written otherwise, the same vocabulary would lose its chunks."""
+    write_checkpoint(tmp_path / "m", "qwen2")
+    write_gguf(tmp_path / "m", tmp_path / "m.gguf", "qwen2", "F16")
+    text = (resolve_model(str(tmp_path / "m.gguf")) / "tokenizer.json").read_text(encoding="utf-8")
+    assert text == json.dumps(json.loads(text), indent=2)
+
+
 def test_digits_stand_alone_where_the_file_says_so(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m", "qwen2")
     write_gguf(tmp_path / "m", tmp_path / "m.gguf", "qwen2", "F16", pre="smollm")

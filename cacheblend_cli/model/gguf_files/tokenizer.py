@@ -123,4 +123,5 @@ def _token(metadata: Mapping[str, Any], backend: Any, kind: str) -> str | None:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content), encoding="utf-8")  # compact: indented, a vocabulary takes a second to write
+    # Indented, although that takes a second: these bytes are the tokenizer's fingerprint, by which chunks are stored.
+    path.write_text(json.dumps(content, indent=2), encoding="utf-8")
