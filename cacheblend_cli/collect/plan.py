@@ -17,7 +17,7 @@ from cacheblend_cli.collect.corpus_diff import CorpusDiff
 from cacheblend_cli.collect.document_records import is_current, record_settings
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.sizes import ChunkSize, ChunkSizes, Settled
-from cacheblend_cli.collect.spool import Place, Spool
+from cacheblend_cli.collect.spool import ByteRange, Spool
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.corpus.contexts import CONTEXTS, Ids, Neighbours, Passage, document_contexts
 from cacheblend_cli.corpus.converters.converter import NoDocument
@@ -41,7 +41,7 @@ class PlannedDocument:
     file: DocumentFile
     sizes: ChunkSizes  # in order
     chunks: list[PlannedChunk] | None = None  # the chunks, if they depend on other documents
-    place: Place | None = None  # of the chunks in the planner's spool, if they are there
+    place: ByteRange | None = None  # of the chunks in the planner's spool, if they are there
     is_current: bool = False  # the store has the current version of the document, cut with the same settings
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from cacheblend_store.format.keys import KEY_BYTES, unpack_ids
 from numpy.typing import NDArray
 
-from cacheblend_cli.collect.spool import Place, Spool
+from cacheblend_cli.collect.spool import ByteRange, Spool
 
 _BLOCK_DOCUMENTS = 1 << 10
 _FEW_BYTES = 256  # keep data up to this size in memory: a place in the spool takes as much
@@ -39,10 +39,10 @@ class ChunkSizes:
     def __init__(self, sizes: Iterable[ChunkSize], spool: Spool) -> None:
         data, self._spool = b"".join(_SIZE.pack(*size[:4], _HAS_KV[size.has_kv]) for size in sizes), spool
         place = spool.append_bytes(data) if len(data) > _FEW_BYTES else None
-        self._data: bytes | Place = data if place is None else place
+        self._data: bytes | ByteRange = data if place is None else place
 
     def __iter__(self) -> Iterator[ChunkSize]:
-        data = self._spool.read_bytes(self._data) if isinstance(self._data, Place) else self._data
+        data = self._spool.read_bytes(self._data) if isinstance(self._data, ByteRange) else self._data
         for key, num_tokens, left_len, num_bytes, has_kv in _SIZE.iter_unpack(data):
             yield ChunkSize(key, num_tokens, left_len, num_bytes, None if has_kv < 0 else has_kv > 0)
 

@@ -17,7 +17,7 @@ _decode = msgspec.msgpack.Decoder(list[Chunk]).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Place(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes start:start+size of the file."""
 
     start: int
@@ -31,7 +31,7 @@ class Spool:
         self._file: IO[bytes] | None = None
         self._end = self._num_bytes = 0
 
-    def append(self, chunks: Sequence[Chunk]) -> Place | None:
+    def append(self, chunks: Sequence[Chunk]) -> ByteRange | None:
         """Write a document's chunks. Return None if there is no room."""
         data = _encode(chunks)
         if self._num_bytes + len(data) > MAX_BYTES:
@@ -40,7 +40,7 @@ class Spool:
         self._num_bytes += 0 if place is None else len(data)
         return place
 
-    def append_bytes(self, data: bytes) -> Place | None:
+    def append_bytes(self, data: bytes) -> ByteRange | None:
         """Write bytes. Return None if the disk is full."""
         with suppress(OSError):  # disk full: the caller copes
             if self._file is None:
@@ -49,15 +49,15 @@ class Spool:
                 weakref.finalize(self, _close, self._file)
             self._file.seek(self._end)
             if self._file.write(data) == len(data):
-                place = Place(self._end, len(data))
+                place = ByteRange(self._end, len(data))
                 self._end += len(data)
                 return place
         return None
 
-    def read(self, place: Place) -> list[Chunk]:
+    def read(self, place: ByteRange) -> list[Chunk]:
         return _decode(self.read_bytes(place))
 
-    def read_bytes(self, place: Place) -> bytes:
+    def read_bytes(self, place: ByteRange) -> bytes:
         assert self._file is not None, "a place exists only in an open file"
         self._file.seek(place.start)
         return self._file.read(place.size)

@@ -25,7 +25,7 @@ _TELLING_PARTS = 4  # last path components to index: the ones before say nothing
 _BATCH = 16384  # chunks whose texts are in memory at once
 
 
-class Place(NamedTuple):
+class IndexEntry(NamedTuple):
     """Position of a chunk in a document, and its context. A chunk shared by documents has several places."""
 
     key: str  # of the chunk, hex
@@ -41,7 +41,7 @@ class IndexUpdate:
     """Changes to write to the index."""
 
     records: Mapping[str, DocumentRecord | None]  # by document key (hex); None: the document was removed
-    new: Sequence[Place]  # places to add
+    new: Sequence[IndexEntry]  # places to add
     new_loose: Sequence[bytes]  # keys of chunks without a document to add
     gone: Mapping[int, str]  # row id -> source of the places to remove
 
@@ -58,7 +58,7 @@ def plan_update(db: sqlite3.Connection, reader: StoreReader, changes: Changes | 
         documents = changes.documents.union(*map(reader.documents_of, chunks))
     records = {key.hex(): reader.document(key) for key in documents}
     wanted = {
-        Place(chunk.key.hex(), _clean(record.source), chunk.index, record.collection, record.context, document)
+        IndexEntry(chunk.key.hex(), _clean(record.source), chunk.index, record.collection, record.context, document)
         for document, record in records.items()
         if record is not None
         for chunk in record.chunks
@@ -99,7 +99,7 @@ def write_update(db: sqlite3.Connection, store: ChunkStore, update: IndexUpdate)
             _add(db, source, [(place, texts[place.key]) for place in places if place.key in texts])
     for start in range(0, len(update.new_loose), _BATCH):
         for manifest in _manifests(store, update.new_loose[start : start + _BATCH]):
-            place = Place(
+            place = IndexEntry(
                 manifest.id, _clean(manifest.source), manifest.index, manifest.collection, manifest.context, ""
             )
             hidden = manifest.context == "prefix" or place.source.startswith((SENT, PUT))
@@ -108,9 +108,9 @@ def write_update(db: sqlite3.Connection, store: ChunkStore, update: IndexUpdate)
         _add(db, source, [])
 
 
-def _by_source(places: Iterable[Place]) -> Iterator[dict[str, list[Place]]]:
+def _by_source(places: Iterable[IndexEntry]) -> Iterator[dict[str, list[IndexEntry]]]:
     """Yield batches of about _BATCH places by source. All places of a source are in the same batch."""
-    batch: defaultdict[str, list[Place]] = defaultdict(list)
+    batch: defaultdict[str, list[IndexEntry]] = defaultdict(list)
     size = 0
     for place in sorted(places, key=lambda p: p.source):
         if size >= _BATCH and place.source not in batch:
@@ -132,7 +132,7 @@ def _manifests(store: ChunkStore, keys: Iterable[bytes]) -> Iterator[ChunkManife
                 yield manifest
 
 
-def _add(db: sqlite3.Connection, source: str, added: Sequence[tuple[Place, str | None]]) -> None:
+def _add(db: sqlite3.Connection, source: str, added: Sequence[tuple[IndexEntry, str | None]]) -> None:
     """Add places of a source with their texts (None: not searchable), and update the title of its other rows."""
     rows = db.execute(
         "SELECT p.position, p.id, chunks.title, CASE WHEN p.position < ? THEN chunks.body END"
@@ -171,9 +171,9 @@ def _is_stored(reader: StoreReader, key: bytes) -> bool:
     return reader.get("chunks", key) is not None
 
 
-def _rows(db: sqlite3.Connection, where: str = "", *values: str) -> Iterator[tuple[Place, int]]:
+def _rows(db: sqlite3.Connection, where: str = "", *values: str) -> Iterator[tuple[IndexEntry, int]]:
     for i, *place in db.execute(f"SELECT id, {_PLACE} FROM places {where}", values):
-        yield Place(*place), i
+        yield IndexEntry(*place), i
 
 
 def _column(db: sqlite3.Connection, query: str) -> list[bytes]:

@@ -33,7 +33,7 @@ _PRICES = [str(price) for price in range(12, 99)]
 
 
 @dataclass(frozen=True)
-class Record:
+class ProductRecord:
     """A product. price: in euros."""
 
     name: str
@@ -75,14 +75,14 @@ def _prompt(rng: random.Random, *, split: bool) -> RecordPrompt:
     return RecordPrompt(chunks, tuple(_question(rng, records, field) for field in fields))
 
 
-def _records(rng: random.Random) -> Iterator[Record]:
+def _records(rng: random.Random) -> Iterator[ProductRecord]:
     item = rng.choice(_ITEMS)
     pools = (_NAMES, _FIRST_NAMES, _LAST_NAMES, _YEARS, _PLACES, _PRICES)
     for name, first, last, year, place, price in zip(*(rng.sample(p, NUM_RECORDS) for p in pools), strict=True):
-        yield Record(name, item, f"{first} {last}", year, place, price)
+        yield ProductRecord(name, item, f"{first} {last}", year, place, price)
 
 
-def _texts(record: Record, *, split: bool) -> Iterator[str]:
+def _texts(record: ProductRecord, *, split: bool) -> Iterator[str]:
     begin = f"The {record.name} {record.item} was designed by {record.designer} in {record.year}"
     if split:
         yield f"{begin}."
@@ -91,7 +91,7 @@ def _texts(record: Record, *, split: bool) -> Iterator[str]:
         yield f"{begin} and is made in {record.place}."
 
 
-def _question(rng: random.Random, records: list[Record], field: str) -> RecordQuestion:
+def _question(rng: random.Random, records: list[ProductRecord], field: str) -> RecordQuestion:
     asked = rng.choice(records)
     product = f"{asked.name} {asked.item}"
     question = {

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, StoreError, StoreReader, TierError
 from cacheblend_store.format.blobs import blob_prefix
 from cacheblend_store.format.records import layer_spec
-from cacheblend_store.tier.layout import Head, Layout
+from cacheblend_store.tier.layout import Head, ObjectLayout
 from cacheblend_store.tier.shared import SharedTier
 
 
@@ -68,7 +68,7 @@ class TierUse(NamedTuple):
 class _TierChunk:
     """A chunk in the tier. manifest: the expected one. futures: reads of its groups, once requested."""
 
-    def __init__(self, manifest: ChunkManifest, layout: Layout) -> None:
+    def __init__(self, manifest: ChunkManifest, layout: ObjectLayout) -> None:
         self.manifest, self.layout, self.groups = manifest, layout, layout.groups()
         self.futures: list[Future[memoryview]] = []
         self.head: Head | None = None

@@ -46,7 +46,7 @@ _RECORD = msgspec.json.Decoder(dict[str, tuple[float, float]])
 
 
 @dataclass(frozen=True)
-class Speeds:
+class CandidateSpeeds:
     """Best seconds of each candidate in two cases. The first candidate is the default."""
 
     cases: tuple[str, str]  # names of the two cases in messages
@@ -85,7 +85,7 @@ def cpu_dtype(spec: ModelSpec, stated: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if faster else torch.float32
 
 
-def product_speeds(spec: ModelSpec) -> Speeds:
+def product_speeds(spec: ModelSpec) -> CandidateSpeeds:
     """Measure products with the model's widest weights in fp32 and bf16."""
 
     def candidates() -> Mapping[str, tuple[Run, Run]]:
@@ -96,7 +96,7 @@ def product_speeds(spec: ModelSpec) -> Speeds:
     return _kept("products", (f"{ROWS} rows", "one row"), ("float32", "bfloat16"), _width(spec), candidates)
 
 
-def layout_speeds(spec: ModelSpec, dtype: torch.dtype) -> Speeds:
+def layout_speeds(spec: ModelSpec, dtype: torch.dtype) -> CandidateSpeeds:
     """Measure the products of `product_speeds` with weights in oneDNN's layout and in the file's layout."""
 
     def candidates() -> Mapping[str, tuple[Run, Run]]:
@@ -107,7 +107,7 @@ def layout_speeds(spec: ModelSpec, dtype: torch.dtype) -> Speeds:
     return _kept("layouts", cases, ("packed", "plain"), (*_width(spec), dtype), candidates)
 
 
-def int8_speeds(spec: ModelSpec, dtype: torch.dtype) -> Speeds:
+def int8_speeds(spec: ModelSpec, dtype: torch.dtype) -> CandidateSpeeds:
     """Measure the products of `product_speeds` with int8 weights. Products of few rows, as in decoding, read their
     weights from memory."""
 
@@ -128,7 +128,7 @@ def int8_speeds(spec: ModelSpec, dtype: torch.dtype) -> Speeds:
 
 
 @cache
-def attention_speeds(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> Speeds:
+def attention_speeds(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> CandidateSpeeds:
     """Measure attention of TILE rows over LENGTHS keys, in tiles and by torch's SDPA."""
 
     def candidates() -> Mapping[str, tuple[Run, Run]]:
@@ -224,19 +224,19 @@ def _kept(
     names: tuple[str, ...],
     shape: tuple[object, ...],
     candidates: Callable[[], Mapping[str, tuple[Run, Run]]],
-) -> Speeds:
+) -> CandidateSpeeds:
     """Return the record of this kind and shape from disk, or measure now and store it. If two processes measure, the
     first one's record counts."""
     machine = cpu_name(), *cpu_features(), os.cpu_count(), torch.__version__
     path = user_cache.place(kind, FORMAT, *machine, *map(str, shape))
     if text := user_cache.recall(path):
         if (seconds := _read(text, names)) is not None:
-            return Speeds(cases, seconds)
+            return CandidateSpeeds(cases, seconds)
         with suppress(OSError):
             path.unlink()
     measured = measure(candidates())
     kept = user_cache.settle(path, msgspec.json.encode(measured).decode())
-    return Speeds(cases, _read(kept, names) or measured)
+    return CandidateSpeeds(cases, _read(kept, names) or measured)
 
 
 def _read(text: str, names: tuple[str, ...]) -> dict[str, tuple[float, float]] | None:

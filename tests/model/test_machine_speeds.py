@@ -18,7 +18,14 @@ from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.model import machine_speeds
 from cacheblend_cli.model.families import spec_from_config
 from cacheblend_cli.model.loading import resolve_dtype
-from cacheblend_cli.model.machine_speeds import LENGTHS, Speeds, cpu_dtype, measure, prefers_sdpa, product_speeds
+from cacheblend_cli.model.machine_speeds import (
+    LENGTHS,
+    CandidateSpeeds,
+    cpu_dtype,
+    measure,
+    prefers_sdpa,
+    product_speeds,
+)
 from cacheblend_cli.model.spec import ModelSpec
 
 CASES = ("many", "few")
@@ -96,8 +103,8 @@ def test_where_nothing_can_be_kept_it_is_measured_each_time(
 
 def test_the_default_stays_unless_another_is_clearly_faster() -> None:
     default, close, first, second = (1.0, 1.0), (0.9, 0.9), (0.5, 1.05), (1.5, 0.5)
-    assert Speeds(CASES, {"default": default, "close": close}).best == "default"
-    speeds = Speeds(CASES, {"default": default, "close": close, "first": first, "second": second})
+    assert CandidateSpeeds(CASES, {"default": default, "close": close}).best == "default"
+    speeds = CandidateSpeeds(CASES, {"default": default, "close": close, "first": first, "second": second})
     assert (speeds.best, speeds.best_in(0), speeds.best_in(1)) == ("first", "first", "second")
 
 
@@ -124,7 +131,7 @@ def test_a_disturbed_run_does_not_count() -> None:
 
 def test_attention_is_chosen_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"tiles": (3.0, 1.0), "sdpa": (1.0, 1.0)}
-    monkeypatch.setattr(machine_speeds, "attention_speeds", lambda *shape: Speeds(CASES, seconds))
+    monkeypatch.setattr(machine_speeds, "attention_speeds", lambda *shape: CandidateSpeeds(CASES, seconds))
     q, k = torch.zeros(1, 4, 8), torch.zeros(1, 2, 8)
     chosen = [
         prefers_sdpa(q, k, n) for n in (1, LENGTHS[0] - 1, LENGTHS[0], LENGTHS[1] - 1, LENGTHS[1], 9 * LENGTHS[1])

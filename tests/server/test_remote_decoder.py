@@ -34,10 +34,10 @@ def directory(tmp_path: Path) -> HandOverDirectory:
 @pytest.fixture
 def fake(model: Path, directory: HandOverDirectory, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
     fake_vllm.install(monkeypatch)
-    from cacheblend_vllm.handover import Place
+    from cacheblend_vllm.handover import HandOverSource
 
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    with fake_vllm.serving(FakeServer(loaded, Place(str(directory.path), None))) as running:
+    with fake_vllm.serving(FakeServer(loaded, HandOverSource(str(directory.path), None))) as running:
         yield running
 
 
@@ -96,10 +96,10 @@ def test_streams_stops_and_usage(start: Any, start_both: Any, fake: FakeServer) 
 
 
 def test_over_http_ranges(start_both: Any, fake: FakeServer) -> None:
-    from cacheblend_vllm.handover import Place
+    from cacheblend_vllm.handover import HandOverSource
 
     server = start_both()
-    fake.place = Place(None, server.url.removesuffix("/v1"))
+    fake.place = HandOverSource(None, server.url.removesuffix("/v1"))
     reply = server.ask(documents=DOCUMENTS)
     assert fake.loaded == [reply.json()["blend"]["prompt_tokens"] - 1]
     name = fake.requests[0]["kv_transfer_params"]["cacheblend"]["id"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cacheblend_store import BadBlob, ChunkManifest, StoreError, StoreFormat, StorePermission, TierError, TierUsage
 from cacheblend_store.tier import open_tier
-from cacheblend_store.tier.layout import Layout
+from cacheblend_store.tier.layout import ObjectLayout
 from cacheblend_store.tier.objects import Tier, check_url
 from object_server import ObjectServer, object_server
 from small_chunks import make_chunk
@@ -112,16 +112,16 @@ def test_names_and_contents_are_hidden_with_a_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [0, 31, 1 << 40])
 def test_sizes_are_bounded_before_anything_is_read(size: int) -> None:
     with pytest.raises(BadBlob):
-        Layout.of(chunk()[0], size, encrypted=False)
+        ObjectLayout.of(chunk()[0], size, encrypted=False)
 
 
 def test_requests_take_groups_of_layers_of_large_chunks() -> None:
-    one = Layout(1000, tuple(range(0, 25 * (3 << 20), 3 << 20)))
+    one = ObjectLayout(1000, tuple(range(0, 25 * (3 << 20), 3 << 20)))
     assert [len(group) for group in one.groups()] == [2] * 12
     assert one.span(range(0, 2)) == (0, 1000 + (6 << 20))
     assert one.span(range(22, 24))[1] == one.size
-    assert Layout(1000, tuple(range(0, 7 << 20, 1 << 20))).groups() == [range(6)]
-    uneven = Layout(1000, (0, 3 << 20, 6 << 20, 16 << 20, 17 << 20))
+    assert ObjectLayout(1000, tuple(range(0, 7 << 20, 1 << 20))).groups() == [range(6)]
+    uneven = ObjectLayout(1000, (0, 3 << 20, 6 << 20, 16 << 20, 17 << 20))
     assert uneven.groups() == [range(2), range(2, 3), range(3, 4)]
     assert uneven.layer(2) == slice(1000 + (6 << 20), 1000 + (16 << 20))
 

@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from cacheblend_vllm.handover import HandOver, Place
+from cacheblend_vllm.handover import HandOver, HandOverSource
 
 logger = logging.getLogger("vllm.cacheblend")
 _LAYER = re.compile(r"\.layers?\.(\d+)\.")
@@ -70,7 +70,7 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.get_from_extra_config
-        self._place = Place(extra("directory", None), extra("url", None))
+        self._place = HandOverSource(extra("directory", None), extra("url", None))
         self._dtype: torch.dtype = vllm_config.model_config.dtype
         self._layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
         self._groups = [(g.layer_names, g.kv_cache_spec.block_size) for g in kv_cache_config.kv_cache_groups]

@@ -98,7 +98,7 @@ class UrlSource:
         return data
 
 
-class Place:
+class HandOverSource:
     """Location of hand-overs: a directory of this host, or the URL of a cacheblend server."""
 
     def __init__(self, directory: str | None, url: str | None) -> None:

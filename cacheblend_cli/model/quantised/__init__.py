@@ -1,1 +1,1 @@
-"""Quantised weights, dequantised as they are read. Each file implements `stored.Rows` for one format."""
+"""Quantised weights, dequantised as they are read. Each file implements `stored.RowwiseWeight` for one format."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.model.families.quantisation import Quantisation
-from cacheblend_cli.model.quantised.stored import Rows, Shape, Stored
+from cacheblend_cli.model.quantised.stored import RowwiseWeight, Shape, Stored
 
 STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 PARTS = (
@@ -70,7 +70,7 @@ class EightBits:
 _BYTES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}  # four-bit values may be stored in tensors of another dtype
 
 
-def bitsandbytes(stored: Stored, how: Quantisation) -> Rows | None:
+def bitsandbytes(stored: Stored, how: Quantisation) -> RowwiseWeight | None:
     """Return the weight, None if the module is not quantised. Raises UsageError if its tensors do not match each
     other."""
     state = next((name for name in STATES if name in stored), None)
@@ -87,7 +87,7 @@ def bitsandbytes(stored: Stored, how: Quantisation) -> Rows | None:
     return EightBits(stored, (rows, columns))
 
 
-def _four_bits(stored: Stored, name: str) -> Rows:
+def _four_bits(stored: Stored, name: str) -> RowwiseWeight:
     try:
         state = json.loads(bytes(stored.whole(name).tolist()))
         rows, columns = (int(n) for n in state["shape"])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.model.families.quantisation import Quantisation
-from cacheblend_cli.model.quantised.stored import Rows, Shape, Stored, unpack
+from cacheblend_cli.model.quantised.stored import RowwiseWeight, Shape, Stored, unpack
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 # Positions of eight columns in an int32: they are packed 0, 2, 4, 6, 1, 3, 5, 7.
@@ -55,7 +55,7 @@ class Packed:
         return values, zeros
 
 
-def packed(stored: Stored, how: Quantisation) -> Rows | None:
+def packed(stored: Stored, how: Quantisation) -> RowwiseWeight | None:
     """Return the weight, None if the module is not quantised. Raises UsageError if its tensors do not match each
     other."""
     if not stored.parts:

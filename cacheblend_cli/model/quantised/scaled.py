@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.model.families.quantisation import Quantisation
-from cacheblend_cli.model.quantised.stored import FLOATS, Rows, Shape, Stored, unpack
+from cacheblend_cli.model.quantised.stored import FLOATS, RowwiseWeight, Shape, Stored, unpack
 
 SCALES = ("weight_scale_inv", "weight_scale")
 POWERS = ("U8", "F8_E8M0")  # dtypes of power-of-two scales: a byte holds the exponent plus 127
@@ -57,7 +57,7 @@ class Scaled:
         return of_rows.repeat_interleave(self.how.block[1], dim=1)[:, : self.shape[1]]
 
 
-def scaled(stored: Stored, how: Quantisation) -> Rows | None:
+def scaled(stored: Stored, how: Quantisation) -> RowwiseWeight | None:
     """Return the weight, None if the module is not quantised. Raises UsageError if its tensors do not match each
     other."""
     packed = "weight_packed" in stored

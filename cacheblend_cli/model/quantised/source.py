@@ -9,10 +9,10 @@ from torch import Tensor
 
 from cacheblend_cli.model.families.quantisation import Quantisation
 from cacheblend_cli.model.quantised import bitsandbytes, packed, scaled
-from cacheblend_cli.model.quantised.stored import Header, Rows, Stored
+from cacheblend_cli.model.quantised.stored import Header, RowwiseWeight, Stored
 from cacheblend_cli.model.tensor_source import SafetensorsFiles
 
-Reader = Callable[[Stored, Quantisation], Rows | None]
+Reader = Callable[[Stored, Quantisation], RowwiseWeight | None]
 FORMATS: dict[str, tuple[tuple[str, ...], Reader]] = {
     "scaled": (scaled.PARTS, scaled.scaled),
     "gptq": (packed.PARTS, packed.packed),
@@ -29,7 +29,7 @@ class DequantisedTensors:
 
     def __init__(self, files: SafetensorsFiles, quantisation: Quantisation) -> None:
         self._files, self._how = files, quantisation
-        self._rows: dict[str, Rows] = {}
+        self._rows: dict[str, RowwiseWeight] = {}
 
     def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         names, read = FORMATS[self._how.method]

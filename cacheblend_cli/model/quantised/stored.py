@@ -18,7 +18,7 @@ Header = tuple[str, Shape]
 FLOATS = ("F32", "F16", "BF16")
 
 
-class Rows(Protocol):
+class RowwiseWeight(Protocol):
     """A weight that is dequantised row by row."""
 
     @property

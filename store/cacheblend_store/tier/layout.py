@@ -56,14 +56,14 @@ class DocumentBundle(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class ObjectLayout:
     """Byte ranges in the object of a chunk."""
 
     head_bytes: int  # bytes before the first layer
     bounds: tuple[int, ...]  # boundaries of the layers, relative to head_bytes; starts with 0
 
     @classmethod
-    def of(cls, chunk: ChunkManifest, size: int, *, encrypted: bool) -> Layout:
+    def of(cls, chunk: ChunkManifest, size: int, *, encrypted: bool) -> ObjectLayout:
         """Return the layout of an object of this size. Raises BadBlob if no chunk can have this shape or size."""
         tag = TAG_BYTES if encrypted else 0
         if chunk.num_layers > MAX_LAYERS or chunk.codec not in CODECS:

@@ -41,7 +41,7 @@ from cacheblend_store.tier.layout import (
     VERSION,
     DocumentBundle,
     Head,
-    Layout,
+    ObjectLayout,
     decode_bundle,
     decode_collection,
     decode_head,
@@ -126,7 +126,7 @@ class TierObject(NamedTuple):
 class Tier:
     """Chunks and documents shared by several stores. cipher: None for a tier without encryption.
 
-    A put is atomic. Data is not trusted before `Layout` has bounded its size and `Head.layer` has checked its digest.
+    A put is atomic. Do not trust data before `ObjectLayout` has bounded its size and `Head.layer` checked its digest.
     Methods raise TierError, never an error of a library.
     """
 
@@ -189,12 +189,12 @@ class Tier:
         except TierNotFound:
             return None
 
-    def layout(self, chunk: ChunkManifest, size: int) -> Layout:
+    def layout(self, chunk: ChunkManifest, size: int) -> ObjectLayout:
         """Return the byte ranges in an object of this size with KV of the chunk's shape.
 
         Raises BadBlob if they do not fit.
         """
-        return Layout.of(chunk, size, encrypted=self._cipher is not None)
+        return ObjectLayout.of(chunk, size, encrypted=self._cipher is not None)
 
     def read(self, collection: str, key: bytes, start: int, end: int) -> memoryview:
         """Return exactly these bytes of a chunk's object."""

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from cacheblend_store.errors import BadBlob, StoreError, TierNotFound
 from cacheblend_store.format.records import ChunkManifest, Memo
-from cacheblend_store.tier.layout import Layout
+from cacheblend_store.tier.layout import ObjectLayout
 from cacheblend_store.tier.objects import Tier
 from cacheblend_store.tier.threads import Threads
 
@@ -97,7 +97,7 @@ class SharedTier:
 
     # reading
 
-    def find(self, chunks: Iterable[ChunkManifest], seconds: float | None = None) -> dict[bytes, Layout]:
+    def find(self, chunks: Iterable[ChunkManifest], seconds: float | None = None) -> dict[bytes, ObjectLayout]:
         """Return the layouts of the chunks in the tier. Look-ups run concurrently; late answers are dropped.
 
         chunks: manifests with the expected shape; sizes and digests are ignored. seconds: timeout, by default
@@ -111,7 +111,7 @@ class SharedTier:
             return {}
         asked = {key: self._readers.submit(partial(self._size, chunk)) for key, chunk in wanted.items()}
         wait(asked.values(), timeout=seconds)
-        found, late = dict[bytes, Layout](), 0
+        found, late = dict[bytes, ObjectLayout](), 0
         for key, answer in asked.items():
             if answer.cancel() or not answer.done():
                 late += 1
