@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from browser import Browser, Page
+
+from cacheblend_cli.engine.core.core import EngineCore
 
 PAGES = {
     "billing": "the lead of billing is Mara and she works in Bergen, near the harbor, with a parrot at home",
@@ -143,13 +147,22 @@ def test_files_are_dropped_and_documents_deleted(server: Any, page: Page) -> Non
     assert "team.html" in text_of(page, ".footnote")
 
 
-def test_answers_are_stopped_and_made_again(server: Any, page: Page) -> None:
+def test_answers_are_stopped_and_made_again(server: Any, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped, step, steps = threading.Event(), EngineCore.step, itertools.count()
+
+    def held_after_some_tokens(core: EngineCore) -> Any:
+        if next(steps) > 12:  # an answer that ends by itself could not be stopped
+            stopped.wait(60)
+        return step(core)
+
+    monkeypatch.setattr(EngineCore, "step", held_after_some_tokens)
     page.js("document.getElementById('max_tokens').value = 900")
     page.type(QUESTION)
     page.press("Enter")
     page.until("document.querySelector('.running .said:last-child')?.textContent")
     page.press("Escape")
     page.until("document.querySelector('.turn:not(.running)')?.textContent.includes('Stopped.')")
+    stopped.set()
     assert page.js("document.activeElement.id") == "question"
     page.js("document.getElementById('max_tokens').value = 4")
     click(page, ".regenerate")
