@@ -85,7 +85,10 @@ class Browser:
 class Page:
     """A browser page with its own storage."""
 
-    def __init__(self, url: str, browser: Browser, width: int = 1000, height: int = 1400) -> None:
+    def __init__(
+        self, url: str, browser: Browser, width: int = 1000, height: int = 1400, *, ignore_policy: bool = False
+    ) -> None:
+        """ignore_policy: run scripts that the page's content security policy forbids."""
         self._browser = browser.session
         self._context = self._browser.do("Target.createBrowserContext")["browserContextId"]
         made = self._browser.do("Target.createTarget", url="about:blank", browserContextId=self._context)
@@ -93,6 +96,7 @@ class Page:
         self._do = self._session.do
         self.size(width, height)
         self._do("Page.enable")
+        self._do("Page.setBypassCSP", enabled=ignore_policy)
         self._do("Page.navigate", url=url)
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
