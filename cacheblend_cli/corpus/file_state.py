@@ -18,7 +18,7 @@ from cacheblend_cli.corpus.converters import converter_of
 from cacheblend_cli.corpus.converters.text import from_code, from_markdown, from_plain, from_rst
 from cacheblend_cli.version import __version__
 
-READ_VERSION = 1
+READ_VERSION = 2
 """Increase this when the same file gives a different text or note: files are then read again."""
 _RACY_NS = 2_000_000_000  # coarsest timestamp resolution in use (FAT)
 _LIBRARIES = ("selectolax", "pypdf", "mammoth", "python-pptx", "openpyxl", "defusedxml")

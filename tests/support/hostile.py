@@ -3,6 +3,7 @@ addresses."""
 
 from __future__ import annotations
 
+import copy
 import http.server
 import io
 import threading
@@ -16,6 +17,7 @@ import files
 _WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 _SHEET = "http://schemas.openxmlformats.org/spreadsheetml/2006/main"
 _RELATIONS = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
+_FAR_CELL = '<row r="{row}"><c r="{column}{row}" t="inlineStr"><is><t>a</t></is></c></row>'
 PARAGRAPH = "<w:p><w:r><w:t>a</w:t></w:r></w:p>"
 
 
@@ -220,3 +222,79 @@ def counting_server() -> Iterator[tuple[str, list[str]]]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}", requests
         server.shutdown()
+
+
+def _overlapping() -> bytes:
+    """A Word document with 2,000 more entries that all have the same megabyte of data."""
+    out = io.BytesIO(files.docx())
+    with zipfile.ZipFile(out, "a", zipfile.ZIP_DEFLATED) as target:
+        target.writestr("word/media/0", b"\0" * (1 << 20))
+        one = target.infolist()[-1]
+        for number in range(1, 2000):
+            copied = copy.copy(one)
+            copied.filename = copied.orig_filename = f"word/media/{number}"
+            target.filelist.append(copied)
+            target.NameToInfo[copied.filename] = copied
+    return out.getvalue()
+
+
+def _nested(levels: int) -> bytes:
+    """An archive of archives, 10 ** levels MB unpacked, without a document."""
+    inner = b"\0" * (1 << 20)
+    for _ in range(levels):
+        inner = files.packed({f"{n}.zip": inner for n in range(10)})  # type: ignore[dict-item]
+    return inner
+
+
+def _with_a_password() -> bytes:
+    """A Word document whose entries are marked as encrypted."""
+    data = bytearray(files.docx())
+    for signature, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        place = data.find(signature)
+        while place >= 0:
+            data[place + flags] |= 1
+            place = data.find(signature, place + 1)
+    return bytes(data)
+
+
+_MAIL = b"Subject: x\n"
+
+FILES: dict[str, Callable[[], bytes]] = {
+    "div.html": lambda: b"<div>" * 100_000,
+    "tables.html": lambda: b"<table><tr><td>" * 100_000,
+    "lists.html": lambda: b"<ul><li>" * 100_000,
+    "menus.html": lambda: b"<nav>" * 200_000,
+    "attributes.html": lambda: b"<p " + b" ".join(b"a%d=1" % n for n in range(200_000)) + b">",
+    "addresses.eml": lambda: _MAIL + b"To: " + b"a@b," * 100_000 + b"\n\nx",
+    "quotes.eml": lambda: _MAIL + b"From: " + b'"' * 100_000 + b"\n\nx",
+    "parameters.eml": lambda: _MAIL + b"Content-Type: text/plain; " + b"a*0=x; " * 50_000 + b"\n\nx",
+    "parts.eml": lambda: _MAIL + b"Content-Type: multipart/mixed; boundary=b\n\n" + b"--b\n\nx\n" * 500_000,
+    "nested.eml": lambda: _MAIL + b"Content-Type: message/rfc822\n\n" * 20_000,
+    "column.csv": lambda: b"n" * 100_000 + b"\n" + b"x\n" * 50_000,
+    "columns.csv": lambda: b",".join(b"a%d" % n for n in range(100_000)) + b"\n" + (b"," * 99_999 + b"x\n") * 150,
+    "lists.json": lambda: b"[" + b"[]," * 15_000_000 + b'{"text": 1}]',
+    "deep.ipynb": lambda: b'{"cells": ' * 300_000 + b"[]" + b"}" * 300_000,
+    "paragraphs.docx": lambda: document(PARAGRAPH * 1_500_000),
+    "media.docx": lambda: with_files(files.docx(), {"word/media/x": b"\0" * (600 << 20)}),
+    "overlapping.docx": _overlapping,
+    "nested.docx": lambda: _nested(5),
+    "password.docx": _with_a_password,
+    "entities.docx": lambda: with_entity("docx", LAUGHS),
+    "wide.xlsx": lambda: sheet("".join(_FAR_CELL.format(row=n, column="XFD") for n in range(1, 100_001))),
+    "far.xlsx": lambda: sheet(_FAR_CELL.format(row=99_999_999_999, column="A")),
+    "media.xlsx": lambda: with_files(files.xlsx(), {"xl/media/x": b"\0" * (600 << 20)}),
+    "entities.xlsx": lambda: with_entity("xlsx", LAUGHS),
+    "deep.pptx": lambda: deep_slides(5000),
+    "media.pptx": lambda: with_files(files.pptx(), {"ppt/media/x": b"\0" * (600 << 20)}),
+    "entities.pptx": lambda: with_entity("pptx", LAUGHS),
+    "media.epub": lambda: with_files(files.epub(["<p>a</p>"]), {"x": b"\0" * (600 << 20)}),
+    "entities.epub": lambda: with_entity("epub", LAUGHS),
+    "pages.pdf": lambda: _pdf(
+        _CATALOG,
+        b"<< /Type /Pages /Kids [" + b"3 0 R " * 100_000 + b"] /Count 100000 >>",
+        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R >>",
+        b"<< /Length 30 >>\nstream\nBT /F1 11 Tf (Hello there) Tj ET\nendstream",
+    ),
+    **{f"{name.replace(' ', '-').replace(',', '')}.pdf": make for name, make in PDFS.items()},
+}
+"""Small files without a text that take a careless parser minutes, hours or gigabytes."""
