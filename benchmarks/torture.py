@@ -49,8 +49,8 @@ def main(arguments: list[str]) -> int:
         entry = json.loads(line)
         what = entry.pop("what")
         results[what] = {**entry, "date": f"{datetime.now(UTC):%Y-%m-%d}", "hardware": hardware()}
-    results = {what: entry for what, entry in results.items() if entry["test"] in tests}
-    path.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    results = {what: entry for what, entry in sorted(results.items()) if entry["test"] in tests}
+    path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     (RESULTS / "torture.md").write_text(table(results), encoding="utf-8")
     return code
 

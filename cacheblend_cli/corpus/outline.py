@@ -17,6 +17,7 @@ _DEFINITION = re.compile(
     r"(?:def|class|function|func|fn|fun|struct|enum|trait|impl|interface|module|namespace|object|package|sub)\s+"
     r"(?:\([^)]*\)\s*)?(?:<[^>]*>\s*)?([A-Za-z_$][\w$:.]*)"
 )
+_BLANK = re.compile(r"\s*")
 _SHOWN = 120  # maximum characters of a title
 _LOOKED_AT = 400  # characters of a line to parse
 
@@ -44,6 +45,7 @@ class Outline:
         self._titles = list(find(text)) if find is not None else []
         self._starts = [title.start for title in self._titles]
         self._above = _parents(self._titles)
+        self._run_end = self._run_ends()
 
     @property
     def paths(self) -> Iterator[tuple[str, ...]]:
@@ -55,16 +57,27 @@ class Outline:
     def titles(self, start: int) -> tuple[str, ...]:
         """Return the titles above the text at `start`, outermost first, including headings that begin there."""
         count = bisect_left(self._starts, start)
-        while count < len(self._titles) and not self._text[start : self._starts[count]].strip():
-            start = self._titles[count].end
-            count += 1
-            if self._is_code:  # the definition that begins here, not the first one inside it
-                break
+        if count < len(self._titles) and self._blank(start, self._starts[count]):
+            # of code the definition that begins here, not the first one inside it
+            last = count if self._is_code else self._run_end[count]
+            start, count = self._titles[last].end, last + 1
         found = self._chain(count - 1)
         if self._is_code:
             inside = _indent_at(self._text, start)
             found = [title for title in found if title.level < inside or title.end >= start]
         return tuple(title.text for title in found)
+
+    def _blank(self, start: int, end: int) -> bool:
+        found = _BLANK.match(self._text, start, end)
+        return found is None or found.end() == end
+
+    def _run_ends(self) -> list[int]:
+        """Return, for each title, the last title of its run: titles with nothing but blanks in between."""
+        ends = list(range(len(self._titles)))
+        for number in range(len(ends) - 2, -1, -1):
+            if self._blank(self._titles[number].end, self._starts[number + 1]):
+                ends[number] = ends[number + 1]
+        return ends
 
     def _chain(self, number: int) -> list[_Title]:
         """Return a title and its parents, outermost first."""

@@ -12,6 +12,7 @@ from cacheblend_store.format.records import decode_document, document_key, encod
 
 from cacheblend_cli.corpus.layout import Layout, Mark
 from cacheblend_cli.corpus.locating import Locating
+from cacheblend_cli.corpus.outline import Outline
 
 MARKDOWN = """---
 title: no heading
@@ -124,6 +125,16 @@ def test_a_long_line_is_no_trouble() -> None:
     text = "# " + " " * 300_000 + "#x\n" + "def " * 100_000
     assert at(text, Layout("markdown"), "def").lines == (2, 2)
     assert at(text, Layout("code"), "def").lines == (2, 2)
+
+
+def test_a_document_of_headings_alone_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from each chunk to the end: two megabytes of headings took a minute."""
+    outline = Outline("# a\n" * 1000, "markdown")
+    looks: list[int] = []
+    blank = Outline._blank
+    monkeypatch.setattr(Outline, "_blank", lambda self, start, end: looks.append(start) or blank(self, start, end))
+    assert {outline.titles(start) for start in range(0, 4000, 40)} == {("a",)}
+    assert len(looks) <= 100
 
 
 def test_locators_are_stored_and_checked() -> None:
