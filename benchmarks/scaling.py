@@ -103,7 +103,7 @@ def of_store(folder: Path, wanted: int) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     count = round(wanted * PARAGRAPHS / 100)
     machine = ["--store", str(path), "--model", str(folder / "tiny"), "--dtype", "float32"]
-    precompute = ["precompute", str(docs), "--chunk-tokens", "16", "--context", "sink", "-q", *machine]
+    precompute = ["precompute", str(docs), "--chunk-tokens", "16", "--context", "sink", *machine]  # -q prints each id
     words = ["--search", "words", "--all", "-q"]
     search = ["search", "word7 word77", *words, "--store", str(path)]
     ask = [
