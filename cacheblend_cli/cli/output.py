@@ -46,9 +46,12 @@ class Output:
             Output._in_line = not (text + end).endswith("\n")
 
     def json(self, record: Any) -> None:
-        """Write a JSON object on one line."""
+        """Write a JSON object on one line. Control characters are escaped on a terminal."""
         self._erase_bar(self.out_tty)
-        self.out.write(json.dumps(record, ensure_ascii=not self._unicode) + "\n")
+        line = json.dumps(record, ensure_ascii=not self._unicode)
+        if self.out_tty:  # JSON itself escapes only those below U+0020
+            line = "".join(f"\\u{ord(c):04x}" if _is_control(c) else c for c in line)
+        self.out.write(line + "\n")
         self.out.flush()
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -87,6 +88,19 @@ def test_a_name_with_a_newline_is_one_line_on_a_terminal_and_raw_in_a_pipe(
     assert "source: docs/two\u240alines\u2409\u241b[31m.md, " in answer
     chunk = row.split()[0]
     assert any(line.startswith("source") and "two\u240alines" in line for line in shown(200, "chunks", "show", chunk))
+
+
+def test_json_drives_no_terminal(shown: Callable[..., list[str]], cli: Cli, docs: Path) -> None:
+    """JSON escapes ESC itself, but neither U+009B, which begins a sequence as ESC [ does, nor changes of direction."""
+    name = "two\x1b[1m\u009b31m\u202e\x7f.md"
+    (docs / name).write_text(f"# gamma\n\nMara keeps the harbor {name}.\n")
+    raw = cli("precompute", "docs", "--json").records
+    for command in (("chunks", "ls"), ("search", "gamma harbor"), ("ask", "harbor?", "--max-tokens", "1")):
+        lines = shown(80, *command, "--json")
+        assert not {"\x1b", "\u009b", "\u202e", "\x7f"} & set("".join(lines)), command
+    assert f"docs/{name}" in {record["source"] for record in raw}
+    found = [json.loads(line) for line in shown(80, "chunks", "ls", "--json") if line.startswith("{")]
+    assert f"docs/{name}" in {record["source"] for record in found}
 
 
 def test_a_pipe_gets_names_raw(cli: Cli, docs: Path) -> None:
