@@ -30,16 +30,15 @@ from search_recall import Asked, Corpus, colloquial, fill, handbook, musique, of
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.corpus.embedding import find_embedder
-from cacheblend_cli.corpus.search import BY, Hit, Lookup, search
+from cacheblend_cli.corpus.search import BY, MAX_DROP, Hit, Lookup, search
 from cacheblend_cli.demo import handbook_dir, questions
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.types import Answer, AskRequest, BlendParams, SamplingParams, SearchParams
+from cacheblend_cli.types import NUM_HITS, Answer, AskRequest, BlendParams, SamplingParams, SearchParams
 
 OUT = Path(__file__).parent / "results" / "search_hits.json"
-NUM_HITS = 5
 RULES = (*(("drop", x) for x in (1.0, 0.3, 0.35, 0.4, 0.45, 0.5)), *(("share", x) for x in (0.4, 0.5, 0.6)))
 """A drop of 1 keeps all."""
-ANSWERED_RULES = (("drop", 1.0), ("drop", 0.45))
+ANSWERED_RULES = (("drop", 1.0), ("drop", MAX_DROP))
 MODES = ("full", "blend")
 MAX_TOKENS = 40
 _SITES = (

@@ -184,9 +184,9 @@ def show_summary(result: AnswerResult, output: Output, seconds: float | None) ->
     output.note(summary_line(result.answer, seconds))
     output.detail(detail_line(result.answer) + result.by)
     if result.answer.hits_cut and (output.verbose or result.options.explain):
-        from cacheblend_cli.corpus.search import cut_note
+        from cacheblend_cli.corpus.search import hits_cut_note
 
-        output.note(cut_note(result.answer.hits_cut))
+        output.note(hits_cut_note(result.answer.hits_cut))
 
 
 def now() -> float:

@@ -216,7 +216,7 @@ def precompute(
         report.difference.seconds = report.difference.seconds or estimate_seconds(report.difference.missing)
     on_event(PrecomputeEvent("plan", total=report.tokens, planned=report.difference))
     run = _Run(planner, store, room, on_event, report, options)
-    known = diff.source_settings.paths
+    known = diff.source_settings.paths  # these are remembered without documents too: their links lead nowhere now
     roots = [root for root in diff.given_roots(options.given) if plan or root.path in known]
     diff.source_settings.remember(store, roots, options.given, done=False)
     for part in plan:

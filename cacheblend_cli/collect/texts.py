@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from cacheblend_store import ChunkStore, StoreError
 from cacheblend_store.writer import StoreWriter
@@ -23,6 +23,14 @@ from cacheblend_cli.prompt.records import keep_record
 from cacheblend_cli.types import TextDocument
 
 logger = logging.getLogger("cacheblend")
+
+
+@dataclass(frozen=True)
+class AddedDocument:
+    """A document in the store: its id, and the ids of its chunks in order."""
+
+    id: str
+    chunks: tuple[str, ...]
 
 
 def document_of(name: str, text: str, title: str | None) -> Document:

@@ -68,8 +68,7 @@ class Outline:
         return tuple(title.text for title in found)
 
     def _blank(self, start: int, end: int) -> bool:
-        found = _BLANK.match(self._text, start, end)
-        return found is None or found.end() == end
+        return end <= start or _BLANK.fullmatch(self._text, start, end) is not None
 
     def _run_ends(self) -> list[int]:
         """Return, for each title, the last title of its run: titles with nothing but blanks in between."""

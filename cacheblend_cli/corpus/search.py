@@ -113,7 +113,7 @@ class Found(NamedTuple):
         return is_weak(self.hits, self.by)
 
 
-def cut_note(count: int) -> str:
+def hits_cut_note(count: int) -> str:
     """Say how many hits were left out and how to get them."""
     what = "1 more hit is" if count == 1 else f"{count} more hits are"
     return f"{what} left out: far below the best match (-k {NUM_HITS} takes all)"

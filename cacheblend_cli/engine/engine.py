@@ -6,16 +6,13 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from collections.abc import Collection as Names
 from concurrent.futures import Future
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date
 from functools import partial
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -24,14 +21,15 @@ from torch import Tensor
 
 from cacheblend_cli.blend.cost import AutoReport
 from cacheblend_cli.collect.settings import CollectSettings
-from cacheblend_cli.collect.texts import Putting, document_of, put_name
+from cacheblend_cli.collect.texts import AddedDocument, Putting, document_of, put_name
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.async_engine import AsyncEngine
+from cacheblend_cli.engine.core.engine_thread import EngineThread
 from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill, prefill_auto
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
 from cacheblend_cli.engine.core.single import answer_one
-from cacheblend_cli.engine.events import Done, EngineStats, Event, Failed, Limits, OnEvent, Text, ignore
+from cacheblend_cli.engine.events import Event, OnEvent, ignore, piece_of
 from cacheblend_cli.engine.profile import own_blend
 from cacheblend_cli.engine.ranks.outer_ranks import outer_ranks
 from cacheblend_cli.engine.ranks.rank_worker import serve_rank
@@ -41,14 +39,14 @@ from cacheblend_cli.engine.request.retrieval import Retrieved, retrieve
 from cacheblend_cli.engine.request.stored_chunks import StoredChunks
 from cacheblend_cli.engine.runtime import Runtime, Say, load_worker_model
 from cacheblend_cli.engine.sampling import Draw, as_the_model, draws_of
-from cacheblend_cli.errors import CacheBlendError, QueueFull, UsageError
+from cacheblend_cli.errors import CacheBlendError, UsageError
 from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.text_stream import token_texts
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import PromptPlan
 from cacheblend_cli.prompt.template import PromptTemplate
-from cacheblend_cli.settings import DEFAULTS, GROUPS, Resolved, Settings, of_settings
+from cacheblend_cli.settings import DEFAULTS, GROUPS, of_settings
 from cacheblend_cli.types import (
     Answer,
     AskOptions,
@@ -70,36 +68,16 @@ if TYPE_CHECKING:
     from cacheblend_cli.engine.connectors.transformers import PrefilledPrompt
 
 T = TypeVar("T")
-_FULL_S = 0.05  # between two attempts to queue a request
 _OF_ENGINE = {*GROUPS["model"], *GROUPS["machine"], *GROUPS["memory"], *GROUPS["prompt"], *GROUPS["cutting"], "context"}
 
 
-@dataclass(frozen=True)
-class AddedDocument:
-    """A document in the store: its id, and the ids of its chunks in order."""
-
-    id: str
-    chunks: tuple[str, ...]
-
-
-class Engine:
+class Engine(EngineThread):
     """A loaded model.
 
     `ask`, `stream`, `ask_many`, `add` and their async forms run in a thread of the engine: they may be called from any
     thread, and requests that are made at the same time are batched. `close` ends that thread; an Engine is a context
     manager. All other methods compute in the caller's thread; use them in one thread at a time.
     """
-
-    def __init__(self, runtime: Runtime, resolved: Resolved = DEFAULTS, limits: Limits | None = None) -> None:
-        """resolved: settings of requests, and for cutting their documents. limits: of requests that are batched."""
-        self.runtime, self._resolved, self._limits = runtime, resolved, limits
-        self._service: AsyncEngine | None = None
-        self._closed: AsyncEngine | None = None  # the last one: it refuses what still comes, and has its statistics
-        self._given: ChunkStore | None = None
-        self._store: ChunkStore | None = None
-        self._temporary = ExitStack()
-        self._folder: TemporaryDirectory[str] | None = None
-        self._lock = threading.RLock()  # guards these six
 
     @classmethod
     def load(
@@ -380,82 +358,10 @@ class Engine:
 
     # many requests, in the engine's thread
 
-    def use(self, store: ChunkStore | None) -> None:
-        """Take chunks from this store from now on, and keep the KV of requests' documents there; `add` does so too.
-        None: a temporary store, which `close` removes. No request may be running."""
-        with self._lock:
-            if self._service is None or store is not self._given:
-                if self._service is not None:
-                    self.close()
-                self._given, self._store = store, self._temporary_store() if store is None else store
-                _share(self._store, self._resolved.settings)
-                self._service, self._closed = AsyncEngine(self.runtime, self._limits), None
-
-    def serve(self, store: ChunkStore, limits: Limits) -> None:
-        """`use` a store, under these limits."""
-        with self._lock:
-            self._limits = limits
-            self.use(store)
-
-    def submit(self, request: Request, on_event: OnEvent) -> RequestState:
-        """Queue a resolved request. on_event: called in the engine's thread, with one Done or Failed last; it must not
-        wait. Raises QueueFull when too many wait or the engine closes. `cancel` takes what it returns."""
-        return self._serving().submit(request, on_event)
-
-    def cancel(self, state: RequestState) -> None:
-        """End a request in the next step, with what was generated so far. No effect on a finished one."""
-        state.cancelled = True
-
-    def cancel_all(self) -> None:
-        self._serving().cancel_all()
-
-    def queue(self, request: Request) -> Future[Answer]:
-        """Queue a resolved request. Returns its first answer; cancelling the future cancels the request."""
-        return self._serving().ask(request)
-
-    def check_room(self, coming: int = 0) -> None:
-        """Raise QueueFull if the queue has no room for one more request after `coming` others."""
-        self._serving().check_room(coming)
-
-    def between_steps(self, work: Callable[[], T]) -> Future[T]:
-        """Run work in the engine's thread: KV to compute, one launch a call, so that running answers go on. Raises
-        QueueFull when the engine closes."""
-        return self._serving().run(lambda _: work())
-
-    def stats(self) -> EngineStats:
-        """Return statistics as of the last step."""
-        return self._serving().stats()
-
-    @property
-    def is_stuck(self) -> bool:
-        """Return whether one step has been running for so long that it is not expected to end."""
-        return self._serving().is_stuck
-
     def outside_answer(self, sampling: SamplingParams, prompt_ids: list[int], on_event: OnEvent) -> SequenceOutput:
         """Return an answer whose tokens another engine draws (`drawn_outside`): its text, its stop strings and its
         end."""
         return SequenceOutput(self.runtime, sampling, prompt_ids, on_event)
-
-    def close(self) -> None:
-        """Stop the engine's thread and remove its temporary store. Running requests are cancelled."""
-        with self._lock:
-            if self._service is not None:
-                self._service.close()
-                self._service, self._closed = None, self._service
-            self._temporary.close()
-            if self.runtime.driver is not None:
-                self.runtime.driver.drop()
-
-    def remove_files(self) -> None:
-        """Remove the temporary store's files while it may be in use: this process ends without `close`."""
-        if self._folder is not None:
-            self._folder.cleanup()
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def request(self, question: str, *, chunks: Sequence[str] = (), **about: Any) -> AskRequest:
         """Return a request. chunks: ids of stored chunks, or unique prefixes of ids.
@@ -497,7 +403,7 @@ class Engine:
         ask, service = self._asked(question, about), self._running()
         state = service.submit(self._resolved_request(ask), events.put)
         try:
-            while (piece := _piece_of(events.get())) is not None:
+            while (piece := piece_of(events.get())) is not None:
                 if piece:
                     yield piece
         finally:
@@ -509,8 +415,8 @@ class Engine:
         answers, running = list[Answer](), deque[Future[Answer]]()
         try:
             for question in questions:
-                ask = self._asked(question, about)
-                while (submitted := self._submit_unless_full(ask, wait=not running)) is None:
+                request = self._resolved_request(self._asked(question, about).unstreamed())
+                while (submitted := self._queue_unless_full(request, wait=not running)) is None:
                     answers.append(running.popleft().result())
                 running.append(submitted)
             while running:
@@ -552,30 +458,13 @@ class Engine:
 
         try:
             await asyncio.to_thread(submit)
-            while (piece := _piece_of(await events.get())) is not None:
+            while (piece := piece_of(await events.get())) is not None:
                 if piece:
                     yield piece
         finally:
             left.set()
             for service, state in states:
                 service.cancel(state)
-
-    def _temporary_store(self) -> ChunkStore:
-        self._folder = TemporaryDirectory(prefix="cacheblend-")
-        folder = self._temporary.enter_context(self._folder)
-        return self._temporary.enter_context(ChunkStore.open(folder, mode="write"))
-
-    def _running(self) -> AsyncEngine:
-        with self._lock:
-            if self._service is None:
-                self.use(self._given)
-            assert self._service is not None
-            return self._service
-
-    def _serving(self) -> AsyncEngine:
-        """Return what runs the requests; after `close` what has run them, which takes no more."""
-        with self._lock:
-            return self._service or self._closed or self._running()
 
     def _asked(self, question: str | AskRequest, about: dict[str, Any]) -> AskRequest:
         if not isinstance(question, AskRequest):
@@ -593,16 +482,6 @@ class Engine:
     def _submit(self, ask: AskRequest) -> Future[Answer]:
         return self._running().ask(self._resolved_request(ask.unstreamed()))
 
-    def _submit_unless_full(self, ask: AskRequest, *, wait: bool) -> Future[Answer] | None:
-        """Queue the request. With a full queue return None, or with `wait` try again until it has room."""
-        while True:
-            try:
-                return self._submit(ask)
-            except QueueFull:
-                if not wait:
-                    return None
-                time.sleep(_FULL_S)
-
 
 def drawn_outside(token_id: int) -> Draw:
     """Return a token that another engine drew, for `Engine.outside_answer`."""
@@ -614,20 +493,3 @@ def serve_other_rank(tensor_parallel: int) -> None:
     UsageError."""
     if (outer := outer_ranks(tensor_parallel)) is not None and outer[0]:
         serve_rank(*outer)
-
-
-def _piece_of(event: Event) -> str | None:
-    """Return the event's piece of the answer, None at the end. Raises what the request failed of."""
-    if isinstance(event, Failed):
-        raise event.error
-    return None if isinstance(event, Done) else event.text if isinstance(event, Text) else ""
-
-
-def _share(store: ChunkStore, settings: Settings) -> None:
-    """Give the store the tier of the settings, if they name one and it has none. Raises TierUsage, TierNotFound."""
-    if settings.tier and store.tier is None:
-        from cacheblend_store.tier import SharedTier, open_tier
-
-        tier = SharedTier(open_tier(settings.tier, settings.tier_key_file or None), settings.tier_deadline)
-        tier.check_later()
-        store.share(tier)

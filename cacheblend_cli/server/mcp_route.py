@@ -52,9 +52,8 @@ class McpRoute:
                 json_response=True,
                 stateless_http=True,
                 max_request_body_size=self._state.max_body,
-                transport_security=TransportSecuritySettings(
-                    enable_dns_rebinding_protection=False
-                ),  # AuthMiddleware does it
+                # AuthMiddleware does it
+                transport_security=TransportSecuritySettings(enable_dns_rebinding_protection=False),
             )
             manager = server.session_manager  # without sessions it lives only for this request
             async with manager.run():

@@ -49,9 +49,8 @@ class ServerState:
     ended: asyncio.Event = field(default_factory=asyncio.Event)  # all requests must end now
     on_end: set[Callable[[], None]] = field(default_factory=set)
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_PREPARING, "cacheblend-prepare"))
-    converting: asyncio.Lock = field(
-        default_factory=asyncio.Lock
-    )  # one conversion at a time, so that a thread stays free
+    # one conversion at a time, so that a thread stays free
+    converting: asyncio.Lock = field(default_factory=asyncio.Lock)
     decoder: RemoteDecoder | None = None  # None to decode here
     _active: int = 0
     _preparing: int = 0

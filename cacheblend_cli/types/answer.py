@@ -112,13 +112,12 @@ class Risk:
 @dataclass
 class Answer:
     """text: what was streamed of the answer; reasoning: what stood between think tags before it. notes: messages for
-    people. weak_match: whether even the best chunk that was found matches the question weakly. hits_cut: hits left
-    out because they match far less well than the best one. layers: the per-layer
-    report. auto: what the loading controller decided, with --ratio auto. prefix_cache_tokens: those at the beginning of
-    the prompt whose KV the engine still held from another one. prompt_logprobs: of the prompt's tokens from the second
-    on, where they were asked for. tier: what a shared tier did for the prompt, if it was asked. chosen: positions of
-    the prompt whose stored KV was computed again. ratio_from: "given", "auto", or "model" or "default" with the reason,
-    see engine/profile.py."""
+    people. weak_match: whether even the best chunk that was found matches the question weakly. hits_cut: number of hits
+    left out because they match far less well than the best one. layers: the per-layer report. auto: what the loading
+    controller decided, with --ratio auto. prefix_cache_tokens: those at the beginning of the prompt whose KV the engine
+    still held from another one. prompt_logprobs: of the prompt's tokens from the second on, where they were asked for.
+    tier: what a shared tier did for the prompt, if it was asked. chosen: positions of the prompt whose stored KV was
+    computed again. ratio_from: "given", "auto", or "model" or "default" with the reason, see engine/profile.py."""
 
     text: str
     finish_reason: str

@@ -35,6 +35,7 @@ EVERYTHING = Scope()
 
 
 NUM_HITS = 5
+"""Chunks that a search returns at most, unless a number is given."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class SearchParams:
 
     @classmethod
     def of(cls, settings: Settings, scope: Scope = EVERYTHING) -> SearchParams:
-        """Only where the number is not set are hits cut."""
+        """Return the settings' parameters. Hits are cut unless their number is set."""
         k, cut = settings.top_k or NUM_HITS, settings.top_k is None
         return of_settings(cls, settings, k=k, cut=cut, by=settings.search, scope=scope)
 

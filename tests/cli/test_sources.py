@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend_cli.corpus.search import WEAK, cut_note
+from cacheblend_cli.corpus.search import WEAK, hits_cut_note
 from cacheblend_cli.demo import office_dir
 
 Cli = Callable[..., Any]
@@ -128,7 +128,7 @@ def test_hits_that_were_left_out_are_counted_and_can_be_had(
     [record] = cli(*asked, "--json").records
     assert [Path(chunk["source"]).name for chunk in record["chunks"]] == ["parking.md"]
     assert record["hits_cut"] >= 1
-    left_out = cut_note(record["hits_cut"])
+    left_out = hits_cut_note(record["hits_cut"])
     assert left_out not in cli(*asked).err
     for flag in ("-v", "--explain"):
         assert left_out in cli(*asked, flag).err

@@ -87,6 +87,6 @@ def parsing(package: str, what: str) -> Iterator[None]:
     except NoDocument:
         raise
     except Exception as error:
-        if type(error).__name__ == "EntitiesForbidden":
-            raise NoDocument(f"not {what}: its XML declares entities", "damaged or locked") from error
+        if type(error).__module__.startswith("defusedxml"):  # its messages are reprs
+            raise NoDocument(f"not {what}: its XML has entities or refers to files", "damaged or locked") from error
         raise NoDocument(f"not {what}: {' '.join(str(error).split())}"[:120], "damaged or locked") from error

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,8 +14,7 @@ from cacheblend_cli.blend.cost import AutoReport
 from cacheblend_cli.blend.fidelity import teacher_forced
 from cacheblend_cli.engine.auto.controller import controller_of, decided
 from cacheblend_cli.engine.core.core import EngineCore
-from cacheblend_cli.engine.core.sequence import RequestState, Status
-from cacheblend_cli.engine.core.sequence import Sequence as Answering
+from cacheblend_cli.engine.core.sequence import RequestState, Sequence, Status
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
 from cacheblend_cli.engine.core.single import ALONE
 from cacheblend_cli.engine.events import Failed
@@ -44,7 +44,7 @@ class Prefilled(PrefillReport):
     def pool(self) -> KVPool:
         return self.sequence.pool
 
-    def predict(self, answer_ids: Sequence[int], observer: Observer | None = None) -> Tensor:
+    def predict(self, answer_ids: abc.Sequence[int], observer: Observer | None = None) -> Tensor:
         """Return the logits that the prompt's KV predicts each token of an answer with, fp32 [len(answer_ids),
         vocab_size]. Writes the answer's KV: see `teacher_forced`."""
         return teacher_forced(self.runtime.decoder, self.sequence, self.plan.token_ids, answer_ids, observer)
@@ -69,7 +69,7 @@ class Prefilled(PrefillReport):
         state = RequestState(request, 0, max_new_tokens=runtime.max_new_tokens(sampling))
         output = SequenceOutput(runtime, sampling, prompt_ids, see=see)
         view = SequenceView(self.pool, self.sequence.blocks)
-        sequence = Answering(state, 0, Status.RUNNING, view, len(prompt_ids) + given, output=output)
+        sequence = Sequence(state, 0, Status.RUNNING, view, len(prompt_ids) + given, output=output)
         state.sequences = [sequence]
         core = EngineCore(runtime, ALONE, self._memory(runner))
         core.resume(sequence, self.logits if logits is None else logits)

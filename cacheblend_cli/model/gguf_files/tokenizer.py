@@ -123,5 +123,5 @@ def _token(metadata: Mapping[str, Any], backend: Any, kind: str) -> str | None:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    # Indented, although that takes a second: these bytes are the tokenizer's fingerprint, by which chunks are stored.
+    # These bytes are the tokenizer's fingerprint: with another layout, stored chunks would not be found.
     path.write_text(json.dumps(content, indent=2), encoding="utf-8")
