@@ -242,8 +242,9 @@ def page(result: dict[str, Any]) -> str:
         "## Store size",
         "",
         "A model of one tiny layer, chunks of at most 16 tokens, documents of 100 paragraphs. CPU seconds of whole commands, interpreter and "
-        "libraries included, and their peak memory in MiB, mapped files left out. The second `precompute` finds nothing to do, the third "
-        "one changed document of 100 paragraphs; `search` is one query again, after the first has made the index; `ask` searches and "
+        "libraries included, and their peak memory in MiB, mapped files left out. The second `precompute` finds nothing to do, but reads "
+        "files again that were written just before the first; the third has one changed document of 100 paragraphs; `search` is "
+        "one query again, after the first has made the index; `ask` searches and "
         "answers with four tokens. Look-up: CPU time to read eight chunks by id, as `ask` does. Others: CPUs that other processes used "
         "meanwhile, in the mean; where they did, CPU seconds are above those of a quiet machine.",
         "",
@@ -288,8 +289,7 @@ def _of_documents(found: dict[str, Any]) -> list[str]:
         "",
         f"{found['documents']:,} files of 7 paragraphs, with {found['chunks']:,} chunks. A file is read, and its chunks are looked up, only if it "
         f"changed (see [documents](documents.md#keep-the-store-up-to-date)). CPU seconds of each run of the whole command and peak memory in MiB, as "
-        f"above; {found['hardware']}. Other processes used {others:.1f} CPUs meanwhile. The table above is from before files and chunks of unchanged "
-        "documents were left out.",
+        f"above; {found['hardware']}. Other processes used {others:.1f} CPUs meanwhile.",
         "",
         "| `precompute` again | one changed |",
         "|---|---|",
