@@ -19,6 +19,7 @@ from cacheblend_cli.collect.prefill import ChunkKV, CollectSequence, Kept, Prefi
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.kv.source import TieredSource
 from cacheblend_cli.prompt.collection import Collection
+from cacheblend_cli.prompt.records import kept_records
 
 PREFIX_SOURCE = "(prefix)"
 _TEXTS = 1024  # records per transaction
@@ -81,7 +82,9 @@ class Collector:
     def _converted(self, store: ChunkStore, chunks: Sequence[PlannedChunk]) -> Iterator[Whole]:
         collection = self.collection
         finer = [replace(collection, codec=codec) for codec in FINER.get(collection.codec, ())]
-        for planned in chunks:
+        stored = kept_records(store).keys()
+        finer = [of for of in finer if of.id in stored]  # most stores have one codec
+        for planned in chunks if finer else ():
             found = (_layers(store, of.key(planned.chunk.token_ids, planned.left), planned) for of in finer)
             layers = next(filter(None, found), None)
             if layers is not None:
