@@ -73,9 +73,7 @@ class ChatTemplate:
 
 class GenerationTag(Extension):
     """`{% generation %}...{% endgeneration %}` marks the assistant's text for training; rendered as its content.
-
-    Variables set inside are not visible outside, as in transformers.
-    """
+    Variables set inside are not visible outside, as in transformers."""
 
     tags = {"generation"}  # noqa: RUF012
 

@@ -11,10 +11,7 @@ from cacheblend_cli.model.tensor_source import SafetensorsFiles, TensorSource
 
 def tensor_source(model_dir: Path, *, experts: bool = False, stacked: bool = False) -> TensorSource:
     """Return the source for a model directory. experts: whether experts may be in one tensor; stacked: see
-    `SplitExperts`.
-
-    Raises as `checkpoint_files`.
-    """
+    `SplitExperts`. Raises as `checkpoint_files`."""
     if is_converted(model_dir):
         from cacheblend_cli.model.gguf_files.tensors import GGUFTensors
 

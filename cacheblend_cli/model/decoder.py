@@ -165,10 +165,7 @@ class DecoderLayer:
 
     def finish(self, attended: Tensor, residual: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Compute everything after attention; attended: [num_rows, num_heads, head_dim]. Returns (delta for the next
-        layer, residual).
-
-        token_ids: the rows' token ids, for layers with an input by token.
-        """
+        layer, residual). token_ids: the rows' token ids, for layers with an input by token."""
         delta = self._o(attended.reshape(attended.shape[0], -1))
         if self.spec.parallel:
             norm = self._mlp_in or self.attention_in

@@ -78,10 +78,8 @@ class Experts:
 
 
 class Router:
-    """A router in DeepSeek's style, see `Routing`. It computes in fp32.
-
-    weight: [count, hidden_size]; correction: [count] fp32, or None.
-    """
+    """A router in DeepSeek's style, see `Routing`. It computes in fp32. weight: [count, hidden_size]; correction:
+    [count] fp32, or None."""
 
     def __init__(self, experts: ExpertsSpec, weight: Tensor, correction: Tensor | None) -> None:
         assert experts.routing is not None
@@ -111,10 +109,8 @@ class Router:
 
 
 class ExpertsBeside:
-    """Experts beside a layer's MLP (Gemma 4): norm(MLP's output) + norm(experts of the normed residual stream).
-
-    norms: "dense_out", "experts_in" and "experts_out" of the layer.
-    """
+    """Experts beside a layer's MLP (Gemma 4): norm(MLP's output) + norm(experts of the normed residual stream). norms:
+    "dense_out", "experts_in" and "experts_out" of the layer."""
 
     def __init__(
         self,

@@ -13,10 +13,8 @@ EPS = 1e-6  # of the latents' norms: transformers uses its class's default, what
 
 
 class Latent:
-    """Latent projections between a layer's input projections and its attention. weights: the layer's weights.
-
-    `heads` stays in the compute dtype: attention multiplies with slices of it.
-    """
+    """Latent projections between a layer's input projections and its attention. weights: the layer's weights. `heads`
+    stays in the compute dtype: attention multiplies with slices of it."""
 
     def __init__(
         self, spec: ModelSpec, latent: LatentSpec, weights: dict[str, Tensor], kernels: KernelBackend, weight_dtype: str

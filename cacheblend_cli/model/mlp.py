@@ -25,10 +25,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP:
-    """Gate, up, activation and down; or up, activation and down if the spec has no gate.
-
-    sparsity: share of the gate's channels that is cut off, see `sparse`.
-    """
+    """Gate, up, activation and down; or up, activation and down if the spec has no gate. sparsity: share of the gate's
+    channels that is cut off, see `sparse`."""
 
     def __init__(
         self,

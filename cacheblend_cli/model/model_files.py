@@ -58,10 +58,8 @@ def gguf_file_of(model_dir: Path) -> Path:
 
 
 def checkpoint_files(model_dir: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint, sorted, or the GGUF file of a converted directory.
-
-    Raises NotFoundError if there are none or a shard is missing, UsageError for weights of another format.
-    """
+    """Return the safetensors files of a checkpoint, sorted, or the GGUF file of a converted directory. Raises
+    NotFoundError if there are none or a shard is missing, UsageError for weights of another format."""
     if is_converted(model_dir):
         return [gguf_file_of(model_dir)]
     names = weight_names(model_dir)

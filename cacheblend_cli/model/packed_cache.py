@@ -75,10 +75,8 @@ def writers() -> list[Writer]:
 
 
 class PackedCache:
-    """Packed weights of one model.
-
-    fingerprint: of the model, dtypes included. max_bytes: limit of all files. least_bytes: minimum size of a file.
-    """
+    """Packed weights of one model. fingerprint: of the model, dtypes included. max_bytes: limit of all files.
+    least_bytes: minimum size of a file."""
 
     def __init__(self, fingerprint: str, max_bytes: int, least_bytes: int = LEAST_BYTES) -> None:
         self._max_bytes, self._least_bytes = max_bytes, least_bytes

@@ -58,10 +58,8 @@ class Cut:
 
 
 class Shard:
-    """The part of a model on this rank. whole: the model's spec; own: the spec of the rank's part.
-
-    Raises UsageError, with sizes that fit, for a model that cannot be divided by the number of ranks.
-    """
+    """The part of a model on this rank. whole: the model's spec; own: the spec of the rank's part. Raises UsageError,
+    with sizes that fit, for a model that cannot be divided by the number of ranks."""
 
     def __init__(self, spec: ModelSpec, ranks: Ranks) -> None:
         check_divisible(spec, ranks.size)

@@ -63,10 +63,7 @@ def _middle(stage: Stage | None) -> Stage | None:
 
 def is_local(decoder: Stage | None) -> bool:
     """Return whether a decoder of tokenizer.json depends only on neighbouring tokens, except at the beginning of a
-    text.
-
-    False for an unknown stage.
-    """
+    text. False for an unknown stage."""
     joined = False  # later stages get one text instead of tokens
     for stage in _stages(decoder):
         match stage["type"]:

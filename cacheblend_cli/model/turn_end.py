@@ -12,10 +12,7 @@ _ASKED, _ANSWERED, _NEXT = "5d1f0 asked", "5d1f1 answered", "5d1f2 next"
 
 def turn_end(tokenizer: Tokenizer) -> int | None:
     """Return the control token that the chat template puts directly after a model's message; None if there is none, or
-    no template.
-
-    Not for gpt-oss: its `<|end|>` ends a channel, and the answer follows in the next one.
-    """
+    no template. Not for gpt-oss: its `<|end|>` ends a channel, and the answer follows in the next one."""
     if not tokenizer.has_template or tokenizer.knows("<|channel|>"):
         return None
     texts = {"user": _ASKED, "assistant": _ANSWERED}

@@ -185,10 +185,8 @@ class KernelBackend(ABC):
     def prefill_attention(
         self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
-        """Attention of scattered rows over the paged pool, causal by position.
-
-        q: [num_rows, num_heads, head_dim]. Returns the same shape in q's dtype, accumulated in fp32.
-        """
+        """Attention of scattered rows over the paged pool, causal by position. q: [num_rows, num_heads, head_dim].
+        Returns the same shape in q's dtype, accumulated in fp32."""
 
     @abstractmethod
     def decode_attention(
@@ -217,10 +215,8 @@ class KernelBackend(ABC):
 
     @abstractmethod
     def rope_and_cache(self, q: Tensor | None, k: Tensor, v: Tensor, cache: LayerCache, slots: Slots) -> Tensor | None:
-        """Rotate q and k, write k and v to their slots, return the rotated q.
-
-        q: [num_rows, num_heads, head_dim] or None. The rotation is computed in fp32 and cast once.
-        """
+        """Rotate q and k, write k and v to their slots, return the rotated q. q: [num_rows, num_heads, head_dim] or
+        None. The rotation is computed in fp32 and cast once."""
 
     @abstractmethod
     def load_kv(self, stored: StoredKV, cache: LayerCache, slots: Slots) -> None:

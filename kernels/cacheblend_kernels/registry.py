@@ -17,9 +17,7 @@ _CLASSES = {"triton": "TritonBackend", "xformers": "XformersBackend"}
 
 def select_backend(name: str, device: torch.device) -> KernelBackend:
     """Return the backend with this name for the device. `auto`: triton on a GPU that supports it, otherwise torch.
-
-    Raises KernelError if there is no such backend or it cannot run here; the message names what is missing.
-    """
+    Raises KernelError if there is no such backend or it cannot run here; the message names what is missing."""
     if name not in ("auto", *BACKENDS):
         raise KernelError(f"unknown attention backend {name!r}", f"known: auto, {', '.join(BACKENDS)}")
     if name == "auto":

@@ -164,10 +164,8 @@ def _capped(logits: Tensor, params: AttentionParams) -> Tensor:
 
 
 def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over the last dimension, with one extra logit if there are sinks.
-
-    logits: fp32 [heads, rows, keys], may be overwritten. sinks: [heads], or [heads, rows].
-    """
+    """Softmax over the last dimension, with one extra logit if there are sinks. logits: fp32 [heads, rows, keys], may
+    be overwritten. sinks: [heads], or [heads, rows]."""
     if sinks is None:
         return torch.softmax(logits, -1, out=logits)
     sink = (sinks[:, None] if sinks.dim() == 1 else sinks)[..., None].expand(*logits.shape[:-1], 1)

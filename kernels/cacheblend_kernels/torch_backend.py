@@ -233,10 +233,7 @@ def _keys_of(
     cache: LayerCache, meta: AttentionMetadata, seq: int, kv_len: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return K and V of one sequence, [kv_len, num_kv_heads, head_dim]: a view if its blocks are adjacent, else
-    gathered.
-
-    Values of a float8 pool are returned in `dtype`.
-    """
+    gathered. Values of a float8 pool are returned in `dtype`."""
     first = meta.contiguous_slots[seq] if meta.contiguous_slots else -1
     if first >= 0:
         span = slice(first, first + kv_len)

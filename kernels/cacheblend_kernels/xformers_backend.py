@@ -104,10 +104,8 @@ class XformersBackend(TritonBackend):
         return out
 
     def _paged_bias(self, meta: AttentionMetadata, block_size: int) -> Any:
-        """Return the bias over these tensors, reused from layer to layer: building one copies from the host.
-
-        A captured graph reads the bias's own tensors at every replay, so biases used during a capture are kept.
-        """
+        """Return the bias over these tensors, reused from layer to layer: building one copies from the host. A captured
+        graph reads the bias's own tensors at every replay, so biases used during a capture are kept."""
         table, kv_lens = meta.block_table, meta.kv_lens
         most = most_keys(meta, block_size, None)
         key = (table.data_ptr(), kv_lens.data_ptr(), table.shape, most, block_size)
@@ -146,10 +144,8 @@ def full_prefill_inputs(fmha: Any, q: Tensor, cache: LayerCache, first_slot: int
 
 
 def paged_bias(fmha: Any, block_table: Tensor, kv_lens: Tensor, most: int, block_size: int) -> Any:
-    """Return a paged bias of one query per sequence that reads the lengths from kv_lens on the device.
-
-    most: upper bound of the lengths, used only to choose the number of splits.
-    """
+    """Return a paged bias of one query per sequence that reads the lengths from kv_lens on the device. most: upper
+    bound of the lengths, used only to choose the number of splits."""
     num_seqs = block_table.shape[0]
     bias = fmha.attn_bias.PagedBlockDiagonalPaddedKeysMask.from_seqlens(
         [1] * num_seqs, [most] * num_seqs, block_table, block_size, device=block_table.device

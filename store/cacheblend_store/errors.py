@@ -49,10 +49,8 @@ class StorePermission(StoreError):
 
 
 class BadBlob(StoreError):
-    """A blob or manifest does not match its digest or shape. The chunk counts as a cache miss.
-
-    key, layer: the record, if known (layer None = the manifest). reason: the cause, without the name of the record.
-    """
+    """A blob or manifest does not match its digest or shape. The chunk counts as a cache miss. key, layer: the record,
+    if known (layer None = the manifest). reason: the cause, without the name of the record."""
 
     def __init__(
         self, message: str, hint: str | None = None, *, key: bytes = b"", layer: int | None = None, reason: str = ""

@@ -63,10 +63,8 @@ class StoreReader:
             return None
 
     def layer(self, manifest: ChunkManifest, layer: int) -> dict[str, memoryview]:
-        """Return the tensors of a layer's blob by name, as bytes.
-
-        Raises BadBlob if it is missing, damaged or of wrong shape.
-        """
+        """Return the tensors of a layer's blob by name, as bytes. Raises BadBlob if it is missing, damaged or of wrong
+        shape."""
         self._blob_node(manifest, layer)  # check the size before allocating memory
         parts = {name: memoryview(bytearray(tensor.num_bytes)) for name, tensor in layer_spec(manifest, layer).items()}
         self.copy_layer(manifest, layer, parts)
@@ -74,9 +72,7 @@ class StoreReader:
 
     def copy_layer(self, manifest: ChunkManifest, layer: int, targets: Mapping[str, memoryview]) -> None:
         """Copy the tensors of a layer's blob to `targets`, buffers of exactly their sizes. Raises BadBlob like `layer`.
-
-        The digest is computed over the copy, with one read and one digest update per tensor, without the GIL.
-        """
+        The digest is computed over the copy, with one read and one digest update per tensor, without the GIL."""
         node, spec = self._blob_node(manifest, layer), layer_spec(manifest, layer)
         prefix = blob_prefix(spec)
         parts = [memoryview(bytearray(len(prefix))), *(targets[name].cast("B") for name in spec)]

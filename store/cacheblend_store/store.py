@@ -133,10 +133,8 @@ class ChunkStore:
             self._env = self._acquire()
 
     def share(self, tier: SharedTier) -> None:
-        """Upload newly stored chunks to a tier in the background, until the store is closed.
-
-        A store used as a context manager waits up to FLUSH_S for pending uploads.
-        """
+        """Upload newly stored chunks to a tier in the background, until the store is closed. A store used as a context
+        manager waits up to FLUSH_S for pending uploads."""
         self.tier = tier
         tier.start(self.get_blobs, partial(self.memo, COLLECTION))
 
@@ -189,10 +187,8 @@ class ChunkStore:
             return reader.has_kv(key)
 
     def matching(self, prefix: str, limit: int = 4) -> list[bytes]:
-        """Return up to `limit` keys whose hex ids begin with `prefix`, in order.
-
-        Raises ChunkNotFound if it is not hex.
-        """
+        """Return up to `limit` keys whose hex ids begin with `prefix`, in order. Raises ChunkNotFound if it is not
+        hex."""
         text = prefix.strip().lower()
         if not re.fullmatch(f"[0-9a-f]{{1,{2 * KEY_BYTES}}}", text):
             raise ChunkNotFound(f"{prefix!r} is not a chunk id", "ids are hex; list them: cacheblend chunks ls")
@@ -216,9 +212,7 @@ class ChunkStore:
 
     def chunks(self, *, start_after: bytes | None = None, prefixes: bool = False) -> Iterator[ChunkManifest]:
         """Yield chunks in key order, PAGE_OF_CHUNKS per transaction. Damaged records are skipped (see `damaged_keys`).
-
-        start_after: last key of the previous page. prefixes: include the prefixes of prompts.
-        """
+        start_after: last key of the previous page. prefixes: include the prefixes of prompts."""
         start = b"" if start_after is None else start_after + b"\0"
         while True:
             with self.read() as reader:
@@ -250,9 +244,7 @@ class ChunkStore:
 
     def put_chunk(self, manifest: ChunkManifest, blobs: Sequence[Blob]) -> PutStatus:
         """Store a complete chunk, the manifest and one blob per layer, in one transaction. It is durable on return.
-
-        Fills in sizes and digests. Raises StoreNoSpace, StoreFull, StoreLocked, StoreIOError.
-        """
+        Fills in sizes and digests. Raises StoreNoSpace, StoreFull, StoreLocked, StoreIOError."""
         return self.put_chunks([(manifest, blobs)])[0]
 
     def put_chunks(
@@ -334,10 +326,8 @@ class ChunkStore:
         return self.transact(put) if records or removed or texts else []
 
     def put_summaries(self, summaries: Collection[DocumentSummary]) -> int:
-        """Store document summaries in one transaction. Return how many were stored.
-
-        Summaries of documents that are stored differently, or that lack KV, are dropped.
-        """
+        """Store document summaries in one transaction. Return how many were stored. Summaries of documents that are
+        stored differently, or that lack KV, are dropped."""
         return self.transact(lambda writer: sum(map(writer.put_summary, summaries))) if summaries else 0
 
     def evict_chunks(self, keys: Iterable[bytes]) -> int:
@@ -366,18 +356,14 @@ class ChunkStore:
             self.transact(put)
 
     def remove_chunks(self, keys: Iterable[bytes]) -> int:
-        """Remove chunks in one transaction.
-
-        Return how many were stored. The next precompute stores their documents again.
-        """
+        """Remove chunks in one transaction. Return how many were stored. The next precompute stores their documents
+        again."""
         wanted = list(keys)
         return self.transact(lambda writer: sum(writer.delete_chunk(key) for key in wanted))
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Record in memory that chunks were used now. `flush_touches` writes this; closing the store calls it.
-
-        Does nothing in a read-only store.
-        """
+        """Record in memory that chunks were used now. `flush_touches` writes this; closing the store calls it. Does
+        nothing in a read-only store."""
         if not self.writable:
             return
         now = time.time()
@@ -388,10 +374,8 @@ class ChunkStore:
             self.flush_touches()
 
     def flush_touches(self) -> bool:
-        """Write the recorded uses in one transaction. Return whether all were written.
-
-        Uses only affect eviction. If another process is writing, or the write fails, they are kept for the next call.
-        """
+        """Write the recorded uses in one transaction. Return whether all were written. Uses only affect eviction. If
+        another process is writing, or the write fails, they are kept for the next call."""
         with self._touch_lock:
             uses, self._touched = self._touched, {}
         if not uses:
@@ -406,10 +390,7 @@ class ChunkStore:
 
     def set_max_bytes(self, max_bytes: int) -> None:
         """Set the quota for KV and text in bytes, 0 = no quota. If it is exceeded, the least recently used chunks are
-        evicted.
-
-        Text of documents stays, even if it alone exceeds the quota.
-        """
+        evicted. Text of documents stays, even if it alone exceeds the quota."""
 
         def change(writer: StoreWriter) -> None:
             writer.set_max_bytes(max_bytes)
@@ -427,10 +408,8 @@ class ChunkStore:
         return self._env
 
     def transact(self, work: Callable[[StoreWriter], T], lock_timeout: float | None = None) -> T:
-        """Run `work` in a write transaction and commit.
-
-        lock_timeout: seconds to wait for the writer lock; by default the store's own timeout.
-        """
+        """Run `work` in a write transaction and commit. lock_timeout: seconds to wait for the writer lock; by default
+        the store's own timeout."""
         self.require_writable()
         timeout = self.lock_timeout if lock_timeout is None else lock_timeout
         with self._environment().writing(timeout) as (transaction, dbs, pages):

@@ -33,10 +33,8 @@ Blob = bytes | bytearray | memoryview
 
 
 class StoreWriter:
-    """One write transaction. Call `finish` before the commit.
-
-    Page checks cover the pages of the commit that the transaction started from.
-    """
+    """One write transaction. Call `finish` before the commit. Page checks cover the pages of the commit that the
+    transaction started from."""
 
     def __init__(self, transaction: Any, dbs: Mapping[str, Any], pages: PageReader) -> None:
         self._txn, self._dbs, self._pages = transaction, dbs, pages
@@ -76,10 +74,8 @@ class StoreWriter:
         self.state = replace(self.state, max_bytes=max_bytes)
 
     def changed(self, *, chunk: bytes | None = None, document: bytes | None = None) -> None:
-        """Increase the generation after a chunk or document record was added, removed or replaced.
-
-        Without a key the change log gets a gap, and its readers must compare everything.
-        """
+        """Increase the generation after a chunk or document record was added, removed or replaced. Without a key the
+        change log gets a gap, and its readers must compare everything."""
         if chunk is None and document is None:
             self._changes = None
         elif self._changes is not None:
@@ -139,10 +135,8 @@ class StoreWriter:
     # chunks
 
     def put_chunk(self, manifest: ChunkManifest, blobs: Sequence[Blob], used_s: float) -> PutStatus:
-        """Store a chunk: the manifest, with sizes and digests filled in, and one blob per layer.
-
-        used_s: time of last use, seconds since the epoch. The earliest is evicted first.
-        """
+        """Store a chunk: the manifest, with sizes and digests filled in, and one blob per layer. used_s: time of last
+        use, seconds since the epoch. The earliest is evicted first."""
         whole, record = with_digests(manifest, blobs), self.get("chunks", manifest.key)
         is_text = record is not None and is_text_of(manifest, record)
         old = None if is_text else self.manifest(manifest.key)
@@ -160,11 +154,8 @@ class StoreWriter:
         return "replaced" if record is not None else "new"
 
     def put_record(self, manifest: ChunkManifest, *, owned: bool = False) -> bool:
-        """Store a chunk without KV if it is missing. Return whether it was missing.
-
-        owned: a document refers to the chunk. Otherwise it is recorded as used now, so that `make_room` can remove it
-        later.
-        """
+        """Store a chunk without KV if it is missing. Return whether it was missing. owned: a document refers to the
+        chunk. Otherwise it is recorded as used now, so that `make_room` can remove it later."""
         old = self.manifest(manifest.key)
         if old is not None and old.token_ids == manifest.token_ids:
             return False
@@ -178,10 +169,8 @@ class StoreWriter:
         return True
 
     def delete_chunk(self, key: bytes) -> bool:
-        """Remove record, blobs and last use of a chunk, even if damaged.
-
-        Return whether the record or a blob existed.
-        """
+        """Remove record, blobs and last use of a chunk, even if damaged. Return whether the record or a blob
+        existed."""
         existed = self._delete_blobs(key)
         existed = self.delete("chunks", key) or existed
         self.delete("lru", key)
@@ -227,11 +216,8 @@ class StoreWriter:
         return True
 
     def make_room(self, num_bytes: int, *keep: Container[bytes]) -> None:
-        """Free space until num_bytes more fit the quota, least recently used chunks first. Raises StoreFull.
-
-        A chunk of a document loses only its KV; a chunk without a document is removed. keep: keys of chunks to leave
-        alone.
-        """
+        """Free space until num_bytes more fit the quota, least recently used chunks first. Raises StoreFull. A chunk of
+        a document loses only its KV; a chunk without a document is removed. keep: keys of chunks to leave alone."""
         limit = self.state.max_bytes
         if not limit or self.used_bytes + num_bytes <= limit:
             return
@@ -277,10 +263,7 @@ class StoreWriter:
 
     def put_documents(self, records: Sequence[DocumentRecord], removed: Collection[bytes] = ()) -> list[bytes]:
         """Store document records and remove those in `removed`. Return the keys of the chunks that were removed with
-        them.
-
-        A chunk that moved from one of these documents to another stays.
-        """
+        them. A chunk that moved from one of these documents to another stays."""
         dropped, refs = list[bytes](), set[bytes]()
         for record in records:
             key = record.key

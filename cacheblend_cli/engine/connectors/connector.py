@@ -12,9 +12,6 @@ class Connector(Protocol):
     """Takes one prompt for an engine that continues it. One object a prompt."""
 
     def hand_over(self, token_ids: Sequence[int], kv: KVReader) -> None:
-        """Copy the prompt's KV. Called once, in the engine's thread.
-
-        token_ids: the whole prompt. kv: KV of all its positions, valid during the call. An error raised here fails the
-        request.
-        """
+        """Copy the prompt's KV. Called once, in the engine's thread. token_ids: the whole prompt. kv: KV of all its
+        positions, valid during the call. An error raised here fails the request."""
         ...

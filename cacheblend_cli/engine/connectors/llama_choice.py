@@ -47,10 +47,8 @@ class DecodeSpeeds:
 
     @property
     def worth_after(self) -> float:
-        """Tokens whose decoding here takes as much longer as llama.cpp takes to load; 0 where it is not faster.
-
-        Loading it after so many costs at most twice what the better choice would have, however long the answer gets.
-        """
+        """Tokens whose decoding here takes as much longer as llama.cpp takes to load; 0 where it is not faster. Loading
+        it after so many costs at most twice what the better choice would have, however long the answer gets."""
         saved_s = self.own_s - self.llama_cpp_s
         return self.load_s / saved_s if saved_s > 0 and self.error is None else 0.0
 
@@ -97,9 +95,8 @@ def _loaded(runtime: Runtime, file: Path, *, measured: bool) -> LlamaCpp | None:
 
 
 def hand_over(runtime: Runtime, worker: Worker, sequence: Sequence) -> bool:
-    """Return whether llama.cpp decodes this sequence, its KV being handed over before the first token there.
-
-    What is compared with a full prefill (--verify), and the full prefill, are decoded here: both are this engine's."""
+    """Return whether llama.cpp decodes this sequence, its KV being handed over before the first token there. What is
+    compared with a full prefill (--verify), and the full prefill, are decoded here: both are this engine's."""
     state, paged = sequence.state, sequence.paged
     if state.parent is not None or state.request.options.verify:
         return False
@@ -151,9 +148,8 @@ def describe(runtime: Runtime) -> dict[str, str | int]:
 
 
 def decode_speeds(runtime: Runtime) -> DecodeSpeeds:
-    """Measured speeds for this machine, model, file and number of threads: kept on disk after the first call.
-
-    Raises LlamaError where llama.cpp's library is missing."""
+    """Measured speeds for this machine, model, file and number of threads: kept on disk after the first call. Raises
+    LlamaError where llama.cpp's library is missing."""
     path, threads = _place(runtime), torch.get_num_threads()
     with suppress(ValueError, TypeError):
         return DecodeSpeeds(**json.loads(user_cache.recall(path)))

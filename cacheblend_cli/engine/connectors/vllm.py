@@ -24,10 +24,8 @@ _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class HandOverDirectory:
-    """Hand-overs in progress. A file is locked while its producer lives; those of dead ones are removed here.
-
-    Raises UsageError for a directory that cannot be written to, or that others can read: it holds KV of all tenants.
-    """
+    """Hand-overs in progress. A file is locked while its producer lives; those of dead ones are removed here. Raises
+    UsageError for a directory that cannot be written to, or that others can read: it holds KV of all tenants."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

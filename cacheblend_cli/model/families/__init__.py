@@ -1,7 +1,7 @@
-"""Model families, one file each. `read_spec` finds the family of a config.json and reads it.
+"""Model families. `read_spec` finds the family of a config.json and reads it.
 
-To add one: write its file (the fields of its transformers config class, and how to read the spec from them), name it in
-FAMILIES, and add configurations of its models to tests/support/hub_models.py.
+To add one: write the fields of its transformers config class and how to read the spec from them, in a file or beside
+families like it, name it in FAMILIES, and add configurations of its models to tests/support/hub_models.py.
 """
 
 from __future__ import annotations
@@ -11,29 +11,31 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_cli.errors import NotFoundError, UsageError
-from cacheblend_cli.model.families.bloom import BLOOM
-from cacheblend_cli.model.families.cohere import COHERE, COHERE2
+from cacheblend_cli.model.families.alibi import BLOOM, FALCON, MPT
 from cacheblend_cli.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3, YOUTU
-from cacheblend_cli.model.families.exaone4 import EXAONE4
-from cacheblend_cli.model.families.falcon import FALCON
 from cacheblend_cli.model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from cacheblend_cli.model.families.gemma3n import GEMMA3N
 from cacheblend_cli.model.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
-from cacheblend_cli.model.families.glm import GLM, GLM4
-from cacheblend_cli.model.families.gpt_oss import GPT_OSS
-from cacheblend_cli.model.families.granite import GRANITE
-from cacheblend_cli.model.families.llama import LLAMA
+from cacheblend_cli.model.families.llama import (
+    COHERE,
+    COHERE2,
+    EXAONE4,
+    GLM,
+    GLM4,
+    GRANITE,
+    LLAMA,
+    OLMO2,
+    OLMO3,
+    PHI3,
+    SMOLLM3,
+    STABLELM,
+    STARCODER2,
+)
 from cacheblend_cli.model.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
-from cacheblend_cli.model.families.moe import MIXTRAL, QWEN2_MOE, QWEN3_MOE
-from cacheblend_cli.model.families.mpt import MPT
-from cacheblend_cli.model.families.olmo import OLMO2, OLMO3
-from cacheblend_cli.model.families.phi3 import PHI3
+from cacheblend_cli.model.families.moe import GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from cacheblend_cli.model.families.qwen import QWEN2, QWEN2_5_VL, QWEN2_VL, QWEN3, QWEN3_VL
 from cacheblend_cli.model.families.reader import Family
 from cacheblend_cli.model.families.refusals import UNSUPPORTED, check_weights, refuse_what_is_not_implemented
-from cacheblend_cli.model.families.smollm3 import SMOLLM3
-from cacheblend_cli.model.families.stablelm import STABLELM
-from cacheblend_cli.model.families.starcoder2 import STARCODER2
 from cacheblend_cli.model.families.values import shown
 from cacheblend_cli.model.families.wrappers import EYES, WRAPPERS, Wrapper
 from cacheblend_cli.model.generic.config import generic_spec

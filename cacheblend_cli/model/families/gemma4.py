@@ -129,10 +129,7 @@ def _shapes(fields: ConfigFields, spec: ModelSpec) -> LayerShapes:
 
 def shared_kv_layers(fields: ConfigFields, spec: ModelSpec, default: int) -> tuple[int, ...]:
     """Return for each layer the layer whose K and V it attends to. The last `num_kv_shared_layers` layers use the last
-    layer before them with the same kind of attention.
-
-    default: num_kv_shared_layers if the config lacks it.
-    """
+    layer before them with the same kind of attention. default: num_kv_shared_layers if the config lacks it."""
     full = [window is None for window in spec.sliding_windows]
     shared = fields.integer("num_kv_shared_layers", default, least=0)
     own = spec.num_layers - shared

@@ -1,4 +1,4 @@
-"""Mixtures of experts: Qwen2-MoE (with a shared expert), Qwen3-MoE, and Mixtral."""
+"""Mixtures of experts: Qwen2-MoE (with a shared expert), Qwen3-MoE, Mixtral, and gpt-oss."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.families.qwen import MISSING as QWEN2_MISSING
-from cacheblend_cli.model.families.reader import ConfigFields, Family, plain_decoder, windows_of
+from cacheblend_cli.model.families.reader import ConfigFields, Family, plain_decoder, windows_by_pattern, windows_of
 from cacheblend_cli.model.families.values import wrong_value
 from cacheblend_cli.model.spec import ExpertsSpec, ModelSpec
 
@@ -85,3 +85,40 @@ def checked(experts: ExpertsSpec, name: str = "num_experts_per_tok") -> ExpertsS
 QWEN2_MOE = Family("qwen2_moe", ("Qwen2MoeForCausalLM", "Qwen2MoeModel"), QWEN2_FIELDS, read_qwen2)
 QWEN3_MOE = Family("qwen3_moe", ("Qwen3MoeForCausalLM", "Qwen3MoeModel"), QWEN3_FIELDS, read_qwen3)
 MIXTRAL = Family("mixtral", ("MixtralForCausalLM", "MixtralModel"), MIXTRAL_FIELDS, read_mixtral)
+
+# gpt-oss: experts with a clamped SwiGLU, biases everywhere, sinks in attention, and a window on every other layer.
+
+GPT_OSS_FIELDS = (
+    *ROUTER_FIELDS, "num_local_experts", "attention_bias", "sliding_window", "layer_types", "swiglu_alpha", "swiglu_limit",
+    "experts_per_token",  # another name for num_experts_per_tok
+)  # fmt: skip
+GPT_OSS_MISSING = {
+    "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36, "num_attention_heads": 64,
+    "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
+    "attention_bias": True,
+}  # fmt: skip
+GPT_OSS_ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def read_gpt_oss(fields: ConfigFields) -> ModelSpec:
+    values = fields.values
+    if not values.get("rope_scaling") and not values.get("rope_parameters"):
+        values = values | {"rope_parameters": dict(GPT_OSS_ROPE)}
+    spec = plain_decoder(ConfigFields(values), GPT_OSS_MISSING)
+    experts = ExpertsSpec(
+        count=fields.integer("num_local_experts", 128),
+        per_token=fields.integer("num_experts_per_tok", 4),
+        width=spec.intermediate_size,
+        layers=tuple(range(spec.num_layers)),
+        router="router",
+        bias=True,
+        clamped=(fields.factor("swiglu_alpha", 1.702), fields.factor("swiglu_limit", 7.0)),
+    )
+    windows = windows_by_pattern(fields, spec.num_layers, every=2, window=128)
+    return replace(spec, sinks=True, sliding_windows=windows, experts=checked(experts))
+
+
+GPT_OSS = Family("gpt_oss", ("GptOssForCausalLM", "GptOssModel"), GPT_OSS_FIELDS, read_gpt_oss)

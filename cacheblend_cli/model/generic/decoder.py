@@ -23,10 +23,8 @@ from cacheblend_cli.model.weights import head_order
 
 
 class GenericLayer(DecoderLayer):
-    """A layer of transformers. Its norms are inside, so h and the residual are both the layer's raw input.
-
-    K has the channels of its heads in our kernels' order, like all stored K.
-    """
+    """A layer of transformers. Its norms are inside, so h and the residual are both the layer's raw input. K has the
+    channels of its heads in our kernels' order, like all stored K."""
 
     def __init__(
         self, index: int, spec: ModelSpec, kernels: KernelBackend, module: GenericModule, attention: AttentionParams, rope: int

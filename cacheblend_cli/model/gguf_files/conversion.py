@@ -38,10 +38,8 @@ def gguf_in(folder: Path) -> Path | None:
 
 
 def model_dir_of(file: Path, say: Callable[[str], None] | None = None) -> Path:
-    """Return the directory that stands for a GGUF file. say: called when the file is read for the first time.
-
-    Raises UsageError, naming what cannot be read.
-    """
+    """Return the directory that stands for a GGUF file. say: called when the file is read for the first time. Raises
+    UsageError, naming what cannot be read."""
     try:
         at = file.resolve(strict=True)
         stat = at.stat()

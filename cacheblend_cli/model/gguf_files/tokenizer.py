@@ -48,10 +48,8 @@ WORDS_FIRST = (
 
 
 def write_tokenizer(file: Path, metadata: Mapping[str, Any], folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json to `folder`.
-
-    Raises UsageError for an unsupported kind of tokenizer.
-    """
+    """Write tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json to `folder`. Raises
+    UsageError for an unsupported kind of tokenizer."""
     # AutoTokenizer needs a config, and reads few architectures
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS

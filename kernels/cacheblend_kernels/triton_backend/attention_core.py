@@ -69,10 +69,8 @@ def load_keys(
     BOUNDED: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Load K or V [BLOCK_N, BLOCK_D] of one head in the dtype of the product.
-
-    BOUNDED: keys that are not `visible` are read as zeros, so that NaN in unused slots cannot reach a sum.
-    """
+    """Load K or V [BLOCK_N, BLOCK_D] of one head in the dtype of the product. BOUNDED: keys that are not `visible` are
+    read as zeros, so that NaN in unused slots cannot reach a sum."""
     ptrs = ptr + slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM + dims[None, :]
     if BOUNDED:
         if BLOCK_D == HEAD_DIM:

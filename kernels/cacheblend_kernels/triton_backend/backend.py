@@ -29,11 +29,8 @@ MINIMUM_CAPABILITY = (8, 0)
 
 
 class TritonBackend(KernelBackend):
-    """Kernels for one device. In Triton's interpreter (TRITON_INTERPRET=1) the same code runs on CPU tensors.
-
-    arch, num_sms: target of the launch plans, read from the device unless given. dense: full prefills that torch
-    computes.
-    """
+    """Kernels for one device. In Triton's interpreter (TRITON_INTERPRET=1) the same code runs on CPU tensors. arch,
+    num_sms: target of the launch plans, read from the device unless given. dense: full prefills that torch computes."""
 
     name = "triton"
 

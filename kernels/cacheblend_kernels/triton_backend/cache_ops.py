@@ -89,9 +89,7 @@ def rope_and_cache_kernel(
     FP8: tl.constexpr,
 ):
     """BLOCK_HEADS heads of one row. Grid (num_rows, KV_PROGRAMS + programs for q): the first ones take K and V.
-
-    NUM_HEADS 0: no q. KV_PROGRAMS 0: no cache write, rotation only.
-    """
+    NUM_HEADS 0: no q. KV_PROGRAMS 0: no cache write, rotation only."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     halves = tl.arange(0, BLOCK_HALF)

@@ -41,10 +41,8 @@ Arguments = TypeVarTuple("Arguments")
 
 
 def once(check: Callable[[*Arguments], None]) -> Callable[[*Arguments], None]:
-    """Wrap a check so that it is skipped for arguments that match earlier ones that passed.
-
-    Arguments match if tensors have the same shape, dtype, strides and device, and all other values are equal.
-    """
+    """Wrap a check so that it is skipped for arguments that match earlier ones that passed. Arguments match if tensors
+    have the same shape, dtype, strides and device, and all other values are equal."""
     passed: set[tuple[Any, ...]] = set()
 
     @wraps(check)

@@ -68,10 +68,8 @@ def padded(n: int) -> int:
 
 
 def arch_of(capability: tuple[int, int]) -> int:
-    """Return the table key for a compute capability: 80, 90 or 100.
-
-    Devices other than Hopper and data-centre Blackwell have the matrix instructions and the shared memory of 8.x.
-    """
+    """Return the table key for a compute capability: 80, 90 or 100. Devices other than Hopper and data-centre Blackwell
+    have the matrix instructions and the shared memory of 8.x."""
     return {9: 90, 10: 100}.get(capability[0], 80)
 
 
@@ -103,10 +101,7 @@ def prefill_configs(arch: int, head_dim: int, element_size: int, float8: bool = 
 
 def copies_tiles(config: TileConfig, head_dim: int, element_size: int, block_size: int, contiguous: bool) -> bool:
     """Return whether the copy engine can load a launch's key tiles as boxes: whole heads of 2-byte values, each in one
-    block.
-
-    Only for a pool of q's dtype; float8 values are widened by the threads that read them.
-    """
+    block. Only for a pool of q's dtype; float8 values are widened by the threads that read them."""
     one_block = contiguous or block_size % config.block_n == 0
     return config.tma and element_size == 2 and head_dim == padded(head_dim) and one_block
 

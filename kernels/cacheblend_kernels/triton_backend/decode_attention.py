@@ -137,10 +137,8 @@ def decode_attention_kernel(
 def decode_attention(
     q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams, plan: LaunchPlan
 ) -> Tensor:
-    """`KernelBackend.decode_attention`, for the dtypes and strides of `prefill_attention`.
-
-    A sequence of length 0 gets zeros. meta.max_kv_len only chooses the number of splits.
-    """
+    """`KernelBackend.decode_attention`, for the dtypes and strides of `prefill_attention`. A sequence of length 0 gets
+    zeros. meta.max_kv_len only chooses the number of splits."""
     contiguous = meta.contiguous_slot >= 0
     check_attention(q, cache, params)
     check_sequences(q, meta.block_table, meta.kv_lens)

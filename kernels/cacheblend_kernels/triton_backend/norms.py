@@ -35,10 +35,7 @@ def rms_norm_kernel(
     ADD: tl.constexpr,
 ):
     """ROWS rows of WIDTH: normalise in fp32, cast to x's dtype unless weight is fp32, times weight. Row i is head i %
-    HEADS of row i // HEADS of x.
-
-    ADD: residual += x first, in place; the rounded sum is normalised.
-    """
+    HEADS of row i // HEADS of x. ADD: residual += x first, in place; the rounded sum is normalised."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
@@ -78,10 +75,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """residual += x in place (summed in fp32, rounded once); returns (rms_norm(residual), residual).
-
-    x: [num_rows, width], rows may be strided; residual: [num_rows, width] packed, x's dtype.
-    """
+    """residual += x in place (summed in fp32, rounded once); returns (rms_norm(residual), residual). x: [num_rows,
+    width], rows may be strided; residual: [num_rows, width] packed, x's dtype."""
     _check_residual(x, residual)
     _check_norm(x, weight)
     out = torch.empty_like(residual)

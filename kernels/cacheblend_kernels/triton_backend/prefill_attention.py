@@ -318,11 +318,8 @@ def prefill_attention_kernel(
 def prefill_attention(
     q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams, plan: LaunchPlan
 ) -> Tensor:
-    """`KernelBackend.prefill_attention`. q: fp16, bf16 or fp32; heads packed, rows may be strided.
-
-    The pool has q's dtype, or float8_e4m3fn. Returns a new contiguous tensor [num_rows, num_heads, head_dim] of q's
-    dtype.
-    """
+    """`KernelBackend.prefill_attention`. q: fp16, bf16 or fp32; heads packed, rows may be strided. The pool has q's
+    dtype, or float8_e4m3fn. Returns a new contiguous tensor [num_rows, num_heads, head_dim] of q's dtype."""
     contiguous = meta.contiguous_slot >= 0
     check_attention(q, cache, params)
     check_sequences(q, meta.block_table, meta.kv_lens)

@@ -36,9 +36,7 @@ class Changes(NamedTuple):
 
 def append(value: bytes | memoryview | None, before: int, after: int, changes: Changes) -> bytes:
     """Return the log record with one more commit. The oldest entries are dropped if it gets longer than MAX_BYTES.
-
-    value: the current record. Its entries are dropped if they do not end at generation `before`.
-    """
+    value: the current record. Its entries are dropped if they do not end at generation `before`."""
     entries = _entries(value)
     if entries and entries[-1].after != before:
         entries = []

@@ -74,19 +74,15 @@ def coded(k: Tensor, v: Tensor, codec: str) -> dict[str, Tensor]:
 def view_kv(
     parts: Mapping[str, memoryview], codec: str, num_tokens: int, num_kv_heads: int, head_dim: int, v_head_dim: int = 0
 ) -> dict[str, Tensor]:
-    """Return zero-copy tensors over the parts of a blob, see `blobs.blob_spec`.
-
-    They are valid as long as the bytes are.
-    """
+    """Return zero-copy tensors over the parts of a blob, see `blobs.blob_spec`. They are valid as long as the bytes
+    are."""
     spec = blob_spec(codec, num_tokens, num_kv_heads, head_dim, v_head_dim)
     return {n: torch.frombuffer(parts[n], dtype=DTYPES[t.dtype]).view(t.shape) for n, t in spec.items()}
 
 
 def decode_kv(tensors: Mapping[str, Tensor], codec: str, v_head_dim: int = 0) -> tuple[Tensor, Tensor]:
     """Return k and v [tokens, num_kv_heads, head_dim] as fp32 copies, from the tensors of `coded` or `view_kv`.
-
-    v_head_dim: head_dim of v if it differs from k's, else 0.
-    """
+    v_head_dim: head_dim of v if it differs from k's, else 0."""
     k, v = tensors["k"], tensors["v"]
     if codec in PLAIN:
         return k.to(torch.float32, copy=True), v.to(torch.float32, copy=True)
@@ -154,10 +150,8 @@ def level_table(bits: int) -> Tensor:
 
 @cache
 def _grid(bits: int) -> Tensor:
-    """Return the code of the nearest level, uint8 [_CELLS], for cells of equal width over the range of the levels.
-
-    Near the boundary between two levels, the choice is off by at most 1/64 of a step.
-    """
+    """Return the code of the nearest level, uint8 [_CELLS], for cells of equal width over the range of the levels. Near
+    the boundary between two levels, the choice is off by at most 1/64 of a step."""
     levels = level_table(bits)
     cells = torch.linspace(float(levels[0]), float(levels[-1]), _CELLS)
     return torch.bucketize(cells, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)

@@ -206,10 +206,8 @@ _outline = Decoder(_Outline)
 
 
 def is_text_of(manifest: ChunkManifest, value: bytes) -> bool:
-    """Return whether an encoded manifest describes this chunk without KV. It is decoded only partially.
-
-    False if it cannot be decoded; `decode_manifest` then gives the reason.
-    """
+    """Return whether an encoded manifest describes this chunk without KV. It is decoded only partially. False if it
+    cannot be decoded; `decode_manifest` then gives the reason."""
     try:
         found = _outline.decode(unseal(manifest.key, value))
     except (BadBlob, DecodeError, ValueError):

@@ -70,10 +70,8 @@ def make_store(store: Path, lock_timeout: float, fill: Fill) -> None:
 
 
 def compact_copy(store: Path, folder: Path) -> None:
-    """Copy the store's data.mdb without its free pages into an empty directory. The store must not be open.
-
-    LMDB trusts every page that it copies, so all pages are checked first. Raises StoreCorrupt.
-    """
+    """Copy the store's data.mdb without its free pages into an empty directory. The store must not be open. LMDB trusts
+    every page that it copies, so all pages are checked first. Raises StoreCorrupt."""
     with (store / DATA).open("rb", buffering=0) as file, translated(store):
         pages = snapshot(file.fileno(), store)
         assert pages is not None, "the newest commit is always there"
@@ -99,10 +97,8 @@ def replacing(store: Path, lock_timeout: float, num_bytes: int) -> Iterator[Path
 
 @contextmanager
 def made_aside(store: Path, num_bytes: int = 0) -> Iterator[Path]:
-    """Yield an empty directory in the store, whose data.mdb is renamed into place at the end.
-
-    Call it with the writer lock held.
-    """
+    """Yield an empty directory in the store, whose data.mdb is renamed into place at the end. Call it with the writer
+    lock held."""
     folder = store / MAKING
     clear_making(store)
     check_space(store, num_bytes)

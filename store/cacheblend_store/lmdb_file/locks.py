@@ -44,9 +44,7 @@ def writer_lock(store: Path, timeout: float) -> Iterator[None]:
 
 def share(store: Path, timeout: float) -> int | None:
     """Return the descriptor of a shared lock on an open store, held until `close`; None if the user may not lock.
-
-    Raises StoreLocked if the store is being rewritten for longer than `timeout` seconds.
-    """
+    Raises StoreLocked if the store is being rewritten for longer than `timeout` seconds."""
     try:
         handle = _open(store / OPEN)
     except StorePermission:

@@ -15,11 +15,8 @@ _SHORTEST = 16
 
 
 class Cipher:
-    """AES-256-GCM for the parts of an object, HMAC-SHA-256 for names.
-
-    Each object has its own key, derived from the secret and a random salt, so the number of a part is a nonce that is
-    used once.
-    """
+    """AES-256-GCM for the parts of an object, HMAC-SHA-256 for names. Each object has its own key, derived from the
+    secret and a random salt, so the number of a part is a nonce that is used once."""
 
     def __init__(self, secret: bytes) -> None:
         try:
@@ -33,10 +30,8 @@ class Cipher:
 
     @classmethod
     def of_file(cls, path: Path) -> Cipher:
-        """Read the secret, without a newline at its end.
-
-        Raises TierUsage if the file cannot be read or is too short.
-        """
+        """Read the secret, without a newline at its end. Raises TierUsage if the file cannot be read or is too
+        short."""
         try:
             secret = path.read_bytes().rstrip(b"\r\n")
         except OSError as error:

@@ -49,11 +49,8 @@ class TierCounts:
 
 
 class SharedTier:
-    """Reads and writes of one process. Thread-safe. Errors of the tier are not raised.
-
-    deadline_s: default time to look up chunks. say: called once for each kind of failure. latency_s, bytes_per_s:
-    measured averages, 0 if unknown.
-    """
+    """Reads and writes of one process. Thread-safe. Errors of the tier are not raised. deadline_s: default time to look
+    up chunks. say: called once for each kind of failure. latency_s, bytes_per_s: measured averages, 0 if unknown."""
 
     def __init__(self, tier: Tier, deadline_s: float = 0.05, say: Callable[[str], None] = logger.warning) -> None:
         self.tier, self.deadline_s, self.say = tier, deadline_s, say
@@ -81,10 +78,8 @@ class SharedTier:
         return time.monotonic() < self._rests_until
 
     def check_later(self) -> None:
-        """Check the tier in the background.
-
-        The tier is not used until the check is done, or if it fails permanently.
-        """
+        """Check the tier in the background. The tier is not used until the check is done, or if it fails
+        permanently."""
 
         def check() -> None:
             try:
@@ -98,11 +93,8 @@ class SharedTier:
     # reading
 
     def find(self, chunks: Iterable[ChunkManifest], seconds: float | None = None) -> dict[bytes, ObjectLayout]:
-        """Return the layouts of the chunks in the tier. Look-ups run concurrently; late answers are dropped.
-
-        chunks: manifests with the expected shape; sizes and digests are ignored. seconds: timeout, by default
-        deadline_s.
-        """
+        """Return the layouts of the chunks in the tier. Look-ups run concurrently; late answers are dropped. chunks:
+        manifests with the expected shape; sizes and digests are ignored. seconds: timeout, by default deadline_s."""
         seconds = self.deadline_s if seconds is None else seconds
         wanted = {chunk.key: chunk for chunk in chunks if chunk.key not in self._refused}
         if wanted and self._checked is not None:

@@ -61,9 +61,7 @@ def push(
     store: ChunkStore, tier: Tier, keys: Collection[bytes] | None, rename: Rename, on_chunk: OnChunk
 ) -> MoveReport:
     """Upload chunks (None: all), their prefixes and their documents. Chunks that the tier has are not uploaded again.
-
-    Chunks without KV are uploaded as text with their documents. Raises TierError, StoreErrors.
-    """
+    Chunks without KV are uploaded as text with their documents. Raises TierError, StoreErrors."""
     tier.check()
     report = MoveReport()
     every = {m.key: (m.collection, m.context) for m in store.chunks(prefixes=True)}

@@ -14,10 +14,8 @@ from cacheblend_store.lmdb_file.translation import again_hint, bad_disk, damaged
 
 
 def read_metas(handle: int, store: Path) -> tuple[Meta, Meta]:
-    """Return the older and the newer meta page. Commits write them alternately. Raises StoreCorrupt, StoreFormat.
-
-    LMDB trusts the meta pages as soon as it opens the file, so they are checked first.
-    """
+    """Return the older and the newer meta page. Commits write them alternately. Raises StoreCorrupt, StoreFormat. LMDB
+    trusts the meta pages as soon as it opens the file, so they are checked first."""
     try:
         return _read_metas(handle, store)
     except StoreCorrupt:
@@ -43,10 +41,8 @@ def _read_metas(handle: int, store: Path) -> tuple[Meta, Meta]:
 
 
 def snapshot(handle: int, store: Path, txnid: int | None = None) -> PageReader | None:
-    """Return the pages of a commit, by default the newest; None if later commits have overwritten its meta page.
-
-    Raises StoreCorrupt if the meta pages are damaged or the file ends before pages that are in use.
-    """
+    """Return the pages of a commit, by default the newest; None if later commits have overwritten its meta page. Raises
+    StoreCorrupt if the meta pages are damaged or the file ends before pages that are in use."""
     older, newest = read_metas(handle, store)
     pages, size = PageReader(handle, newest, store), os.fstat(handle).st_size
     needed = newest.next_pgno * newest.page_size
@@ -121,11 +117,8 @@ def _check_unused(older: PageReader, newest: int) -> None:
 
 
 def _ends_in_free_pages(pages: PageReader, size: int) -> bool:
-    """Return whether all pages beyond the end of the file are free.
-
-    A commit does not write pages that it appended and then freed itself. Such pages are written before they are read
-    again.
-    """
+    """Return whether all pages beyond the end of the file are free. A commit does not write pages that it appended and
+    then freed itself. Such pages are written before they are read again."""
     end, free = size // pages.meta.page_size, set[int]()
     try:
         for freed in pages.free_pages():

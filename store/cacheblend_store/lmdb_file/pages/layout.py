@@ -119,10 +119,8 @@ def parse_tree(node: Node) -> Tree:
 
 
 def parse_page(data: bytes, pgno: int, num_pages: int, *, integer_keys: bool) -> Branch | Leaf:
-    """Parse a page of a tree.
-
-    num_pages: pages in the file. integer_keys: the page belongs to the free list; its keys are little-endian integers.
-    """
+    """Parse a page of a tree. num_pages: pages in the file. integer_keys: the page belongs to the free list; its keys
+    are little-endian integers."""
     number, _, flags, lower, upper = _PAGE.unpack_from(data)
     size, count, is_branch = len(data), (lower - HEADER) >> 1, flags == _BRANCH
     if number != pgno or flags not in (_BRANCH, _LEAF) or lower & 1 or not HEADER < lower <= upper <= size:

@@ -34,11 +34,8 @@ DATABASES = ("meta", "chunks", "blobs", "documents", "refs", "lru")
 
 
 class PageReader:
-    """Pages of one commit. Every page is checked before its contents are followed.
-
-    Raises StoreCorrupt, which names the page. Not thread-safe: use one per transaction. store: the directory, for
-    messages.
-    """
+    """Pages of one commit. Every page is checked before its contents are followed. Raises StoreCorrupt, which names the
+    page. Not thread-safe: use one per transaction. store: the directory, for messages."""
 
     def __init__(self, handle: int, meta: Meta, store: Path) -> None:
         self._handle, self.meta, self.store = handle, meta, store
@@ -74,10 +71,8 @@ class PageReader:
         return node
 
     def nodes(self, database: str, start: bytes = b"", *, skip_damaged: bool = False) -> Iterator[Node]:
-        """Yield all nodes of a database from `start` on, in key order.
-
-        skip_damaged: skip unreadable pages, with everything below them.
-        """
+        """Yield all nodes of a database from `start` on, in key order. skip_damaged: skip unreadable pages, with
+        everything below them."""
         tree = self.tree(database)
         return self.nodes_in(tree, start, skip_damaged=skip_damaged) if tree else iter(())
 
@@ -105,10 +100,8 @@ class PageReader:
             yield from self._nodes_below(tree, *below, start, skip_damaged, depth + 1)
 
     def check_extent(self, node: Node) -> None:
-        """Check that a big value is where its node says, within the file.
-
-        Call it for nodes from `nodes`; `get` does it.
-        """
+        """Check that a big value is where its node says, within the file. Call it for nodes from `nodes`; `get` does
+        it."""
         if node.big:
             header = self._read(node.pgno, HEADER)
             with self._checked(node.pgno):
@@ -235,10 +228,8 @@ class PageReader:
         raise self._bad(pgno, "the tree is deeper than any tree")
 
     def _page_within(self, pgno: int, tree: Tree, bounds: Bounds) -> Branch | Leaf:
-        """Return the page after checking that its keys are within bounds.
-
-        Keys out of bounds would make look-ups miss.
-        """
+        """Return the page after checking that its keys are within bounds. Keys out of bounds would make look-ups
+        miss."""
         page = self.page_at(pgno, tree)
         keys = page.keys[1:] if isinstance(page, Branch) else page.keys
         (low, high), flip = bounds, -1 if tree is self.meta.free else 1  # its keys are integers, little-endian
