@@ -109,7 +109,7 @@ def stored(runtime: Any, store: Any, count: int) -> Any:
     spec, collection = runtime.model.spec, runtime.collection()
     generator, ordinary = torch.Generator().manual_seed(count), ordinary_ids(runtime.model)
     collector, keys = Collector(collection, store), list[bytes]()
-    collector.store_prefix()
+    collector.begin()
     for number in range(count):
         ids = random_ids(ordinary, CHUNK_TOKENS, generator)
         planned = PlannedChunk(collection.key(ids), "bench", Chunk(number, "", ids, 0, 0), (), "sink")

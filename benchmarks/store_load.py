@@ -202,7 +202,7 @@ def measure_stall(folder: Path, rounds: int) -> dict[str, Any]:
         for codec in CODECS:
             collection = runtime.collection("", codec)
             collector = Collector(collection, store)
-            collector.store_prefix()
+            collector.begin()
             planned = [
                 PlannedChunk(collection.key(i), "bench", TextChunk(n, "", tuple(i), 0, 0), (), "sink")
                 for n, i in enumerate(ids)

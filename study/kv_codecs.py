@@ -132,9 +132,8 @@ def convert(runtime: Runtime, store: ChunkStore, sample: Sample) -> list[bytes]:
     chunks = planned(collection, sample)
     missing = {p.key: p for p in chunks if not store.has_kv(p.key)}
     collector = Collector(collection, store)
-    collector.store_prefix()
-    converted = list(collector.convert(list(missing.values())))
-    assert len(converted) == len(missing), "the chunks are stored in the compute dtype"
+    ways = {stored.how for stored in collector.store(list(missing.values()))}
+    assert ways <= {"converted"}, "the chunks are stored in the compute dtype"
     return [p.key for p in chunks]
 
 

@@ -90,7 +90,7 @@ class WrappedChunks(SampleChunks):
         """Collect and store missing chunks; a deep header's K and V are the trained ones."""
         if self._header_kv is None:
             return super().store(samples, contexts)
-        self._collector.store_prefix()
+        self._collector.begin()
         prefix, count = self._collector.prefix, len(self._header)
         keys, values = self._header_kv.unbind(1)
         k, v = (

@@ -126,7 +126,7 @@ class Bench:
         """Collect and store the prefix and every chunk."""
         start = time.perf_counter()
         collector = Collector(self.collection, self.store)
-        collector.store_prefix()
+        collector.begin()
         planned = [
             PlannedChunk(self.collection.key(ids), "bench", Chunk(n, "", ids, 0, 0), (), "sink")
             for chunks in self.chunks.values()

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_store import BadBlob, ChunkStore, StoreError
 from cacheblend_store.format.records import decode_manifest, encode_manifest
-from cacheblend_store.store import PutStatus
 
-from cacheblend_cli.collect.collector import Collector, PlannedChunk, chunk_manifest
+from cacheblend_cli.collect.collector import Collector, PlannedChunk, Stored, chunk_manifest
 from cacheblend_cli.collect.prefill import pack_tokens
 from cacheblend_cli.collect.remote_worker import Record, RemoteChunks, RemoteJob, RemoteWorker
 from cacheblend_cli.errors import CacheBlendError, DeviceError
@@ -142,20 +141,20 @@ class ClusterCollector(Collector):
         with ThreadPoolExecutor(_LOOK_UPS) as pool:
             return {c.key for c, found in zip(chunks, pool.map(there, chunks), strict=True) if found}
 
-    def convert(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
-        return iter(())  # KV in this machine's store is not uploaded to the tier
-
-    def fetch(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
-        """Yield nothing: KV stays in the tier."""
-        yield from ()
-
-    def store(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
-        """Collect the chunks. Yields the key and status of each once its KV is in the tier."""
+    def store(
+        self,
+        chunks: Sequence[PlannedChunk],
+        *,
+        again: bool = False,
+        fetch: bool = True,
+        every_s: float | None = None,
+    ) -> Iterator[Stored]:
+        """Compute the chunks. Yields each once its KV is in the tier."""
         wanted = {c.key: c for c in chunks}
         for records in self._cluster.collect(self._groups(chunks)):
             for key, record in records:
                 assert decode_manifest(key, record).token_ids == wanted[key].chunk.token_ids
-                yield key, "new"
+                yield Stored(key, "new", "computed")
 
     def _groups(self, chunks: Sequence[PlannedChunk]) -> Iterator[RemoteChunks]:
         """Yield groups of chunks, a few launches each.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal, NamedTuple
 
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
 from cacheblend_store.format.blobs import FINER
@@ -19,7 +20,7 @@ from cacheblend_cli.collect.prefill import ChunkKV, CollectSequence, Kept, Prefi
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.kv.source import TieredSource
 from cacheblend_cli.prompt.collection import Collection
-from cacheblend_cli.prompt.records import kept_records
+from cacheblend_cli.prompt.records import keep_record, kept_records
 
 PREFIX_SOURCE = "(prefix)"
 _TEXTS = 1024  # records per transaction
@@ -38,16 +39,34 @@ class PlannedChunk:
     context: str  # kind of left context, see corpus/contexts.py
 
 
-class Collector:
-    """Collects chunks of one collection after its prefix. The KV of the prefix is computed on first use.
+How = Literal["converted", "fetched", "computed"]
 
-    keep: keys of chunks that must not be evicted to make room.
+
+class Stored(NamedTuple):
+    """A chunk whose KV is durable."""
+
+    key: bytes
+    status: PutStatus
+    how: How
+
+
+class Collector:
+    """Collects chunks of one collection after its prefix, and is what writes their KV to a store.
+
+    With the first write the collection's record is kept, by which later runs and questions recognise its chunks. The
+    KV of the prefix is computed on first use.
     """
 
     def __init__(
-        self, collection: Collection, store: ChunkStore | None = None, keep: Container[bytes] = frozenset()
+        self,
+        collection: Collection,
+        store: ChunkStore | None = None,
+        keep: Container[bytes] = frozenset(),
+        *,
+        with_prefix: bool = True,
     ) -> None:
-        self.collection, self._store, self._keep = collection, store, keep
+        """keep: keys of chunks that must not be evicted to make room. with_prefix: store the prefix's KV too."""
+        self.collection, self._given, self._keep, self._with_prefix = collection, store, keep, with_prefix
 
     @cached_property
     def prefix(self) -> PrefixKV:
@@ -65,74 +84,98 @@ class Collector:
         """Return the keys of chunks with KV outside the store, which need not be computed. Subclasses override this."""
         return set()
 
-    def store(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
-        """Collect the chunks and commit them in groups. Yields the key and status of each once it is durable."""
-        assert self._store is not None, "a collector that stores has a store"
-        collected = zip(chunks, self.collect(chunks), strict=True)
-        yield from commit(self._store, (self._whole(planned, kv) for planned, kv in collected), self._keep)
+    def begin(self) -> None:
+        """Store the prefix's KV as a separate chunk, once, so that `ask` loads it instead of computing it. Damaged KV
+        is replaced. `store` begins with this."""
+        _ = self._prefix_stored
 
-    def convert(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
-        """Convert the chunks that the store has in a finer codec, and commit them.
+    def store(
+        self,
+        chunks: Sequence[PlannedChunk],
+        *,
+        again: bool = False,
+        fetch: bool = True,
+        every_s: float | None = None,
+    ) -> Iterator[Stored]:
+        """Store the KV of chunks, each key once: what the store has in a finer codec is converted, what its tier has is
+        fetched, and the rest is computed. Yields each chunk once it is durable.
 
-        Yields each key and status once durable.
+        again: compute all of them. fetch: False not to wait for the tier. every_s: see `commit`. Raises StoreErrors,
+        DeviceError.
         """
-        assert self._store is not None, "a collector that stores has a store"
-        yield from commit(self._store, self._converted(self._store, chunks), self._keep)
+        self.begin()
+        left = {planned.key: planned for planned in chunks}
+        ways: dict[How, Callable[[Sequence[PlannedChunk]], Iterator[Whole]]] = {
+            **({} if again else {"converted": self._converted}),
+            **({"fetched": self._from_tier} if fetch and not again else {}),
+            "computed": self._computed,
+        }
+        for how, way in ways.items():
+            for key, status in commit(self._store, way(list(left.values())), self._keep, every_s):
+                del left[key]
+                yield Stored(key, status, how)
 
-    def _converted(self, store: ChunkStore, chunks: Sequence[PlannedChunk]) -> Iterator[Whole]:
+    def put(self, planned: PlannedChunk, kv: ChunkKV) -> None:
+        """Encode and commit the KV of one chunk."""
+        self._store.put_chunks([self._whole(planned, kv)], self._keep)
+
+    def put_blobs(self, planned: PlannedChunk, blobs: Sequence[bytes]) -> None:
+        """Commit the encoded KV of one chunk, a blob per layer."""
+        self._store.put_chunks([(chunk_manifest(self.collection, planned), blobs)], self._keep)
+
+    def store_texts(self, chunks: Sequence[PlannedChunk]) -> None:
+        """Store missing chunks without KV, so that they can be listed, found and cited."""
+        store = self._store
+        for start in range(0, len(chunks), _TEXTS):
+            texts = [chunk_manifest(self.collection, planned) for planned in chunks[start : start + _TEXTS]]
+            store.put_records(texts, self._keep)
+
+    @cached_property
+    def _store(self) -> ChunkStore:
+        """The store, with the collection's record."""
+        assert self._given is not None, "a collector that stores has a store"
+        keep_record(self._given, self.collection)
+        return self._given
+
+    @cached_property
+    def _prefix_stored(self) -> bool:
+        store = self._store
+        if self._with_prefix and self.prefix.token_ids:
+            store.put_chunks([self._whole(prefix_chunk(self.collection), self.prefix.kv)], self._keep)
+        return True
+
+    def _computed(self, chunks: Sequence[PlannedChunk]) -> Iterator[Whole]:
+        for planned, kv in zip(chunks, self.collect(chunks), strict=True):
+            yield self._whole(planned, kv)
+
+    def _converted(self, chunks: Sequence[PlannedChunk]) -> Iterator[Whole]:
         collection = self.collection
         finer = [replace(collection, codec=codec) for codec in FINER.get(collection.codec, ())]
-        stored = kept_records(store).keys()
+        stored = kept_records(self._store).keys()
         finer = [of for of in finer if of.id in stored]  # most stores have one codec
         for planned in chunks if finer else ():
-            found = (_layers(store, of.key(planned.chunk.token_ids, planned.left), planned) for of in finer)
+            found = (_layers(self._store, of.key(planned.chunk.token_ids, planned.left), planned) for of in finer)
             layers = next(filter(None, found), None)
             if layers is not None:
                 kv = ChunkKV(planned.key, [k for k, _ in layers], [v for _, v in layers])
                 yield self._whole(planned, kv)
 
-    def fetch(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
-        """Read chunks from the store's tier and commit them; any thread.
-
-        Yields each key and status once it is durable.
-        """
-        assert self._store is not None, "a collector that stores has a store"
-        yield from commit(self._store, self._from_tier(self._store, chunks), self._keep)
-
-    def _from_tier(self, store: ChunkStore, chunks: Sequence[PlannedChunk]) -> Iterator[Whole]:
+    def _from_tier(self, chunks: Sequence[PlannedChunk]) -> Iterator[Whole]:
         """Yield the chunks in the tier, with at most about _TIER_BYTES of KV in memory."""
-        if store.tier is None:
+        tier = self._store.tier
+        if tier is None:
             return
         waiting = {planned.key: chunk_manifest(self.collection, planned) for planned in chunks}
-        while waiting and not store.tier.resting:
+        while waiting and not tier.resting:
             window, num_bytes = list[ChunkManifest](), 0
             while waiting and num_bytes < _TIER_BYTES:
                 window.append(waiting.pop(next(iter(waiting))))
                 num_bytes += self.collection.stored_bytes(window[-1].num_tokens)
-            source = TieredSource(store, store.tier, window, _READ_S, _FIND_S)
+            source = TieredSource(self._store, tier, window, _READ_S, _FIND_S)
             for manifest in window:
                 blobs = source.take(manifest.key)
                 if blobs is not None:
                     yield manifest, blobs
-
-    def store_prefix(self) -> None:
-        """Store the KV of the prefix as a separate chunk, so that `ask` loads it instead of computing it."""
-        ids = self.prefix.token_ids
-        if ids:
-            # No change if it is already stored; repairs damaged KV.
-            self.put(prefix_chunk(self.collection), self.prefix.kv)
-
-    def put(self, planned: PlannedChunk, kv: ChunkKV) -> None:
-        """Encode and commit the KV of one chunk."""
-        assert self._store is not None, "a collector that stores has a store"
-        self._store.put_chunks([self._whole(planned, kv)], self._keep)
-
-    def store_texts(self, chunks: Sequence[PlannedChunk]) -> None:
-        """Store missing chunks without KV, so that they can be listed, found and cited."""
-        assert self._store is not None, "a collector that stores has a store"
-        for start in range(0, len(chunks), _TEXTS):
-            texts = [chunk_manifest(self.collection, planned) for planned in chunks[start : start + _TEXTS]]
-            self._store.put_records(texts, self._keep)
 
     def _whole(self, planned: PlannedChunk, kv: ChunkKV) -> Whole:
         assert planned.key == kv.key

@@ -18,17 +18,22 @@ Whole = tuple[ChunkManifest, Sequence[bytes]]
 
 
 def commit(
-    store: ChunkStore, chunks: Iterable[Whole], keep: Container[bytes] = frozenset()
+    store: ChunkStore,
+    chunks: Iterable[Whole],
+    keep: Container[bytes] = frozenset(),
+    every_s: float | None = None,
 ) -> Iterator[tuple[bytes, PutStatus]]:
     """Store the chunks. Yields each key and status once it is durable. Raises the errors of `ChunkStore.put_chunks`.
 
-    Chunks wait until the last commit is GROUP_SECONDS old (up to five times that if commits are slow) or they reach
+    Chunks wait until the last commit is every_s seconds old (up to five times that if commits are slow) or they reach
     GROUP_BYTES. A slow computation so commits every chunk at once, and a fast one does not wait for the disk after
     each.
 
-    keep: keys of chunks that must not be evicted to make room.
+    keep: keys of chunks that must not be evicted to make room. every_s: None for GROUP_SECONDS; 0 commits each chunk
+    by itself.
     """
-    waiting, num_bytes, committed_at, least = list[Whole](), 0, time.monotonic(), GROUP_SECONDS
+    every_s = GROUP_SECONDS if every_s is None else every_s
+    waiting, num_bytes, committed_at, least = list[Whole](), 0, time.monotonic(), every_s
     for chunk in chunks:
         waiting.append(chunk)
         num_bytes += sum(map(len, chunk[1]))
@@ -38,7 +43,7 @@ def commit(
             took = time.monotonic() - began
             yield from done
             waiting, num_bytes, committed_at = [], 0, time.monotonic()
-            least = GROUP_SECONDS * min(max(1.0, _COMMIT_SHARE * took), _MOST)
+            least = every_s * min(max(1.0, _COMMIT_SHARE * took), _MOST)
     if waiting:
         yield from _put(store, waiting, keep)
 

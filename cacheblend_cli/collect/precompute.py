@@ -36,7 +36,6 @@ from cacheblend_cli.corpus.documents import Document, DocumentFile, Skipped
 from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection
-from cacheblend_cli.prompt.records import keep_record
 
 if TYPE_CHECKING:
     from cacheblend_cli.collect.cluster import Cluster
@@ -258,18 +257,16 @@ class _Run:
 
     def store(self, part: Part) -> None:
         """Store the part's documents that changed or lack KV, in batches."""
-        keep_record(self._store, part.collection)
         cluster = self._cluster
         if part.settled.documents:
             self._report.unchanged += part.settled.chunks
             self._on_event(PrecomputeEvent("settled", done=part.settled.tokens))
         collector = (
-            Collector(part.collection, self._store, self._keep)
+            Collector(part.collection, self._store, self._keep, with_prefix=part.collection.prefix_key in self._room)
             if cluster is None
             else cluster.collector(part.collection, self._store)
         )
-        if part.collection.prefix_key in self._room:
-            collector.store_prefix()
+        collector.begin()
         batch, tokens = list[tuple[DocumentFile, list[PlannedChunk]]](), 0
         most = _BATCH_TOKENS * (1 if cluster is None else cluster.workers)
         for planned in part.documents:
@@ -351,22 +348,17 @@ class _Run:
         for chunk in places:
             if chunk.key not in missing:
                 tell(chunk, "unchanged" if chunk.key in stored else "new")
-        taken = set[bytes]()
-        if not self._force:
-            for key, status in collector.convert([chunk for key, chunk in wanted.items() if key in missing]):
-                tell(wanted[key], status)
-                taken.add(key)
-                report.converted.add(
-                    len(wanted[key].chunk.token_ids), part.collection.stored_bytes(len(wanted[key].chunk.token_ids))
-                )
-        there = len(taken)
-        for key, status in collector.fetch([c for key, c in wanted.items() if key in missing and key not in taken]):
+        for key, status, how in collector.store(
+            [chunk for key, chunk in wanted.items() if key in missing], again=self._force
+        ):
             tell(wanted[key], status)
-            taken.add(key)
-        report.taken += len(taken) - there
-        for key, status in collector.store([c for key, c in wanted.items() if key in missing and key not in taken]):
-            tell(wanted[key], status)
-            report.computed_tokens += len(wanted[key].chunk.token_ids)
+            num_tokens = len(wanted[key].chunk.token_ids)
+            if how == "computed":
+                report.computed_tokens += num_tokens
+            elif how == "converted":
+                report.converted.add(num_tokens, part.collection.stored_bytes(num_tokens))
+            else:
+                report.taken += 1
         for chunk in places:
             if chunk.key in missing and chunk is not wanted[chunk.key]:  # the same text in a second place
                 tell(chunk, "unchanged")

@@ -19,7 +19,6 @@ from cacheblend_cli.corpus.documents import Document
 from cacheblend_cli.corpus.places import PUT, SENT
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection
-from cacheblend_cli.prompt.records import keep_record
 from cacheblend_cli.types import TextDocument
 
 logger = logging.getLogger("cacheblend")
@@ -104,15 +103,14 @@ class Putting:
 
     def _collect(self) -> Iterator[bool]:
         if self.missing:
-            self._collector.store_prefix()
+            self._collector.begin()
             yield True
-            for _ in self._collector.store(self.missing):
+            for _ in self._collector.store(self.missing, fetch=False):  # answers wait meanwhile
                 self.num_stored += 1
                 yield True
 
     def commit(self) -> None:
         """List the document. Any thread; call it once `collect` has returned False."""
-        keep_record(self._store, self._collector.collection)
         self._collector.store_texts([p for p in self.chunks if not self._store.has_chunk(p.key)])
         if is_news(self._record, self._old):
             self._store.put_documents([self._record])

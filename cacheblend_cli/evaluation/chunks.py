@@ -16,7 +16,6 @@ from cacheblend_cli.corpus.contexts import Neighbours, Passage, document_context
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.evaluation.samples import Context, Sample
 from cacheblend_cli.prompt.collection import Collection
-from cacheblend_cli.prompt.records import keep_record
 
 SOURCE = "(sample)"
 
@@ -59,8 +58,6 @@ class SampleChunks:
             for planned in (self._plan(c, context) for c in sample.contexts)
         }
         missing = [p for p in wanted.values() if not self._store.has_kv(p.key)]
-        keep_record(self._store, self._collection)
-        self._collector.store_prefix()
         return sum(1 for _ in self._collector.store(missing))
 
     def _plan(self, context: Context, kind: str) -> PlannedChunk:

@@ -68,7 +68,6 @@ class SpeedPrompt:
             store.path, sum(map(collection.chunk_bytes, [len(collection.prefix_ids), *map(len, layout.chunks)]))
         )
         collector = Collector(collection, store)
-        collector.store_prefix()
         planned = [
             PlannedChunk(collection.key(ids), "bench", Chunk(n, "", ids, 0, 0), (), "sink")
             for n, ids in enumerate(layout.chunks)

@@ -18,10 +18,10 @@ def store(tmp_path: Path) -> ChunkStore:
     return ChunkStore.open(tmp_path / "store", mode="write")
 
 
-def add_all(store: ChunkStore, seeds: range) -> tuple[list[tuple[bytes, PutStatus]], int]:
+def add_all(store: ChunkStore, seeds: range, every_s: float = 1.0) -> tuple[list[tuple[bytes, PutStatus]], int]:
     """(what was reported, in how many commits); everything is there when it is reported."""
     found, before = [], commits_of(store)
-    for one in commit(store, map(make_chunk, seeds)):
+    for one in commit(store, map(make_chunk, seeds), every_s=every_s):
         assert store.get_chunk(one[0]) is not None
         found.append(one)
     return found, commits_of(store) - before
@@ -41,9 +41,7 @@ def test_a_fast_computation_commits_in_groups_and_a_slow_one_at_once(
     assert [key for key, _ in found] == [key_of(seed) for seed in range(10)]
     assert {status for _, status in found} == {"new"}
     assert num_commits == 1
-    monkeypatch.setattr(commits, "GROUP_SECONDS", 0.0)
-    assert add_all(store, range(10, 15))[1] == 5
-    monkeypatch.setattr(commits, "GROUP_SECONDS", 1.0)
+    assert add_all(store, range(10, 15), every_s=0.0)[1] == 5
     monkeypatch.setattr(commits, "GROUP_BYTES", 1)
     assert add_all(store, range(20, 25))[1] == 5
 

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from cacheblend_store import ChunkStore, StoreError
 
-from cacheblend_cli.collect.collector import Collector, PlannedChunk, chunk_manifest, prefix_chunk
+from cacheblend_cli.collect.collector import Collector, PlannedChunk, prefix_chunk
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.engine.prefill_report import PrefillReport
 from cacheblend_cli.errors import DeviceError
-from cacheblend_cli.prompt.records import keep_record
 
 
 def has_missing(done: PrefillReport) -> bool:
@@ -26,25 +25,23 @@ def store_missing(done: PrefillReport) -> Iterator[None]:
     two values; a note says how it went. `has_missing` is true of the prompt."""
     request, store = done.request, done.request.store
     assert store is not None, "has_missing says so"
-    yield from _store_taken(done, store)
-    count = len({s.key for s in done.plan.chunks if s.status == "computed"})
-    if not count:
+    keep = {s.key for s in done.plan.chunks if s.key} | {request.collection.prefix_key}
+    collector = Collector(request.collection, store, keep)
+    yield from _store_taken(done, store, collector)
+    missing = {s.key for s in done.plan.chunks if s.key and s.status == "computed"}
+    if not missing:
         return
-    what = f"the KV of {count} computed chunk{'s' if count > 1 else ''}"
+    what = f"the KV of {len(missing)} computed chunk{'s' if len(missing) > 1 else ''}"
     try:
-        keep_record(store, request.collection)
-        keep = {s.key for s in done.plan.chunks if s.key} | {request.collection.prefix_key}
-        collector = Collector(request.collection, store, keep)
-        planned = _planned(done, store, {s.key for s in done.plan.chunks if s.key and s.status == "computed"})
-        for chunk, kv in zip(planned, collector.collect(planned), strict=True):
-            collector.put(chunk, kv)  # by itself: other answers go on between two chunks
+        # each by itself: other answers go on between two chunks
+        for _ in collector.store(_planned(done, store, missing), again=True, every_s=0.0):
             yield
         request.notes.append(f"stored {what}")
     except (StoreError, DeviceError) as error:  # the answer is there, and stands without
         request.notes.append(f"{what} could not be stored: {error.message}")
 
 
-def _store_taken(done: PrefillReport, store: ChunkStore) -> Iterator[None]:
+def _store_taken(done: PrefillReport, store: ChunkStore, collector: Collector) -> Iterator[None]:
     """Store the KV that came from the tier under the store's own record of each chunk, one between two values."""
     request, tiered = done.request, done.request.tiered
     if tiered is None:
@@ -53,12 +50,10 @@ def _store_taken(done: PrefillReport, store: ChunkStore) -> Iterator[None]:
     planned = _planned(done, store, taken)
     if collection.prefix_key in taken:
         planned.append(prefix_chunk(collection))
-    keep = {s.key for s in done.plan.chunks if s.key} | {collection.prefix_key}
     try:
-        keep_record(store, collection)
         for chunk in planned:
             if not store.has_kv(chunk.key) and (blobs := tiered.blobs(chunk.key)) is not None:
-                store.put_chunks([(chunk_manifest(collection, chunk), blobs)], keep)
+                collector.put_blobs(chunk, blobs)
                 yield
     except StoreError as error:
         request.notes.append(f"KV from the tier could not be stored: {error.message}")
