@@ -20,7 +20,7 @@ from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import SELECTORS, Candidates, Evidence, choose
 from cacheblend_cli.engine.engine import Engine, Prefilled
 from cacheblend_cli.evaluation.settings import Prefill
-from cacheblend_cli.kv.forward import finish, run_layers, write_kv
+from cacheblend_cli.kv.forward import finish, layer_by_layer, write_kv
 from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.model.decoder import DecoderLayer
 
@@ -54,7 +54,7 @@ class DraftAttention:
             token = hidden.logits(decoder, slice(-1, None)).argmax(-1)
             where = torch.tensor([position], device=decoder.device)
             rows = rows_of(decoder, sequence, where, position + 1, position + 1)
-            hidden = run_layers(decoder, rows, token, look, look)
+            hidden = finish(layer_by_layer(decoder, rows, token, look, look))
         return look.found
 
 

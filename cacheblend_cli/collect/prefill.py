@@ -17,7 +17,7 @@ from cacheblend_kernels import Slots, StoredKV
 from torch import Tensor
 
 from cacheblend_cli.errors import DeviceError
-from cacheblend_cli.kv.forward import FreshKV, KVOnly, Observer, run_layers
+from cacheblend_cli.kv.forward import FreshKV, KVOnly, Observer, finish, layer_by_layer
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
 from cacheblend_cli.kv.rows import packed_rows
 from cacheblend_cli.model.decoder import Decoder
@@ -225,9 +225,8 @@ class _Place:
             base += end - start
         rows = packed_rows(self._decoder, parts, self._rope_len)
         keeper = _Keeper(self._decoder, [ChunkKV(key) for key, _ in kept], [where for _, where in kept])
-        run_layers(
-            self._decoder, rows, torch.tensor(ids, device=self._decoder.device), KVOnly(self._decoder, rows), keeper
-        )
+        token_ids = torch.tensor(ids, device=self._decoder.device)
+        finish(layer_by_layer(self._decoder, rows, token_ids, KVOnly(self._decoder, rows), keeper))
         return keeper.chunks
 
 

@@ -24,12 +24,12 @@ from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.texts import AddedDocument, Putting, document_of, put_name
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.async_engine import AsyncEngine
+from cacheblend_cli.engine.core.core import EngineCore
 from cacheblend_cli.engine.core.engine_thread import EngineThread
 from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill, prefill_auto
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
-from cacheblend_cli.engine.core.single import answer_one
-from cacheblend_cli.engine.events import Event, OnEvent, ignore, piece_of
+from cacheblend_cli.engine.events import Done, Event, Failed, OnEvent, ignore, piece_of
 from cacheblend_cli.engine.profile import own_blend
 from cacheblend_cli.engine.ranks.outer_ranks import outer_ranks
 from cacheblend_cli.engine.ranks.rank_worker import serve_rank
@@ -209,7 +209,18 @@ class Engine(EngineThread):
         writing. Used chunks are marked for the store's eviction (`ChunkStore.touch`). Raises UsageError, DeviceError,
         StoreErrors.
         """
-        return answer_one(self.runtime, request, on_event)[0]
+        core, answers = EngineCore.alone(self.runtime, request), list[Answer]()
+        try:
+            while core.busy:
+                for _, event in core.step():
+                    on_event(event)
+                    if isinstance(event, Failed):
+                        raise event.error
+                    if isinstance(event, Done):
+                        answers = event.answers
+        finally:
+            core.close()
+        return answers[0]
 
     def run_alone(self, store: ChunkStore | None, ask: AskRequest, options: AskOptions | None = None) -> Answer:
         """Resolve and run a question. options: None for its own."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cacheblend_cli.kv.forward import FreshKV, KVOnly, Observer, run_layers
+from cacheblend_cli.kv.forward import FreshKV, KVOnly, Observer, finish, layer_by_layer
 from cacheblend_cli.kv.pool import KVPool, upload
 from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.model.decoder import Decoder
@@ -34,7 +34,7 @@ def calibrate(decoder: Decoder, prefix_ids: Sequence[int], block_size: int) -> K
     positions = torch.arange(len(ids), device=decoder.device)
     rows = rows_of(decoder, sequence, positions, len(ids), len(ids))
     sizes = _Sizes()
-    run_layers(decoder, rows, upload(ids, decoder.device), KVOnly(decoder, rows), sizes)
+    finish(layer_by_layer(decoder, rows, upload(ids, decoder.device), KVOnly(decoder, rows), sizes))
     return KVScales(tuple(sizes.k_scales), tuple(sizes.v_scales))
 
 

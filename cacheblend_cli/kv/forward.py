@@ -103,17 +103,9 @@ def forward(decoder: Decoder, rows: Rows, token_ids: Tensor, observer: Observer 
 
     Reads no values on the host (except for the torch backend's attention), so a CUDA graph can capture it.
     """
-    hidden = run_layers(decoder, rows, token_ids, AllRows(), observer)
+    hidden = finish(layer_by_layer(decoder, rows, token_ids, AllRows(), observer))
     assert hidden is not None
     return hidden.logits(decoder)
-
-
-def run_layers(
-    decoder: Decoder, rows: Rows, token_ids: Tensor, steps: Steps, observer: Observer | None = None
-) -> Hidden | None:
-    """Run rows through the layers as directed by `steps`, writing fresh K and V to the pool. None if a step ended the
-    pass."""
-    return finish(layer_by_layer(decoder, rows, token_ids, steps, observer))
 
 
 def finish(run: Generator[Any, None, T]) -> T:
@@ -129,7 +121,8 @@ def finish(run: Generator[Any, None, T]) -> T:
 def layer_by_layer(
     decoder: Decoder, rows: Rows, token_ids: Tensor, steps: Steps, observer: Observer | None = None
 ) -> Pass[Hidden | None]:
-    """`run_layers` with a pause after every layer but the last, so that other sequences can be computed meanwhile."""
+    """Run rows through the layers as directed by `steps`, writing fresh K and V to the pool. Returns None if a step
+    ended the pass. Pauses after every layer but the last, so that other sequences can be computed meanwhile."""
     delta, residual, num_rows = decoder.embed(token_ids), None, 0
     rows = replace(rows, token_ids=token_ids)
     for layer in decoder.layers:

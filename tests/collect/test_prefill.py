@@ -42,13 +42,13 @@ def test_pieces_give_what_the_whole_gives(engine: Engine, monkeypatch: pytest.Mo
 def test_a_chunk_comes_when_it_is_done(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(prefill.PACK_TOKENS, "cpu", 50)
     launches: list[int] = []
-    plain = prefill.run_layers
+    plain = prefill.layer_by_layer
 
     def counted(decoder: object, rows: Sized, *rest: object) -> object:
         launches.append(len(rows))
         return plain(decoder, rows, *rest)
 
-    monkeypatch.setattr(prefill, "run_layers", counted)
+    monkeypatch.setattr(prefill, "layer_by_layer", counted)
     sequence = CollectSequence(tuple(range(5, 155)), kept(40, 60, 110, 150))
     found: Iterator[ChunkKV] = collect(engine.model.decoder, collect_prefix(engine.model.decoder, []), [sequence])
     seen = [(len(launches), kv.key[0]) for kv in found]

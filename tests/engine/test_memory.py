@@ -159,7 +159,7 @@ def test_what_would_fit_is_said(engine: Engine, monkeypatch: pytest.MonkeyPatch)
         held.append(weakref.ref(activations))
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(slices, "run_layers", out_of_memory)
+    monkeypatch.setattr(slices, "layer_by_layer", out_of_memory)
     with pytest.raises(DeviceError, match="tokens") as caught:
         engine.run_alone(None, AskRequest("where?", [], BlendParams(), GREEDY))
     assert caught.value.__cause__ is not None

@@ -11,16 +11,19 @@ from cacheblend_cli.engine.core.block_manager import BlockManager
 from cacheblend_cli.engine.core.checks import Checks, seeded
 from cacheblend_cli.engine.core.executor import Executor
 from cacheblend_cli.engine.core.output_processor import Events, OutputProcessor
-from cacheblend_cli.engine.core.pools import lasting_pool, worker_of
+from cacheblend_cli.engine.core.pools import lasting_pool, pool_for, worker_of
 from cacheblend_cli.engine.core.scheduler import Scheduler
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence
 from cacheblend_cli.engine.events import EngineStats, Limits
+from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.memory import DeviceMemory
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.block_allocator import Allocation
 from cacheblend_cli.kv.pool import bytes_per_token
 from cacheblend_cli.kv.prefix_cache import Hit
+
+ALONE = Limits(max_sequences=128, enable_prefix_caching=False)  # for one request: all of its answers at once
 
 
 class EngineCore:
@@ -53,6 +56,19 @@ class EngineCore:
         )
         self._executor = Executor(runtime, self.worker, slice_rows)
         self._outputs = OutputProcessor(runtime, self.scheduler, self.counts)
+
+    @classmethod
+    def alone(cls, runtime: Runtime, request: Request) -> EngineCore:
+        """Return a core with one request, and a pool that is as large as it needs. Raises what `add` raises."""
+        state = RequestState(request, 0)
+        admit(runtime, state)
+        size, headroom = runtime.config.block_size, state.max_new_tokens
+        each = -(-(headroom + size) // size) + 1  # blocks that each further answer writes to
+        memory = pool_for(runtime, -(-(state.num_tokens + headroom) // size) + 1 + (state.num_answers - 1) * each)
+        memory.pool.check_fits(state.num_tokens + headroom)
+        core = cls(runtime, ALONE, memory)
+        core.add(state)
+        return core
 
     @property
     def busy(self) -> bool:

@@ -75,12 +75,12 @@ class Executor:
         if len(numbers) > 1:
             # After a bad chunk, or with too little memory, each is computed alone, and meets its own error.
             with suppress(Exception):
-                outputs = self._worker.prefill_together([number for _, number in numbers])
+                outputs = self._worker.prefill([number for _, number in numbers])
                 output.prefilled, output.joined = list(zip(sequences, outputs, strict=True)), len(outputs)
                 return
         for sequence, number in numbers:
             try:
-                output.prefilled.append((sequence, self._worker.prefill(number)))
+                output.prefilled += [(sequence, out) for out in self._worker.prefill([number])]
             except Exception as error:
                 output.failed.append((sequence, error))
 

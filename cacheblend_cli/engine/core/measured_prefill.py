@@ -13,10 +13,9 @@ from torch import Tensor
 from cacheblend_cli.blend.cost import AutoReport
 from cacheblend_cli.blend.fidelity import teacher_forced
 from cacheblend_cli.engine.auto.controller import controller_of, decided
-from cacheblend_cli.engine.core.core import EngineCore
+from cacheblend_cli.engine.core.core import ALONE, EngineCore
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence, Status
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
-from cacheblend_cli.engine.core.single import ALONE
 from cacheblend_cli.engine.events import Failed
 from cacheblend_cli.engine.generation import Generation
 from cacheblend_cli.engine.prefill_report import PrefillReport
@@ -24,7 +23,7 @@ from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.decode import DecodeRunner, EagerRunner
 from cacheblend_cli.engine.worker.memory import DeviceMemory, out_of_memory
-from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillState
+from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillState, advance
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.forward import Observer
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, SequenceView
@@ -114,9 +113,9 @@ def prefill(
         given = PrefillInput(0, plan, tuple(sequence.blocks), request.blend, request.lossless, rows)
         try:
             with PrefillState(decoder, request.source, sequence, given) as state:
-                output = state.whole(output_positions(plan)) if output_positions is not None else state.advance()
+                [output] = advance([state]) if output_positions is None else [state.whole(output_positions(plan))]
                 while output.result is None:
-                    output = state.advance()
+                    [output] = advance([state])
                 return Prefilled(
                     request, output.result, output.loader, output.prefill_s, runtime=runtime, sequence=sequence
                 )

@@ -61,7 +61,7 @@ class Call(msgspec.Struct, tag=True):
 
 
 ARGUMENTS: dict[str, Any] = {
-    "prefill": tuple[int],
+    "prefill": tuple[list[int]],
     "end": tuple[int],
     "decode": tuple[DecodeInput],
     "copy_blocks": tuple[list[int], list[int]],
@@ -97,9 +97,9 @@ class RankedWorker(Worker):
         with self._driver.telling(Begin(self._number, given, folder)):
             super().begin(given, source, on_logits)
 
-    def prefill(self, number: int) -> PrefillOutput:
-        with self._by_all("prefill", number):
-            return super().prefill(number)
+    def prefill(self, numbers: Sequence[int]) -> list[PrefillOutput]:
+        with self._by_all("prefill", [*numbers]):
+            return super().prefill(numbers)
 
     def end(self, number: int) -> None:
         if number in self._prefills:

@@ -19,7 +19,7 @@ from torch import Tensor
 from cacheblend_cli.blend.policy import policy_of, row_tile_of
 from cacheblend_cli.blend.prefill import PrefillResult, blended_layers
 from cacheblend_cli.blend.prompt import Prompt
-from cacheblend_cli.engine.worker.slices import SlicePart, last_logits, run_slices, slices_of
+from cacheblend_cli.engine.worker.slices import Slice, SlicePart, last_logits, slices_of, slices_pass
 from cacheblend_cli.kv.forward import Hidden, Pass, finish
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.loading import agree, make_loader
@@ -100,12 +100,9 @@ class PrefillState:
         agree(self._decoder, self._plan, self._loader.bad)
         return self._output(result, start, self._done)
 
-    @torch.inference_mode()
-    def advance(self) -> PrefillOutput:
-        """Compute the next slice, or as many layers of what is blended as have the rows of a step, at least one."""
-        start, piece = time.perf_counter(), self._slices[self._done]
-        if not piece.blended:
-            return advance_together([self])[0]
+    def _advance_blending(self, piece: Slice) -> PrefillOutput:
+        """Compute as many layers of what is blended as have the rows of a step, at least one."""
+        start = time.perf_counter()
         if self._blending is None:
             self._blending = self._blend(self._plan.filled_until(piece.start), None)
         left, result = self._step_rows, None
@@ -159,13 +156,18 @@ class PrefillState:
 
 
 @torch.inference_mode()
-def advance_together(prompts: Sequence[PrefillState]) -> list[PrefillOutput]:
-    """Compute the next slice of each prompt in one launch. Where there are several, it is the only one of each
-    (`short_rows`), and RoPE has the same frequencies for all. Raises BadChunk, after which every prompt can be computed
-    again, alone."""
+def advance(prompts: Sequence[PrefillState]) -> list[PrefillOutput]:
+    """Compute the next step of a prompt: a slice, or some layers of what is blended. Of several prompts compute the
+    only slice of each (`short_rows`) in one launch; RoPE must have the same frequencies for all.
+
+    Raises BadChunk, after which every prompt can be computed again, alone.
+    """
+    piece = prompts[0]._slices[prompts[0]._done]
+    if piece.blended:
+        return [prompts[0]._advance_blending(piece)]
     start, decoder = time.perf_counter(), prompts[0]._decoder
     parts = [prompt._part() for prompt in prompts]
-    hidden = run_slices(decoder, parts)
+    hidden = finish(slices_pass(decoder, parts))
     for prompt in prompts:
         agree(decoder, prompt._plan, prompt._loader.bad)
     ending = prompts[0]._done == len(prompts[0]._slices) - 1

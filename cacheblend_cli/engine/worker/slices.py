@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from cacheblend_cli.kv.forward import Hidden, LayerStep, run_layers
+from cacheblend_cli.kv.forward import Hidden, LayerStep, Pass, layer_by_layer
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.pool import PagedSequence, upload
 from cacheblend_cli.kv.rows import packed_rows
@@ -74,9 +74,9 @@ def short_rows(plan: PromptPlan, slice_rows: int) -> int | None:
     return len(slices[0].positions) if len(slices) == 1 else None
 
 
-def run_slices(decoder: Decoder, parts: Sequence[SlicePart]) -> Hidden | None:
-    """Compute the rows of all parts in one launch; the last layer computes the rows from `first` on only, None if there
-    are none. RoPE must have the same frequencies for all. Raises BadChunk."""
+def slices_pass(decoder: Decoder, parts: Sequence[SlicePart]) -> Pass[Hidden | None]:
+    """Return the pass of all parts' rows in one launch. The last layer computes only the rows from `first` on; the
+    result is None if there are none. RoPE must have the same frequencies for all. The pass raises BadChunk."""
     device, given, outputs, ids, base = decoder.device, [], list[int](), list[int](), 0
     for part in parts:
         count, token_ids = len(part.positions), part.plan.token_ids
@@ -86,7 +86,7 @@ def run_slices(decoder: Decoder, parts: Sequence[SlicePart]) -> Hidden | None:
         base += count
     rows = packed_rows(decoder, given, max(part.plan.num_tokens for part in parts))
     steps = _SliceSteps([p.loader for p in parts], decoder.spec.num_kv_layers - 1, upload(outputs, device))
-    return run_layers(decoder, rows, upload(ids, device), steps)
+    return layer_by_layer(decoder, rows, upload(ids, device), steps)
 
 
 def last_logits(decoder: Decoder, hidden: Hidden, ends: Sequence[int]) -> list[Tensor]:

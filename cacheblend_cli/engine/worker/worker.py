@@ -17,7 +17,7 @@ from torch import Tensor
 from cacheblend_cli.engine.worker.attention import Watch
 from cacheblend_cli.engine.worker.decode import EagerRunner
 from cacheblend_cli.engine.worker.memory import DeviceMemory
-from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillOutput, PrefillState, advance_together
+from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillOutput, PrefillState, advance
 from cacheblend_cli.kv.block_table import BlockSpace, BlockTable
 from cacheblend_cli.kv.export import KVReader, export
 from cacheblend_cli.kv.pool import SequenceView, upload
@@ -83,14 +83,10 @@ class Worker(BlockSpace):
         state.__enter__()
         self._prefills[given.number] = state
 
-    def prefill(self, number: int) -> PrefillOutput:
-        """Compute the next step of a prompt. Raises BadChunk."""
-        return self._prefills[number].advance()
-
-    def prefill_together(self, numbers: Sequence[int]) -> list[PrefillOutput]:
-        """Compute the only slice of several short prompts (`engine/worker/slices.py: short_rows`) in one launch. Raises
-        BadChunk; then each of them can still be computed alone."""
-        return advance_together([self._prefills[number] for number in numbers])
+    def prefill(self, numbers: Sequence[int]) -> list[PrefillOutput]:
+        """Compute the next step of a prompt, or the only slice of several short ones (`engine/worker/slices.py:
+        short_rows`) in one launch. Raises BadChunk; then each of them can still be computed alone."""
+        return advance([self._prefills[number] for number in numbers])
 
     def end(self, number: int) -> None:
         """Load and compute no more of a prompt, if there is one of that number."""
