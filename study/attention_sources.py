@@ -59,7 +59,7 @@ def measure(engine: Engine, corpus: Corpus, questions: Sequence[Asked], limit: i
         fill(store, corpus)
         lookup = Lookup(CHUNKS, by="both", embedder=find_embedder(""))
         for asked in questions:
-            hits = search(store, asked.question, lookup)
+            hits = search(store, asked.question, lookup).hits
             right = [(hit.source, hit.index) in asked.answered_by for hit in hits]
             if count == limit or not any(right) or all(right):
                 continue

@@ -189,7 +189,7 @@ def recall_rows(sets: Mapping[str, tuple[Corpus, list[list[Asked]]]]) -> list[di
             fill(store, corpus)
             for by in BY:
                 found = [
-                    search(store, parts[0].question, Lookup(NUM_HITS, by=by, embedder=embedder)) for parts in asked
+                    search(store, parts[0].question, Lookup(NUM_HITS, by=by, embedder=embedder)).hits for parts in asked
                 ]
                 for rule in RULES:
                     left = [kept(hits, rule) for hits in found]
@@ -229,7 +229,7 @@ def answers_of(engine: Engine, name: str, pages: Mapping[str, str], asked: Seque
             (documents / page).write_text(text, encoding="utf-8")
         engine.precompute(store, [str(documents)], PrecomputeOptions(), lambda event: None)
         lookup = Lookup.with_weights(SearchParams(NUM_HITS))
-        found = [search(store, q.text, lookup) for q in asked]
+        found = [search(store, q.text, lookup).hits for q in asked]
         engine.use(store)
         counts = {rule: [len(kept(hits, rule)) for hits in found] for rule in ANSWERED_RULES}
         cases = sorted({(i, k) for ks in counts.values() for i, k in enumerate(ks) if k})

@@ -127,7 +127,7 @@ def measure(
         fill(store, corpus)
         for by in BY:
             lookup = Lookup(max(AT), by=by, embedder=embedder)
-            own, foreign = ([search(store, q.question, lookup) for q in asked] for asked in (questions, others))
+            own, foreign = ([search(store, q.question, lookup).hits for q in asked] for asked in (questions, others))
             weak = {"weak": share(is_weak(hits, by) for hits in own)}
             if others:
                 weak["weak_of_others"] = share(is_weak(hits, by) for hits in foreign)

@@ -9,7 +9,7 @@ from published import published_settings
 from research import nucleus
 from variants import bottom_right, scaled_keys
 
-from cacheblend_cli.corpus.contexts import CONTEXTS
+from cacheblend_cli.corpus.search import CONTEXTS
 from cacheblend_cli.evaluation.evaluate import NOISE_FLOOR
 from cacheblend_cli.evaluation.settings import Prefill, Setting
 from cacheblend_cli.types import BlendParams

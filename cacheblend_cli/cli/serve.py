@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
+import os
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -118,7 +119,6 @@ def serve(
     from cacheblend_cli.server.app import make_app
     from cacheblend_cli.server.auth import LOOPBACK
     from cacheblend_cli.server.http_server import Server, bind_tcp, bind_unix, remover
-    from cacheblend_cli.server.process_memory import resident_bytes
     from cacheblend_cli.server.server_state import ServerState
     from cacheblend_cli.server.warm_socket import WarmSocket
     from cacheblend_cli.sockets import make_folder, socket_of
@@ -170,12 +170,19 @@ def serve(
                 grace_s=grace,
                 idle_exit_s=idle_exit or 0.0,
             )
-            if engine.model.decoder.device.type == "cpu" and (own := resident_bytes()):
+            if engine.model.decoder.device.type == "cpu" and (own := _resident_bytes()):
                 output.note(_memory_line(own, engine.stats(), decoded_twice=llama is not None))
             output.note(f"{state.model} answers at {url}/v1; Ctrl-C stops it")
             asyncio.run(serving.serve([public]))
         finally:
             engine.close()
+
+
+def _resident_bytes() -> int | None:
+    """Return the resident memory of this process in bytes, None if the system does not report it."""
+    with suppress(OSError, IndexError, ValueError), open("/proc/self/statm", encoding="ascii") as line:
+        return int(line.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return None
 
 
 def _memory_line(own: int, stats: EngineStats, *, decoded_twice: bool) -> str:

@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 from cacheblend_store import Amount, ChunkStore
 from cacheblend_store.format.blobs import FINER
 
 from cacheblend_cli.collect.corpus_diff import CorpusDiff
 from cacheblend_cli.collect.document_records import StoredDocument, is_current, record_settings
-from cacheblend_cli.collect.key_set import KeySet
 from cacheblend_cli.collect.plan import Part, PlannedDocument
 from cacheblend_cli.collect.room import Room
 from cacheblend_cli.collect.sizes import ChunkSize
@@ -61,14 +59,17 @@ def compare(
     store: ChunkStore | None, diff: CorpusDiff, plan: list[Part], room: Room, *, force: bool = False
 ) -> Difference:
     """Return the changes from storing the plan. room: chunks that should have KV. force: compute all of these again."""
-    found, planned = Difference(), KeySet()
+    found, planned = Difference(), set[bytes]()
     for part in plan:
-        for keys, tokens in part.settled.blocks():
-            numbers, counts = np.unique(tokens[planned.add_all(keys)], return_counts=True)
-            for num_tokens, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-                found.unchanged.chunks += count
-                found.unchanged.tokens += count * num_tokens
-                found.unchanged.bytes += count * part.collection.stored_bytes(num_tokens)
+        counts = Counter[int]()  # number of chunks by number of tokens: the bytes of each length are computed once
+        for key, num_tokens in part.settled.chunks():
+            if key not in planned:
+                planned.add(key)
+                counts[num_tokens] += 1
+        for num_tokens, count in counts.items():
+            found.unchanged.chunks += count
+            found.unchanged.tokens += count * num_tokens
+            found.unchanged.bytes += count * part.collection.stored_bytes(num_tokens)
     for part in plan:
         missing = Missing(part.collection)
         for document in part.documents:
@@ -77,8 +78,9 @@ def compare(
             own = diff.replaced(source, part.collection, part.settings.context)
             finer = _finer(store, diff, part, document) if store is not None and not force else []
             for index, size in enumerate(document.sizes):
-                if not planned.add(size.key):
+                if size.key in planned:
                     continue
+                planned.add(size.key)
                 kept = size.key in room
                 is_stored = not force and size.has_kv is not None and (size.has_kv or not kept)
                 amount = found.unchanged if is_stored else found.replaced if own else found.new
@@ -161,7 +163,7 @@ def _leaving(diff: CorpusDiff, plan: list[Part]) -> dict[bytes, StoredDocument]:
 
 
 def _count_removed(
-    found: Difference, store: ChunkStore, leaving: Mapping[bytes, StoredDocument], planned: KeySet
+    found: Difference, store: ChunkStore, leaving: Mapping[bytes, StoredDocument], planned: set[bytes]
 ) -> None:
     with store.read() as reader:
         for key in sorted({key for record in leaving.values() for key in record.chunk_keys if key not in planned}):

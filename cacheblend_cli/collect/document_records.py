@@ -16,7 +16,7 @@ from cacheblend_store.format.records import document_key
 from cacheblend_cli.collect.summaries import sound_summaries, split_keys
 from cacheblend_cli.corpus.cutting import CUT_VERSION
 from cacheblend_cli.corpus.file_state import FileState
-from cacheblend_cli.corpus.places import is_below, is_file, is_on_disk, is_stdin, place_of, place_within
+from cacheblend_cli.corpus.places import is_below, is_file, is_stdin, on_disk, place_of, place_within
 
 if TYPE_CHECKING:
     from cacheblend_cli.collect.collector import PlannedChunk
@@ -174,7 +174,7 @@ def gone_documents(
             return False
         if name in no_documents:
             return True
-        return (record.content_digest in found or any(is_below(name, root) for root in roots)) and not is_on_disk(name)
+        return (record.content_digest in found or any(is_below(name, root) for root in roots)) and on_disk(name) is None
 
     return {key: record for key, record in stored.items() if is_gone(record)}
 

@@ -16,13 +16,14 @@ from cacheblend_cli.collect.collector import PlannedChunk, record_bytes, record_
 from cacheblend_cli.collect.corpus_diff import CorpusDiff
 from cacheblend_cli.collect.document_records import is_current, record_settings
 from cacheblend_cli.collect.settings import CollectSettings
-from cacheblend_cli.collect.sizes import ChunkSize, ChunkSizes, Settled
+from cacheblend_cli.collect.sizes import ChunkSize, Settled
 from cacheblend_cli.collect.spool import ByteRange, Spool
 from cacheblend_cli.corpus.chunker import Chunk
-from cacheblend_cli.corpus.contexts import CONTEXTS, Ids, Neighbours, Passage, document_contexts
+from cacheblend_cli.corpus.contexts import Ids, Neighbours, Passage, document_contexts
 from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.cutting import Cut, cut_document
 from cacheblend_cli.corpus.documents import Document, DocumentFile
+from cacheblend_cli.corpus.search import CONTEXTS
 from cacheblend_cli.errors import TextRefused
 from cacheblend_cli.prompt.collection import Collection
 
@@ -39,7 +40,7 @@ class PlannedDocument:
     """A document and the sizes of its chunks."""
 
     file: DocumentFile
-    sizes: ChunkSizes  # in order
+    sizes: Sequence[ChunkSize]  # in order
     chunks: list[PlannedChunk] | None = None  # the chunks, if they depend on other documents
     place: ByteRange | None = None  # of the chunks in the planner's spool, if they are there
     is_current: bool = False  # the store has the current version of the document, cut with the same settings
@@ -132,7 +133,7 @@ class Planner:
                     part.settled.add(record.keys, record.tokens)
                 else:
                     pairs = zip(record.chunk_keys, unpack_ids(record.tokens), strict=True)
-                    sizes = ChunkSizes((ChunkSize(key, count, 0, 0, has_kv=True) for key, count in pairs), self._spool)
+                    sizes = [ChunkSize(key, count, 0, 0, has_kv=True) for key, count in pairs]
                     yield PlannedDocument(file, sizes, is_current=True)
                 continue
             if record is not None and is_stored:
@@ -157,7 +158,7 @@ class Planner:
             known = [stored.get(key) for key in current.get(file.source, ())]
             whole = [size for size in known if size is not None]
             if file.source in current and len(whole) == len(known):
-                yield PlannedDocument(file, ChunkSizes(whole, self._spool), is_current=True)
+                yield PlannedDocument(file, whole, is_current=True)
             elif (found := self._cut(file, part, self._on_cut)) is not None:
                 [(_, chunks)] = plan_documents(collection, [found], part.settings)
                 yield PlannedDocument(file, self._sizes(part, chunks), place=self._spool.append(found[1]))
@@ -184,10 +185,10 @@ class Planner:
                 for (file, _), (_, chunks) in zip(own, planned, strict=True)
             )
 
-    def _sizes(self, part: Part, chunks: Sequence[PlannedChunk]) -> ChunkSizes:
+    def _sizes(self, part: Part, chunks: Sequence[PlannedChunk]) -> list[ChunkSize]:
         collection = part.collection
         stored = stored_sizes(self._store, collection, (chunk.key for chunk in chunks))
-        sizes = [
+        return [
             ChunkSize(
                 c.key,
                 len(c.chunk.token_ids),
@@ -197,7 +198,6 @@ class Planner:
             )
             for c in chunks
         ]
-        return ChunkSizes(sizes, self._spool)
 
     def _cut(self, file: DocumentFile, part: Part, on_cut: OnCut | None = None) -> tuple[Document, list[Chunk]] | None:
         """Read and cut a document.

@@ -198,8 +198,8 @@ def precompute(
     room = room_for(plan, store, quota)
     if room.without_kv:
         on_event(PrecomputeEvent("room", room=room))
-    report.documents = sum(len(part.documents) + part.settled.documents for part in plan)
-    report.tokens = sum(part.settled.tokens + sum(size.num_tokens for size in part.sizes) for part in plan)
+    report.documents = sum(len(part.documents) + part.settled.num_documents for part in plan)
+    report.tokens = sum(part.settled.num_tokens + sum(size.num_tokens for size in part.sizes) for part in plan)
     report.hidden = sorted(diff.left_behind)
     report.difference = compare(store, diff, plan, room, force=options.force)
     report.bytes = sum(
@@ -258,9 +258,9 @@ class _Run:
     def store(self, part: Part) -> None:
         """Store the part's documents that changed or lack KV, in batches."""
         cluster = self._cluster
-        if part.settled.documents:
-            self._report.unchanged += part.settled.chunks
-            self._on_event(PrecomputeEvent("settled", done=part.settled.tokens))
+        if part.settled.num_documents:
+            self._report.unchanged += part.settled.num_chunks
+            self._on_event(PrecomputeEvent("settled", done=part.settled.num_tokens))
         collector = (
             Collector(part.collection, self._store, self._keep, with_prefix=part.collection.prefix_key in self._room)
             if cluster is None

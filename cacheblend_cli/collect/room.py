@@ -9,7 +9,6 @@ from cacheblend_store import ChunkStore
 from cacheblend_store.format.keys import KEY_BYTES
 
 from cacheblend_cli.collect.collector import prefix_chunk, record_bytes
-from cacheblend_cli.collect.key_set import KeySet
 from cacheblend_cli.collect.plan import Part
 from cacheblend_cli.collect.sizes import ChunkSize
 
@@ -42,18 +41,18 @@ def room_for(plan: list[Part], store: ChunkStore | None, max_bytes: int) -> Room
     """
     if not max_bytes:
         return Room()
-    texts = kv = num_chunks = without_kv = 0
-    own, keep = KeySet(), KeySet()
+    texts = kv = without_kv = 0
+    own, keep = set[bytes](), set[bytes]()
     prefixes = {part.collection.prefix_key: part.collection for part in plan if part.collection.prefix_ids}
     for key, of in prefixes.items():
         own.add(key)
         texts += record_bytes(of, prefix_chunk(of))
         kv += of.prefix_bytes
-    for part, size in _chunks(plan):
+    chunks = list(_chunks(plan))
+    for part, size in chunks:
         own.add(size.key)
         texts += size.record_bytes
         kv += part.stored_bytes(size)
-        num_chunks += 1
     texts += _texts_of_others(store, own)
     left = max_bytes - texts
     for key, of in prefixes.items():
@@ -61,7 +60,7 @@ def room_for(plan: list[Part], store: ChunkStore | None, max_bytes: int) -> Room
             keep.add(key)
             left -= num_bytes
     for is_stored in (True, False):
-        for part, size in _chunks(plan):
+        for part, size in chunks:
             if bool(size.has_kv) != is_stored:
                 continue
             if (num_bytes := part.stored_bytes(size)) <= left:
@@ -69,16 +68,20 @@ def room_for(plan: list[Part], store: ChunkStore | None, max_bytes: int) -> Room
                 left -= num_bytes
             else:
                 without_kv += 1
-    return Room(keep, num_chunks, without_kv, texts + kv, max_bytes)
+    return Room(keep, len(chunks), without_kv, texts + kv, max_bytes)
 
 
 def _chunks(plan: list[Part]) -> Iterator[tuple[Part, ChunkSize]]:
     """Yield the chunks of the plan without duplicates."""
-    seen = KeySet()
-    return ((part, size) for part in plan for size in part.sizes if seen.add(size.key))
+    seen = set[bytes]()
+    for part in plan:
+        for size in part.sizes:
+            if size.key not in seen:
+                seen.add(size.key)
+                yield part, size
 
 
-def _texts_of_others(store: ChunkStore | None, own: KeySet) -> int:
+def _texts_of_others(store: ChunkStore | None, own: set[bytes]) -> int:
     """Return the bytes of the records of other documents' chunks."""
     if store is None:
         return 0

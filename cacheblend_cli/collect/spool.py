@@ -25,23 +25,17 @@ class ByteRange(NamedTuple):
 
 
 class Spool:
-    """Holds chunks of documents (at most MAX_BYTES in total) and other bytes. The file is deleted with the spool."""
+    """Holds chunks of documents, at most MAX_BYTES in total. The file is deleted with the spool."""
 
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
-        self._end = self._num_bytes = 0
+        self._end = 0
 
     def append(self, chunks: Sequence[Chunk]) -> ByteRange | None:
         """Write a document's chunks. Return None if there is no room."""
         data = _encode(chunks)
-        if self._num_bytes + len(data) > MAX_BYTES:
+        if self._end + len(data) > MAX_BYTES:
             return None
-        place = self.append_bytes(data)
-        self._num_bytes += 0 if place is None else len(data)
-        return place
-
-    def append_bytes(self, data: bytes) -> ByteRange | None:
-        """Write bytes. Return None if the disk is full."""
         with suppress(OSError):  # disk full: the caller copes
             if self._file is None:
                 # unbuffered: a later read must not retry a write that failed
@@ -55,12 +49,9 @@ class Spool:
         return None
 
     def read(self, place: ByteRange) -> list[Chunk]:
-        return _decode(self.read_bytes(place))
-
-    def read_bytes(self, place: ByteRange) -> bytes:
         assert self._file is not None, "a place exists only in an open file"
         self._file.seek(place.start)
-        return self._file.read(place.size)
+        return _decode(self._file.read(place.size))
 
 
 def _close(file: IO[bytes]) -> None:

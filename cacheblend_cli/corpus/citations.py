@@ -17,7 +17,7 @@ from cacheblend_store import (
     StoreReader,
 )
 
-from cacheblend_cli.corpus.places import is_on_disk, shown
+from cacheblend_cli.corpus.places import on_disk, shown
 from cacheblend_cli.corpus.scopes import holds, project_scope
 from cacheblend_cli.types import Scope
 
@@ -69,7 +69,7 @@ class Citations:
             return [Citation(manifest.source, manifest.index)]
         if len(found) == 1:
             return found
-        return sorted(found, key=lambda c: (not holds(self._scope, c.name), not is_on_disk(c.name), c.name))
+        return sorted(found, key=lambda c: (not holds(self._scope, c.name), on_disk(c.name) is None, c.name))
 
     def of(self, manifest: ChunkManifest) -> Citation:
         return self.all_of(manifest)[0]

@@ -15,10 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cacheblend_cli.corpus.search import CONTEXTS
 from cacheblend_cli.corpus.similarity import TfIdf
-
-__all__ = ["CONTEXTS", "Ids", "Neighbours", "Passage", "document_contexts"]
 
 Ids = tuple[int, ...]
 _LOOKED_AT = 4  # candidates per neighbour, because some do not fit the window

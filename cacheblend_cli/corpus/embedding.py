@@ -40,9 +40,8 @@ class TokenMeans:
 
         table = self.embedding if len(texts) < _FEW else self._float32
         means = np.zeros((len(texts), table.shape[1]), np.float32)
-        for mean, encoding in zip(
-            means, self._tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True
-        ):
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        for mean, encoding in zip(means, encodings, strict=True):
             if ids := [i for i in encoding.ids[:max_length] if i != self._unknown]:
                 table.take(ids, axis=0).astype(np.float32, copy=False).mean(axis=0, out=mean)
         return means
@@ -127,14 +126,12 @@ def _named(name: str) -> Embedder:
     from cacheblend_cli.corpus.sentences import SentenceModel, is_sentence_model
 
     folder = Path(name).expanduser()
+    hint = "name a directory saved by model2vec or sentence-transformers, or a model2vec Hugging Face id"
     if is_sentence_model(folder):
         try:
             return Embedder(name, SentenceModel(folder))
         except (OSError, ValueError) as error:  # missing or damaged files
-            raise NotFoundError(
-                f"{name} does not hold a sentence-transformers model: {error}",
-                "name a directory saved by model2vec or sentence-transformers, or a model2vec Hugging Face id",
-            ) from error
+            raise NotFoundError(f"{name} does not hold a sentence-transformers model: {error}", hint) from error
     if find_spec("model2vec") is None:
         raise UsageError(f"--embeddings {name} needs model2vec, which is not installed", install_hint("meaning"))
     from model2vec import StaticModel
@@ -144,10 +141,7 @@ def _named(name: str) -> Embedder:
         return Embedder(name, StaticModel.from_pretrained(str(folder) if local else name))
     except Exception as error:  # any error of the hub, the network, the loader or the file formats
         what = "does not hold a model2vec model" if local else "is not a directory, and the hub does not have it"
-        raise NotFoundError(
-            f"{name} {what}: {error}",
-            "name a directory saved by model2vec or sentence-transformers, or a model2vec Hugging Face id",
-        ) from error
+        raise NotFoundError(f"{name} {what}: {error}", hint) from error
 
 
 @lru_cache(maxsize=1)

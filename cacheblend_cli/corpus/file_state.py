@@ -14,15 +14,14 @@ from typing import Any
 
 from msgspec import ValidationError, convert
 
-from cacheblend_cli.corpus.converters import converter_of
-from cacheblend_cli.corpus.converters.text import from_code, from_markdown, from_plain, from_rst
+from cacheblend_cli.corpus.converters import PLAIN, converter_of
+from cacheblend_cli.corpus.converters.text import from_plain
 from cacheblend_cli.version import __version__
 
 READ_VERSION = 2
 """Increase this when the same file gives a different text or note: files are then read again."""
 _RACY_NS = 2_000_000_000  # coarsest timestamp resolution in use (FAT)
 _LIBRARIES = ("selectolax", "pypdf", "mammoth", "python-pptx", "openpyxl", "defusedxml")
-_OWN = frozenset((from_plain, from_markdown, from_rst, from_code))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,25 +66,17 @@ class FileState:
         return was == is_now and max(self.mtime_ns, self.ctime_ns) + _RACY_NS <= self.read_ns
 
 
-@lru_cache(1 << 10)
-def _reader_of_suffix(name: str) -> str:
-    return _reader(converter_of(name) or from_plain)
-
-
 def reader_of(name: str) -> str:
     """Return the converter for a file name, with versions of this package, Python and parser libraries."""
-    suffix = os.path.splitext(name)[1]
-    return _reader_of_suffix(f"x{suffix}" if suffix else name)
+    return _reader(converter_of(name) or from_plain)
 
 
 @lru_cache
 def _reader(converter: Callable[..., Any]) -> str:
     parts = [converter.__name__, __version__, str(READ_VERSION), platform.python_version()]
-    return " ".join(parts if converter in _OWN else [*parts, *map(_version_of, _LIBRARIES)])
-
-
-def _version_of(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "-"
+    for package in () if converter in PLAIN else _LIBRARIES:
+        try:
+            parts.append(version(package))
+        except PackageNotFoundError:
+            parts.append("-")
+    return " ".join(parts)

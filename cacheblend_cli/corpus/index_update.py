@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -48,13 +47,16 @@ class IndexUpdate:
 
 def plan_update(db: sqlite3.Connection, reader: StoreReader, changes: Changes | None) -> IndexUpdate:
     """Compare the index with the store. Only the changes are compared, or everything if `changes` is None."""
+
+    def stored(key: bytes) -> bool:
+        return key in chunks if changes is None else reader.get("chunks", key) is not None
+
     if changes is None:
         chunks = set(reader.keys_from(b""))
-        stored: Callable[[bytes], bool] = chunks.__contains__
-        documents = {*reader.keys_from(b"", "documents"), *_column(db, "SELECT document FROM versions")}
+        indexed_documents = db.execute("SELECT document FROM versions")
+        documents = {*reader.keys_from(b"", "documents"), *(bytes.fromhex(key) for (key,) in indexed_documents)}
     else:
         chunks = changes.chunks
-        stored = partial(_is_stored, reader)
         documents = changes.documents.union(*map(reader.documents_of, chunks))
     records = {key.hex(): reader.document(key) for key in documents}
     wanted = {
@@ -167,17 +169,9 @@ def _title(source: str, beginnings: Iterable[str]) -> str:
     return f"{next(headings, '')} {indexed(stem)}".strip()
 
 
-def _is_stored(reader: StoreReader, key: bytes) -> bool:
-    return reader.get("chunks", key) is not None
-
-
 def _rows(db: sqlite3.Connection, where: str = "", *values: str) -> Iterator[tuple[IndexEntry, int]]:
     for i, *place in db.execute(f"SELECT id, {_PLACE} FROM places {where}", values):
         yield IndexEntry(*place), i
-
-
-def _column(db: sqlite3.Connection, query: str) -> list[bytes]:
-    return [bytes.fromhex(value) for (value,) in db.execute(query)]
 
 
 def _clean(name: str) -> str:

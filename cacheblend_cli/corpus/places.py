@@ -23,7 +23,7 @@ SENT, PUT = "(sent)/", "(put)/"
 def place_of(path: str) -> str:
     """Return the document name of a path as typed; "-" is stdin."""
     if path == STDIN:
-        return _stdin_of(Path.cwd())
+        return (project_folder() or text_of(os.getcwd())).rstrip("/") + _STDIN
     try:
         return text_of(os.path.realpath(path))
     except ValueError:  # not a valid path, but usable as a name
@@ -59,11 +59,6 @@ def on_disk(name: str) -> str | None:
     with suppress(ValueError):
         return next(filter(os.path.lexists, (name, os.fsdecode(_unescaped(name)))), None)
     return None
-
-
-def is_on_disk(name: str) -> bool:
-    """Return whether the document's path exists."""
-    return on_disk(name) is not None
 
 
 def is_below(name: str, folder: str) -> bool:
@@ -115,16 +110,12 @@ def landed(source: str) -> str:
     return place_of(source.removesuffix(_STDIN)) + _STDIN if is_stdin(source) else place_of(source)
 
 
-def project_folder(here: Path | None = None) -> str | None:
+def project_folder() -> str | None:
     """Return the nearest directory, here or above, with a cacheblend.toml or a .git; None if there is none."""
-    here = here or Path.cwd()
+    here = Path.cwd()
     found = (f for f in (here, *here.parents) if (f / FILE).is_file() or (f / ".git").exists())
     folder = next(found, None)
     return None if folder is None else text_of(str(folder))
-
-
-def _stdin_of(here: Path) -> str:
-    return (project_folder(here) or text_of(str(here))).rstrip("/") + _STDIN
 
 
 def _unescaped(name: str) -> bytes:

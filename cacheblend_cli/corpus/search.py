@@ -104,7 +104,7 @@ class Hit:
 class Found(NamedTuple):
     """Result of a search."""
 
-    hits: list[Hit]
+    hits: list[Hit]  # best first
     by: str  # "words", "meaning" or "both"
     num_cut: int = 0  # hits left out because their match is far below the best one's
 
@@ -119,13 +119,8 @@ def hits_cut_note(count: int) -> str:
     return f"{what} left out: far below the best match (-k {NUM_HITS} takes all)"
 
 
-def search(
-    store: ChunkStore,
-    query: str,
-    lookup: Lookup,
-    collections: Sequence[str] | None = None,
-) -> list[Hit]:
-    """Return the k best chunks in the scope for a free-text query, best first. A query without words has no hits.
+def search(store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[str] | None = None) -> Found:
+    """Find the k best chunks in the scope for a free-text query. A query without words has no hits. Thread-safe.
 
     A search covers the chunk's own text and the path and first heading of its document, because later paragraphs of a
     page seldom repeat its subject. It goes by words, by meaning or by both, see corpus/ranking.py.
@@ -133,15 +128,10 @@ def search(
     Each passage is found once, even if it is stored for several models or in several documents. Only the text of a
     document that was stored last is searched. If a document is stored in several contexts, the context of `lookup` is
     searched, else the first of document, neighbours, sink. With `lookup.expand`, the adjacent chunks follow after the k
-    hits. Thread-safe.
+    hits.
 
     collections: search only these; for a document in several of them, only the first.
     """
-    return find(store, query, lookup, collections).hits
-
-
-def find(store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[str] | None = None) -> Found:
-    """Return what `search` does, with the number of hits that `lookup.cut` leaves out."""
     with open_index(store) as db:
         query, before = query[:_QUERY_CHARACTERS], lookup.before[:_QUERY_CHARACTERS]
         asked = Query(query, before, lookup.embedder if lookup.by != "words" else None)
@@ -163,7 +153,7 @@ def find(store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[st
         for row in rows:
             match = words.of(row)[0] if words and not meaning else row.score
             hits.append(_hit(row, _snippet(db, row, words.terms if words else (), asked), match))
-        return Found(hits + list(_beside(db, rows, lookup.expand)), lookup.by, num_found - len(rows))
+        return Found([*hits, *_beside(db, rows, lookup.expand)], lookup.by, num_found - len(rows))
 
 
 def is_weak(hits: Sequence[Hit], by: str) -> bool:
@@ -251,7 +241,7 @@ def searchable(store: ChunkStore) -> list[str]:
 def look(store: ChunkStore, query: str, params: SearchParams, say: Callable[[str], None] | None = None) -> Found:
     """Search the scope. Raises NotFoundError if nothing is found."""
     lookup = Lookup.with_weights(params, say)
-    found = find(store, query, lookup)
+    found = search(store, query, lookup)
     if not found.hits:
         raise found_elsewhere(store, query, lookup) or NotFoundError(
             f"no stored chunk matches {query!r}", "try other words, or precompute more documents"
@@ -263,10 +253,10 @@ def found_elsewhere(
     store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[str] | None = None
 ) -> NotFoundError | None:
     """Return an error that says where hits were excluded (by score or scope), or None if the whole store has none."""
-    if lookup.min_score and (hits := search(store, query, replace(lookup, min_score=0.0), collections)):
+    if lookup.min_score and (hits := search(store, query, replace(lookup, min_score=0.0), collections).hits):
         best = f"the best hit has a score of {hits[0].score:.4g}, below --min-score {lookup.min_score:g}"
         return NotFoundError(best, "lower --min-score; cacheblend search shows the scores")
-    if search(store, query, Lookup(1), collections):
+    if search(store, query, Lookup(1), collections).hits:
         return NotFoundError("no match in these documents; other stored documents match", "search them too: --all")
     return None
 

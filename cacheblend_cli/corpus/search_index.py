@@ -8,7 +8,6 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from pathlib import Path
 
 from cacheblend_store import ChunkStore
 
@@ -76,7 +75,8 @@ def _up_to_date(store: ChunkStore) -> sqlite3.Connection:
     for _ in range(2):
         if not os.access(store.path, os.W_OK):
             break
-        db = _open(path)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        db = sqlite3.connect(path, timeout=_LOCKED_S, isolation_level=None)
         try:
             _refresh(db, store)
             return db
@@ -92,11 +92,6 @@ def _up_to_date(store: ChunkStore) -> sqlite3.Connection:
     db = sqlite3.connect(":memory:", isolation_level=None)
     _refresh(db, store)
     return db
-
-
-def _open(path: Path) -> sqlite3.Connection:
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-    return sqlite3.connect(path, timeout=_LOCKED_S, isolation_level=None)
 
 
 def _refresh(db: sqlite3.Connection, store: ChunkStore) -> None:

@@ -108,28 +108,18 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 OPERATIONS = {
-    "POST /v1/chat/completions": Operation(
-        "Answer a conversation", openai.chat, ChatBody, media=(JSON, EVENTS), session=True
-    ),
-    "POST /v1/completions": Operation(
-        "Continue a text", openai.completions, CompletionBody, media=(JSON, EVENTS), session=True
-    ),
+    "POST /v1/chat/completions": Operation("Answer a conversation", openai.chat, ChatBody, answers=EVENTS),
+    "POST /v1/completions": Operation("Continue a text", openai.completions, CompletionBody, answers=EVENTS),
     "POST /v1/search": Operation("Search the stored chunks", openai.search_chunks, SearchBody),
-    "PUT /v1/documents/{id:path}": Operation(
-        "Store a document", put_document, PutBody, (200, 201), (JSON, EVENTS), bytes_too=True
-    ),
+    "PUT /v1/documents/{id:path}": Operation("Store a document", put_document, PutBody, (200, 201), (JSON, EVENTS)),
     "GET /v1/documents": Operation("List the documents", list_documents),
     "GET /v1/documents/{id:path}": Operation("Read a document", read_document),
     "DELETE /v1/documents/{id:path}": Operation("Delete a document", delete_document),
     "POST /v1/embeddings": Operation("Embed texts", embedding_routes.embeddings, embedding_routes.EmbedBody),
     "GET /v1/models": Operation("List the models", openai.models),
     "GET /v1/models/{name:path}": Operation("Describe a model", openai.models),
-    "POST /api/chat": Operation(
-        "Answer a conversation (Ollama)", ollama.chat, OllamaChatBody, media=(JSON, LINES), session=True
-    ),
-    "POST /api/generate": Operation(
-        "Answer a prompt (Ollama)", ollama.generate, GenerateBody, media=(JSON, LINES), session=True
-    ),
+    "POST /api/chat": Operation("Answer a conversation (Ollama)", ollama.chat, OllamaChatBody, answers=LINES),
+    "POST /api/generate": Operation("Answer a prompt (Ollama)", ollama.generate, GenerateBody, answers=LINES),
     "POST /api/embed": Operation("Embed texts (Ollama)", ollama.embed, OllamaEmbedBody),
     "POST /api/embeddings": Operation("Embed a text (Ollama, older form)", ollama.embed_one, OldEmbedBody),
     "POST /api/show": Operation("Describe a model (Ollama)", ollama.show, ShowBody),

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Collection, Mapping
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend_cli.server.api_errors import OLLAMA, ApiError, server_stopping
 from cacheblend_cli.server.server_state import ServerState
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 _BODIES = 8
 """Number of bodies of the maximum size that may be in memory at once."""
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -23,15 +20,14 @@ class AuthMiddleware:
     is_owner: all requests are by the user who runs the server: no key needed, the store's own tenant.
     """
 
-    def __init__(self, app: App, state: ServerState, *, is_owner: bool = False) -> None:
+    def __init__(self, app: ASGIApp, state: ServerState, *, is_owner: bool = False) -> None:
         self._app, self._state, self._is_owner = app, state, is_owner
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = 500
-        size = 0
+        status, size = 500, 0
 
         async def receive_counted() -> Message:
             nonlocal size
@@ -65,7 +61,7 @@ class AuthMiddleware:
             route = getattr(scope.get("route"), "path", "(none)")
             self._state.metrics.request(route, status)
 
-    def _check(self, scope: Message) -> None:
+    def _check(self, scope: Scope) -> None:
         """Raises ApiError."""
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         # proxies may disagree on where the body ends
@@ -100,7 +96,9 @@ def _check_site(headers: Mapping[str, str], names: Collection[str]) -> None:
     Origins with other schemes are local programs, such as browser extensions. Raises ApiError.
     """
     host = headers.get("host", "").lower()
-    if (name := _without_port(host)) not in names:
+    before, colon, port = host.rpartition(":")
+    name = before if colon and port.isdigit() else host
+    if name not in names:
         raise ApiError(403, f"host name not allowed: {name[:80]!r}", code="host_refused")
     origin = headers.get("origin", "").lower()
     if origin == "null" or (origin.startswith(("http://", "https://")) and origin.partition("://")[2] != host):
@@ -109,8 +107,3 @@ def _check_site(headers: Mapping[str, str], names: Collection[str]) -> None:
 
 def _needs_key(path: str) -> bool:
     return path.startswith(("/v1/", OLLAMA)) or path == "/mcp"
-
-
-def _without_port(host: str) -> str:
-    name, colon, port = host.rpartition(":")
-    return (name if colon and port.isdigit() else host).lower()

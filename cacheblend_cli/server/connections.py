@@ -44,13 +44,10 @@ class LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self._is_tcp and self._num_tcp > self._limits.connections:
+        num_tcp = sum(isinstance(one, LimitedProtocol) and one._is_tcp for one in self.connections)
+        if self._is_tcp and num_tcp > self._limits.connections:
             transport.write(_refusal())
             transport.close()
-
-    @property
-    def _num_tcp(self) -> int:
-        return sum(isinstance(one, LimitedProtocol) and one._is_tcp for one in self.connections)
 
     @property
     def _is_tcp(self) -> bool:

@@ -98,9 +98,8 @@ def search(state: ServerState, query: str, k: int, tenant: Tenant) -> list[dict[
     """Return the tenant's best chunks for a query as JSON objects."""
     store, collections = state.store, state.engine.usable(state.store, tenant.salt)
     found, citations = [], Citations(store)
-    for hit in search_store(
-        store, query, Lookup.with_weights(SearchParams.of(replace(state.settings, top_k=k))), collections
-    ):
+    lookup = Lookup.with_weights(SearchParams.of(replace(state.settings, top_k=k)))
+    for hit in search_store(store, query, lookup, collections).hits:
         manifest = store.undamaged(hit.key)
         cited = [c for c in citations.all_of(manifest) if c.name == hit.source] if manifest else []
         found.append(

@@ -49,7 +49,8 @@ async def put_document(request: Request, state: ServerState) -> Response:
     tenant = tenant_of(request)
     name = put_name(tenant.name, document_id)
     if media_type(request) in _SUFFIXES:
-        data, file_name, title = await raw_body(request), _file_name(document_id, media_type(request)), ""
+        data, suffix = await raw_body(request), _SUFFIXES[media_type(request)]
+        file_name = f"document{suffix}" if suffix else PurePosixPath(document_id).name
         async with state.converting:
             document = await state.in_pool(lambda: _convert(name, file_name, data))
         title = document.layout.title
@@ -68,11 +69,6 @@ async def put_document(request: Request, state: ServerState) -> Response:
     async for _ in _steps(state, putting):
         pass
     return JSONResponse(_put_record(putting, document_id, title), 201 if putting.is_new else 200)
-
-
-def _file_name(document_id: str, media: str) -> str:
-    suffix = _SUFFIXES[media]
-    return f"document{suffix}" if suffix else PurePosixPath(document_id).name
 
 
 def _convert(name: str, file_name: str, data: bytes) -> Document:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
+from starlette.types import Message, Receive, Scope, Send
 
 from cacheblend_cli.extras import install_hint
 from cacheblend_cli.server.api_errors import ApiError
 from cacheblend_cli.server.http import disconnected, raw_body
 from cacheblend_cli.server.server_state import ServerState, first_of
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 PATH = "/mcp"
 
 
@@ -28,7 +24,7 @@ class McpRoute:
     def __init__(self, state: ServerState) -> None:
         self._state = state
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one message of the protocol. Raises ApiError if the extra is not installed."""
         if find_spec("mcp") is None:
             raise ApiError(501, f"MCP is not installed on this server ({install_hint('mcp')})", code="mcp_missing")
@@ -36,7 +32,7 @@ class McpRoute:
         body = await raw_body(Request(scope, receive))
         await first_of(self._answer(scope, body, send), disconnected(receive))
 
-    async def _answer(self, scope: Message, body: bytes, send: Send) -> None:
+    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
         import httpx2
         from mcp.server.transport_security import TransportSecuritySettings
 

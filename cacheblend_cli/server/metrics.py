@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from cacheblend_store.tier.shared import SharedTier
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -53,9 +53,9 @@ class Metrics:
 
     def __init__(self, stats: Callable[[], EngineStats], tier: SharedTier | None = None) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Stats(stats))
+        self._registry.register(_Counts(lambda: _of_engine(stats())))
         if tier is not None:
-            self._registry.register(_Tier(tier))
+            self._registry.register(_Counts(lambda: _of_tier(tier)))
         self._requests = Counter(
             "cacheblend_requests", "Requests by route and status", ["route", "status"], registry=self._registry
         )
@@ -89,46 +89,39 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class _Tier(Collector):
-    """Collector of the shared tier's counters."""
+class _Counts(Collector):
+    """Collector of metrics that are counted elsewhere."""
 
-    def __init__(self, tier: SharedTier) -> None:
-        self._tier = tier
-
-    def collect(self) -> Iterable[Metric]:
-        counts = self._tier.counts
-        for name, text in _TIER_COUNTERS.items():
-            yield CounterMetricFamily(f"cacheblend_tier_{name}", text, value=getattr(counts, name))
-        yield CounterMetricFamily("cacheblend_tier_read_seconds", "Total time of reads", value=counts.read_s)
-        for name, text, value in (
-            ("resting", "1 while the tier is paused after failures", float(self._tier.resting)),
-            ("waiting", "Chunks waiting to be written", float(self._tier.unput)),
-            ("latency_seconds", "Time to look up a chunk", self._tier.latency_s),
-            ("bytes_per_second", "Read throughput of recent prompts' KV", self._tier.bytes_per_s),
-        ):
-            yield GaugeMetricFamily(f"cacheblend_tier_{name}", text, value=value)
-
-
-class _Stats(Collector):
-    """Collector of the engine's counters."""
-
-    def __init__(self, stats: Callable[[], EngineStats]) -> None:
-        self._stats = stats
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self._collect = collect
 
     def collect(self) -> Iterable[Metric]:
-        stats = self._stats()
-        for name, help_text in _GAUGES.items():
-            yield GaugeMetricFamily(f"cacheblend_{name}", help_text, value=getattr(stats, name))
-        for name, help_text in _COUNTERS.items():
-            yield CounterMetricFamily(f"cacheblend_{name}", help_text, value=getattr(stats, name))
-        yield CounterMetricFamily("cacheblend_stall_seconds", "Time spent waiting for KV to load", value=stats.stall_s)
-        blocks = GaugeMetricFamily("cacheblend_blocks", "Blocks of the KV pool by state", labels=["state"])
-        for state in ("free", "used", "cached"):
-            blocks.add_metric([state], getattr(stats, f"blocks_{state}"))
-        yield blocks
-        blocks_all = stats.blocks_free + stats.blocks_used + stats.blocks_cached
-        usage = GaugeMetricFamily(
-            "cacheblend_pool_usage_ratio", "Share of KV pool blocks held by running requests, 0 to 1"
-        )
-        usage.add_metric([], stats.blocks_used / blocks_all if blocks_all else 0.0)
-        yield usage
+        return self._collect()
+
+
+def _of_tier(tier: SharedTier) -> Iterator[Metric]:
+    for name, text in _TIER_COUNTERS.items():
+        yield CounterMetricFamily(f"cacheblend_tier_{name}", text, value=getattr(tier.counts, name))
+    yield CounterMetricFamily("cacheblend_tier_read_seconds", "Total time of reads", value=tier.counts.read_s)
+    for name, text, value in (
+        ("resting", "1 while the tier is paused after failures", float(tier.resting)),
+        ("waiting", "Chunks waiting to be written", float(tier.unput)),
+        ("latency_seconds", "Time to look up a chunk", tier.latency_s),
+        ("bytes_per_second", "Read throughput of recent prompts' KV", tier.bytes_per_s),
+    ):
+        yield GaugeMetricFamily(f"cacheblend_tier_{name}", text, value=value)
+
+
+def _of_engine(stats: EngineStats) -> Iterator[Metric]:
+    for name, text in _GAUGES.items():
+        yield GaugeMetricFamily(f"cacheblend_{name}", text, value=getattr(stats, name))
+    for name, text in _COUNTERS.items():
+        yield CounterMetricFamily(f"cacheblend_{name}", text, value=getattr(stats, name))
+    yield CounterMetricFamily("cacheblend_stall_seconds", "Time spent waiting for KV to load", value=stats.stall_s)
+    blocks = GaugeMetricFamily("cacheblend_blocks", "Blocks of the KV pool by state", labels=["state"])
+    for state in ("free", "used", "cached"):
+        blocks.add_metric([state], getattr(stats, f"blocks_{state}"))
+    yield blocks
+    usage = stats.blocks_used / max(1, stats.blocks_free + stats.blocks_used + stats.blocks_cached)
+    text = "Share of KV pool blocks held by running requests, 0 to 1"
+    yield GaugeMetricFamily("cacheblend_pool_usage_ratio", text, value=usage)

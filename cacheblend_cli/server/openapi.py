@@ -15,6 +15,7 @@ from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.version import __version__
 
 Handler = Callable[[Request, ServerState], Awaitable[Response]]
+_DESCRIPTION = "The OpenAI and Ollama APIs over stored chunks."
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,8 @@ class Operation:
     handler: Handler
     body: type[msgspec.Struct] | None = None
     statuses: tuple[int, ...] = (200,)  # of successful responses
-    media: tuple[str, ...] = (JSON,)  # media types of the response; the second one is for streams
-    bytes_too: bool = False  # the body may also be the bytes of a file
-    session: bool = False  # request and response have the header X-Session-ID
+    media: tuple[str, ...] = (JSON,)  # media types of the response
+    answers: str = ""  # media type of streamed answers; request and response then have the header X-Session-ID
 
 
 def openapi(operations: Mapping[str, Operation]) -> dict[str, Any]:
@@ -40,11 +40,7 @@ def openapi(operations: Mapping[str, Operation]) -> dict[str, Any]:
         paths.setdefault(path, {})[method.lower()] = _path_item(path, operation)
     return {
         "openapi": "3.1.0",
-        "info": {
-            "title": "cacheblend",
-            "version": __version__,
-            "description": "The OpenAI and Ollama APIs over stored chunks.",
-        },
+        "info": {"title": "cacheblend", "version": __version__, "description": _DESCRIPTION},
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],
@@ -52,8 +48,9 @@ def openapi(operations: Mapping[str, Operation]) -> dict[str, Any]:
 
 
 def _path_item(path: str, operation: Operation) -> dict[str, Any]:
+    media = (*operation.media, operation.answers) if operation.answers else operation.media
     responses: dict[str, dict[str, Any]] = {
-        str(status): {"description": "Response", "content": {media: {} for media in operation.media}}
+        str(status): {"description": "Response", "content": {kind: {} for kind in media}}
         for status in operation.statuses
     }
     responses["default"] = {"description": "Error", "content": {JSON: {}}}
@@ -62,16 +59,13 @@ def _path_item(path: str, operation: Operation) -> dict[str, Any]:
         if f"{{{name}}}" in path:
             schema = {"type": "string", "minLength": 1, "maxLength": 256}
             item["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema}]
-    if operation.session:
-        header = {
-            "description": "Requests with the same value go to the same replica",
-            "schema": {"type": "string"},
-        }
+    if operation.answers:
+        header = {"description": "Requests with the same value go to the same replica", "schema": {"type": "string"}}
         item["parameters"] = [{"name": SESSION, "in": "header", **header}]
         responses["200"]["headers"] = {SESSION: header}
     if operation.body is not None:
         content: dict[str, Any] = {JSON: {"schema": {"$ref": f"#/components/schemas/{operation.body.__name__}"}}}
-        if operation.bytes_too:
+        if 201 in operation.statuses:  # a document, or the bytes of a file
             content["application/octet-stream"] = {}
         item["requestBody"] = {"required": True, "content": content}
     return item

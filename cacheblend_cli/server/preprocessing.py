@@ -44,24 +44,21 @@ class ParsedRequest:
     sampling: SamplingParams
     history: tuple[str, ...] = ()
     system: str | None = None
-    raw: bool = False  # without the chat template
+    passages: Sequence[MessagePassage] | None = None  # extracted from the messages; None if not looked for
     # all chunks are passages of the messages, which contain their own instructions: omit the default wording
     passages_only: bool = False
+    raw: bool = False  # without the chat template
 
 
 def parse_chat(
     state: ServerState, body: AskBody, tenant: Tenant, messages: Sequence[Message], sampling: SamplingParams
-) -> tuple[ParsedRequest, list[MessagePassage] | None]:
-    """Return the request of a chat's messages, and the passages extracted from them (None if not looked for).
-
-    Raises ApiError, PromptTooLong.
-    """
+) -> ParsedRequest:
+    """Return the request of a chat's messages. Raises ApiError, PromptTooLong."""
     extracted = extract_passages(state, body, messages)
     turns = read_messages(extracted.messages)
-    parsed = ParsedRequest(
-        body, tenant, turns.question, sampling, turns.history, turns.system, passages_only=extracted.passages_only
+    return ParsedRequest(
+        body, tenant, turns.question, sampling, turns.history, turns.system, extracted.passages, extracted.passages_only
     )
-    return parsed, extracted.passages
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.text_files import read_text
 
 _NAMED = re.compile(r"([A-Za-z][\w.-]{0,63}):(.+)")
 _LEAST = 8  # characters of a key
@@ -65,18 +66,9 @@ class Keyring:
 
 
 def read_keys(keys: Sequence[str], file: Path | None) -> list[str]:
-    """Read API keys from the command line and from a file, one per line. Raises NotFoundError if the file cannot be
-    read."""
-    found = list(keys)
-    if file is not None:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise NotFoundError(
-                f"{file} cannot be read: {error}", "the file must contain one API key per line"
-            ) from error
-        found += [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    return found
+    """Return the API keys of the command line and of a file, one per line. Raises NotFoundError, UsageError."""
+    lines = [] if file is None else read_text(file).splitlines()
+    return [*keys, *(line.strip() for line in lines if line.strip() and not line.startswith("#"))]
 
 
 def _digest(key: str) -> bytes:

@@ -28,7 +28,6 @@ def _quiet_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(file_state, "_RACY_NS", 0)
     yield
     file_state._reader.cache_clear()
-    file_state._reader_of_suffix.cache_clear()
 
 
 @pytest.fixture
@@ -209,7 +208,6 @@ def test_other_settings_cut_again_and_an_other_converter_reads_again(
     assert again(cli, read, "docs")[0] == []
     monkeypatch.setattr(file_state, "READ_VERSION", 0)
     file_state._reader.cache_clear()
-    file_state._reader_of_suffix.cache_clear()
     assert again(cli, read, "docs")[0] == ["alpha.md", "beta.md"]
     assert again(cli, read, "docs")[0] == []
 

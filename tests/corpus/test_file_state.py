@@ -76,4 +76,3 @@ def test_files_are_read_again_by_other_code(monkeypatch: pytest.MonkeyPatch) -> 
 
 def _forget() -> None:
     file_state._reader.cache_clear()
-    file_state._reader_of_suffix.cache_clear()

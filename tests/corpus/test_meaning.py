@@ -20,7 +20,7 @@ from stored_texts import forget, put_document
 
 from cacheblend_cli.corpus import embedding
 from cacheblend_cli.corpus.embedding import Embedder, find_embedder
-from cacheblend_cli.corpus.search import Lookup, find, is_weak, search
+from cacheblend_cli.corpus.search import Lookup, is_weak, search
 from cacheblend_cli.demo import office_dir
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.settings import Settings
@@ -61,7 +61,7 @@ def store(tmp_path: Path) -> Iterator[ChunkStore]:
 
 
 def found(store: ChunkStore, query: str, how: Lookup) -> list[str]:
-    return [f"{Path(h.source).stem}#{h.index}" for h in search(store, query, how)]
+    return [f"{Path(h.source).stem}#{h.index}" for h in search(store, query, how).hits]
 
 
 def test_what_is_said_in_other_words_is_found(store: ChunkStore) -> None:
@@ -74,7 +74,7 @@ def test_what_is_said_in_other_words_is_found(store: ChunkStore) -> None:
 
 def test_two_rankings_are_fused_and_a_hit_of_both_is_first(store: ChunkStore) -> None:
     put_document(store, "/docs/more.md", "A trip, money and a trip. ")
-    hits = search(store, "money trip", BOTH)
+    hits = search(store, "money trip", BOTH).hits
     assert Path(hits[0].source).stem == "more"
     assert hits[0].score == pytest.approx(1.0)  # it has all the words and all of the meaning
     assert [h.score for h in hits] == sorted((h.score for h in hits), reverse=True)
@@ -91,7 +91,7 @@ def test_a_clear_win_by_words_outweighs_a_better_rank_by_meaning(store: ChunkSto
 def test_of_equal_scores_the_better_word_match_is_first(store: ChunkStore) -> None:
     put_document(store, "/docs/a.md", "Zebra and " + "many other things " * 20)
     put_document(store, "/docs/b.md", "Zebra. ")
-    hits = search(store, "zebra", BOTH)
+    hits = search(store, "zebra", BOTH).hits
     assert [Path(h.source).stem for h in hits] == ["b", "a"]
     assert hits[0].score == hits[1].score
 
@@ -100,7 +100,7 @@ def test_hits_far_below_the_best_one_are_left_out(store: ChunkStore) -> None:
     put_document(store, "/docs/more.md", "A trip, money and a trip. ", "Then home. ")
     put_document(store, "/docs/near.md", "Money for travel. ")
     for lookup in (BOTH, replace(BOTH, expand=1)):
-        every, cut = find(store, "money trip", lookup), find(store, "money trip", replace(lookup, cut=True))
+        every, cut = search(store, "money trip", lookup), search(store, "money trip", replace(lookup, cut=True))
         names = [Path(hit.source).stem for hit in cut.hits if not hit.beside]
         assert names == ["more", "near"]  # staff#0 has the meaning alone: 0.4 of 1
         assert every.hits[0] == cut.hits[0]
@@ -108,7 +108,7 @@ def test_hits_far_below_the_best_one_are_left_out(store: ChunkStore) -> None:
         assert cut.num_cut == sum(not hit.beside for hit in every.hits) - 2 >= 1
         assert {hit.source for hit in cut.hits if hit.beside} <= {"/docs/more.md"}
     words = Lookup(9, cut=True)
-    assert find(store, "money trip", words) == find(store, "money trip", Lookup(9))
+    assert search(store, "money trip", words) == search(store, "money trip", Lookup(9))
 
 
 def test_a_number_that_is_set_is_the_number_of_hits() -> None:
@@ -129,7 +129,7 @@ def test_what_was_said_before_finds_documents_and_the_question_counts_more(store
 @pytest.mark.parametrize(("question", "weak"), [("Reimbursed travel?", False), ("Capital of Mongolia?", True)])
 @pytest.mark.parametrize("how", [Lookup(9), MEANING, BOTH])
 def test_weak_matches_are_told_from_good_ones(store: ChunkStore, how: Lookup, question: str, weak: bool) -> None:
-    assert is_weak(search(store, question, how), how.by if how.embedder else "words") == weak
+    assert is_weak(search(store, question, how).hits, how.by if how.embedder else "words") == weak
 
 
 def test_threads_search_and_embed_at_the_same_time(store: ChunkStore) -> None:
@@ -157,7 +157,7 @@ def test_the_vectors_follow_the_texts_and_the_weights(store: ChunkStore) -> None
 
 
 def test_what_was_evicted_is_still_found(store: ChunkStore) -> None:
-    [hit] = search(store, "voyage", MEANING)
+    [hit] = search(store, "voyage", MEANING).hits
     assert store.evict_chunks([hit.key]) == 1
     assert found(store, "voyage", MEANING) == ["staff#0"]
 
@@ -166,7 +166,7 @@ def test_hits_below_a_score_are_left_out_and_neighbours_come_with_a_hit(store: C
     least = Lookup(9, by="meaning", embedder=MEANING.embedder, min_score=0.9)
     assert found(store, "money", least) == []
     assert found(store, "money trip", least) == ["staff#0"]
-    beside = search(store, "norway", Lookup(9, expand=1))
+    beside = search(store, "norway", Lookup(9, expand=1)).hits
     assert [(h.index, h.beside) for h in beside] == [(2, False), (1, True)]
     assert beside[1].snippet == "Forms are here."
     assert found(store, "norway", Lookup(9, expand=5)) == ["staff#2", "staff#1", "staff#0"]
@@ -305,7 +305,7 @@ def test_a_directory_of_sentence_transformers_is_read(tmp_path: Path, store: Chu
     assert len(digests) == len(ways)
     assert embedder is not None
     assert embedder.embed(["money " * 99]).shape == (1, 16)  # longer than its context
-    assert len(search(store, "food", Lookup(9, by="meaning", embedder=embedder))) > 0
+    assert len(search(store, "food", Lookup(9, by="meaning", embedder=embedder)).hits) > 0
 
 
 def test_what_of_sentence_transformers_is_not_read_is_named(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def store(tmp_path: Path) -> Iterator[ChunkStore]:
 
 
 def found(store: ChunkStore, query: str, k: int = 10) -> list[str]:
-    return [f"{Path(h.source).stem}#{h.index}" for h in search(store, query, Lookup(k))]
+    return [f"{Path(h.source).stem}#{h.index}" for h in search(store, query, Lookup(k)).hits]
 
 
 def test_a_page_is_found_by_its_title_though_its_paragraphs_do_not_name_it(store: ChunkStore) -> None:
@@ -68,11 +68,11 @@ def test_any_text_is_a_query(store: ChunkStore, query: str) -> None:
 
 def test_a_query_without_words_finds_nothing(store: ChunkStore) -> None:
     assert query_terms("?! ...") == []
-    assert search(store, "?! ...", Lookup(5)) == []
+    assert search(store, "?! ...", Lookup(5)).hits == []
 
 
 def test_k_bounds_the_hits_and_the_snippet_is_one_line(store: ChunkStore) -> None:
-    [hit] = search(store, "Bergen", Lookup(1))
+    [hit] = search(store, "Bergen", Lookup(1)).hits
     assert hit.snippet == "She lives in Bergen, and the canteen closes at five."
     assert hit.score > 0
     assert store.resolve(hit.id[:12]) == hit.key
@@ -87,7 +87,7 @@ def test_the_index_follows_the_store(store: ChunkStore) -> None:
     assert found(store, "harbor") == ["faq#0", "faq#1"]
     forget(store, "one", "/docs/faq.md")
     assert found(store, "canteen") == ["mara-lind#1"]
-    store.remove_chunks([search(store, "canteen", Lookup(1))[0].key])
+    store.remove_chunks([search(store, "canteen", Lookup(1)).hits[0].key])
     assert found(store, "canteen") == []
     assert found(store, "Mara Lind") == ["mara-lind#0", "mara-lind#2"]
 
@@ -102,26 +102,26 @@ def test_a_new_title_reaches_the_paragraphs_that_did_not_change(store: ChunkStor
 def test_a_moved_document_is_found_under_its_new_name(store: ChunkStore) -> None:
     put(store, "/docs/billing.md", "# Jonas Berg\n\nJonas leads billing.\n\n", "He lives in Oslo.\n")
     forget(store, "one", "/docs/jonas-berg.md")
-    assert {h.source for h in search(store, "Oslo", Lookup(5))} == {"/docs/billing.md"}
+    assert {h.source for h in search(store, "Oslo", Lookup(5)).hits} == {"/docs/billing.md"}
 
 
 def test_what_is_stored_twice_is_found_once(store: ChunkStore) -> None:
     put(store, "/docs/copy.md", "The canteen opens at nine.\n")
     put(store, "/docs/faq.md", "The canteen opens at nine.\n", collection="two")
-    assert len(search(store, "nine", Lookup(9))) == 1
-    [hit] = search(store, "nine", Lookup(9), collections=["two"])
+    assert len(search(store, "nine", Lookup(9)).hits) == 1
+    [hit] = search(store, "nine", Lookup(9), collections=["two"]).hits
     manifest = store.get_chunk(hit.key)
     assert manifest is not None
     assert manifest.collection == "two"
     for word in ("ten", "noon", "dusk", "dawn", "midnight", "Monday"):  # whichever of the keys comes first
         for source, collection in (("copy", "one"), ("faq", "one"), ("faq", "two")):
             put(store, f"/docs/{source}-{word}.md", f"The canteen opens at {word}.\n", collection=collection)
-        assert len(search(store, word, Lookup(9))) == 1
+        assert len(search(store, word, Lookup(9)).hits) == 1
 
 
 def test_scripts_without_spaces(store: ChunkStore) -> None:
     put(store, "/docs/kyoto.md", "京都の図書館は九時に開きます。\n")
-    [hit] = search(store, "図書館はいつ開く", Lookup(1))
+    [hit] = search(store, "図書館はいつ開く", Lookup(1)).hits
     assert hit.source == "/docs/kyoto.md"
     assert "図書館" in hit.snippet
 
@@ -133,13 +133,13 @@ def test_ligatures_and_full_width_letters_are_the_letters_they_stand_for(store: 
         "# The Oﬀice\n\nThe rent of the oﬃce is \uff15\uff10\uff10 EUR, of 12\u00a0m², under Daten\u00adschutz.\n",
     )
     for query in ("office", "\uff4f\uff46fice", "500", "m2", "Datenschutz", "oﬃce"):
-        [hit] = search(store, query, Lookup(1))
+        [hit] = search(store, query, Lookup(1)).hits
         assert hit.source == "/docs/lease.md"
         assert "office" in hit.snippet
 
 
 def test_a_refresh_reads_only_the_chunks_that_changed(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    loose = [store.get_chunk(hit.key) for hit in search(store, "canteen", Lookup(9))]
+    loose = [store.get_chunk(hit.key) for hit in search(store, "canteen", Lookup(9)).hits]
     store.put_documents((), [document_key("one", "/docs/jonas-berg.md")])
     store.put_records([replace(m, key=bytes([i]) * 20, source=f"(sent)/{i}") for i, m in enumerate(loose) if m])
     found(store, "canteen")
@@ -230,7 +230,7 @@ def test_several_processes_search_while_the_store_changes(store: ChunkStore) -> 
     code = (
         "import sys; from cacheblend_store import ChunkStore; from cacheblend_cli.corpus.search import Lookup, search\n"
         "with ChunkStore.open(sys.argv[1]) as s:\n"
-        "    for _ in range(20): assert len(search(s, 'canteen', Lookup(50))) >= 2"
+        "    for _ in range(20): assert len(search(s, 'canteen', Lookup(50)).hits) >= 2"
     )
     readers = [
         subprocess.Popen([sys.executable, "-c", code, str(store.path)], stderr=subprocess.PIPE) for _ in range(3)

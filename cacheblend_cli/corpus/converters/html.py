@@ -78,7 +78,7 @@ def _blocks(node: LexborNode, depth: int) -> Iterator[str]:
         tag = child.tag or ""
         if tag == "br":
             inline.append("\n")
-        elif tag in _BLOCKS or (depth < _DEEPEST and _has_block(child)):
+        elif tag in _BLOCKS or (depth < _DEEPEST and any((inner.tag or "") in _BLOCKS for inner in child.css("*"))):
             yield _inline(inline)
             inline = []
             yield from _block(child, tag, depth + 1)
@@ -119,22 +119,13 @@ def _rows(table: LexborNode) -> Iterator[str]:
     yield "\n"
 
 
-def _has_block(node: LexborNode) -> bool:
-    """Return whether an inline element such as <a> or <span> contains blocks."""
-    return any((inner.tag or "") in _BLOCKS for inner in node.css("*"))
-
-
 def _spans(node: LexborNode, tag: str) -> str:
     text = node.text()
     return f"`{text}`" if tag in ("code", "kbd", "samp") and text.strip() and "`" not in text else text
 
 
 def _inline(parts: list[str]) -> str:
-    lines = (" ".join(line.split()) for line in _collapsed(parts).split("\0"))
-    text = "\n".join(lines).strip("\n")
+    """Join inline parts. Line ends of the source become blanks; only the part "\\n" (<br>) ends a line."""
+    joined = "".join("\0" if part == "\n" else part.replace("\n", " ").replace("\0", " ") for part in parts)
+    text = "\n".join(" ".join(line.split()) for line in joined.split("\0")).strip("\n")
     return text + "\n\n" if text.strip() else ""
-
-
-def _collapsed(parts: list[str]) -> str:
-    """Join inline parts. Line ends of the source become blanks; <br> becomes "\\0"."""
-    return "".join("\0" if part == "\n" else part.replace("\n", " ").replace("\0", " ") for part in parts)

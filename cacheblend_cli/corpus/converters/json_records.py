@@ -60,7 +60,8 @@ def _record_text(record: Mapping[str, Any]) -> str:
     """Return the title as a heading, and the text. A record without text gives all its fields."""
     text, title = _field(record, _TEXT), _field(record, _TITLE)
     if not text:
-        return "\n".join(f"{name}: {_plain(value)}" for name, value in record.items())
+        plain = {n: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for n, v in record.items()}
+        return "\n".join(f"{name}: {value}" for name, value in plain.items())
     return f"# {' '.join(title.split())}\n\n{text}" if title else text
 
 
@@ -72,7 +73,3 @@ def _part(record: Mapping[str, Any]) -> str:
 def _field(record: Mapping[str, Any], names: tuple[str, ...]) -> str:
     """Return the first non-blank text field among `names`, else ""."""
     return next((record[n] for n in names if isinstance(record.get(n), str) and record[n].strip()), "")
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -34,12 +34,8 @@ def from_docx(data: bytes) -> Converted:
         import mammoth
 
         opened(data, what)
-        html = mammoth.convert_to_html(io.BytesIO(data), convert_image=_no_image).value
+        html = mammoth.convert_to_html(io.BytesIO(data), convert_image=lambda image: []).value
     return html_text(f"<body>{html}</body>")
-
-
-def _no_image(image: Any) -> list[Any]:
-    return []
 
 
 def from_pptx(data: bytes) -> Converted:

@@ -10,7 +10,7 @@ from functools import partial
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.collect.collector import PlannedChunk
-from cacheblend_cli.corpus.search import WEAK, Hit, Lookup, find, found_elsewhere
+from cacheblend_cli.corpus.search import WEAK, Hit, Lookup, found_elsewhere, search
 from cacheblend_cli.engine.request.chunks import dated, in_stored_codec
 from cacheblend_cli.engine.request.stored_chunks import StoredChunks
 from cacheblend_cli.engine.runtime import Runtime, Say
@@ -54,7 +54,7 @@ def retrieve(
     query = lookup.query or ask.question
     if not lookup.query:
         lookup = replace(lookup, before=" ".join(ask.history[-2:]))  # the last question and its answer
-    found = find(store, query, lookup, collections)
+    found = search(store, query, lookup, collections)
     hits = found.hits
     if not hits:
         own = runtime.collection(ask.salt, day=ask.day)

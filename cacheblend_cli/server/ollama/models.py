@@ -30,7 +30,7 @@ def is_named(own: str, name: str) -> bool:
 def check(state: ServerState, name: str) -> None:
     """Raises ApiError if the name is not that of the language model."""
     if not is_named(state.model, name):
-        raise _unknown(name)
+        raise ApiError(404, f"model {name[:80]!r} not found", param="model", code="model_not_found")
 
 
 def list_models(state: ServerState) -> list[dict[str, Any]]:
@@ -60,30 +60,24 @@ def show(state: ServerState, name: str) -> dict[str, Any]:
 
 def _language_model(state: ServerState) -> dict[str, Any]:
     model = state.engine.model
-    family = str(state.engine.model.decoder.spec.config.get("model_type") or "")
+    family = str(model.decoder.spec.config.get("model_type") or "")
     dtype = str(model.decoder.dtype).removeprefix("torch.")
-    details = {
-        "parent_model": "",
-        "format": "gguf" if is_converted(model.path) else "safetensors",
-        "family": family,
-        "families": [family],
-        "parameter_size": _count(model.decoder.num_parameters),
-        "quantization_level": "INT8" if model.weight_dtype == "int8" else _LEVELS.get(dtype, dtype),
-    }
+    level = "INT8" if model.weight_dtype == "int8" else _LEVELS.get(dtype, dtype)
+    kind, count = "gguf" if is_converted(model.path) else "safetensors", model.decoder.num_parameters
+    parameters = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
     size = sum(file.stat().st_size for file in checkpoint_files(model.path))
-    return _entry(state, state.model, size, model.fingerprint, details)
+    return _entry(state, state.model, size, model.fingerprint, _details(family, kind, parameters, level))
 
 
 def _embedding_model(state: ServerState, own: Embedder) -> dict[str, Any]:
-    details = {
-        "parent_model": "",
-        "format": "safetensors",
-        "family": "embedding",
-        "families": ["embedding"],
-        "parameter_size": "",
-        "quantization_level": "",
-    }
-    return _entry(state, name_of(state), 0, own.digest, details)
+    return _entry(state, name_of(state), 0, own.digest, _details("embedding", "safetensors"))
+
+
+def _details(family: str, kind: str, parameters: str = "", level: str = "") -> dict[str, Any]:
+    return {
+        "parent_model": "", "format": kind, "family": family, "families": [family], "parameter_size": parameters,
+        "quantization_level": level,
+    }  # fmt: skip
 
 
 def _entry(state: ServerState, name: str, size: int, digest: str, details: dict[str, Any]) -> dict[str, Any]:
@@ -99,7 +93,6 @@ def _entry(state: ServerState, name: str, size: int, digest: str, details: dict[
 
 
 def _show(state: ServerState, model: dict[str, Any]) -> dict[str, Any]:
-    """Return the details of the language model. template: its Jinja source."""
     engine, sampling = state.engine, state.sampling
     spec, family = engine.model.decoder.spec, model["details"]["family"]
     defaults = {
@@ -116,15 +109,8 @@ def _show(state: ServerState, model: dict[str, Any]) -> dict[str, Any]:
         f"{family}.attention.head_count_kv": spec.num_kv_heads,
         f"{family}.vocab_size": spec.vocab_size,
     }
-    return {
-        "modelfile": "\n".join([f"FROM {model['name']}", *(f"PARAMETER {k} {v}" for k, v in defaults.items())]),
-        "parameters": "\n".join(f"{name:<30} {value}" for name, value in defaults.items()),
-        "template": engine.model.tokenizer.template_source or "",
-        "details": model["details"],
-        "model_info": info,
-        "capabilities": ["completion", "thinking"] if engine.template.may_reason else ["completion"],
-        "modified_at": model["modified_at"],
-    }
+    capabilities = ["completion", "thinking"] if engine.template.may_reason else ["completion"]
+    return _shown(model, info, capabilities, defaults, engine.model.tokenizer.template_source or "")
 
 
 def _show_embedding(model: dict[str, Any], own: Embedder) -> dict[str, Any]:
@@ -133,21 +119,19 @@ def _show_embedding(model: dict[str, Any], own: Embedder) -> dict[str, Any]:
         "embedding.embedding_length": own.dim,
         "embedding.context_length": own.most_tokens,
     }
+    return _shown(model, info, ["embedding"], {})
+
+
+def _shown(
+    model: dict[str, Any], info: dict[str, Any], capabilities: list[str], defaults: dict[str, Any], template: str = ""
+) -> dict[str, Any]:
+    """Return the description of a model. defaults: sampling parameters. template: Jinja source."""
     return {
-        "modelfile": f"FROM {model['name']}",
-        "parameters": "",
-        "template": "",
+        "modelfile": "\n".join([f"FROM {model['name']}", *(f"PARAMETER {k} {v}" for k, v in defaults.items())]),
+        "parameters": "\n".join(f"{name:<30} {value}" for name, value in defaults.items()),
+        "template": template,
         "details": model["details"],
         "model_info": info,
-        "capabilities": ["embedding"],
+        "capabilities": capabilities,
         "modified_at": model["modified_at"],
     }
-
-
-def _count(parameters: int) -> str:
-    """Format a count as Ollama does: 134.52M, 8.0B."""
-    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M"
-
-
-def _unknown(name: str) -> ApiError:
-    return ApiError(404, f"model {name[:80]!r} not found", param="model", code="model_not_found")

@@ -114,9 +114,8 @@ async def _answer(request: Request, state: ServerState, body: AnswerBody, messag
         if isinstance(body, GenerateBody) and body.raw:
             parsed = ParsedRequest(ask, tenant_of(request), body.prompt or "", sampling, raw=True)
         else:
-            parsed, passages = parse_chat(state, ask, tenant_of(request), messages, sampling)
-            openai = replace(openai, passages=passages)
-        builder = OllamaResponse(is_chat, body.model, openai)
+            parsed = parse_chat(state, ask, tenant_of(request), messages, sampling)
+        builder = OllamaResponse(is_chat, body.model, replace(openai, passages=parsed.passages))
         return await respond(request, state, builder, [parsed], LINES if ask.stream else None)
     except Exception as error:
         raise _in_ollama_fields(error) from error

@@ -35,18 +35,16 @@ async def models(request: Request, state: ServerState) -> Response:
 
 async def chat(request: Request, state: ServerState) -> Response:
     body = parse(ChatBody, await json_body(request))
-    _check_model(state, body)
-    _check_priority(request, body)
+    _check(request, state, body)
     sampling = sampling_of(state.sampling, body, body.max_completion_tokens or body.max_tokens, body.num_logprobs)
-    parsed, passages = parse_chat(state, body, tenant_of(request), body.messages, sampling)
-    builder = replace(_response_builder(state, body, chat=True), passages=passages)
+    parsed = parse_chat(state, body, tenant_of(request), body.messages, sampling)
+    builder = replace(_response_builder(state, body, chat=True), passages=parsed.passages)
     return await respond(request, state, builder, [parsed], EVENTS if body.stream else None)
 
 
 async def completions(request: Request, state: ServerState) -> Response:
     body = parse(CompletionBody, await json_body(request))
-    _check_model(state, body)
-    _check_priority(request, body)
+    _check(request, state, body)
     if body.stream and (body.echo or len(body.prompts) > 1):
         raise bad_request("echo and several prompts cannot be streamed", "stream")
     if body.echo and body.wants_chunks:
@@ -83,13 +81,10 @@ async def search_chunks(request: Request, state: ServerState) -> Response:
     return JSONResponse({"object": "list", "data": hits})
 
 
-def _check_model(state: ServerState, body: AskBody) -> None:
+def _check(request: Request, state: ServerState, body: AskBody) -> None:
+    """Refuse an unknown model, and a priority above normal except with the store's own key. Raises ApiError."""
     if not state.any_model and body.model not in (None, "", state.model, "cacheblend"):
         refusal = f"no such model: {body.model[:80]!r}; this server has {state.model}"
         raise ApiError(404, refusal, param="model", code="model_not_found")
-
-
-def _check_priority(request: Request, body: AskBody) -> None:
-    """Refuse a priority above normal to tenants; only the store's own key may have one. Raises ApiError."""
     if body.priority < 0 and tenant_of(request).name:
         raise ApiError(403, "a tenant's priority must be 0 or more", param="priority", code="priority_refused")
