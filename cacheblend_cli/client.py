@@ -19,7 +19,7 @@ from cacheblend_cli.sockets import PROTOCOL, socket_of
 from cacheblend_cli.types import Answer, AskPlan, AskRequest, SearchParams, TokenUse, ask_request, overridden
 
 if TYPE_CHECKING:
-    from cacheblend_cli.corpus.search import Found
+    from cacheblend_cli.corpus.search import SearchResult
 
 _CONNECT_S = 2.0
 _DATA = b"data: "
@@ -206,13 +206,13 @@ class Client:
             [event] = connection.request("plan", ask.wire)
         return convert(event["plan"], AskPlan), convert(event["names"], list[str])
 
-    def search(self, query: str, params: SearchParams) -> tuple[Found, list[str], int]:
+    def search(self, query: str, params: SearchParams) -> tuple[SearchResult, list[str], int]:
         """Return (result, messages for the user, process id of the engine)."""
-        from cacheblend_cli.corpus.search import Found
+        from cacheblend_cli.corpus.search import SearchResult
 
         with self._connected() as connection:
             [event] = connection.request("search", AskRequest(query, search=params).wire)
-        return convert(event["found"], Found), event["notes"], event["pid"]
+        return convert(event["found"], SearchResult), event["notes"], event["pid"]
 
     @property
     def speaks_this_version(self) -> bool:

@@ -30,7 +30,7 @@ from search_recall import Asked, Corpus, colloquial, fill, handbook, musique, of
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.corpus.embedding import find_embedder
-from cacheblend_cli.corpus.search import BY, MAX_DROP, Hit, Lookup, search
+from cacheblend_cli.corpus.search import BY, MAX_DROP, Lookup, SearchHit, search
 from cacheblend_cli.demo import handbook_dir, questions
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.types import NUM_HITS, Answer, AskRequest, BlendParams, SamplingParams, SearchParams
@@ -140,7 +140,7 @@ def together(count: int) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     return found
 
 
-def kept(hits: Sequence[Hit], rule: tuple[str, float]) -> list[Hit]:
+def kept(hits: Sequence[SearchHit], rule: tuple[str, float]) -> list[SearchHit]:
     """Return the hits that a rule keeps."""
     kind, x = rule
     best = max((hit.match for hit in hits), default=0.0)

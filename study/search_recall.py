@@ -27,7 +27,7 @@ from typing import Any
 from cacheblend_store import ChunkManifest, ChunkStore, DocumentChunk, DocumentRecord, KeyParts, chunk_key
 
 from cacheblend_cli.corpus.embedding import Embedder, find_embedder
-from cacheblend_cli.corpus.search import BY, Hit, Lookup, is_weak, search
+from cacheblend_cli.corpus.search import BY, Lookup, SearchHit, is_weak, search
 from cacheblend_cli.demo import handbook_dir
 
 PARTS = KeyParts("none", "bytes", (), (), "float32", "one")
@@ -108,7 +108,7 @@ def fill(store: ChunkStore, corpus: Corpus) -> None:
         store.put_documents([DocumentRecord(source, "one", "digest", tuple(places), time.time())])
 
 
-def recall(found: Sequence[Sequence[Hit]], questions: Sequence[Asked], k: int) -> float:
+def recall(found: Sequence[Sequence[SearchHit]], questions: Sequence[Asked], k: int) -> float:
     """Share of the questions with an answering chunk among the first k hits."""
     places = [{(hit.source, hit.index) for hit in hits[:k]} for hits in found]
     return share(not q.answered_by.isdisjoint(place) for q, place in zip(questions, places, strict=True))

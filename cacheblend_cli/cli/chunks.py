@@ -45,7 +45,7 @@ def ls(
     from cacheblend_cli.types import EVERYTHING
 
     output = Output(quiet=quiet)
-    last, rows = None, list[_Row]()
+    last, rows = None, list[_ChunkRow]()
     with open_store(settings, write=False) as kv_store:
         start = None if after is None else kv_store.resolve(after)
         scope = EVERYTHING if source is None else scope_of(source)
@@ -58,7 +58,7 @@ def ls(
             elif quiet:
                 output.text(manifest.id)
             else:
-                rows.append(_Row.of(manifest, citation))
+                rows.append(_ChunkRow.of(manifest, citation))
     if last is None:
         output.note("no chunks are stored" if source is None and after is None else "no more chunks match")
     if rows:
@@ -66,7 +66,7 @@ def ls(
         names = _names(dict(row.model for row in rows))
         several = len(names) > 1  # omit the column for a single model
 
-        def cells(row: _Row) -> tuple[object, ...]:
+        def cells(row: _ChunkRow) -> tuple[object, ...]:
             model = [names[row.model[0]]] if several else []
             return row.id, *model, row.num_tokens, row.size, f"{row.source}#{row.position}", row.text
 
@@ -163,7 +163,7 @@ _Model = tuple[str, str]
 """A model's fingerprint and name."""
 
 
-class _Row(NamedTuple):
+class _ChunkRow(NamedTuple):
     """A row of the table."""
 
     source: str
@@ -176,7 +176,7 @@ class _Row(NamedTuple):
     text: str  # beginning of the chunk's text
 
     @classmethod
-    def of(cls, manifest: ChunkManifest, citation: Citation) -> _Row:
+    def of(cls, manifest: ChunkManifest, citation: Citation) -> _ChunkRow:
         beginning = " ".join(manifest.text[:_TEXT_READ].split())[:_TEXT_SHOWN]
         model = sys.intern(manifest.model), sys.intern(manifest.model_name)
         amounts = manifest.num_tokens, manifest.num_bytes, _size(manifest)

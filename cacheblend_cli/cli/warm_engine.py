@@ -20,7 +20,7 @@ from cacheblend_cli.types import AskOptions, AskPlan, AskRequest, SearchParams
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
-    from cacheblend_cli.corpus.search import Found
+    from cacheblend_cli.corpus.search import SearchResult
 
 
 class WarmEngine:
@@ -79,7 +79,7 @@ class WarmEngine:
 
 def search_warm(
     settings: Settings, query: str, params: SearchParams, note: Callable[[str], None]
-) -> tuple[Found, str] | None:
+) -> tuple[SearchResult, str] | None:
     """Search with any engine over this store. Return the result and a note of which engine, None if none runs."""
     for path in sockets_of(settings):
         client = Client(path)

@@ -21,7 +21,7 @@ from cacheblend_cli.collect.spool import ByteRange, Spool
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.corpus.contexts import Ids, Neighbours, Passage, document_contexts
 from cacheblend_cli.corpus.converters.converter import NoDocument
-from cacheblend_cli.corpus.cutting import Cut, cut_document
+from cacheblend_cli.corpus.cutting import CutSettings, cut_document
 from cacheblend_cli.corpus.documents import Document, DocumentFile
 from cacheblend_cli.corpus.search import CONTEXTS
 from cacheblend_cli.errors import TextRefused
@@ -205,7 +205,7 @@ class Planner:
         Return None if it has changed since it was found, or the model cannot store it: the stored version then stays.
         """
         of, settings = part.collection, part.settings
-        cut = Cut(settings.chunk_tokens, settings.overlap, of.template.wording.head)
+        cut = CutSettings(settings.chunk_tokens, settings.overlap, of.template.wording.head)
         chunks: list[Chunk] = []
         try:
             document = file.read(self.diff.conversions)

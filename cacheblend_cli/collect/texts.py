@@ -14,7 +14,7 @@ from cacheblend_cli.collect.document_records import document_record, is_news
 from cacheblend_cli.collect.plan import Planned, plan_documents
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.corpus.citations import TITLE
-from cacheblend_cli.corpus.cutting import Cut, cut_document
+from cacheblend_cli.corpus.cutting import CutSettings, cut_document
 from cacheblend_cli.corpus.documents import Document
 from cacheblend_cli.corpus.places import PUT, SENT
 from cacheblend_cli.errors import UsageError
@@ -61,7 +61,7 @@ def plan_texts(collection: Collection, documents: Sequence[Document], settings: 
     """Return the documents with their chunks and keys. A chunk takes at most half of the model's context."""
     room = max(1, (collection.model.spec.max_context - len(collection.prefix_ids)) // 2)
     encode = collection.model.tokenizer.encode_text
-    cut = Cut(min(settings.chunk_tokens, room))
+    cut = CutSettings(min(settings.chunk_tokens, room))
     cuts = [(document, list(cut_document(document, encode, cut))) for document in documents]
     return plan_documents(collection, cuts, settings)
 

@@ -22,7 +22,7 @@ _HEAD_SHARE = 4  # a head takes at most 1/4 of a chunk
 
 
 @dataclass(frozen=True)
-class Cut:
+class CutSettings:
     """Settings for cutting a document."""
 
     chunk_tokens: int  # maximum tokens of a chunk, including head and overlap
@@ -30,7 +30,7 @@ class Cut:
     head: str = ""  # text to put before each chunk, with the placeholder {source}
 
 
-def cut_document(document: Document, encode: Encode, cut: Cut) -> Iterator[Chunk]:
+def cut_document(document: Document, encode: Encode, cut: CutSettings) -> Iterator[Chunk]:
     """Yield the chunks. A chunk's start:end is its range in the document's text, without the head. Head, overlap and
     text are encoded separately, as chunks are in a prompt."""
     locating = Locating(document.text, document.layout)
@@ -86,7 +86,7 @@ class _Heads:
     A head that is too long loses its outer titles; if that is not enough, the chunk gets no head.
     """
 
-    def __init__(self, document: Document, outline: Outline, encode: Encode, cut: Cut) -> None:
+    def __init__(self, document: Document, outline: Outline, encode: Encode, cut: CutSettings) -> None:
         self._form, self._encode = cut.head, encode
         self._room = (cut.chunk_tokens - cut.overlap) // _HEAD_SHARE
         title = document.layout.title

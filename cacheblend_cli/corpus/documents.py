@@ -18,7 +18,7 @@ from cacheblend_cli.corpus.converters.process import ConverterProcess
 from cacheblend_cli.corpus.converters.text import from_markdown
 from cacheblend_cli.corpus.file_state import FileState
 from cacheblend_cli.corpus.layout import PLAIN as PLAIN_LAYOUT
-from cacheblend_cli.corpus.layout import Converted, Layout
+from cacheblend_cli.corpus.layout import Converted, TextLayout
 from cacheblend_cli.corpus.places import STDIN, place_of, place_within, text_of
 from cacheblend_cli.corpus.selection import ALL, Selection
 from cacheblend_cli.corpus.walk import too_large, unwanted, walk
@@ -34,7 +34,7 @@ class Document:
     source: str  # document name, see corpus/places.py
     text: str  # line ends are "\n"; the text ends with one, so that chunks do not run into each other in a prompt
     root: str = ""  # name of the path that the user gave, the file itself or a directory above it
-    layout: Layout = PLAIN_LAYOUT
+    layout: TextLayout = PLAIN_LAYOUT
     path: str = field(default="", compare=False)  # file it was read from
     state: FileState | None = field(default=None, compare=False)  # of that file, just before reading
 

@@ -18,7 +18,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TextLayout:
     """Structure of a document's text."""
 
     kind: Kind = "text"  # syntax of headings and definitions, used to choose where to cut
@@ -29,7 +29,7 @@ class Layout:
     note: str = ""  # warning about the conversion
 
 
-PLAIN = Layout()
+PLAIN = TextLayout()
 
 
 @dataclass(frozen=True)
@@ -37,4 +37,4 @@ class Converted:
     """Text of a file and its layout."""
 
     text: str
-    layout: Layout = PLAIN
+    layout: TextLayout = PLAIN

@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 
 from cacheblend_store import Locator
 
-from cacheblend_cli.corpus.layout import Layout
+from cacheblend_cli.corpus.layout import TextLayout
 from cacheblend_cli.corpus.outline import Outline
 
 _NUMBERED = re.compile(r"(\w+) (\d+)")
@@ -16,7 +16,7 @@ _NUMBERED = re.compile(r"(\w+) (\d+)")
 class Locating:
     """Map character ranges of one document to places in its file."""
 
-    def __init__(self, text: str, layout: Layout) -> None:
+    def __init__(self, text: str, layout: TextLayout) -> None:
         self._text, self._layout = text, layout
         self._line_ends = [m.start() for m in re.finditer("\n", text)] if layout.numbered else []
         self._marks = [mark.start for mark in layout.marks]

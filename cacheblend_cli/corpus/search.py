@@ -28,7 +28,7 @@ BY = ("words", "meaning", "both")
 ORDERS = ("rank", "exact")
 ON_WEAK_MATCH = ("answer", "refuse")
 WEAK_BELOW = {"words": 0.3, "meaning": 0.25, "both": 0.3}
-"""Kind of search -> `Hit.match` below which the best hit is a weak match. Measured in docs/search.md."""
+"""Kind of search -> `SearchHit.match` below which the best hit is a weak match. Measured in docs/search.md."""
 MAX_DROP = 0.45
 """How far the match of a hit may be below the best one's before it is cut, by meaning and by both. By words alone it
 says too little: see study/README.md."""
@@ -83,7 +83,7 @@ class Lookup(SearchParams):
 
 
 @dataclass(frozen=True)
-class Hit:
+class SearchHit:
     """A found chunk."""
 
     key: bytes
@@ -101,10 +101,10 @@ class Hit:
         return self.key.hex()
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """Result of a search."""
 
-    hits: list[Hit]  # best first
+    hits: list[SearchHit]  # best first
     by: str  # "words", "meaning" or "both"
     num_cut: int = 0  # hits left out because their match is far below the best one's
 
@@ -119,7 +119,7 @@ def hits_cut_note(count: int) -> str:
     return f"{what} left out: far below the best match (-k {NUM_HITS} takes all)"
 
 
-def search(store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[str] | None = None) -> Found:
+def search(store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[str] | None = None) -> SearchResult:
     """Find the k best chunks in the scope for a free-text query. A query without words has no hits. Thread-safe.
 
     A search covers the chunk's own text and the path and first heading of its document, because later paragraphs of a
@@ -136,7 +136,7 @@ def search(store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[
         query, before = query[:_QUERY_CHARACTERS], lookup.before[:_QUERY_CHARACTERS]
         asked = Query(query, before, lookup.embedder if lookup.by != "words" else None)
         if not asked.terms:
-            return Found([], lookup.by)
+            return SearchResult([], lookup.by)
         counted = _Counted(db, collections, lookup.context, lookup.scope)
         words = None if lookup.by == "meaning" and asked.embedder else ByWords(db, asked)
         meaning = ByMeaning(db, asked) if asked.embedder else None
@@ -153,16 +153,16 @@ def search(store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[
         for row in rows:
             match = words.of(row)[0] if words and not meaning else row.score
             hits.append(_hit(row, _snippet(db, row, words.terms if words else (), asked), match))
-        return Found([*hits, *_beside(db, rows, lookup.expand)], lookup.by, num_found - len(rows))
+        return SearchResult([*hits, *_beside(db, rows, lookup.expand)], lookup.by, num_found - len(rows))
 
 
-def is_weak(hits: Sequence[Hit], by: str) -> bool:
+def is_weak(hits: Sequence[SearchHit], by: str) -> bool:
     """Return whether even the best hit is a weak match. The thresholds are measured in docs/search.md."""
     return max((hit.match for hit in hits), default=0.0) < WEAK_BELOW[by]
 
 
-def _hit(row: Row, snippet: str, match: float, *, beside: bool = False) -> Hit:
-    return Hit(bytes.fromhex(row.key), row.source, row.position, row.score, snippet, match, beside)
+def _hit(row: Row, snippet: str, match: float, *, beside: bool = False) -> SearchHit:
+    return SearchHit(bytes.fromhex(row.key), row.source, row.position, row.score, snippet, match, beside)
 
 
 def _snippet(db: sqlite3.Connection, row: Row, terms: Collection[str], asked: Query | None) -> str:
@@ -176,7 +176,7 @@ def _snippet(db: sqlite3.Connection, row: Row, terms: Collection[str], asked: Qu
     return " ".join(unspaced(found[0]).split())
 
 
-def _beside(db: sqlite3.Connection, rows: Sequence[Row], count: int) -> Iterator[Hit]:
+def _beside(db: sqlite3.Connection, rows: Sequence[Row], count: int) -> Iterator[SearchHit]:
     """Yield up to `count` chunks before and after each row in the same document, without duplicates."""
     seen = {row.key for row in rows}
     for row in rows if count else ():
@@ -238,7 +238,7 @@ def searchable(store: ChunkStore) -> list[str]:
     return sorted(name for name in names if holds(EVERYTHING, name))
 
 
-def look(store: ChunkStore, query: str, params: SearchParams, say: Callable[[str], None] | None = None) -> Found:
+def look(store: ChunkStore, query: str, params: SearchParams, say: Callable[[str], None] | None = None) -> SearchResult:
     """Search the scope. Raises NotFoundError if nothing is found."""
     lookup = Lookup.with_weights(params, say)
     found = search(store, query, lookup)

@@ -43,7 +43,7 @@ class SearchParams:
     """Search for chunks. k: number of chunks. cut: leave out those whose match is far below the best one's (see
     corpus/search.py: MAX_DROP). scope: documents to search. by: "words", "meaning", "both", or "auto":
     both if there are embedding weights. embeddings: these weights, "" for the installed ones. min_score: drop hits
-    below it (see corpus/search.py: Hit). on_weak_match: "answer", or "refuse" to raise NotFoundError. expand: chunks to
+    below it (see corpus/search.py). on_weak_match: "answer", or "refuse" to raise NotFoundError. expand: chunks to
     add before and after each hit. context: the one to take of a document that is stored in several, see
     corpus/contexts.py. order: of the chunks in the prompt, see engine/request/retrieval.py: in_order. query: text to
     search for, "" for the question. optional: answer without chunks if nothing is found.

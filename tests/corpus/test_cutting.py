@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_cli.corpus.chunker import Chunk, iter_cut
-from cacheblend_cli.corpus.cutting import Cut, cut_document
+from cacheblend_cli.corpus.cutting import CutSettings, cut_document
 from cacheblend_cli.corpus.documents import Document
-from cacheblend_cli.corpus.layout import Kind, Layout, Mark
+from cacheblend_cli.corpus.layout import Kind, Mark, TextLayout
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.wording import Wording, check_prompt
 
@@ -29,7 +29,7 @@ def texts(chunks: Iterable[Chunk]) -> list[str]:
     return [c.text for c in chunks]
 
 
-def chunks_of(text: str, how: Cut, layout: Layout = Layout("markdown")) -> list[Chunk]:
+def chunks_of(text: str, how: CutSettings, layout: TextLayout = TextLayout("markdown")) -> list[Chunk]:
     return list(cut_document(Document("/d/a.md", text, layout=layout), words, how))
 
 
@@ -85,9 +85,9 @@ def test_nothing_is_lost_and_nothing_is_too_long(
     parts: list[str], most: int, overlap: int, kind: Kind, head: bool
 ) -> None:
     text, overlap = "".join(parts), min(overlap, most // 2)
-    document = Document("/d/a.md", text, layout=Layout(kind))
+    document = Document("/d/a.md", text, layout=TextLayout(kind))
     end = 0
-    for chunk in cut_document(document, characters, Cut(most, overlap, "[{source}]\n" if head else "")):
+    for chunk in cut_document(document, characters, CutSettings(most, overlap, "[{source}]\n" if head else "")):
         body = text[chunk.start : chunk.end]
         assert chunk.text.endswith(body)
         assert list(chunk.token_ids) == characters(chunk.text)
@@ -100,21 +100,21 @@ def test_nothing_is_lost_and_nothing_is_too_long(
 
 def test_an_overlap_is_whole_sentences_else_words() -> None:
     text = "one two three. four five. six seven eight. nine ten.\n"
-    found = chunks_of(text, Cut(8, 3))
+    found = chunks_of(text, CutSettings(8, 3))
     assert texts(found) == [
         "one two three. four five. ",
         "four five. six seven eight. ",
         "six seven eight. nine ten.\n",
     ]
     assert all(text[c.start : c.end] == c.text for c in found)
-    words_only = texts(chunks_of("one two three four five six\n", Cut(4, 2)))
+    words_only = texts(chunks_of("one two three four five six\n", CutSettings(4, 2)))
     assert words_only == ["one two ", "one two three four ", "three four five ", "four five six\n"]
-    assert texts(chunks_of(text, Cut(8, 0)))[1] == "nine ten.\n"
+    assert texts(chunks_of(text, CutSettings(8, 0)))[1] == "nine ten.\n"
 
 
 def test_parts_that_stay_apart_share_no_chunk_and_no_overlap() -> None:
-    layout = Layout("markdown", numbered=False, marks=(Mark(0, "record 1", 1), Mark(6, "record 2", 2)), apart=True)
-    found = chunks_of("one.\n\ntwo.\n\n", Cut(50, 10), layout)
+    layout = TextLayout("markdown", numbered=False, marks=(Mark(0, "record 1", 1), Mark(6, "record 2", 2)), apart=True)
+    found = chunks_of("one.\n\ntwo.\n\n", CutSettings(50, 10), layout)
     assert [(c.text, c.locator.text) for c in found] == [
         ("one.\n\n", "record 1, line 1"),
         ("two.\n\n", "record 2, line 2"),
@@ -123,23 +123,23 @@ def test_parts_that_stay_apart_share_no_chunk_and_no_overlap() -> None:
 
 def test_the_source_stands_before_each_chunk_and_counts() -> None:
     text = "# Travel\n\n## Refunds\n\n" + "word " * 30 + "\n"
-    found = chunks_of(text, Cut(24, 0, "[{source}]\n"))
+    found = chunks_of(text, CutSettings(24, 0, "[{source}]\n"))
     assert len(found) > 1
     assert found[0].text.startswith("[Travel > Refunds]\n# Travel\n\n## Refunds\n")
     assert all(c.text.startswith("[Travel > Refunds]\nword") for c in found[1:])
     assert all(len(c.token_ids) <= 24 for c in found)
     assert "".join(text[c.start : c.end] for c in found) == text
-    titled = chunks_of("text\n", Cut(24, 0, "[{source}]\n"), Layout(title="Travel rules"))
+    titled = chunks_of("text\n", CutSettings(24, 0, "[{source}]\n"), TextLayout(title="Travel rules"))
     assert titled[0].text == "[Travel rules]\ntext\n"
-    assert chunks_of("text\n", Cut(24, 0, "[{source}]\n"))[0].text == "[a.md]\ntext\n", (
+    assert chunks_of("text\n", CutSettings(24, 0, "[{source}]\n"))[0].text == "[a.md]\ntext\n", (
         "a file without titles has its name"
     )
 
 
 def test_a_source_that_takes_too_much_loses_its_outer_titles() -> None:
     text = "# A very long title of many words\n\n## Short\n\ntext\n"
-    assert chunks_of(text, Cut(16, 0, "[{source}]\n"))[-1].text.startswith("[Short]\n")
-    assert not chunks_of("# A title of many words\n\nx\n", Cut(12, 0, "[{source}]\n"))[0].text.startswith("[")
+    assert chunks_of(text, CutSettings(16, 0, "[{source}]\n"))[-1].text.startswith("[Short]\n")
+    assert not chunks_of("# A title of many words\n\nx\n", CutSettings(12, 0, "[{source}]\n"))[0].text.startswith("[")
 
 
 def test_a_prompt_with_source_says_what_stands_before_each_chunk() -> None:

@@ -13,7 +13,7 @@ import pytest
 from cacheblend_cli.corpus import conversions, documents
 from cacheblend_cli.corpus.conversions import Conversions
 from cacheblend_cli.corpus.documents import Document, Skipped, read_documents
-from cacheblend_cli.corpus.layout import Layout
+from cacheblend_cli.corpus.layout import TextLayout
 from cacheblend_cli.corpus.places import place_of, shown
 from cacheblend_cli.corpus.selection import ALL, Selection
 from cacheblend_cli.errors import NotFoundError, UsageError
@@ -144,7 +144,7 @@ def test_a_name_that_is_no_utf8_can_be_printed(here: Path) -> None:
 
 def test_stdin_is_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"piped")))
-    assert list(read_documents(["-"])) == [Document(place_of("-"), "piped\n", place_of("-"), Layout("markdown"))]
+    assert list(read_documents(["-"])) == [Document(place_of("-"), "piped\n", place_of("-"), TextLayout("markdown"))]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
     assert list(read_documents(["-"])) == [Skipped(place_of("-"), "empty", "-", group="empty", named=True)]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from cacheblend_cli.corpus.layout import Converted, Kind, Layout, Mark
+from cacheblend_cli.corpus.layout import Converted, Kind, Mark, TextLayout
 from cacheblend_cli.extras import install_hint
 
 Converter = Callable[[bytes], Converted]
@@ -64,7 +64,7 @@ def joined(
             marks.append(Mark(start, mark.part, mark.line))
             start += len(texts[-1])
     whole = "".join(texts)
-    return Converted(whole, Layout(kind, numbered=False, marks=tuple(marks), apart=apart, title=title, note=note))
+    return Converted(whole, TextLayout(kind, numbered=False, marks=tuple(marks), apart=apart, title=title, note=note))
 
 
 def encodable(converted: Converted) -> Converted:

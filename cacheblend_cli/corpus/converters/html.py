@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters.converter import NoDocument
-from cacheblend_cli.corpus.layout import Converted, Layout
+from cacheblend_cli.corpus.layout import Converted, TextLayout
 
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborNode
@@ -54,7 +54,7 @@ def html_text(page: str) -> Converted:
     blocks = "".join(_blocks(max(mains, key=lambda node: len(node.text()), default=body), 0))
     lines = (line.rstrip(" \t") for line in re.sub(r"\n{3,}", "\n\n", blocks).split("\n"))
     text = "\n".join(lines).strip("\n")
-    return Converted(text + "\n", Layout("markdown", numbered=False, title=title))
+    return Converted(text + "\n", TextLayout("markdown", numbered=False, title=title))
 
 
 def _decoded(data: bytes) -> str:

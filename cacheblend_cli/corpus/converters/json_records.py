@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cacheblend_cli.corpus.converters.converter import NoDocument, decoded, joined
-from cacheblend_cli.corpus.layout import Converted, Layout, Mark
+from cacheblend_cli.corpus.layout import Converted, Mark, TextLayout
 
 _TEXT, _TITLE, _ID = ("text", "content", "body"), ("title", "name"), ("id", "_id")
 
@@ -37,10 +37,10 @@ def from_json_records(data: bytes) -> Converted:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):  # possibly a dialect with comments: read it as text
-        return Converted(text, Layout("code"))
+        return Converted(text, TextLayout("code"))
     records = _records(value)
     if not records:
-        return Converted(text, Layout("code"))
+        return Converted(text, TextLayout("code"))
     numbered = enumerate(records, 1)
     parts = ((_record_text(r), Mark(0, _part(r) or f"record {number}")) for number, r in numbered)
     return joined(parts, "markdown", apart=True)

@@ -8,7 +8,7 @@ from email.policy import default
 
 from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.converters.html import html_text
-from cacheblend_cli.corpus.layout import Converted, Layout
+from cacheblend_cli.corpus.layout import Converted, TextLayout
 
 _HEADERS = ("From", "To", "Cc", "Date")
 
@@ -24,7 +24,7 @@ def from_mail(data: bytes) -> Converted:
     attached = [name for part in message.iter_attachments() if (name := part.get_filename())]
     lines += [f"Attached: {', '.join(attached)}"] if attached else []
     text = "\n".join((*lines, "", _body(message))).replace("\r\n", "\n").strip("\n") + "\n"
-    return Converted(text, Layout("markdown", numbered=False, title=subject))
+    return Converted(text, TextLayout("markdown", numbered=False, title=subject))
 
 
 def _body(message: EmailMessage) -> str:

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator, Sequence
 
 from cacheblend_cli.corpus.converters.converter import NoDocument, decoded
-from cacheblend_cli.corpus.layout import Converted, Layout, Mark
+from cacheblend_cli.corpus.layout import Converted, Mark, TextLayout
 
 _LONGEST_CELL = 16 << 20
 
@@ -28,7 +28,7 @@ def _table(text: str, delimiter: str) -> Converted:
         marks.append(Mark(start, line=number))
         lines.append(line)
         start += len(line)
-    return Converted("".join(lines), Layout("text", numbered=False, marks=tuple(marks)))
+    return Converted("".join(lines), TextLayout("text", numbered=False, marks=tuple(marks)))
 
 
 def _lines(text: str, delimiter: str) -> Iterator[tuple[str, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cacheblend_cli.corpus.converters.converter import decoded
-from cacheblend_cli.corpus.layout import Converted, Layout
+from cacheblend_cli.corpus.layout import Converted, TextLayout
 
 CODE_SUFFIXES = (
     ".py .pyi .pyx .js .jsx .mjs .cjs .ts .tsx .vue .svelte .java .kt .kts .scala .groovy .go .rs .c .h .cc .cpp .cxx .hh .hpp .hxx "
@@ -18,12 +18,12 @@ def from_plain(data: bytes) -> Converted:
 
 
 def from_markdown(data: bytes) -> Converted:
-    return Converted(decoded(data), Layout("markdown"))
+    return Converted(decoded(data), TextLayout("markdown"))
 
 
 def from_rst(data: bytes) -> Converted:
-    return Converted(decoded(data), Layout("rst"))
+    return Converted(decoded(data), TextLayout("rst"))
 
 
 def from_code(data: bytes) -> Converted:
-    return Converted(decoded(data), Layout("code"))
+    return Converted(decoded(data), TextLayout("code"))

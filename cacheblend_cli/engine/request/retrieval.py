@@ -10,7 +10,7 @@ from functools import partial
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.collect.collector import PlannedChunk
-from cacheblend_cli.corpus.search import WEAK, Hit, Lookup, found_elsewhere, search
+from cacheblend_cli.corpus.search import WEAK, Lookup, SearchHit, found_elsewhere, search
 from cacheblend_cli.engine.request.chunks import dated, in_stored_codec
 from cacheblend_cli.engine.request.stored_chunks import StoredChunks
 from cacheblend_cli.engine.runtime import Runtime, Say
@@ -23,7 +23,7 @@ from cacheblend_cli.types import AskRequest, SearchParams
 @dataclass(frozen=True)
 class Retrieved:
     """Chunks found for a question, in the prompt's order. ranks: rank of each in the search's list, from 1. notes:
-    messages for users. weak: whether even the best chunk matches the question weakly. num_cut: see `Found`."""
+    messages for users. weak: whether even the best chunk matches the question weakly. num_cut: see `SearchResult`."""
 
     keys: Sequence[bytes] = ()
     ranks: Mapping[bytes, int] = field(default_factory=dict)
@@ -109,7 +109,7 @@ def _fitting(
     return kept, [note]
 
 
-def in_order(stored: StoredChunks, hits: Sequence[Hit], keys: Keys[bytes], order: str) -> list[bytes]:
+def in_order(stored: StoredChunks, hits: Sequence[SearchHit], keys: Keys[bytes], order: str) -> list[bytes]:
     """Return those keys of hits in reading order: documents by their best hit, chunks of one document by their place.
 
     order "exact": only the beginning of a prompt can be exact, up to the first chunk that is not. So the document with
@@ -122,7 +122,7 @@ def in_order(stored: StoredChunks, hits: Sequence[Hit], keys: Keys[bytes], order
     return [key for document in documents for key in document]
 
 
-def in_reading_order(hits: Sequence[Hit], keys: Keys[bytes]) -> list[list[bytes]]:
+def in_reading_order(hits: Sequence[SearchHit], keys: Keys[bytes]) -> list[list[bytes]]:
     """Sort keys by document (best hit first), and within a document by place."""
     places: dict[str, dict[bytes, int]] = {}
     for hit in hits:
