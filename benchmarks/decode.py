@@ -86,7 +86,7 @@ def steps_of(folder: Path, precision: str, store_folder: Path, tokens: int) -> t
     from cacheblend_cli.engine.engine import Engine
     from cacheblend_cli.engine.events import Limits
     from cacheblend_cli.engine.runtime import Runtime
-    from cacheblend_cli.evaluation.speed import Layout, SpeedPrompt, even_lengths, ordinary_ids, random_ids
+    from cacheblend_cli.evaluation.speed import PromptLayout, SpeedPrompt, even_lengths, ordinary_ids, random_ids
     from cacheblend_cli.types import BlendParams, SamplingParams
 
     dtype, weights = PRECISIONS[precision]
@@ -94,7 +94,7 @@ def steps_of(folder: Path, precision: str, store_folder: Path, tokens: int) -> t
     runtime = Runtime.load(config)
     ids, generator = ordinary_ids(runtime.model), torch.Generator().manual_seed(1)
     lengths = even_lengths(CONTEXT - SUFFIX - len(runtime.template.prefix_ids), CHUNKS)
-    layout = Layout(tuple(random_ids(ids, n, generator) for n in lengths), random_ids(ids, SUFFIX, generator))
+    layout = PromptLayout(tuple(random_ids(ids, n, generator) for n in lengths), random_ids(ids, SUFFIX, generator))
     with ChunkStore.open(store_folder, mode="write") as store:
         request = SpeedPrompt.stored(Engine(runtime), store, layout, tokens).request
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)

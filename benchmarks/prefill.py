@@ -31,7 +31,7 @@ from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.evaluation.speed import (
     FirstToken,
-    Layout,
+    PromptLayout,
     SpeedPrompt,
     ceiling,
     in_turn,
@@ -79,7 +79,7 @@ def measure(checkpoint: Path, folder: Path, rounds: int) -> dict[str, Any]:
     runtime = Runtime(ours, EngineConfig())
     runtime.template = replace(runtime.template, prefix_ids=prefix)
     with ChunkStore.open(folder / "bench-store", mode="write") as store:
-        own = SpeedPrompt.stored(Engine(runtime), store, Layout(ids, suffix), ANSWER_TOKENS)
+        own = SpeedPrompt.stored(Engine(runtime), store, PromptLayout(ids, suffix), ANSWER_TOKENS)
         full = own.prefill(BlendParams(mode="full"))
         prompt = torch.tensor([full.plan.token_ids])
 

@@ -32,7 +32,7 @@ from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import Rows, positions_of
 from cacheblend_cli.model.decoder import DecoderLayer
 from cacheblend_cli.prompt.plan import PromptPlan
-from cacheblend_cli.types import BlendParams, LayerReport, Status
+from cacheblend_cli.types import BlendParams, LayerReport, LayerStatus
 
 DIGEST = 0.15  # share of each chunk's tokens that QCFuse's question sees
 CONTEXT = 0.5  # share of the other chunks' tokens that a row repaired by RelaxKV sees
@@ -185,7 +185,7 @@ class RelaxSteps(BlendSteps):
         self._prompt.loader.wait(layer.index)
         before, left = self.rows.positions, self.candidates
         self._keep(left.take(choose(self._ahead[layer.index, left.positions], self._widths[layer.index], left)))
-        self.reports.append(LayerReport(layer.index, Status.AFTER_CHECK, len(self.rows), len(self.candidates)))
+        self.reports.append(LayerReport(layer.index, LayerStatus.AFTER_CHECK, len(self.rows), len(self.candidates)))
         own = self._fresh if layer.index == 0 and self._policy.layer0_exact else self.rows.positions
         on = self._output_positions if layer.index == self._last_layer else self.rows.positions
         return LayerStep(kv_rows=torch.searchsorted(before, own), next_rows=torch.searchsorted(before, on))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cacheblend_cli.model.spec import ModelSpec
-from cacheblend_cli.types import LayerReport, Status
+from cacheblend_cli.types import LayerReport, LayerStatus
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _layers(
         rows = report.rows
         if last:
             rows = 1
-        elif report.status is Status.CHECK:
+        elif report.status is LayerStatus.CHECK:
             rows = layers[index + 1].rows
         kv_rows = report.rows - (report.fresh if index == 0 else 0)
         seen = suffix * num_tokens + max(0, rows - suffix) * num_tokens / 2 if rows > 1 else num_tokens

@@ -31,7 +31,7 @@ from cacheblend_cli.engine.core.measured_prefill import Prefilled
 from cacheblend_cli.engine.generation import Generation
 from cacheblend_cli.engine.worker.decode import DecodeRunner
 from cacheblend_cli.engine.worker.memory import reserve
-from cacheblend_cli.types import BlendParams, LayerReport, SamplingParams, Status
+from cacheblend_cli.types import BlendParams, LayerReport, LayerStatus, SamplingParams
 
 IN_POOL = "blend 0.15 in the pool"  # nothing is loaded
 PLAIN = "query 0.15 uncorrected"  # "query 0.15" is the default; the difference is the cost of its correction
@@ -166,7 +166,9 @@ def _work(bench: Bench, length: int, name: str, done: Done | None) -> Work:
     """Return the work of a case; transformers does that of our full prefill."""
     spec, suffix = bench.model.spec, bench.scenario.suffix
     if done is None or isinstance(done, Tensor):
-        return Work(length, suffix, [LayerReport(i, Status.AFTER_CHECK, length, 0) for i in range(spec.num_layers)])
+        return Work(
+            length, suffix, [LayerReport(i, LayerStatus.AFTER_CHECK, length, 0) for i in range(spec.num_layers)]
+        )
     kv_bytes = done.loader.num_bytes if isinstance(done, Prefilled) else 0
     probed = policy_of(_blend(name), spec.num_layers, True).probe_layers if name.startswith("query") else ()
     return Work(length, suffix, _result(done).layers, kv_bytes, probed)

@@ -30,7 +30,7 @@ from cacheblend_cli.kv.forward import FreshKV, LayerStep, Observer, Pass, finish
 from cacheblend_cli.kv.rows import Rows, joined, positions_of
 from cacheblend_cli.model.decoder import DecoderLayer
 from cacheblend_cli.prompt.plan import PromptPlan
-from cacheblend_cli.types import LayerReport, Status
+from cacheblend_cli.types import LayerReport, LayerStatus
 
 
 @dataclass
@@ -88,12 +88,12 @@ class BlendSteps(Observer):
 
     def at(self, layer: DecoderLayer) -> LayerStep:
         if not layer.own_kv:
-            self.reports.append(LayerReport(layer.index, Status.AFTER_CHECK, len(self._output_positions), 0))
+            self.reports.append(LayerReport(layer.index, LayerStatus.AFTER_CHECK, len(self._output_positions), 0))
             return LayerStep()
         self._prompt.loader.wait(layer.index)
         status = self._status(layer.index)
         self.reports.append(LayerReport(layer.index, status, len(self.rows), len(self.candidates)))
-        if status is Status.CHECK:
+        if status is LayerStatus.CHECK:
             return LayerStep(next_rows=partial(self._check, last=layer.index == self._last_layer))
         if layer.index == self._last_layer:
             return LayerStep(next_rows=self._outputs())
@@ -147,10 +147,10 @@ class BlendSteps(Observer):
         """Rows whose logits are needed: only these pass through the last layer."""
         return torch.searchsorted(self.rows.positions, self._output_positions)
 
-    def _status(self, layer: int) -> Status:
+    def _status(self, layer: int) -> LayerStatus:
         if layer in self._ratios:
-            return Status.CHECK
-        return Status.PREFILL if layer < self._last_check else Status.AFTER_CHECK
+            return LayerStatus.CHECK
+        return LayerStatus.PREFILL if layer < self._last_check else LayerStatus.AFTER_CHECK
 
 
 def _split(plan: PromptPlan, device: torch.device) -> tuple[Candidates, Tensor]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_store import BadBlob, ChunkStore, StoreError
 from cacheblend_store.format.records import decode_manifest, encode_manifest
 
-from cacheblend_cli.collect.collector import Collector, PlannedChunk, Stored, chunk_manifest
+from cacheblend_cli.collect.collector import Collector, PlannedChunk, StoredChunk, chunk_manifest
 from cacheblend_cli.collect.prefill import pack_tokens
 from cacheblend_cli.collect.remote_worker import Record, RemoteChunks, RemoteJob, RemoteWorker
 from cacheblend_cli.errors import CacheBlendError, DeviceError
@@ -148,13 +148,13 @@ class ClusterCollector(Collector):
         again: bool = False,
         fetch: bool = True,
         every_s: float | None = None,
-    ) -> Iterator[Stored]:
+    ) -> Iterator[StoredChunk]:
         """Compute the chunks. Yields each once its KV is in the tier."""
         wanted = {c.key: c for c in chunks}
         for records in self._cluster.collect(self._groups(chunks)):
             for key, record in records:
                 assert decode_manifest(key, record).token_ids == wanted[key].chunk.token_ids
-                yield Stored(key, "new", "computed")
+                yield StoredChunk(key, "new", "computed")
 
     def _groups(self, chunks: Sequence[PlannedChunk]) -> Iterator[RemoteChunks]:
         """Yield groups of chunks, a few launches each.

@@ -42,7 +42,7 @@ class PlannedChunk:
 How = Literal["converted", "fetched", "computed"]
 
 
-class Stored(NamedTuple):
+class StoredChunk(NamedTuple):
     """A chunk whose KV is durable."""
 
     key: bytes
@@ -96,7 +96,7 @@ class Collector:
         again: bool = False,
         fetch: bool = True,
         every_s: float | None = None,
-    ) -> Iterator[Stored]:
+    ) -> Iterator[StoredChunk]:
         """Store the KV of chunks, each key once: what the store has in a finer codec is converted, what its tier has is
         fetched, and the rest is computed. Yields each chunk once it is durable.
 
@@ -113,7 +113,7 @@ class Collector:
         for how, way in ways.items():
             for key, status in commit(self._store, way(list(left.values())), self._keep, every_s):
                 del left[key]
-                yield Stored(key, status, how)
+                yield StoredChunk(key, status, how)
 
     def put(self, planned: PlannedChunk, kv: ChunkKV) -> None:
         """Encode and commit the KV of one chunk."""

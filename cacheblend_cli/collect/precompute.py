@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Difference", "PrecomputeEvent", "PrecomputeOptions", "PrecomputeReport", "precompute"]
 
-Status = Literal["new", "unchanged", "replaced"]
+ChunkStatus = Literal["new", "unchanged", "replaced"]
 OnEvent = Callable[["PrecomputeEvent"], None]
 Confirm = Callable[[Difference], bool]
 # Tokens of documents whose records and texts are committed together: a commit of a few chunks rewrites as many pages as
@@ -89,7 +89,7 @@ class ChunkResult:
     index: int
     tokens: int
     bytes: int  # of the KV
-    status: Status
+    status: ChunkStatus
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ class _Run:
         texts = [chunk_manifest(part.collection, wanted[key]) for key in sorted(wanted) if key not in stored]
         report.removed += len(store.put_documents(news, (), texts, self._keep))
 
-        def tell(chunk: PlannedChunk, status: Status) -> None:
+        def tell(chunk: PlannedChunk, status: ChunkStatus) -> None:
             if status == "new" and before[chunk.source] and chunk.key not in before[chunk.source]:
                 status = "replaced"
             self._tell(part, chunk.key, chunk.source, chunk.chunk.index, len(chunk.chunk.token_ids), status)
@@ -367,7 +367,7 @@ class _Run:
             self._summaries.add(document_summary(part.collection, file, part.settings, pairs))
         self._summaries.flush()
 
-    def _tell(self, part: Part, key: bytes, source: str, index: int, tokens: int, status: Status) -> None:
+    def _tell(self, part: Part, key: bytes, source: str, index: int, tokens: int, status: ChunkStatus) -> None:
         """Count and report a chunk."""
         setattr(self._report, status, getattr(self._report, status) + 1)
         num_bytes = part.collection.stored_bytes(tokens) if key in self._room else 0

@@ -17,7 +17,7 @@ FINAL = f"{END}{START}assistant{CHANNEL}final{MESSAGE}"
 """Closes reasoning whose budget is used up, in gpt-oss's channels."""
 
 
-class Reasoning:
+class ReasoningParser:
     """Splits text at the reasoning tags. Reasoning starts at an opening tag at the beginning of the text, or at once if
     the prompt ended with that tag; a tag further on is text. Blank lines after the closing tag are dropped."""
 
@@ -180,7 +180,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], opened: bool, tags: ReasoningTags = THINK) -> None:
         self._channels = Channels.of(tokenizer)
         self._tags = THINK if self._channels is not None else tags
-        self.reasoning = Reasoning(opened, self._tags)
+        self.reasoning = ReasoningParser(opened, self._tags)
         self._stream, self._stop = TextStream(tokenizer), StopStrings(stops)
         ids = {tokenizer.token_id(tag): tag for tag in (self._tags.open, self._tags.close)}
         self._silent_tags = {i: tag for i, tag in ids.items() if i is not None and tokenizer.is_silent(i)}

@@ -19,7 +19,7 @@ from cacheblend_cli.errors import StoreFault, UsageError
 from cacheblend_cli.evaluation.settings import Setting
 from cacheblend_cli.evaluation.speed import (
     FirstToken,
-    Layout,
+    PromptLayout,
     SpeedPrompt,
     ceiling,
     device_name,
@@ -83,7 +83,7 @@ class BenchReport:
     notes: list[str]
 
 
-def layout_of(engine: Engine, tokens: int | None, chunks: int, question_tokens: int, headroom: int) -> Layout:
+def layout_of(engine: Engine, tokens: int | None, chunks: int, question_tokens: int, headroom: int) -> PromptLayout:
     """Return a prompt of random ids within the model's template. tokens: of all chunks, None for as many as fit up to
     DEFAULT_TOKENS, a multiple of `chunks`.
 
@@ -112,13 +112,13 @@ def layout_of(engine: Engine, tokens: int | None, chunks: int, question_tokens: 
             f"--tokens {wanted} cannot be {chunks} chunks", "a chunk has at least one token: use fewer --chunks"
         )
     lengths = even_lengths(wanted, chunks)
-    return Layout(tuple(random_ids(ordinary, length, generator) for length in lengths), suffix, question_tokens)
+    return PromptLayout(tuple(random_ids(ordinary, length, generator) for length in lengths), suffix, question_tokens)
 
 
 def bench(
     engine: Engine,
     settings: Sequence[Setting],
-    layout: Layout,
+    layout: PromptLayout,
     *,
     rounds: int,
     decode_tokens: int,

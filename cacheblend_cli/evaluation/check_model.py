@@ -25,7 +25,7 @@ SHARE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
 @dataclass(frozen=True)
-class Check:
+class ModelCheck:
     """Largest differences of logits from a full prefill's."""
 
     prompt_tokens: int
@@ -38,7 +38,7 @@ class Check:
         return max(self.blended, self.transformers or 0.0) <= self.limit
 
 
-def check_model(engine: Engine, *, with_transformers: bool) -> Check:
+def check_model(engine: Engine, *, with_transformers: bool) -> ModelCheck:
     """Compare the last logits of a prompt over pages of the demo's handbook."""
     with (
         tempfile.TemporaryDirectory(prefix="cacheblend-check-") as folder,
@@ -52,7 +52,7 @@ def check_model(engine: Engine, *, with_transformers: bool) -> Check:
         _, blended = _logits(engine, store, keys, BlendParams(ratio=1.0, selector="hkvd"))
     theirs = _transformers(engine, ids) if with_transformers else None
     share = SHARE[engine.model.decoder.dtype]
-    return Check(
+    return ModelCheck(
         len(ids),
         float((full - blended).abs().max()),
         None if theirs is None else float((full - theirs).abs().max()),

@@ -26,7 +26,7 @@ Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Layout:
+class PromptLayout:
     """Token ids of a prompt without its prefix, which is the collection's: the chunks, and the suffix, of which
     question_tokens are the question."""
 
@@ -61,7 +61,7 @@ class SpeedPrompt:
     headroom: int
 
     @classmethod
-    def stored(cls, engine: Engine, store: ChunkStore, layout: Layout, headroom: int) -> SpeedPrompt:
+    def stored(cls, engine: Engine, store: ChunkStore, layout: PromptLayout, headroom: int) -> SpeedPrompt:
         """Collect and store prefix and chunks. Raises StoreNoSpace, before computing if that is clear."""
         collection = engine.runtime.collection()
         check_space(

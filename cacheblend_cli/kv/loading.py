@@ -14,7 +14,7 @@ from torch import Tensor
 from cacheblend_cli.kv.batch import KVBatch, batches_of
 from cacheblend_cli.kv.loader import KVLoader, LoadQueue, NothingToLoad, num_workers, workers
 from cacheblend_cli.kv.pool import PagedSequence
-from cacheblend_cli.kv.source import BadChunk, KVReader, KVSource
+from cacheblend_cli.kv.source import BadChunk, ChunkReader, KVSource
 from cacheblend_cli.kv.stored_prompt import StoredPrompt
 from cacheblend_cli.kv.transfer import CudaTransfer, HostTransfer, StagedTransfer, Transfer
 from cacheblend_cli.model.decoder import Decoder
@@ -79,7 +79,7 @@ class StoredLoader(KVLoader):
         except BaseException as error:
             self._queue.stop(error)
 
-    def _load(self, reader: KVReader, layer: int, which: int) -> None:
+    def _load(self, reader: ChunkReader, layer: int, which: int) -> None:
         batch, buffer = self._batches[which][self._shapes[layer]], self._free.get()
         try:
             self._copy(reader, layer, batch, self._transfer.memory(buffer))
@@ -89,7 +89,7 @@ class StoredLoader(KVLoader):
             self._free.put(buffer)
         self._queue.arrived(layer)
 
-    def _copy(self, reader: KVReader, layer: int, batch: KVBatch, memory: memoryview) -> None:
+    def _copy(self, reader: ChunkReader, layer: int, batch: KVBatch, memory: memoryview) -> None:
         for index in range(len(batch.spans)):
             try:
                 reader.copy_layer(self._stored.manifests[batch.first + index], layer, batch.targets(index, memory))

@@ -31,7 +31,7 @@ class KVProvenance:
 
 
 @dataclass(frozen=True)
-class Hit:
+class PrefixHit:
     """Cached KV of a prompt's first num_tokens positions."""
 
     blocks: tuple[int, ...] = ()
@@ -77,7 +77,7 @@ class PrefixCache:
                 self._block_of[parent], self._kept[block] = block, _Kept(parent, ids)
                 self._space.allocator.keep(block, self._forget)
 
-    def take(self, hit: Hit, num_tokens: int, headroom: int = 0) -> BlockTable:
+    def take(self, hit: PrefixHit, num_tokens: int, headroom: int = 0) -> BlockTable:
         """Return a table with room for num_tokens that begins with the hit's blocks. headroom: tokens it may grow by.
         Raises DeviceError when the pool is too small."""
         space = self._space

@@ -18,7 +18,7 @@ from cacheblend_store.tier.layout import Head, ObjectLayout
 from cacheblend_store.tier.shared import SharedTier
 
 
-class KVReader(Protocol):
+class ChunkReader(Protocol):
     """A consistent snapshot of a source, used by one thread.
 
     Every method raises StoreError for damaged or unavailable data. `StoreReader` is one.
@@ -36,7 +36,7 @@ class KVReader(Protocol):
 class KVSource(Protocol):
     """A source of stored KV, read by several loader threads at once. `ChunkStore` is one."""
 
-    def read(self) -> AbstractContextManager[KVReader]:
+    def read(self) -> AbstractContextManager[ChunkReader]:
         """Return a reader for the calling thread."""
         ...
 
@@ -114,7 +114,7 @@ class TieredSource:
         return TierUse(self._asked, len(self._chunks), taken, len(self.lost), self._num_bytes, self._seconds)
 
     @contextmanager
-    def read(self) -> Iterator[KVReader]:
+    def read(self) -> Iterator[ChunkReader]:
         with self._store.read() as reader:
             yield _TieredReader(self, reader)
 

@@ -16,7 +16,7 @@ from cacheblend_store.format.levels import BITS, bits_of
 from torch import Tensor
 
 from cacheblend_cli.kv.pool import PagedSequence
-from cacheblend_cli.kv.source import BadChunk, KVReader, KVSource
+from cacheblend_cli.kv.source import BadChunk, ChunkReader, KVSource
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.rope import rows_of_tables
 from cacheblend_cli.model.spec import ModelSpec
@@ -112,7 +112,7 @@ def slots_of(
     return tuple(Slots(slots, cos, sin) for cos, sin in rows_of_tables(tables, positions))
 
 
-def _manifest(reader: KVReader, segment: Segment, spec: ModelSpec) -> ChunkManifest:
+def _manifest(reader: ChunkReader, segment: Segment, spec: ModelSpec) -> ChunkManifest:
     """Return the segment's manifest after comparing its token ids: a key is a digest, and equality of digests is not
     trusted."""
     assert segment.key is not None

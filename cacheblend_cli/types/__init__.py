@@ -8,8 +8,8 @@ from cacheblend_cli.types.answer import (
     Confirmation,
     FinishReason,
     LayerReport,
+    LayerStatus,
     Risk,
-    Status,
     Timing,
     TokenUse,
     Verification,
@@ -40,7 +40,7 @@ from cacheblend_cli.types.sampling import (
 
 __all__ = [
     "EVERYTHING", "MAX_STOPS", "MAX_STOP_CHARS", "MODEL_SAMPLED", "MOST", "NUM_HITS", "PLAIN", "Answer", "AskOptions", "AskPlan", "AskRequest", "BlendParams",
-    "ChunkUse", "Confirmation", "FinishReason", "LayerReport", "Risk", "SamplingParams", "Scope", "SearchParams", "Status", "TextDocument",
+    "ChunkUse", "Confirmation", "FinishReason", "LayerReport", "Risk", "SamplingParams", "Scope", "SearchParams", "LayerStatus", "TextDocument",
     "Timing", "TokenLogprob", "TokenUse", "Verification", "ask_request", "model_sampled", "overridden", "parse_checks",
     "parse_layers", "sampling_of",
 ]  # fmt: skip

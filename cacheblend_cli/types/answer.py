@@ -11,7 +11,7 @@ from cacheblend_cli.types.sampling import TokenLogprob
 FinishReason = Literal["stop", "length", "repetition", "cancelled", "deadline", "handed_over"]
 
 
-class Status(IntEnum):
+class LayerStatus(IntEnum):
     DECODE = -1
     PREFILL = 0
     CHECK = 1
@@ -23,7 +23,7 @@ class LayerReport:
     """One layer of a blended prefill. fresh: reusable tokens whose KV or hidden state was computed at this layer."""
 
     layer: int
-    status: Status
+    status: LayerStatus
     rows: int
     fresh: int
 

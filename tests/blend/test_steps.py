@@ -21,7 +21,7 @@ from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.engine.runtime import SLICE_ROWS
 from cacheblend_cli.engine.worker import prefill as runtime_prefill
 from cacheblend_cli.model.linear import STEADY_ROWS
-from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams, Status
+from cacheblend_cli.types import AskRequest, BlendParams, LayerStatus, SamplingParams
 
 LAYERS = 4
 KERNELS = ("prefill_attention", "rope_and_cache", "rope", "load_kv", "kv_deviation")
@@ -108,9 +108,9 @@ def test_a_check_layer_narrows_the_rows(counted: Counted) -> None:
     assert len(done.result.chosen) == chosen
     assert counted.attended == [inexact + fresh, *[chosen + fresh] * (LAYERS - 2), 1]
     assert [r.status for r in done.result.layers] == [
-        Status.PREFILL,
-        Status.CHECK,
-        *[Status.AFTER_CHECK] * (LAYERS - 2),
+        LayerStatus.PREFILL,
+        LayerStatus.CHECK,
+        *[LayerStatus.AFTER_CHECK] * (LAYERS - 2),
     ]
     assert [r.rows for r in done.result.layers] == [inexact + fresh] * 2 + [chosen + fresh] * (LAYERS - 2)
     assert counted.launches["kv_deviation"] == 1

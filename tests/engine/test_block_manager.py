@@ -14,7 +14,7 @@ from cacheblend_cli.engine.core.block_manager import BlockManager
 from cacheblend_cli.kv.block_allocator import Allocation
 from cacheblend_cli.kv.block_table import BlockTable
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
-from cacheblend_cli.kv.prefix_cache import Hit, KVProvenance
+from cacheblend_cli.kv.prefix_cache import KVProvenance, PrefixHit
 from cacheblend_cli.kv.swap import swap_in, swap_out
 from cacheblend_cli.prompt.plan import ChunkInput, PromptPlan, plan_prompt
 
@@ -188,11 +188,11 @@ TestBlockManager.settings = settings(max_examples=60, stateful_step_count=40, de
 
 def test_a_prompt_waits_for_room_or_never_fits() -> None:
     blocks = BlockManager(OneLayerPool(), watermark=0.1)
-    none = Hit()
+    none = PrefixHit()
     assert blocks.most_tokens == 11 * SIZE
     assert blocks.can_allocate(20, 24, none) is Allocation.OK
     assert blocks.can_allocate(20, 25, none) is Allocation.NEVER
-    first = blocks.allocate(24, 0, Hit())
+    first = blocks.allocate(24, 0, PrefixHit())
     assert blocks.can_allocate(16, 4, none) is Allocation.OK
     assert blocks.can_allocate(20, 4, none) is Allocation.LATER  # it would leave nothing for who runs to grow
     first.release()
@@ -203,7 +203,7 @@ def test_a_prompt_waits_for_room_or_never_fits() -> None:
 def test_a_prompt_as_large_as_the_pool_shares_its_cached_blocks() -> None:
     blocks = BlockManager(OneLayerPool(), watermark=0.0)
     first = plan_prompt([], [], [1] * (BLOCKS * SIZE - 4))
-    sequence = blocks.allocate(first.num_tokens, 0, Hit())
+    sequence = blocks.allocate(first.num_tokens, 0, PrefixHit())
     blocks.keep(sequence, first.token_ids, origin_of(first))
     sequence.release()
     for plan, found in (

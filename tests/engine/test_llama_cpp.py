@@ -28,7 +28,7 @@ from cacheblend_cli.engine.connectors.llama_choice import DecodeSpeeds, llama_en
 from cacheblend_cli.engine.connectors.llama_cpp import LlamaCpp
 from cacheblend_cli.engine.connectors.llama_library import LlamaError, library
 from cacheblend_cli.engine.core.measured_prefill import prefill
-from cacheblend_cli.engine.core.sequence import Status
+from cacheblend_cli.engine.core.sequence import SequenceStatus
 from cacheblend_cli.engine.decode_with import DecodeWith, decode_with
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Limits
@@ -180,7 +180,7 @@ def test_many_at_once_in_a_small_pool(stored: StoredEngine) -> None:
     scheduler = together.core.scheduler
     while together.core.busy:
         together.step()
-        decoding = [s for s in scheduler.those(Status.RUNNING) if s.handed is not None]
+        decoding = [s for s in scheduler.those(SequenceStatus.RUNNING) if s.handed is not None]
         if decoding and rng.random() < 0.2:
             scheduler.preempt(rng.choice(decoding))
     assert [ids_of(listener) for listener in listeners] == [ids_of(listener) for listener in expected]
@@ -200,7 +200,7 @@ def test_a_preempted_sequence_goes_on_where_it_was(stored: StoredEngine) -> None
     listener, _ = driver.arrive(question)
     for _ in range(4):
         driver.step()
-    [sequence] = driver.core.scheduler.those(Status.RUNNING)
+    [sequence] = driver.core.scheduler.those(SequenceStatus.RUNNING)
     assert sequence.handed is not None
     driver.core.scheduler.preempt(sequence)
     for layer in driver.core.worker._pool.layers:  # what the pool has of generated tokens is nobody's

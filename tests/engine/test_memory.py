@@ -19,7 +19,7 @@ from cacheblend_cli.collect import prefill as collect
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.worker import slices
-from cacheblend_cli.engine.worker.memory import Profile, blocks_that_fit, measure, reserve, warm_up
+from cacheblend_cli.engine.worker.memory import MemoryProfile, blocks_that_fit, measure, reserve, warm_up
 from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.model.device import check_room
@@ -67,7 +67,7 @@ def test_the_profile_finds_what_a_row_takes(engine: Engine) -> None:
 def test_pool_and_activations_never_pass_the_share(
     total: int, utilization: float, used: float, per_row: int, kv: int, context: int, block_size: int
 ) -> None:
-    profile = Profile(total, int(used * total), 1 << 20, per_row)
+    profile = MemoryProfile(total, int(used * total), 1 << 20, per_row)
     room = utilization * total - profile.used - profile.fixed
     try:
         blocks = blocks_that_fit(profile, utilization, kv, context, block_size)

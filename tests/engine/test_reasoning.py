@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from torch import Tensor
 
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.detokenizer import Reasoning
+from cacheblend_cli.engine.detokenizer import ReasoningParser
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.generation import Generation
 from cacheblend_cli.engine.runtime import Runtime
@@ -62,7 +62,7 @@ def test_the_parts_are_told_apart_in_any_pieces(
 ) -> None:
     opened = case[1]
     text, reasoning, answer = (of_tags(part, tags) for part in (case[0], case[2], case[3]))
-    parts, found, at = Reasoning(opened, tags), ["", ""], 0
+    parts, found, at = ReasoningParser(opened, tags), ["", ""], 0
     for size in [*sizes, len(text)]:
         for i, piece in enumerate(parts.push(text[at : at + size])):
             found[i] += piece

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from engine_driver import SAMPLING, CoreDriver, Listener, StoredEngine, ids_of, open_stored_engine
 
-from cacheblend_cli.engine.core.sequence import Status
+from cacheblend_cli.engine.core.sequence import SequenceStatus
 from cacheblend_cli.engine.events import Failed, Limits
 from cacheblend_cli.engine.worker.prefill import PrefillOutput
 from cacheblend_cli.kv.source import BadChunk
@@ -68,7 +68,7 @@ def test_answers_do_not_depend_on_the_batch(stored: StoredEngine, count: int) ->
         together.step()
     together.run()
     assert [ids_of(listener) for listener in listeners] == expected
-    assert together.seen >= {Status.WAITING, Status.RUNNING, Status.SWAPPED}
+    assert together.seen >= {SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED}
     counts = together.core.counts
     assert counts.preempted > count // 10
     assert counts.cancelled > 0
@@ -305,11 +305,11 @@ def test_kv_that_the_swap_space_has_no_room_for_is_computed_again(stored: Stored
     for number, question in enumerate(questions):
         listeners.append(together.arrive(question, verify=number % 10 == 0)[0])
         together.step()
-        assert scheduler.num_swapped <= blocks or any(s.state.parent for s in scheduler.those(Status.SWAPPED))
+        assert scheduler.num_swapped <= blocks or any(s.state.parent for s in scheduler.those(SequenceStatus.SWAPPED))
     together.run()
     assert [answers_of(listener) for listener in listeners] == expected
     assert together.core.counts.recomputed > 0
-    assert (Status.SWAPPED in together.seen) or not blocks
+    assert (SequenceStatus.SWAPPED in together.seen) or not blocks
 
 
 def test_answers_begin_only_where_all_fit_the_pool_and_the_swap_space(stored: StoredEngine) -> None:
@@ -324,7 +324,7 @@ def test_answers_begin_only_where_all_fit_the_pool_and_the_swap_space(stored: St
         most = 0
         while driver.core.busy:
             driver.step()
-            most = max(most, len(driver.core.scheduler.those(Status.RUNNING)))
+            most = max(most, len(driver.core.scheduler.those(SequenceStatus.RUNNING)))
         counts.append((most, driver.core.counts.preempted))
     assert counts[0] == (2, 0)
     assert counts[1][0] == 3

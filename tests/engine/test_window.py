@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from engine_driver import CoreDriver, StoredEngine, ids_of, open_stored_engine
 
-from cacheblend_cli.engine.core.sequence import Status
+from cacheblend_cli.engine.core.sequence import SequenceStatus
 from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.types import BlendParams
 
@@ -29,7 +29,7 @@ def most_used(driver: CoreDriver) -> int:
     most = 0
     while driver.core.busy:
         driver.step()
-        if all(not s.prefilling for s in driver.core.scheduler.those(Status.RUNNING)):
+        if all(not s.prefilling for s in driver.core.scheduler.those(SequenceStatus.RUNNING)):
             most = max(most, driver.core.blocks.space.allocator.num_used - 1)
     driver.core.blocks.check_idle()
     return most
@@ -67,8 +67,10 @@ def test_preempted_behind_the_window(stored: StoredEngine) -> None:
     listeners = [driver.arrive(question)[0] for question in questions]
     preempted = 0
     while driver.core.busy:
-        running = [s for s in driver.core.scheduler.those(Status.RUNNING) if s.paged is not None and s.paged.gone]
-        if running and preempted < 5 and not driver.core.scheduler.those(Status.SWAPPED):
+        running = [
+            s for s in driver.core.scheduler.those(SequenceStatus.RUNNING) if s.paged is not None and s.paged.gone
+        ]
+        if running and preempted < 5 and not driver.core.scheduler.those(SequenceStatus.SWAPPED):
             preempted += 1
             driver.core.scheduler.preempt(running[-1])
         driver.step()

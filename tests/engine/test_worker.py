@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cacheblend_cli.engine.core import pools
 from cacheblend_cli.engine.core.measured_prefill import prefill
-from cacheblend_cli.engine.core.sequence import Status
+from cacheblend_cli.engine.core.sequence import SequenceStatus
 from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.engine.worker.decode import BatchRunner
 from cacheblend_cli.engine.worker.memory import DeviceMemory
@@ -126,7 +126,7 @@ def test_a_second_worker_that_is_sent_the_same_computes_the_same(
     leaving.cancelled = True
     driver.run()
     assert worker.calls == {"copy_blocks", "prefill of several", "swap_in"}
-    assert Status.SWAPPED in driver.seen
+    assert SequenceStatus.SWAPPED in driver.seen
     for one in (worker, worker.other):
         assert not one._prefills
         assert not one._swapped, "KV is kept for nobody"

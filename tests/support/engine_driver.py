@@ -15,7 +15,7 @@ from checkpoints import WORDS, write_checkpoint
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.core import EngineCore
-from cacheblend_cli.engine.core.sequence import RequestState, Status
+from cacheblend_cli.engine.core.sequence import RequestState, SequenceStatus
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Done, Event, Failed, Limits, Text
 from cacheblend_cli.engine.request.resolve import Request
@@ -90,7 +90,7 @@ class CoreDriver:
         self.core = EngineCore(stored.engine.runtime, limits)
         self.listeners: dict[RequestState, Listener] = {}
         self.count = 0
-        self.seen: set[Status] = set()
+        self.seen: set[SequenceStatus] = set()
 
     def arrive(self, question: AskRequest, **options: object) -> tuple[Listener, RequestState]:
         listener = Listener()
@@ -108,7 +108,10 @@ class CoreDriver:
         for state, event in self.core.step():
             self.listeners[state](event)
         scheduler = self.core.scheduler
-        assert len(scheduler.those(Status.RUNNING)) + len(scheduler.those(Status.SWAPPED)) <= scheduler.max_sequences
+        assert (
+            len(scheduler.those(SequenceStatus.RUNNING)) + len(scheduler.those(SequenceStatus.SWAPPED))
+            <= scheduler.max_sequences
+        )
         self.seen |= {s.status for state in scheduler.states for s in state.sequences}
         self.core.blocks.space.allocator.check_integrity()
 

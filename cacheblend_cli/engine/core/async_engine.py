@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from cacheblend_cli.engine.core.core import EngineCore
 from cacheblend_cli.engine.core.output_processor import as_public_error
-from cacheblend_cli.engine.core.sequence import RequestState, Status
+from cacheblend_cli.engine.core.sequence import RequestState, SequenceStatus
 from cacheblend_cli.engine.events import Done, EngineStats, Event, Failed, Limits, OnEvent
 from cacheblend_cli.engine.request.resolve import Request
 from cacheblend_cli.engine.runtime import Runtime
@@ -202,8 +202,8 @@ class AsyncEngine:
         block_bytes = self._core.block_bytes
         return replace(
             self._core.counts,
-            running=len(scheduler.those(Status.RUNNING)),
-            swapped=len(scheduler.those(Status.SWAPPED)),
+            running=len(scheduler.those(SequenceStatus.RUNNING)),
+            swapped=len(scheduler.those(SequenceStatus.SWAPPED)),
             swap_bytes=scheduler.num_swapped * block_bytes,
             swap_space_bytes=scheduler.swap_blocks * block_bytes,
             pool_bytes=(allocator.num_free + allocator.num_used) * block_bytes,

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from cacheblend_cli.kv.block_allocator import Allocation
 from cacheblend_cli.kv.block_table import BlockSpace, BlockTable
-from cacheblend_cli.kv.prefix_cache import Hit, KVProvenance, PrefixCache
+from cacheblend_cli.kv.prefix_cache import KVProvenance, PrefixCache, PrefixHit
 from cacheblend_cli.prompt.plan import PromptPlan
 
 
@@ -36,7 +36,7 @@ class BlockManager:
         """Maximum number of tokens of a prompt and its answer."""
         return (self._total - self._reserve) * self.space.block_size
 
-    def can_allocate(self, num_tokens: int, headroom: int, hit: Hit, behind: int = 1) -> Allocation:
+    def can_allocate(self, num_tokens: int, headroom: int, hit: PrefixHit, behind: int = 1) -> Allocation:
         """Return when a prompt of num_tokens can begin, and `behind` more: now, later or, with an answer of `headroom`,
         never."""
         size = self.space.blocks_for
@@ -56,7 +56,7 @@ class BlockManager:
         new = sum(kv_len == s.capacity or allocator.is_shared(s.blocks[kv_len // size]) for s, kv_len in sequences)
         return allocator.can_append(new)
 
-    def find(self, plan: PromptPlan, origin: KVProvenance, limit: int | None = None) -> Hit:
+    def find(self, plan: PromptPlan, origin: KVProvenance, limit: int | None = None) -> PrefixHit:
         """Look the prompt up in the prefix cache: whole slices before the first chunk that needs repair. limit: maximum
         tokens, None for all but the last, whose logits are wanted."""
         size, rows = self.space.block_size, origin.slice_rows
@@ -64,14 +64,14 @@ class BlockManager:
         num_tokens = min(len(blocks) * size, plan.num_tokens - 1 if limit is None else limit) // rows * rows
         while num_tokens and plan.cut_for(num_tokens) != num_tokens:  # it ends within a chunk that is loaded as a whole
             num_tokens -= rows
-        return Hit(tuple(blocks[: num_tokens // size]), num_tokens)
+        return PrefixHit(tuple(blocks[: num_tokens // size]), num_tokens)
 
-    def taken(self, num_tokens: int, hit: Hit) -> int:
+    def taken(self, num_tokens: int, hit: PrefixHit) -> int:
         """Blocks that are not free any more once a prompt of num_tokens begins with the hit: its own, and those of the
         hit that nobody else uses."""
         return self.space.blocks_for(num_tokens) - sum(map(self.space.allocator.is_used, hit.blocks))
 
-    def allocate(self, num_tokens: int, headroom: int, hit: Hit) -> BlockTable:
+    def allocate(self, num_tokens: int, headroom: int, hit: PrefixHit) -> BlockTable:
         """Blocks for a prompt that begins with the hit. Raises DeviceError when there are too few."""
         return self._prefix_cache.take(hit, num_tokens, headroom)
 

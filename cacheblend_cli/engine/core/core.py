@@ -21,7 +21,7 @@ from cacheblend_cli.engine.worker.memory import DeviceMemory
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.block_allocator import Allocation
 from cacheblend_cli.kv.pool import bytes_per_token
-from cacheblend_cli.kv.prefix_cache import Hit
+from cacheblend_cli.kv.prefix_cache import PrefixHit
 
 ALONE = Limits(max_sequences=128, enable_prefix_caching=False)  # for one request: all of its answers at once
 
@@ -80,7 +80,7 @@ class EngineCore:
         if not state.sequences:
             admit(self._runtime, state)
         headroom = state.max_new_tokens
-        if self.blocks.can_allocate(state.num_tokens, headroom, Hit()) is Allocation.NEVER:
+        if self.blocks.can_allocate(state.num_tokens, headroom, PrefixHit()) is Allocation.NEVER:
             raise UsageError(
                 f"the prompt has {state.num_tokens} tokens and the answer up to {headroom}, and the engine holds KV of "
                 f"{self.blocks.most_tokens} at most",

@@ -2,8 +2,8 @@
 is too risky.
 
 All three are one pass. When the answer is complete, a full prefill of the prompt and the answer's tokens gives the
-distribution at each of them. It is a request of the engine's own (`Check`), scheduled in slices like any other, and it
-ends with the request it checks.
+distribution at each of them. It is an internal request (`FullCheck`), scheduled in slices like any other, and it ends
+with the request it checks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.types import Confirmation, Risk, Verification
 
 
-def check_of(runtime: Runtime, state: RequestState) -> Check | None:
+def check_of(runtime: Runtime, state: RequestState) -> FullCheck | None:
     """Return the full prefill that a complete answer needs, None if it needs none."""
     checks, output = state.checks, state.sequences[0].output
     if checks is None:
@@ -35,10 +35,10 @@ def check_of(runtime: Runtime, state: RequestState) -> Check | None:
     if checks.confirm and not reuses:  # it is a full prefill's
         checks.confirmation = Confirmation(True, None, output.out.text, 0.0, 0.0)
     replaces = is_risky or (checks.confirm and reuses)
-    return Check(runtime, state, checks, output.out, replaces=replaces) if checks.verify or replaces else None
+    return FullCheck(runtime, state, checks, output.out, replaces=replaces) if checks.verify or replaces else None
 
 
-class Check(RequestState):
+class FullCheck(RequestState):
     """A full prefill of a prompt and of the answer that its blended KV gave (the draft).
 
     The draft's tokens are fed to it (teacher forcing), and its distribution at each is compared with the one that the

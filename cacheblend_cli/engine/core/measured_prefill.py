@@ -14,7 +14,7 @@ from cacheblend_cli.blend.cost import AutoReport
 from cacheblend_cli.blend.fidelity import teacher_forced
 from cacheblend_cli.engine.auto.controller import controller_of, decided
 from cacheblend_cli.engine.core.core import ALONE, EngineCore
-from cacheblend_cli.engine.core.sequence import RequestState, Sequence, Status
+from cacheblend_cli.engine.core.sequence import RequestState, Sequence, SequenceStatus
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
 from cacheblend_cli.engine.events import Failed
 from cacheblend_cli.engine.generation import Generation
@@ -68,7 +68,7 @@ class Prefilled(PrefillReport):
         state = RequestState(request, 0, max_new_tokens=runtime.max_new_tokens(sampling))
         output = SequenceOutput(runtime, sampling, prompt_ids, see=see)
         view = SequenceView(self.pool, self.sequence.blocks)
-        sequence = Sequence(state, 0, Status.RUNNING, view, len(prompt_ids) + given, output=output)
+        sequence = Sequence(state, 0, SequenceStatus.RUNNING, view, len(prompt_ids) + given, output=output)
         state.sequences = [sequence]
         core = EngineCore(runtime, ALONE, self._memory(runner))
         core.resume(sequence, self.logits if logits is None else logits)

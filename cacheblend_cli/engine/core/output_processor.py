@@ -17,9 +17,9 @@ from cacheblend_store import StoreError
 from cacheblend_cli.engine.auto.controller import learn_from
 from cacheblend_cli.engine.connectors.connector import Connector
 from cacheblend_cli.engine.core.executor import Decoded, StepOutput
-from cacheblend_cli.engine.core.full_check import Check, check_of
+from cacheblend_cli.engine.core.full_check import FullCheck, check_of
 from cacheblend_cli.engine.core.scheduler import Scheduler, Step
-from cacheblend_cli.engine.core.sequence import RequestState, Sequence, Status
+from cacheblend_cli.engine.core.sequence import RequestState, Sequence, SequenceStatus
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput, draw_next
 from cacheblend_cli.engine.events import (
     Done,
@@ -94,7 +94,7 @@ class OutputProcessor:
         if state in self._scheduler.states:
             self._scheduler.states.remove(state)
         for sequence in list(state.unfinished):
-            sequence.release(Status.FINISHED)
+            sequence.release(SequenceStatus.FINISHED)
 
     def _emit(self, state: RequestState, event: Event) -> None:
         self._events.append((state, event))
@@ -113,7 +113,7 @@ class OutputProcessor:
             return
         assert state.provenance is not None
         self._blocks.keep(sequence.paged, state.request.plan.token_ids[: out.num_filled], state.provenance)
-        if isinstance(state, Check) and out.num_filled >= state.num_prompt_tokens and not state.full_ttft_s:
+        if isinstance(state, FullCheck) and out.num_filled >= state.num_prompt_tokens and not state.full_ttft_s:
             state.full_ttft_s = out.prefill_s
         if out.result is None:
             return
@@ -121,7 +121,7 @@ class OutputProcessor:
         done = PrefillReport(state.request, out.result, out.loader, out.prefill_s, prefill.hit_tokens, logprobs)
         sequence.stop_prefill()
         try:
-            if isinstance(state, Check):
+            if isinstance(state, FullCheck):
                 self._checked(sequence, state)
             elif sequence.output is not None:
                 # Its KV was dropped: its tokens are computed again, one a step as at first, so that the answer is the
@@ -150,7 +150,7 @@ class OutputProcessor:
         end = begun + self._scheduler.wave(state.num_answers - begun)
         wave = [
             first,
-            *(Sequence(state, index, Status.RUNNING, first.paged.fork()) for index in range(begun + 1, end)),
+            *(Sequence(state, index, SequenceStatus.RUNNING, first.paged.fork()) for index in range(begun + 1, end)),
         ]
         state.sequences += wave[1:]
         outputs = [self._begin_output(sequence) for sequence in wave]
@@ -180,10 +180,10 @@ class OutputProcessor:
         connector.hand_over(state.request.plan.token_ids, kv)
         generation = self._begin_output(sequence).out
         generation.finish_reason, generation.first_token_at = "handed_over", time.perf_counter()
-        sequence.release(Status.FINISHED)
+        sequence.release(SequenceStatus.FINISHED)
         self._end(state)
 
-    def _checked(self, sequence: Sequence, check: Check) -> None:
+    def _checked(self, sequence: Sequence, check: FullCheck) -> None:
         """A check's full prefill is done: decode what is left of the answer, or end the check."""
         if (output := check.continues) is None:
             self._end_check(sequence, check)
@@ -224,7 +224,7 @@ class OutputProcessor:
         """Append the tokens to their sequences, and finish those that are complete."""
         for sequence, draw in draws:
             assert sequence.output is not None
-            if sequence.status is Status.FINISHED:  # its request failed
+            if sequence.status is SequenceStatus.FINISHED:  # its request failed
                 continue
             try:
                 if not sequence.output.append(draw):
@@ -238,13 +238,13 @@ class OutputProcessor:
         """An answer is complete. With the last one the request is checked or done."""
         state, output = sequence.state, sequence.output
         assert output is not None
-        if isinstance(state, Check):
+        if isinstance(state, FullCheck):
             self._end_check(sequence, state)
             return
         generation = output.end()
         generation.finish_reason = early or generation.finish_reason
         self._counts.generated += len(generation.token_ids)
-        sequence.release(Status.FINISHED)
+        sequence.release(SequenceStatus.FINISHED)
         if early is not None or any(state.unfinished):
             return
         if state.num_started < state.num_answers:  # the next wave: its prompt is prefilled again
@@ -256,9 +256,9 @@ class OutputProcessor:
         else:
             self._scheduler.add(check)
 
-    def _end_check(self, sequence: Sequence, check: Check) -> None:
+    def _end_check(self, sequence: Sequence, check: FullCheck) -> None:
         """A check is complete, and so is the request it was made for."""
-        sequence.release(Status.FINISHED)
+        sequence.release(SequenceStatus.FINISHED)
         self._scheduler.states.remove(check)
         check.conclude()
         assert check.parent is not None
@@ -267,7 +267,7 @@ class OutputProcessor:
     def _end(self, state: RequestState, early: Early | None = None) -> None:
         """Emit the answers. early: why the request ends though it is not finished, with what was generated until
         now."""
-        if isinstance(state, Check):
+        if isinstance(state, FullCheck):
             self.remove(state)
             return
         try:

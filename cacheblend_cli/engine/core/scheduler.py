@@ -15,13 +15,20 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from cacheblend_cli.engine.core.block_manager import BlockManager
-from cacheblend_cli.engine.core.sequence import RequestState, RunningPrefill, Sequence, Status, SwappedKV, provenance_of
+from cacheblend_cli.engine.core.sequence import (
+    RequestState,
+    RunningPrefill,
+    Sequence,
+    SequenceStatus,
+    SwappedKV,
+    provenance_of,
+)
 from cacheblend_cli.engine.events import EngineStats
 from cacheblend_cli.engine.worker.slices import short_rows
 from cacheblend_cli.engine.worker.worker import Swap, Worker
 from cacheblend_cli.kv.block_allocator import Allocation
 from cacheblend_cli.kv.block_table import BlockTable
-from cacheblend_cli.kv.prefix_cache import Hit
+from cacheblend_cli.kv.prefix_cache import PrefixHit
 
 
 @dataclass
@@ -52,7 +59,7 @@ class Scheduler:
     _prefilled: bool = False  # in the last step
     _numbers: itertools.count[int] = field(default_factory=itertools.count)  # names of what the worker keeps
 
-    def those(self, status: Status) -> list[Sequence]:
+    def those(self, status: SequenceStatus) -> list[Sequence]:
         """Sequences of that status, in turn."""
         return [s for state in self.states for s in state.sequences if s.status is status]
 
@@ -63,7 +70,7 @@ class Scheduler:
 
     def restart(self, sequence: Sequence) -> None:
         """Queue its prompt again."""
-        sequence.release(Status.WAITING)
+        sequence.release(SequenceStatus.WAITING)
         sequence.state.provenance = provenance_of(sequence.state, self.slice_rows)
         if sequence in self._step.begin:
             self._step.begin.remove(sequence)
@@ -72,13 +79,13 @@ class Scheduler:
         """Return the work of the next step; an empty one: nothing to do."""
         if ended := [state for state in self.states if state.ended]:
             return Step(end=ended)
-        while (swapped := self.those(Status.SWAPPED)) and self._may_return(swapped[0]):
+        while (swapped := self.those(SequenceStatus.SWAPPED)) and self._may_return(swapped[0]):
             self._swap_in(swapped[0])
-        while not swapped and (waiting := self.those(Status.WAITING)):
+        while not swapped and (waiting := self.those(SequenceStatus.WAITING)):
             if (hit := self._may_begin(waiting[0])) is None:
                 break
             self._begin(waiting[0], hit)
-        running = self.those(Status.RUNNING)
+        running = self.those(SequenceStatus.RUNNING)
         prefilling, decoding = [s for s in running if s.prefilling], [s for s in running if not s.prefilling]
         self._prefilled = bool(prefilling) and not (decoding and self._prefilled)
         if self._prefilled:
@@ -94,7 +101,7 @@ class Scheduler:
     @property
     def num_places(self) -> int:
         """Sequences that could begin now. Each prompt that is prefilled holds one place until its answers begin."""
-        return self.max_sequences - len(self.those(Status.RUNNING)) - len(self.those(Status.SWAPPED))
+        return self.max_sequences - len(self.those(SequenceStatus.RUNNING)) - len(self.those(SequenceStatus.SWAPPED))
 
     def wave(self, num_left: int) -> int:
         """Return how many of a request's num_left answers start now: at most half of all places, so that other requests
@@ -116,7 +123,7 @@ class Scheduler:
     @property
     def num_swapped(self) -> int:
         """Blocks whose KV is swapped out."""
-        return sum(s.swapped.num_blocks for s in self.those(Status.SWAPPED) if s.swapped is not None)
+        return sum(s.swapped.num_blocks for s in self.those(SequenceStatus.SWAPPED) if s.swapped is not None)
 
     def _swap_out(self, sequence: Sequence) -> None:
         assert sequence.paged is not None
@@ -124,7 +131,7 @@ class Scheduler:
         self._step.swaps.append(Swap(number, tuple(own), out=True))
         sequence.swapped = SwappedKV(self.worker, number, len(own), gone)
         sequence.paged.release()
-        sequence.paged, sequence.status = None, Status.SWAPPED
+        sequence.paged, sequence.status = None, SequenceStatus.SWAPPED
 
     def _swap_in(self, sequence: Sequence) -> None:
         kept = sequence.swapped
@@ -132,26 +139,26 @@ class Scheduler:
         own = self.worker.allocator.allocate(kept.num_blocks)
         self._step.swaps.append(Swap(kept.number, tuple(own), out=False))
         sequence.paged = BlockTable(self.worker, [*own[:1] * kept.gone, *own], kept.gone)
-        sequence.swapped, sequence.status = None, Status.RUNNING
+        sequence.swapped, sequence.status = None, SequenceStatus.RUNNING
 
     def _may_return(self, sequence: Sequence) -> bool:
         kept = sequence.swapped
         assert kept is not None
         return self.blocks.can_swap_in(sequence.kv_len, kept.gone, kept.num_blocks)
 
-    def _begin(self, sequence: Sequence, hit: Hit) -> None:
+    def _begin(self, sequence: Sequence, hit: PrefixHit) -> None:
         """Give the prompt its blocks."""
         state = sequence.state
         sequence.paged = self.blocks.allocate(state.num_tokens, state.max_new_tokens, hit)
         sequence.prefill = RunningPrefill(
             self.worker, next(self._numbers), hit.num_tokens, self._short_rows(state, hit)
         )
-        sequence.status = Status.RUNNING
+        sequence.status = SequenceStatus.RUNNING
         self._step.begin.append(sequence)
 
-    def _may_begin(self, sequence: Sequence) -> Hit | None:
+    def _may_begin(self, sequence: Sequence) -> PrefixHit | None:
         """Return the prompt's hit in the prefix cache if it may begin now, else None."""
-        state, running = sequence.state, self.those(Status.RUNNING)
+        state, running = sequence.state, self.those(SequenceStatus.RUNNING)
         prefilling = [s for s in running if s.prefilling]
         full = len(prefilling) > self.ahead  # only a short prompt may join others that are short
         if running and (self.num_places < 1 or (full and not self._may_join(prefilling, 0))):
@@ -175,7 +182,7 @@ class Scheduler:
         state, held = sequence.state, 0 if sequence.paged is None else len(sequence.paged.blocks)
         return max(0, self.blocks.space.blocks_for(state.num_tokens + state.max_new_tokens) - held)
 
-    def _short_rows(self, state: RequestState, hit: Hit) -> int | None:
+    def _short_rows(self, state: RequestState, hit: PrefixHit) -> int | None:
         """Rows of its prompt behind the hit, where it may share a launch with others. None where it has too many, needs
         repair, or is timed or watched by itself."""
         plan, sampling = state.request.plan, state.request.sampling

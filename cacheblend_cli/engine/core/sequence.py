@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cacheblend_cli.engine.connectors.llama_cpp import LlamaSequence
 
 
-class Status(Enum):
+class SequenceStatus(Enum):
     WAITING = "waiting"  # holds nothing
     RUNNING = "running"  # has blocks: its prompt is prefilled, or it decodes
     SWAPPED = "swapped"  # has begun, and gave its blocks up to others
@@ -64,7 +64,7 @@ class Sequence:
 
     state: RequestState
     index: int  # of the answer
-    status: Status = Status.WAITING
+    status: SequenceStatus = SequenceStatus.WAITING
     paged: BlockTable | None = None  # its blocks while it runs
     kv_len: int = 0  # tokens whose KV they hold: all but the newest
     prefill: RunningPrefill | None = None  # while the prompt is computed
@@ -75,7 +75,7 @@ class Sequence:
 
     @property
     def prefilling(self) -> bool:
-        return self.status is Status.RUNNING and self.prefill is not None
+        return self.status is SequenceStatus.RUNNING and self.prefill is not None
 
     @property
     def token_ids(self) -> list[int]:
@@ -100,7 +100,7 @@ class Sequence:
             self.prefill.worker.end(self.prefill.number)
         self.prefill = None
 
-    def release(self, status: Status) -> None:
+    def release(self, status: SequenceStatus) -> None:
         """Give its blocks back, and forget what was swapped out."""
         self.stop_prefill()
         if self.paged is not None:
@@ -172,7 +172,7 @@ class RequestState:
 
     @property
     def unfinished(self) -> Iterator[Sequence]:
-        return (s for s in self.sequences if s.status is not Status.FINISHED)
+        return (s for s in self.sequences if s.status is not SequenceStatus.FINISHED)
 
     def outputs(self) -> tuple[int, Sink] | None:
         """The position of the prompt from which on every row's logits are wanted, and what receives them; None = the

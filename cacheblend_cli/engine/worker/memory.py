@@ -55,7 +55,7 @@ class Meter:
 
 
 @dataclass(frozen=True)
-class Profile:
+class MemoryProfile:
     """Bytes. A prefill of n rows holds fixed + n * per_row beyond weights and pool."""
 
     total: int
@@ -70,7 +70,7 @@ class DeviceMemory:
 
     pool: KVPool
     runner: DecodeRunner
-    profile: Profile | None = None
+    profile: MemoryProfile | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -130,7 +130,7 @@ def warm_up_attention(decoder: Decoder, pool: KVPool) -> None:
         decoder.kernels.warm_up(q, cache, params, min(spec.max_context, capacity))
 
 
-def measure(decoder: Decoder, block_size: int, meter: Meter) -> Profile:
+def measure(decoder: Decoder, block_size: int, meter: Meter) -> MemoryProfile:
     """Two full prefills, one twice as long. Shorter ones where the device has no room for these."""
     longest = max(1, decoder.spec.max_context // 2)
     many, few = (min(n, longest) for n in PROFILE_ROWS)
@@ -140,7 +140,7 @@ def measure(decoder: Decoder, block_size: int, meter: Meter) -> Profile:
         return _measure(decoder, block_size, meter, few)
 
 
-def _measure(decoder: Decoder, block_size: int, meter: Meter, num_rows: int) -> Profile:
+def _measure(decoder: Decoder, block_size: int, meter: Meter, num_rows: int) -> MemoryProfile:
     _prefill(decoder, num_rows, block_size)  # not measured: it compiles kernels and makes work spaces
     activations = []
     for n in (num_rows, 2 * num_rows):
@@ -148,11 +148,18 @@ def _measure(decoder: Decoder, block_size: int, meter: Meter, num_rows: int) -> 
         kv = bytes_per_token(decoder) * blocks * block_size
         activations.append(meter.peak(partial(_prefill, decoder, n, block_size)) - kv)
     per_row = max(1.0, (activations[1] - activations[0]) / num_rows)
-    return Profile(meter.total, meter.used(), max(0, int(activations[1] - 2 * num_rows * per_row)), int(per_row) + 1)
+    return MemoryProfile(
+        meter.total, meter.used(), max(0, int(activations[1] - 2 * num_rows * per_row)), int(per_row) + 1
+    )
 
 
 def blocks_that_fit(
-    profile: Profile, utilization: float, kv_bytes_per_token: float, context: int, block_size: int, at_once: int = 1
+    profile: MemoryProfile,
+    utilization: float,
+    kv_bytes_per_token: float,
+    context: int,
+    block_size: int,
+    at_once: int = 1,
 ) -> int:
     """Blocks of the pool: never more than `at_once` prompts of the model's context, one more and a spare block can use,
     since prompts are prefilled one at a time, with the full prefill of --verify beside them at most.

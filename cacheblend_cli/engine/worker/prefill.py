@@ -28,7 +28,7 @@ from cacheblend_cli.kv.source import KVSource
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.linear import STEADY_ROWS
 from cacheblend_cli.prompt.plan import PromptPlan
-from cacheblend_cli.types import BlendParams, LayerReport, Status
+from cacheblend_cli.types import BlendParams, LayerReport, LayerStatus
 
 LOGIT_ROWS = 64  # whose logits are held at once: each is as long as the vocabulary
 
@@ -139,7 +139,7 @@ class PrefillState:
         if logits is None:
             return self._output(None, start, self._done + 1)
         count = sum(len(s.positions) for s in self._slices)
-        layers = [LayerReport(layer.index, Status.AFTER_CHECK, count, 0) for layer in self._decoder.layers]
+        layers = [LayerReport(layer.index, LayerStatus.AFTER_CHECK, count, 0) for layer in self._decoder.layers]
         chosen = torch.empty(0, dtype=torch.int64, device=logits.device)
         return self._output(PrefillResult(logits, chosen, layers), start, self._done + 1)
 
