@@ -142,8 +142,7 @@ class _Config:
         return int(rank), alpha / (rank**0.5 if self.values.get("use_rslora") else rank)
 
     def _value(self, patterns: str, name: str, missing: int, module: str) -> Any:
-        """Resolve as peft does: the value of the first pattern that the module's name ends with, else the adapter's
-        default."""
+        """Return as peft does the value of the first pattern that the module's name ends with, else the default."""
         for pattern, value in (self.values.get(patterns) or {}).items():
             if self._matches(rf"(.*\.)?({pattern})", module):
                 return value

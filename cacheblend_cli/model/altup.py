@@ -35,8 +35,7 @@ class Streams:
         return torch.stack([h, *(_as_large(project(h), h) for project in self._split)], dim=1)
 
     def merge(self, streams: Tensor) -> Tensor:
-        """Return the mean [num_rows, hidden_size] of the streams [num_rows, streams, hidden_size], each scaled to the
-        first one's magnitude."""
+        """Return the mean [num_rows, hidden_size] of the streams, each scaled row by row to the first's size."""
         first = streams[:, 0].contiguous()
         others = (
             _as_large(project(streams[:, i].contiguous()), first) for i, project in enumerate(self._merge, start=1)
@@ -59,8 +58,7 @@ class AltUp:
         self._scale = weights["streams_scale"] if streams.scaled else None
 
     def predict(self, streams: Tensor) -> Tensor:
-        """Return each stream plus a mixture of all streams, weighted by the active one. Shape in and out: [num_rows,
-        streams, hidden_size]."""
+        """Return each stream plus a mixture of all, weighted by the active one: [num_rows, streams, hidden_size]."""
         mixture = self._predict(self._modalities(streams[:, self.active]))
         return torch.baddbmm(streams, mixture.view(-1, self._count, self._count), streams)
 

@@ -46,8 +46,7 @@ class Norm:
 
 
 def add_and_norm(norm: Norm | None, delta: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """`Norm.add`; without a norm, both results are the sum. The first result is valid until the residual is added to
-    again."""
+    """`Norm.add`; without a norm both results are the sum. The first result is valid until the next addition."""
     if norm is not None:
         return norm.add(delta, residual)
     residual = residual.add_(delta)
@@ -156,8 +155,7 @@ class DecoderLayer:
         return self._normed_heads(k, self.k_norm), values
 
     def scale_queries(self, q: Tensor, positions: Tensor) -> Tensor:
-        """Scale rotated q [num_rows, num_heads, head_dim] by position, if the model does so. positions: [num_rows]
-        int64."""
+        """Scale rotated q [num_rows, num_heads, head_dim] by position [num_rows] int64, if the model does."""
         if self.spec.query_growth is None:
             return q
         beta, length = self.spec.query_growth
@@ -192,8 +190,7 @@ class DecoderLayer:
         return delta, residual
 
     def _finish_streams(self, altup: AltUp, attended: Tensor, predicted: Tensor, token_ids: Tensor) -> Tensor:
-        """Compute everything after attention's norm in a model with several streams. Returns the streams [num_rows,
-        streams, hidden_size]."""
+        """Compute everything after attention's norm in a model with streams: [num_rows, streams, hidden_size]."""
         assert self.attention_in is not None and self._mlp_in is not None and self._mlp_out is not None  # noqa: PT018
         assert self._low_rank is not None and self._token_input is not None and self.token_inputs is not None  # noqa: PT018
         active = predicted[:, altup.active].contiguous()
@@ -295,8 +292,7 @@ class Decoder:
 
     @cached_property
     def steady_rows(self) -> int:
-        """Number of rows from which a row's result does not depend on the number of rows, if `steady`: 1 or
-        STEADY_ROWS."""
+        """Rows from which a row's result does not depend on the number of rows, if `steady`: 1 or STEADY_ROWS."""
         spec, products = self.spec, [m for _, m in members_of(self) if isinstance(m, Product)]
         # these models have other matrix products too
         others = spec.generic or spec.latent or spec.experts or spec.streams or spec.token_width
@@ -354,8 +350,7 @@ class Decoder:
 
 
 class _ByRows:
-    """A projection whose first and remaining rows are also needed separately. Packed weights cannot be sliced, so it
-    has two parts."""
+    """A projection whose first and remaining rows are also needed separately: packed weights cannot be sliced."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, count: int, weight_dtype: str) -> None:
         cut = None if bias is None else (bias[:count], bias[count:])

@@ -35,8 +35,7 @@ class Experts:
         self._expert_scale = weights.get("expert_scale")
 
     def __call__(self, h: Tensor, router_input: Tensor | None = None) -> Tensor:
-        """h: [num_rows, hidden_size]. Returns the same shape. router_input: input of the router, same shape; None:
-        h."""
+        """h: [num_rows, hidden_size]. Returns the same shape. router_input: the router's input, by default h."""
         parts = zip(h.split(MOST_ROWS), (h if router_input is None else router_input).split(MOST_ROWS), strict=True)
         out = torch.cat([self._rows(*part) for part in parts])
         if self._shared is None:

@@ -57,8 +57,7 @@ def cached(name: HubName) -> Path | None:
 
 
 def fetch(name: HubName) -> Path:
-    """Fetch missing files. An unsupported model is refused before its weights are fetched. Raises NotFoundError,
-    UsageError."""
+    """Fetch missing files, after refusing unsupported models. Raises NotFoundError, UsageError."""
     from huggingface_hub.errors import HFValidationError, HTTPError
 
     try:

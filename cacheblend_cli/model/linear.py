@@ -33,8 +33,7 @@ _int8_product: Any = getattr(getattr(torch.ops.onednn, "qlinear_pointwise", None
 
 
 def bound_caches(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set CACHES unless the user has set them. They are read at the process's first product, when weights are
-    packed."""
+    """Set CACHES unless the user has set them. They are read at the first product, when weights are packed."""
     for name, capacity in CACHES.items():
         if name.replace("ONEDNN_", "DNNL_") not in environment:  # the older name, which oneDNN reads too
             environment.setdefault(name, capacity)
@@ -64,8 +63,7 @@ class Product(ABC):
         self._memory: object = None
 
     def restore(self, weight: Tensor, scales: Tensor | None, memory: object) -> None:
-        """Take a previously packed weight, and its scales. memory: owner of their memory, held as long as this
-        product."""
+        """Take a previously packed weight and its scales. memory: owner of their memory, held with this product."""
         self.weight, self.scales, self._memory = weight, scales, memory
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -78,8 +76,7 @@ class Product(ABC):
 
     @property
     def is_steady(self) -> bool:
-        """Return whether a row's result is the same to the bit for any number of rows; otherwise it is from STEADY_ROWS
-        on."""
+        """Return whether a row's result has the same bits for any number of rows, not only from STEADY_ROWS on."""
         return self.scales is not None or bool(self._addresses)  # sums of int8 are exact
 
     @property
@@ -113,8 +110,7 @@ class Product(ABC):
         return (*found, 0 if bias is None else bias.data_ptr()) if _ALIKE[case] else ()
 
     def _is_alike(self, weight: int, scales: int) -> bool:
-        """Return whether the compiled product gives oneDNN's bits: rounding a random row's result loses the same in
-        both."""
+        """Return whether the compiled product gives oneDNN's bits: rounding loses the same of a random row in both."""
         x = torch.randn(STEADY_ROWS, self.shape[1], generator=torch.Generator().manual_seed(0)).to(self.dtype)
         result = compiled.product(x[:1], (weight, scales, 0), self.shape)
         if result is None or not result.any():  # zeros are equal in any order
@@ -190,8 +186,7 @@ def may_give_rows(weight: Tensor) -> bool:
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return x [num_rows, in] as uint8 with 128 for zero, and the scale of each row [num_rows, 1] in `dtype`, the
-    product's dtype."""
+    """Return x [num_rows, in] as uint8 with 128 for zero, and each row's scale [num_rows, 1] in the product's dtype."""
     fused = compiled.round_rows(x, dtype)
     if fused is not None:
         return fused

@@ -61,8 +61,7 @@ class CandidateSpeeds:
 
     @property
     def best(self) -> str:
-        """Return a candidate WORTH times as fast as the default in the first case and no slower in the second; else the
-        default."""
+        """Return a candidate WORTH times as fast in the first case and no slower in the second; else the default."""
         default, *others = self.seconds
         fit = [n for n in others if self.gain(n, 0) >= WORTH and self.gain(n, 1) * NO_SLOWER >= 1]
         return max(fit, key=lambda name: self.gain(name, 0), default=default)
@@ -108,8 +107,7 @@ def layout_speeds(spec: ModelSpec, dtype: torch.dtype) -> CandidateSpeeds:
 
 
 def int8_speeds(spec: ModelSpec, dtype: torch.dtype) -> CandidateSpeeds:
-    """Measure the products of `product_speeds` with int8 weights. Products of few rows, as in decoding, read their
-    weights from memory."""
+    """Measure the same products with int8 weights. Few rows, as in decoding, read their weights from memory."""
 
     def candidates() -> Mapping[str, tuple[Run, Run]]:
         weight, x = _weight(spec).to(dtype), torch.ones(ROWS, spec.hidden_size, dtype=dtype)
@@ -225,8 +223,7 @@ def _kept(
     shape: tuple[object, ...],
     candidates: Callable[[], Mapping[str, tuple[Run, Run]]],
 ) -> CandidateSpeeds:
-    """Return the record of this kind and shape from disk, or measure now and store it. If two processes measure, the
-    first one's record counts."""
+    """Return the stored record of this kind and shape, or measure and store it. The first process's record counts."""
     machine = cpu_name(), *cpu_features(), os.cpu_count(), torch.__version__
     path = user_cache.place(kind, FORMAT, *machine, *map(str, shape))
     if text := user_cache.recall(path):

@@ -43,8 +43,7 @@ class MLP:
         self._down = linear(weights["down_proj.weight"], weights.get("down_proj.bias"), weight_dtype=weight_dtype)
 
     def __call__(self, h: Tensor) -> Tensor:
-        """h: [num_rows, hidden_size]. Returns the same shape. Computes a slice of rows at a time, to keep the widest
-        activations of a prefill small."""
+        """h: [num_rows, hidden_size]. Returns the same shape. Slices of rows keep the widest activations small."""
         most = MLP_ROWS if h.device.type == "cpu" else GPU_MLP_ROWS
         if h.shape[0] <= most:
             return self._rows(h)

@@ -76,8 +76,7 @@ def checkpoint_files(model_dir: Path) -> list[Path]:
 
 
 def refuse_other_formats(model_dir: Path) -> None:
-    """Raise UsageError, naming the format, for a directory without safetensors weights that holds an adapter or other
-    weights."""
+    """Raise UsageError, naming the format, for a directory with only an adapter or weights of another format."""
     adapter = model_dir / "adapter_config.json"
     if adapter.is_file():
         base = read_object(adapter).get("base_model_name_or_path", "another model")
@@ -110,8 +109,7 @@ def read_text(path: Path) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the file's JSON object; an empty one if the file is missing. Raises UsageError if it holds something
-    else."""
+    """Return the file's JSON object, an empty one if the file is missing. Raises UsageError for anything else."""
     if not path.is_file():
         return {}
     try:

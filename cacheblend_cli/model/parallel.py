@@ -140,8 +140,7 @@ class Shard:
 
     @cached_property
     def cuts(self) -> dict[str, Cut]:
-        """Parts of the checkpoint's tensors that this rank needs, by name in the checkpoint. Unneeded tensors are
-        absent."""
+        """Parts of the checkpoint's tensors that this rank needs, by name in the checkpoint."""
         spec, own = self.whole, expected_shapes(self.own)
         cuts = {
             name: self._cut(target, shape, start, full)

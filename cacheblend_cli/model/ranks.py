@@ -155,8 +155,7 @@ class Ranks:
 
 
 def is_agreed(error: BaseException) -> bool:
-    """Return whether all ranks raise the error at the same place: its cause is in the message they got, or they agreed
-    on it."""
+    """Return whether all ranks raise the error at the same place: they got its cause, or agreed on it."""
     return isinstance(error, UsageError) or getattr(error, "is_agreed", False)
 
 

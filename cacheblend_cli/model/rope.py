@@ -35,8 +35,7 @@ class RotaryEmbedding:
         self._frequencies(1)  # report bad parameters here instead of at the first prompt
 
     def regime(self, seq_len: int) -> int:
-        """Return 0 for short prompts and for types that do not depend on the length; otherwise an id of the
-        frequencies."""
+        """Return 0 for short prompts and types that ignore the length, else an id of the frequencies."""
         if self.rope_type not in LENGTH_DEPENDENT or seq_len <= self.original_max:
             return 0
         return seq_len if self.rope_type == "dynamic" else 1
@@ -101,8 +100,7 @@ class LayerRotations:
         return max(rope.regime(seq_len) for rope in self._each)
 
     def cos_sin(self, positions: Tensor, seq_len: int) -> tuple[CosSin, ...]:
-        """Return cos, sin [num_rows, head_dim] fp32 for positions [num_rows] in a prompt whose final length is
-        seq_len."""
+        """Return cos, sin [num_rows, head_dim] fp32 at positions [num_rows] of a prompt with final length seq_len."""
         return rows_of_tables(self.tables(seq_len), positions)
 
     def at(self, positions: Tensor, seq_len: int) -> tuple[CosSin, ...]:
@@ -147,8 +145,7 @@ def inverse_frequencies(rope: Rope, head_dim: int, max_positions: int, seq_len: 
 
 
 def _llama3(rope: Rope, plain: Tensor) -> Tensor:
-    """Divide slow dimensions (few turns over the original length) by the factor, keep fast ones, with a ramp in
-    between."""
+    """Divide slow dimensions (few turns over the original length) by the factor, keep fast ones; ramp between."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = rope["original_max_position_embeddings"] / (2 * math.pi / plain)
     kept = (turns - low) / (high - low)  # share of the unscaled frequency
@@ -186,8 +183,7 @@ def _sharper(factor: float, share: float) -> float:
 
 
 def _longrope(rope: Rope, plain: Tensor, max_positions: int, seq_len: int) -> tuple[Tensor, float]:
-    """Scale each pair of dimensions by its own factor, with one set for short prompts and another for long ones (arXiv
-    2402.13753)."""
+    """Scale each pair of dimensions by its own factor, by the prompt's length (LongRoPE, arXiv 2402.13753)."""
     original = rope["original_max_position_embeddings"]
     factors = torch.tensor(rope["long_factor" if seq_len > original else "short_factor"], dtype=torch.float32)
     factor, scaling = rope.get("factor") or max_positions / original, rope.get("attention_factor")

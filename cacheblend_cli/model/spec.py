@@ -219,15 +219,13 @@ class ModelSpec:
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """(KV heads, head_dim) of each layer with K and V of its own, followed by V's head_dim if it differs from
-        K's."""
+        """(KV heads, head_dim) of each layer with own K and V, then V's head_dim if it differs from K's."""
         of_v = () if self.latent is None else (self.latent.rank,)
         return tuple((*self.heads_of(layer), *of_v) for layer in range(self.num_kv_layers))
 
     @property
     def query_growth(self) -> tuple[float, int] | None:
-        """(beta, length): the query at position p is multiplied by 1 + beta log(1 + floor(p / length)); None: not
-        scaled."""
+        """(beta, length): the query at position p is multiplied by 1 + beta log(1 + floor(p / length)); or None."""
         beta = self.rope.get(QUERY_GROWTH)
         return (beta, int(self.rope["original_max_position_embeddings"])) if beta else None
 

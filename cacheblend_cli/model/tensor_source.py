@@ -17,8 +17,7 @@ SMALL = 1 << 18  # elements
 
 
 class SafetensorsFiles:
-    """Memory-mapped files of a checkpoint. If two files have a tensor of the same name, `read` returns the first
-    one's."""
+    """Memory-mapped files of a checkpoint. Of two tensors with the same name, `read` returns the first."""
 
     block_bytes = 16 << 20  # of float32: a block is held twice for a moment, mapped and copied
 
@@ -79,6 +78,5 @@ class TensorSource(Protocol):
         ...
 
     def whole(self, name: str) -> Tensor | None:
-        """Return the whole tensor as a mapping of its file, in the file's dtype; None if it is not stored as plain
-        numbers."""
+        """Return the tensor as a mapping of its file, in its dtype; None if it is not stored as plain numbers."""
         ...

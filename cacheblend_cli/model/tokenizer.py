@@ -82,8 +82,7 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Number of characters of the longest token. A text has at least as many tokens as its length divided by
-        this."""
+        """Characters of the longest token. A text has at least len(text) / longest_token tokens."""
         return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
 
     @property
@@ -117,8 +116,7 @@ class Tokenizer:
         return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
     def encode_template(self, text: str) -> list[int]:
-        """Return the ids of rendered template text from its start: control tokens in it are recognised, none are
-        added."""
+        """Return the ids of rendered template text from its start: control tokens are recognised, none are added."""
         return self._encode(self._tokenizer, text)
 
     def encode_template_rest(self, text: str) -> list[int]:

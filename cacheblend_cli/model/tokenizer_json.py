@@ -40,8 +40,7 @@ def without_added(data: Stage, removed: Collection[int]) -> Stage:
 
 
 def _middle(stage: Stage | None) -> Stage | None:
-    """Return a normalizer or pre-tokenizer without its changes to the beginning and end of a text; None if nothing
-    remains."""
+    """Return the stage without its changes to the beginning and end of a text; None if nothing remains."""
     if stage is None:
         return None
     for parts in ("normalizers", "pretokenizers"):

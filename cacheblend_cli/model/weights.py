@@ -221,8 +221,7 @@ def _tie(weights: dict[str, Tensor], dtype: torch.dtype) -> None:
 
 
 def weights_digest(model_dir: Path) -> str:
-    """Return xxh3-128 over the content of all weight files, hex. Cached per (path, size, mtime, inode) in the user's
-    cache."""
+    """Return xxh3-128 over all weight files, hex. Cached per (path, size, mtime, inode) in the user's cache."""
     files = checkpoint_files(model_dir)
     stamps = ((str(f.resolve()), s.st_size, s.st_mtime_ns, s.st_ino) for f in files for s in [f.stat()])
     memo = user_cache.place("weights", *stamps)

@@ -53,8 +53,7 @@ GGUF_BLOCKS = {
 
 @cache
 def library() -> Any:
-    """Return the compiled code for this CPU's vector width, which runs without the interpreter lock; None if it was not
-    built or does not load."""
+    """Return the compiled code for this CPU's vector width, which runs without the GIL; None if it does not load."""
     narrow = platform.machine() == "x86_64" and not torch.cpu._is_avx512_supported()
     return loaded("_cpu_avx2" if narrow else "_cpu")
 
@@ -122,8 +121,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor | None:
 
 
 def round_rows(x: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """Return x [num_rows, dim] as uint8 with 128 for zero, and the scale of each row [num_rows, 1], rounded to
-    scale_dtype."""
+    """Return x [num_rows, dim] as uint8 with 128 for zero, and each row's scale [num_rows, 1] in scale_dtype."""
     code, kind, of_scale, shape = library(), _TYPES.get(x.dtype), _TYPES.get(scale_dtype), x.shape
     if code is None or kind is None or of_scale is None or len(shape) != 2 or shape[1] % LANES or not x.is_cpu:
         return None

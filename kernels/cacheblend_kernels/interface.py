@@ -91,8 +91,7 @@ class Slots:
 
     @cached_property
     def addresses(self) -> tuple[int, int, int] | None:
-        """Addresses of slots, cos and sin in host memory; None unless they are contiguous there, with the shapes
-        above."""
+        """Addresses of slots, cos and sin in host memory; None unless contiguous there, with the shapes above."""
         slots, cos, sin = self.slots, self.cos, self.sin
         fits = slots.is_cpu and cos.is_cpu and sin.is_cpu and slots.dtype == torch.int64 and slots.ndim == 1
         fits = fits and cos.shape == sin.shape and cos.dtype == sin.dtype == torch.float32 and len(cos) == len(slots)
@@ -155,8 +154,7 @@ class AttentionMetadata:
 
     @cached_property
     def addresses(self) -> tuple[int, int] | None:
-        """Addresses of block_table and kv_lens in host memory; None unless they are contiguous there, with the shapes
-        above."""
+        """Addresses of block_table and kv_lens in host memory; None unless contiguous there, with the shapes above."""
         table, lens = self.block_table, self.kv_lens
         fits = table.is_cpu and lens.is_cpu and table.dtype == lens.dtype == torch.int32 and len(table) == len(lens)
         return (table.data_ptr(), lens.data_ptr()) if fits and table.is_contiguous() and lens.is_contiguous() else None
@@ -224,8 +222,7 @@ class KernelBackend(ABC):
 
     @abstractmethod
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate x [num_rows, heads, head_dim] by cos, sin [num_rows, head_dim] fp32; computed in fp32, returned in
-        x.dtype."""
+        """Rotate x [num_rows, heads, head_dim] by cos, sin [num_rows, head_dim] fp32, in fp32, cast to x.dtype."""
 
     @abstractmethod
     def kv_deviation(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor, kind: str = "kv") -> Tensor:

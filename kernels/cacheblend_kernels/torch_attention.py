@@ -189,8 +189,7 @@ def onednn_multiplies(dtype: torch.dtype) -> bool:
 
 
 def _product(x: Tensor, w: Tensor) -> Tensor:
-    """x w^T. x: [rows, in]; w: [out, in], contiguous. Uses oneDNN where possible: MKL takes two to three times as long
-    here."""
+    """x w^T by oneDNN where possible: MKL takes two to three times as long. x: [rows, in]; w: [out, in], contiguous."""
     if x.device.type == "cpu" and onednn_multiplies(x.dtype):
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), w, None, "none", [], "")
         return out

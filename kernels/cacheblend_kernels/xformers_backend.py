@@ -27,8 +27,7 @@ DECODE_HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 def import_xformers() -> Any:
-    """Import xformers.ops.fmha, without its warning about compiled extensions. Raises KernelError if the import
-    fails."""
+    """Import xformers.ops.fmha without its warning about compiled extensions. Raises KernelError if it fails."""
     logging.getLogger("xformers").setLevel(logging.ERROR)
     try:
         from xformers.ops import fmha
@@ -40,8 +39,7 @@ def import_xformers() -> Any:
 
 
 def has_block_pointers() -> bool:
-    """Return whether this Triton supports block pointers: in releases that removed them the function remains, and
-    raises."""
+    """Return whether Triton has block pointers. Releases without them keep the function, which raises."""
     make = getattr(tl, "make_block_ptr", None)
     if make is None:
         return False
@@ -96,8 +94,7 @@ class XformersBackend(TritonBackend):
         return self._run(self._decode_op, inputs).reshape(q.shape)
 
     def _run(self, op: Any, inputs: Any) -> Tensor:
-        """Run the operator. It is named explicitly: xformers' own choice considers only operators without paged
-        biases."""
+        """Run the operator, which is named because xformers chooses only among those without paged biases."""
         out: Tensor = self._fmha.memory_efficient_attention_forward(
             inputs.query, inputs.key, inputs.value, inputs.attn_bias, scale=inputs.scale, op=op
         )
@@ -155,8 +152,7 @@ def paged_bias(fmha: Any, block_table: Tensor, kv_lens: Tensor, most: int, block
 
 
 def decode_inputs(fmha: Any, q: Tensor, cache: LayerCache, bias: Any, scale: float) -> Any:
-    """Return fmha.Inputs of one query per sequence over the whole pool: [1, slots, kv heads, group, head_dim], without
-    copies."""
+    """Return fmha.Inputs of one query per sequence over the pool, [1, slots, kv heads, group, head_dim], no copies."""
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads = cache.k.shape[2]
     group = num_heads // num_kv_heads

@@ -63,8 +63,7 @@ class StoreReader:
             return None
 
     def layer(self, manifest: ChunkManifest, layer: int) -> dict[str, memoryview]:
-        """Return the tensors of a layer's blob by name, as bytes. Raises BadBlob if it is missing, damaged or of wrong
-        shape."""
+        """Return a layer's tensors by name, as bytes. Raises BadBlob if it is missing, damaged or of wrong shape."""
         self._blob_node(manifest, layer)  # check the size before allocating memory
         parts = {name: memoryview(bytearray(tensor.num_bytes)) for name, tensor in layer_spec(manifest, layer).items()}
         self.copy_layer(manifest, layer, parts)

@@ -41,8 +41,7 @@ def write_identity(transaction: Any, dbs: Mapping[str, Any]) -> None:
 
 
 def read_identity(get: Get, where: str) -> str:
-    """Return the store's identity, a random hex number. Raises StoreFormat for a foreign store or format,
-    StoreCorrupt."""
+    """Return the store's identity, a random hex number. Raises StoreFormat (foreign store), StoreCorrupt."""
     check_format(get, where)
     identity = get("meta", _IDENTITY)
     if identity is None or get("meta", _VERSION) is None:

@@ -187,8 +187,7 @@ class ChunkStore:
             return reader.has_kv(key)
 
     def matching(self, prefix: str, limit: int = 4) -> list[bytes]:
-        """Return up to `limit` keys whose hex ids begin with `prefix`, in order. Raises ChunkNotFound if it is not
-        hex."""
+        """Return up to `limit` keys whose hex ids begin with `prefix`, in order. Raises ChunkNotFound."""
         text = prefix.strip().lower()
         if not re.fullmatch(f"[0-9a-f]{{1,{2 * KEY_BYTES}}}", text):
             raise ChunkNotFound(f"{prefix!r} is not a chunk id", "ids are hex; list them: cacheblend chunks ls")
@@ -356,14 +355,12 @@ class ChunkStore:
             self.transact(put)
 
     def remove_chunks(self, keys: Iterable[bytes]) -> int:
-        """Remove chunks in one transaction. Return how many were stored. The next precompute stores their documents
-        again."""
+        """Remove chunks in one transaction. Return how many were stored. The next precompute restores them."""
         wanted = list(keys)
         return self.transact(lambda writer: sum(writer.delete_chunk(key) for key in wanted))
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Record in memory that chunks were used now. `flush_touches` writes this; closing the store calls it. Does
-        nothing in a read-only store."""
+        """Record in memory that chunks were used now; `flush_touches`, or closing the store, writes it."""
         if not self.writable:
             return
         now = time.time()

@@ -33,8 +33,7 @@ Blob = bytes | bytearray | memoryview
 
 
 class StoreWriter:
-    """One write transaction. Call `finish` before the commit. Page checks cover the pages of the commit that the
-    transaction started from."""
+    """One write transaction; call `finish` before the commit. Page checks cover the commit it started from."""
 
     def __init__(self, transaction: Any, dbs: Mapping[str, Any], pages: PageReader) -> None:
         self._txn, self._dbs, self._pages = transaction, dbs, pages
@@ -169,8 +168,7 @@ class StoreWriter:
         return True
 
     def delete_chunk(self, key: bytes) -> bool:
-        """Remove record, blobs and last use of a chunk, even if damaged. Return whether the record or a blob
-        existed."""
+        """Remove a chunk's record, blobs and last use, even if damaged. Return whether there was one."""
         existed = self._delete_blobs(key)
         existed = self.delete("chunks", key) or existed
         self.delete("lru", key)

@@ -33,8 +33,7 @@ def outer_ranks(tensor_parallel: int, environment: Mapping[str, str] = os.enviro
 
 
 def num_ranks(tensor_parallel: int) -> int:
-    """Return the number of ranks that compute a model. Raises UsageError where torchrun has started another number of
-    them."""
+    """Return the number of ranks of a model. Raises UsageError if torchrun has started another number."""
     outer = outer_ranks(tensor_parallel)
     if outer is None:
         return max(1, tensor_parallel)

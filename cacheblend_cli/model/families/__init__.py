@@ -101,8 +101,7 @@ def _inner_spec(wrapper: Wrapper, config: dict[str, Any]) -> ModelSpec:
 
 
 def family_of(config: dict[str, Any]) -> Family:
-    """Return the family of a config by `model_type`, as transformers' AutoModel does. `architectures` must agree with
-    it."""
+    """Return the family of a config by `model_type`, as transformers' AutoModel does. `architectures` must agree."""
     model_type, names = config.get("model_type"), _architectures(config)
     known = f"known: model_type {', '.join(sorted({*FAMILIES, *WRAPPERS}))}"
     if model_type is None:

@@ -40,8 +40,7 @@ def fused_decoder(
 
 
 def with_alibi(spec: ModelSpec, steepest: float = 8.0, factor: float = 1.0) -> ModelSpec:
-    """Return the spec with ALiBi in place of RoPE. steepest: exponent of the last slope, see `slopes`; factor: on the
-    bias."""
+    """Return the spec with ALiBi instead of RoPE. steepest: exponent of the last slope; factor: on the bias."""
     alibi = tuple(slope * factor for slope in slopes(spec.num_heads, steepest))
     return replace(spec, unrotated=tuple(range(spec.num_layers)), alibi=alibi)
 

@@ -211,8 +211,7 @@ def _experts(
 
 
 def _predictors(fields: ConfigFields, spec: ModelSpec, missing: int) -> tuple[str, ...]:
-    """Return the name prefixes of multi-token prediction (MTP) layers after the model's own layers. They are not
-    read."""
+    """Return the name prefixes of multi-token prediction (MTP) layers after the model's own; they are not read."""
     named = next((n for n in ("num_nextn_predict_layers", "num_mtp_layers") if fields.values.get(n) is not None), "")
     count = fields.integer(named, least=0) if named else missing
     return tuple(

@@ -72,8 +72,7 @@ def _streams(fields: ConfigFields) -> StreamsSpec:
 
 
 def _sparsity(fields: ConfigFields, layers: int) -> tuple[float, ...]:
-    """Return the share of the gate's channels that is cut off, per layer. transformers' default depends on the number
-    of layers."""
+    """Return the share of the gate's channels that is cut off, per layer. The default depends on the layer count."""
     if fields.values.get("activation_sparsity_pattern") is None:
         sparse = SPARSE_LAYERS if layers > SPARSE_LAYERS else 0
         return (SPARSITY,) * sparse + (0.0,) * (layers - sparse)

@@ -36,8 +36,7 @@ class Quantisation:
 
 
 def read_quantisation(values: Any) -> Quantisation | None:
-    """Return the quantisation, None if `values` is empty. Raises UsageError, with the reason, for anything not
-    implemented."""
+    """Return the quantisation, None if `values` is empty. Raises UsageError, with the reason, if not implemented."""
     if not values:
         return None
     method = values.get("quant_method") if isinstance(values, dict) else None

@@ -44,8 +44,7 @@ def read_3_vl(fields: ConfigFields) -> ModelSpec:
 
 
 def _later_windows(fields: ConfigFields, num_layers: int, first: int) -> tuple[int | None, ...]:
-    """Return the window of each layer: from layer_types, else for layers from max_window_layers on. first: default of
-    max_window_layers."""
+    """Return the window of each layer: by layer_types, else from layer max_window_layers (default `first`) on."""
     window = fields.optional_integer("sliding_window", 4096) if fields.flag("use_sliding_window") else None
     types = fields.layer_types(num_layers)
     if types is None:

@@ -58,8 +58,7 @@ def probed_positions(spec: ModelSpec, device: torch.device) -> Tensor:
 
 
 def turned_as_ours(spec: ModelSpec, layer: int, projected: Projected, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate q and k by our RoPE: from unrotated heads with channels in the model's order to fp32 with channels in our
-    order."""
+    """Rotate q and k by our RoPE: from channels in the model's order to fp32 with channels in ours."""
     rope = RotaryEmbedding(spec.rope_of(layer), spec.head_dim, spec.max_position_embeddings, positions.device)
     cos, sin = (t[:, None] for t in rope.at(positions, int(positions[-1]) + 1))
     q, k = (reordered(spec, x).float() for x in (projected.q, projected.k))

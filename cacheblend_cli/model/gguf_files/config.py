@@ -33,8 +33,7 @@ BIASES = {  # fields of config.json that are true if the tensor is present
 def config_of(
     metadata: Metadata, tensors: Mapping[str, tuple[int, ...]], rope_factors: Factors, dtype: str
 ) -> dict[str, Any]:
-    """Return the config. tensors: shapes by name. rope_factors: tensors with RoPE factors. dtype: dtype of the
-    weights."""
+    """Return the config. tensors: shapes by name. rope_factors: tensors with RoPE factors. dtype: of the weights."""
     name = metadata.get("general.architecture")
     if metadata.get("general.type", "model") != "model":
         raise UsageError(f"the GGUF file is not a model but a {metadata['general.type']}", "give the file of its model")

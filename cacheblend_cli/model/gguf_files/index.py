@@ -20,8 +20,7 @@ OF_EXPERT = re.compile(r"model\.layers\.(\d+)\..*\.experts\.(\d+)\.(\w+)\.(weigh
 
 
 def index_of(reader: GGUFReader, config: dict[str, Any], metadata: Metadata) -> dict[str, StoredTensor]:
-    """Return the tensors under transformers' names. Tensors without one, which no model of this family has, keep their
-    own."""
+    """Return the tensors under transformers' names. Tensors that no model of this family has keep their own."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     from cacheblend_cli.model.families import spec_from_config

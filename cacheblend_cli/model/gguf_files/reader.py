@@ -13,8 +13,7 @@ LONG = 4096  # elements; longer arrays (the vocabulary) are skipped: the package
 
 
 class CheckedReader(GGUFReader):
-    """The package's reader. Raises EOFError, with the sizes, for a file that ends before its header or last tensor
-    does."""
+    """The package's reader. Raises EOFError, with the sizes, for a file that ends before its last tensor."""
 
     def _get(self, offset: int, dtype: Any, count: int = 1, *args: Any, **kwargs: Any) -> Any:
         if offset + count * np.dtype(dtype).itemsize > len(self.data):

@@ -21,8 +21,7 @@ LLAMA3_FACTORS = (8.0, 32.0, 16.0, 4.0, 2.0)
 
 
 def rope_of(keys: Keys, rotated: int, context: int, given: Factors) -> dict[str, Any]:
-    """Return the RoPE parameters. rotated: number of rotated channels of a head. given: the file's tensors named in
-    FACTORS."""
+    """Return RoPE's parameters. rotated: rotated channels of a head. given: the file's tensors named in FACTORS."""
     theta = keys.number("rope.freq_base", 10000.0)
     kind = keys.values.get("rope.scaling.type") or "none"
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))

@@ -108,8 +108,7 @@ def _set_pre_tokenizer(backend: Any, pre: str, like_llama3: str) -> None:
 
 
 def _set_space_prefix(backend: Any, prefix: bool) -> None:
-    """Make a SentencePiece vocabulary put a space before every run of text, even one that begins with a space, or
-    before none."""
+    """Make a SentencePiece vocabulary put a space before every run of text (even one with a space), or none."""
     replace = normalizers.Replace(" ", MARK)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(MARK), replace]) if prefix else replace
     backend.pre_tokenizer = None

@@ -71,8 +71,7 @@ _BYTES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}  # four-bit values ma
 
 
 def bitsandbytes(stored: Stored, how: Quantisation) -> RowwiseWeight | None:
-    """Return the weight, None if the module is not quantised. Raises UsageError if its tensors do not match each
-    other."""
+    """Return the weight, None if the module is not quantised. Raises UsageError if its tensors do not match."""
     state = next((name for name in STATES if name in stored), None)
     if state is not None:
         return _four_bits(stored, state)

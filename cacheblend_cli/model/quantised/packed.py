@@ -56,8 +56,7 @@ class Packed:
 
 
 def packed(stored: Stored, how: Quantisation) -> RowwiseWeight | None:
-    """Return the weight, None if the module is not quantised. Raises UsageError if its tensors do not match each
-    other."""
+    """Return the weight, None if the module is not quantised. Raises UsageError if its tensors do not match."""
     if not stored.parts:
         return None
     rows, columns = stored.matrix("qweight", "I32")

@@ -58,8 +58,7 @@ class Scaled:
 
 
 def scaled(stored: Stored, how: Quantisation) -> RowwiseWeight | None:
-    """Return the weight, None if the module is not quantised. Raises UsageError if its tensors do not match each
-    other."""
+    """Return the weight, None if the module is not quantised. Raises UsageError if its tensors do not match."""
     packed = "weight_packed" in stored
     if not packed and not stored.parts.get("weight", ("", ()))[0].startswith(("F8_", "I8", "U8")):
         return None

@@ -24,8 +24,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def product(a, b, acc, PRECISION: tl.constexpr):
-    """a @ b + acc in fp32. The interpreter keeps bf16 as raw bits and would multiply the bits, so there they are
-    widened."""
+    """a @ b + acc in fp32. bf16 is widened in the interpreter, which would multiply its raw bits."""
     if INTERPRETED and a.dtype == tl.bfloat16:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -211,8 +210,7 @@ def most_keys(meta: AttentionMetadata, block_size: int, sliding_window: int | No
 
 
 def split_buffers(q: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """Return buffers for partial results [num_rows, num_heads, splits, head_dim] and their base-2 log-sum-exp; one
-    element each if unsplit."""
+    """Return buffers for partial results [num_rows, num_heads, splits, head_dim] and their base-2 log-sum-exp."""
     rows, heads, dim = q.shape if splits > 1 else (1, 1, 1)
     part = torch.empty(rows, heads, splits, dim, dtype=torch.float32, device=q.device)
     return part, torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device)

@@ -176,8 +176,7 @@ def _check_write(q: Tensor | None, k: Tensor, v: Tensor, cache: LayerCache, slot
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [num_rows, heads, head_dim] (rows may be strided) by cos, sin [num_rows, head_dim] fp32; packed
-    result."""
+    """Rotate x [num_rows, heads, head_dim], rows may be strided, by cos, sin [num_rows, head_dim] fp32; packed."""
     _check_rotation(x, cos, sin)
     num_rows, num_heads, head_dim = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -89,8 +89,7 @@ def check_device(*tensors: Tensor | None) -> None:
 
 
 def check_heads(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
-    """Check that x is [num_rows, heads, head_dim] with packed heads; rows may be strided (a slice of a fused
-    projection)."""
+    """Check that x is [num_rows, heads, head_dim]: heads packed, rows may be strided (a fused projection's slice)."""
     check(x.dim() == 3, f"{name} is [num_rows, heads, head_dim], got {list(x.shape)}")
     check(x.dtype in dtypes, f"{name} is {x.dtype}", f"known: {', '.join(map(str, dtypes))}")
     packed = x.shape[0] == 0 or (x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2]))

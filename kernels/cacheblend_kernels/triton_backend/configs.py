@@ -164,7 +164,6 @@ def num_context_splits(num_programs: int, max_keys: int, num_sms: int) -> int:
 
 
 def split_counts(num_kv_heads: int, max_keys: int, num_sms: int) -> tuple[int, ...]:
-    """Return all split counts of launches over contexts of up to max_keys; the largest is for a single tile or
-    sequence."""
+    """Return all split counts of launches over contexts of up to max_keys."""
     most = num_context_splits(num_kv_heads, max_keys, num_sms)
     return tuple(1 << n for n in range(most.bit_length()))

@@ -39,8 +39,7 @@ BLOCK_HEADS = 8
 
 @triton.jit
 def _plane(ptr, at, channels, mask, HEAD_DIM: tl.constexpr, PLANE: tl.constexpr):
-    """Return the codes of the heads' channels in a plane of PLANE bits, int32; `at` is the plane's first byte of each
-    head."""
+    """Return the channels' codes, int32, in a plane of PLANE bits; `at`: the plane's first byte of each head."""
     NUM_BYTES: tl.constexpr = (HEAD_DIM * PLANE + 7) // 8
     found = tl.load(ptr + at[:, None] + (channels % NUM_BYTES)[None, :], mask=mask, other=0).to(tl.int32)
     return (found >> (channels // NUM_BYTES * PLANE)[None, :]) & ((1 << PLANE) - 1)
@@ -232,8 +231,7 @@ def _codec(stored: StoredKV) -> str:
 
 
 def mixed_block(head_dim: int) -> int:
-    """Return the number of channels in half a head that are mixed together: the largest power of two that divides the
-    half."""
+    """Return the channels of half a head that are mixed together: the largest power of two dividing the half."""
     half = head_dim // 2
     return half & -half
 

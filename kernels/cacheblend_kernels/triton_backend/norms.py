@@ -135,8 +135,7 @@ def act_and_mul_kernel(x_ptr, out_ptr, width, row_stride, ACTIVATION: tl.constex
 
 
 def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
-    """Return activation(gate) * up for gate_up [num_rows, 2 * intermediate]; activation: silu, gelu (erf),
-    gelu_pytorch_tanh."""
+    """Return activation(gate) * up of gate_up [num_rows, 2 * intermediate], activation: one of ACTIVATIONS."""
     _check_gate(gate_up, activation)
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_rows, width, dtype=gate_up.dtype, device=gate_up.device)

@@ -20,8 +20,7 @@ MOST_THREADS = 8
 
 
 def warm_up_attention(q: Tensor, cache: LayerCache, params: AttentionParams, max_keys: int, plan: LaunchPlan) -> None:
-    """`KernelBackend.warm_up`. The compiler releases the GIL most of the time, so several threads compile in
-    parallel."""
+    """`KernelBackend.warm_up`, in several threads: the compiler releases the GIL most of the time."""
     launches = _launches(q, cache, params, max_keys, plan)
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
         for done in [threads.submit(launch) for launch in launches]:

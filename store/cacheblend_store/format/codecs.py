@@ -74,8 +74,7 @@ def coded(k: Tensor, v: Tensor, codec: str) -> dict[str, Tensor]:
 def view_kv(
     parts: Mapping[str, memoryview], codec: str, num_tokens: int, num_kv_heads: int, head_dim: int, v_head_dim: int = 0
 ) -> dict[str, Tensor]:
-    """Return zero-copy tensors over the parts of a blob, see `blobs.blob_spec`. They are valid as long as the bytes
-    are."""
+    """Return zero-copy tensors over the parts of a blob, see `blobs.blob_spec`; valid as long as the bytes are."""
     spec = blob_spec(codec, num_tokens, num_kv_heads, head_dim, v_head_dim)
     return {n: torch.frombuffer(parts[n], dtype=DTYPES[t.dtype]).view(t.shape) for n, t in spec.items()}
 

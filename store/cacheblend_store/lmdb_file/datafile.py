@@ -97,8 +97,7 @@ def replacing(store: Path, lock_timeout: float, num_bytes: int) -> Iterator[Path
 
 @contextmanager
 def made_aside(store: Path, num_bytes: int = 0) -> Iterator[Path]:
-    """Yield an empty directory in the store, whose data.mdb is renamed into place at the end. Call it with the writer
-    lock held."""
+    """Yield an empty directory whose data.mdb is renamed into the store at the end. Requires the writer lock."""
     folder = store / MAKING
     clear_making(store)
     check_space(store, num_bytes)

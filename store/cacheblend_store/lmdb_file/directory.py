@@ -26,8 +26,7 @@ _NETWORK = {
 
 
 def check_directory(path: Path, *, write: bool, create: bool, force: bool) -> None:
-    """Refuse a directory that is not a store or not private to this user. With `create`, create it (0700) if
-    missing."""
+    """Refuse a directory that is not a store, or not private. create: create it (0700) if missing."""
     try:
         there = _is_there(path, create=write and create)
         if write:

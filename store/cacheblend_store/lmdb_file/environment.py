@@ -127,8 +127,7 @@ class Environment:
         return {name: self._lmdb.open_db(name.encode(), transaction, create=False) for name in DATABASES}
 
     def _begin(self, *, write: bool) -> tuple[Any, PageReader]:
-        """Begin a transaction, to be ended by `_end`. Returns it and its pages; a user who is not the owner reads
-        without one."""
+        """Begin a transaction (None for a user who is not the owner), to be ended by `_end`. Returns its pages too."""
         if write and not self._is_owner:
             raise StorePermission(f"the store at {self.store} is read-only for this user", "use a store of your own")
         for _ in range(_TRIES):

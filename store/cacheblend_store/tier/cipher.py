@@ -30,8 +30,7 @@ class Cipher:
 
     @classmethod
     def of_file(cls, path: Path) -> Cipher:
-        """Read the secret, without a newline at its end. Raises TierUsage if the file cannot be read or is too
-        short."""
+        """Read the secret, without a newline at its end. Raises TierUsage if it cannot be read or is too short."""
         try:
             secret = path.read_bytes().rstrip(b"\r\n")
         except OSError as error:

@@ -61,8 +61,7 @@ _NAME = re.compile(rf"{_ROOT}/[0-9a-f]+/(?:{_DOCUMENTS}/)?[0-9a-f]+")
 
 
 def check_url(url: str) -> str:
-    """Return the scheme. Raises TierUsage for an unknown scheme or a URL with credentials; the message omits
-    credentials."""
+    """Return the scheme. Raises TierUsage for an unknown one, or a URL with credentials, which it omits."""
     parts = urlsplit(url)
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise TierUsage(
@@ -188,8 +187,7 @@ class Tier:
             return None
 
     def layout(self, chunk: ChunkManifest, size: int) -> ObjectLayout:
-        """Return the byte ranges in an object of this size with KV of the chunk's shape. Raises BadBlob if they do not
-        fit."""
+        """Return the byte ranges in an object of this size with KV of the chunk's shape. Raises BadBlob."""
         return ObjectLayout.of(chunk, size, encrypted=self._cipher is not None)
 
     def read(self, collection: str, key: bytes, start: int, end: int) -> memoryview:

@@ -78,8 +78,7 @@ class SharedTier:
         return time.monotonic() < self._rests_until
 
     def check_later(self) -> None:
-        """Check the tier in the background. The tier is not used until the check is done, or if it fails
-        permanently."""
+        """Check the tier in the background. It is not used until then, or if the check fails permanently."""
 
         def check() -> None:
             try:

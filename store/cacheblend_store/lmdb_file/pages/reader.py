@@ -71,8 +71,7 @@ class PageReader:
         return node
 
     def nodes(self, database: str, start: bytes = b"", *, skip_damaged: bool = False) -> Iterator[Node]:
-        """Yield all nodes of a database from `start` on, in key order. skip_damaged: skip unreadable pages, with
-        everything below them."""
+        """Yield a database's nodes from `start` on. skip_damaged: skip unreadable pages and all below them."""
         tree = self.tree(database)
         return self.nodes_in(tree, start, skip_damaged=skip_damaged) if tree else iter(())
 
@@ -100,8 +99,7 @@ class PageReader:
             yield from self._nodes_below(tree, *below, start, skip_damaged, depth + 1)
 
     def check_extent(self, node: Node) -> None:
-        """Check that a big value is where its node says, within the file. Call it for nodes from `nodes`; `get` does
-        it."""
+        """Check that a big value is where its node says. `get` does it for its nodes, `nodes` does not."""
         if node.big:
             header = self._read(node.pgno, HEADER)
             with self._checked(node.pgno):
@@ -228,8 +226,7 @@ class PageReader:
         raise self._bad(pgno, "the tree is deeper than any tree")
 
     def _page_within(self, pgno: int, tree: Tree, bounds: Bounds) -> Branch | Leaf:
-        """Return the page after checking that its keys are within bounds. Keys out of bounds would make look-ups
-        miss."""
+        """Return the page. Raises StoreCorrupt if its keys are out of bounds, so that look-ups would miss."""
         page = self.page_at(pgno, tree)
         keys = page.keys[1:] if isinstance(page, Branch) else page.keys
         (low, high), flip = bounds, -1 if tree is self.meta.free else 1  # its keys are integers, little-endian
