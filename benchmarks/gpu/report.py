@@ -52,8 +52,8 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def dense_route(result: dict[str, Any]) -> tuple[str, int, float] | None:
-    """Return the entry for `DENSE_ROUTES` that the sweep supports: (SDPA's kernel, least rows, speed-up over our best
-    tile there). From that length on SDPA is at least FASTER times as fast. None if it is not, or was not measured."""
+    """Return (SDPA's kernel, least rows, speed-up over our best tile there) where the sweep supports a route to SDPA:
+    from that length on it is at least FASTER times as fast. None if it is not, or was not measured."""
     times: dict[int, dict[str, float]] = {}
     for row in result["sweep"]:
         if (found := re.fullmatch(r"N=(\d+) full, \d+ rows, (?:SDPA by (\w+)|\d+ x \d+, 1 splits)", row["case"])) and (
@@ -76,10 +76,10 @@ def dense_route(result: dict[str, Any]) -> tuple[str, int, float] | None:
 def _dense(result: dict[str, Any]) -> str:
     route = dense_route(result)
     if route is None:
-        return "\nDense full prefill: our kernel; no SDPA was measured to be faster, and `DENSE_ROUTES` needs no entry."
+        return "\nDense full prefill: our kernel; no SDPA was measured to be faster."
     kernel, rows, faster = route
     return (
-        f"\nDense full prefill, heads of 128: `DenseRoute({kernel!r}, {rows})` belongs in `DENSE_ROUTES`; there it is "
+        f"\nDense full prefill, heads of 128: SDPA by {kernel} pays from {rows} rows on; there it is "
         f"{faster:.2f} x as fast as our best tile, and at every longer length that was measured it was faster, too."
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from cacheblend_kernels import AttentionParams
 from gpu.inputs import prefill_inputs
+from gpu.sdpa import sdpa_prefill
 from gpu.speeds import LLAMA_8B, SUFFIX, TINY, Work
 from gpu.timing import Call
 
@@ -32,10 +33,8 @@ def sweep_works(device: torch.device, tiny: bool) -> Iterator[Work]:
 
 
 def _calls(kind: str, inputs: Any, params: AttentionParams, device: torch.device) -> Iterator[tuple[str, Call]]:
-    """Yield SDPA as `DENSE_ROUTES` would call it, with the copies it needs, and each of our tiles."""
+    """Yield SDPA with the copies it needs, and each of our tiles."""
     if kind == "full":
-        from cacheblend_kernels.triton_backend.dense import sdpa_prefill
-
         for kernel in ("cudnn", "flash") if device.type == "cuda" else ("flash",):
             call = partial(sdpa_prefill, inputs.q, inputs.cache, inputs.meta.contiguous_slot, params.scale, kernel)
             yield f"SDPA by {kernel}", call

@@ -8,6 +8,7 @@ from statistics import NormalDist
 import torch
 import torch.nn.functional as F
 from cacheblend_kernels import KernelBackend
+from cacheblend_kernels.torch_backend import ACTIVATIONS
 from torch import Tensor
 
 from cacheblend_cli.model.linear import linear
@@ -16,12 +17,6 @@ from cacheblend_cli.model.spec import ModelSpec
 MLP_ROWS = 256
 
 GPU_MLP_ROWS = 4096  # every slice reads all weights, and with few rows a GPU is memory-bound
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
 
 
 class MLP:

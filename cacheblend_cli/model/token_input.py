@@ -7,10 +7,10 @@ from collections.abc import Callable, MutableMapping
 import torch
 import torch.nn.functional as F
 from cacheblend_kernels import KernelBackend
+from cacheblend_kernels.torch_backend import ACTIVATIONS
 from torch import Tensor
 
 from cacheblend_cli.model.linear import linear
-from cacheblend_cli.model.mlp import ACTIVATIONS
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.weight_map import TOKEN_EMBEDDING
 

@@ -5,7 +5,7 @@ A single request's blocks in the pool are contiguous, so its keys are a view of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import torch
@@ -30,7 +30,7 @@ from cacheblend_kernels.torch_attention import decode_attention, latent_attentio
 FLOAT8_MAX = 448.0  # largest float8_e4m3fn
 STORED_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -51,15 +51,11 @@ class TorchBackend(KernelBackend):
         self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
         out = torch.empty_like(q)
-        cu_rows = meta.cu_rows.tolist()
-        for seq, kv_len in enumerate(meta.kv_lens.tolist()):
-            rows = slice(cu_rows[seq], cu_rows[seq + 1])
-            if rows.start != rows.stop:
-                k, v = _keys_of(cache, meta, seq, kv_len, q.dtype)
-                positions = meta.positions[rows]
-                by_sdpa = k.shape == v.shape and self._by_sdpa(q, k, positions, params)
-                attend = sdpa_attention if by_sdpa else prefill_attention
-                out[rows] = attend(q[rows], k, v, positions, params)
+        for rows, k, v in _sequences(cache, meta, q.dtype):
+            positions = meta.positions[rows]
+            by_sdpa = k.shape == v.shape and self._by_sdpa(q, k, positions, params)
+            attend = sdpa_attention if by_sdpa else prefill_attention
+            out[rows] = attend(q[rows], k, v, positions, params)
         return out
 
     def _by_sdpa(self, q: Tensor, k: Tensor, positions: Tensor, params: AttentionParams) -> bool:
@@ -84,12 +80,8 @@ class TorchBackend(KernelBackend):
         self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams, heads: LatentHeads
     ) -> Tensor:
         out = q.new_zeros(*q.shape[:2], heads.values.shape[1])
-        cu_rows = meta.cu_rows.tolist()
-        for seq, kv_len in enumerate(meta.kv_lens.tolist()):
-            rows = slice(cu_rows[seq], cu_rows[seq + 1])
-            if rows.start != rows.stop:
-                k, latents = _keys_of(cache, meta, seq, kv_len, q.dtype)
-                out[rows] = latent_attention(q[rows], (k[:, 0], latents[:, 0]), meta.positions[rows], params, heads)
+        for rows, k, latents in _sequences(cache, meta, q.dtype):
+            out[rows] = latent_attention(q[rows], (k[:, 0], latents[:, 0]), meta.positions[rows], params, heads)
         return out
 
     def rope_and_cache(self, q: Tensor | None, k: Tensor, v: Tensor, cache: LayerCache, slots: Slots) -> Tensor | None:
@@ -102,9 +94,8 @@ class TorchBackend(KernelBackend):
         return None if q is None else self.rope(q, slots.cos, slots.sin)
 
     def load_kv(self, stored: StoredKV, cache: LayerCache, slots: Slots) -> None:
-        if compiled.load_codes(stored, cache, slots):
-            return
-        self._load_kv(stored, cache, slots)
+        if not compiled.load_codes(stored, cache, slots):
+            self._load_kv(stored, cache, slots)
 
     @staticmethod
     def _load_kv(stored: StoredKV, cache: LayerCache, slots: Slots) -> None:
@@ -150,9 +141,9 @@ class TorchBackend(KernelBackend):
         if activation == "silu" and (fused := compiled.silu_and_mul(gate_up)) is not None:
             return fused
         gate, up = gate_up.chunk(2, dim=-1)
-        if activation not in _ACTIVATIONS:
-            raise KernelError(f"unknown activation {activation!r}", f"known: {', '.join(_ACTIVATIONS)}")
-        return _ACTIVATIONS[activation](gate).mul_(up)
+        if activation not in ACTIVATIONS:
+            raise KernelError(f"unknown activation {activation!r}", f"known: {', '.join(ACTIVATIONS)}")
+        return ACTIVATIONS[activation](gate).mul_(up)
 
 
 def dequantized(stored: StoredKV, head_dim: int, v_head_dim: int) -> tuple[Tensor, Tensor]:
@@ -227,6 +218,17 @@ def _write(pool: Tensor, rows: Tensor, scale: Tensor | None, where: Tensor | sli
 def _slots(cache: Tensor) -> Tensor:
     """Reshape [num_blocks, block_size, heads, dim] to [num_slots, heads, dim], a view."""
     return cache.view(-1, cache.shape[-2], cache.shape[-1])
+
+
+def _sequences(
+    cache: LayerCache, meta: AttentionMetadata, dtype: torch.dtype
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield (rows, K, V) of each sequence that has rows, see `_keys_of`."""
+    cu_rows = meta.cu_rows.tolist()
+    for seq, kv_len in enumerate(meta.kv_lens.tolist()):
+        rows = slice(cu_rows[seq], cu_rows[seq + 1])
+        if rows.start != rows.stop:
+            yield rows, *_keys_of(cache, meta, seq, kv_len, dtype)
 
 
 def _keys_of(

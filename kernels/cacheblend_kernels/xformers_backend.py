@@ -20,9 +20,9 @@ from torch import Tensor
 from cacheblend_kernels.interface import AttentionMetadata, AttentionParams, KernelError, LayerCache
 from cacheblend_kernels.triton_backend.attention_core import most_keys
 from cacheblend_kernels.triton_backend.backend import TritonBackend
-from cacheblend_kernels.triton_backend.dense import HALVES, is_full
 
 PAGE = 64
+HALVES = (torch.float16, torch.bfloat16)
 DECODE_HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
@@ -117,6 +117,12 @@ class XformersBackend(TritonBackend):
 def capturing(tensor: Tensor) -> bool:
     """Return whether launches are now recorded in a CUDA graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def is_full(q: Tensor, cache: LayerCache, meta: AttentionMetadata) -> bool:
+    """Return whether the rows are all positions of one sequence in adjacent blocks; decided on the host."""
+    whole = meta.contiguous_slot >= 0 and 0 < meta.num_rows == meta.max_kv_len
+    return whole and q.dtype in HALVES and q.dtype == cache.k.dtype
 
 
 def takes_decode(q: Tensor, cache: LayerCache) -> bool:

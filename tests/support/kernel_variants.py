@@ -19,7 +19,6 @@ from cacheblend_kernels.triton_backend import cache_ops, load_kv, norms
 from cacheblend_kernels.triton_backend.attention_core import join_splits_kernel
 from cacheblend_kernels.triton_backend.configs import TileConfig, copies_tiles, decode_config, padded, prefill_configs
 from cacheblend_kernels.triton_backend.decode_attention import decode_attention_kernel
-from cacheblend_kernels.triton_backend.deviation import kv_deviation_kernel
 from cacheblend_kernels.triton_backend.prefill_attention import prefill_attention_kernel
 from kernel_references import BITS
 
@@ -325,7 +324,7 @@ def _row_kernels() -> Iterator[KernelVariant]:
                 yield KernelVariant(
                     "kv_deviation",
                     f"{dtype} w{width} {'k' * use_k}{'v' * use_v}{' fp8 pool' * fp8}",
-                    kv_deviation_kernel,
+                    cache_ops.kv_deviation_kernel,
                     dtype,
                     {
                         "HEAD_DIM": 128,

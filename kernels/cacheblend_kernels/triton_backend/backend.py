@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,24 +17,21 @@ from cacheblend_kernels.interface import (
     KernelBackend,
     KernelError,
     LayerCache,
-    Slots,
-    StoredKV,
 )
-from cacheblend_kernels.triton_backend import cache_ops, deviation, norms
-from cacheblend_kernels.triton_backend.checks import interpreted
-from cacheblend_kernels.triton_backend.configs import DENSE_ROUTES, DenseRoute, LaunchPlan, arch_of
+from cacheblend_kernels.triton_backend import cache_ops, norms
+from cacheblend_kernels.triton_backend.checks import interpreted, is_float8
+from cacheblend_kernels.triton_backend.configs import LaunchPlan, arch_of, prefill_configs, split_counts
 from cacheblend_kernels.triton_backend.decode_attention import decode_attention
-from cacheblend_kernels.triton_backend.dense import is_full, sdpa_prefill
 from cacheblend_kernels.triton_backend.load_kv import load_kv
 from cacheblend_kernels.triton_backend.prefill_attention import prefill_attention
-from cacheblend_kernels.triton_backend.warm_up import warm_up_attention
 
 MINIMUM_CAPABILITY = (8, 0)
+MOST_THREADS = 8
 
 
 class TritonBackend(KernelBackend):
     """Kernels for one device. In Triton's interpreter (TRITON_INTERPRET=1) the same code runs on CPU tensors. arch,
-    num_sms: target of the launch plans, read from the device unless given. dense: full prefills that torch computes."""
+    num_sms: target of the launch plans, read from the device unless given."""
 
     name = "triton"
 
@@ -40,7 +41,6 @@ class TritonBackend(KernelBackend):
         *,
         arch: int | None = None,
         num_sms: int | None = None,
-        dense: Mapping[tuple[int, int], DenseRoute] = DENSE_ROUTES,
     ) -> None:
         if device.type == "cuda":
             capability = torch.cuda.get_device_capability(device)
@@ -56,14 +56,11 @@ class TritonBackend(KernelBackend):
                 f"the {self.name} backend needs a CUDA device, not {device}", "use --attention-backend torch"
             )
         self.device = device
-        self._plan, self._dense = LaunchPlan(arch or 90, num_sms or 132), dense
+        self._plan = LaunchPlan(arch or 90, num_sms or 132)
 
     def prefill_attention(
         self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
-        route = self._dense.get((self._plan.arch, q.shape[2]))
-        if route is not None and q.shape[0] >= route.least_rows and params.plain and is_full(q, cache, meta):
-            return sdpa_prefill(q, cache, meta.contiguous_slot, params.scale, route.kernel)
         return prefill_attention(q, cache, meta, params, self._plan)
 
     def decode_attention(
@@ -75,26 +72,49 @@ class TritonBackend(KernelBackend):
         out[: meta.num_seqs] = decode_attention(q[: meta.num_seqs], cache, meta, params, self._plan)
         return out
 
-    def rope_and_cache(self, q: Tensor | None, k: Tensor, v: Tensor, cache: LayerCache, slots: Slots) -> Tensor | None:
-        return cache_ops.rope_and_cache(q, k, v, cache, slots)
-
-    def load_kv(self, stored: StoredKV, cache: LayerCache, slots: Slots) -> None:
-        load_kv(stored, cache, slots)
-
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return cache_ops.rope(x, cos, sin)
-
-    def kv_deviation(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor, kind: str = "kv") -> Tensor:
-        return deviation.kv_deviation(k, v, cache, slots, kind)
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return norms.rms_norm(x, weight, eps)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return norms.add_rms_norm(x, residual, weight, eps)
-
-    def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
-        return norms.act_and_mul(gate_up, activation)
+    rope_and_cache = staticmethod(cache_ops.rope_and_cache)
+    load_kv = staticmethod(load_kv)
+    rope = staticmethod(cache_ops.rope)
+    kv_deviation = staticmethod(cache_ops.kv_deviation)
+    rms_norm = staticmethod(norms.rms_norm)
+    add_rms_norm = staticmethod(norms.add_rms_norm)
+    act_and_mul = staticmethod(norms.act_and_mul)
 
     def warm_up(self, q: Tensor, cache: LayerCache, params: AttentionParams, max_keys: int) -> None:
-        warm_up_attention(q, cache, params, max_keys, self._plan)
+        """Compile in several threads: the compiler releases the GIL most of the time."""
+        launches = self._launches(q, cache, params, max_keys)
+        with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
+            for done in [threads.submit(launch) for launch in launches]:
+                done.result()
+
+    def _launches(
+        self, q: Tensor, cache: LayerCache, params: AttentionParams, max_keys: int
+    ) -> list[Callable[[], Tensor]]:
+        """Return launches of all prefill tiles, and of all split counts of both kernels, with and without a table."""
+        plan, (num_kv_heads, head_dim) = self._plan, cache.k.shape[2:]
+        keys = max_keys if params.sliding_window is None else min(max_keys, params.sliding_window)
+        configs = prefill_configs(plan.arch, head_dim, q.element_size(), is_float8(cache))
+        launches: list[Callable[[], Tensor]] = []
+        for meta in (_one_row(q.device, contiguous_slot) for contiguous_slot in (-1, 0)):
+            for splits in split_counts(num_kv_heads, keys, plan.num_sms):
+                split = replace(plan, num_splits=splits)
+                launches += [
+                    partial(prefill_attention, q, cache, meta, params, replace(split, config=config))
+                    for config in configs
+                    if config.block_m >= q.shape[1] // num_kv_heads
+                ]
+                launches.append(partial(decode_attention, q, cache, meta, params, split))
+        return launches
+
+
+def _one_row(device: torch.device, contiguous_slot: int) -> AttentionMetadata:
+    """Return metadata of one row at position 0 of a sequence in block 0."""
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    return AttentionMetadata(
+        positions=torch.zeros(1, dtype=torch.int64, device=device),
+        cu_rows=torch.arange(2, dtype=torch.int32, device=device),
+        block_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
+        kv_lens=one,
+        contiguous_slots=(contiguous_slot,),
+        max_kv_len=1,
+    )

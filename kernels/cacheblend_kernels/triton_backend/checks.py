@@ -75,6 +75,13 @@ def check(condition: bool, message: str, hint: str | None = None) -> None:
         raise KernelError(message, hint)
 
 
+def check_tensor(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Check for a contiguous tensor of this shape and dtype."""
+    found = "None" if x is None else f"{list(x.shape)} {x.dtype}, strides {x.stride()}"
+    good = x is not None and x.shape == shape and x.dtype == dtype and x.is_contiguous()
+    check(good, f"{name}: {list(shape)} {dtype}, contiguous, is needed, got {found}")
+
+
 def check_device(*tensors: Tensor | None) -> None:
     """Check that all tensors are on one device that a Triton kernel can access."""
     present = [t for t in tensors if t is not None]
@@ -119,9 +126,8 @@ def is_float8(cache: LayerCache) -> bool:
 
 def check_head_scales(what: str, num_kv_heads: int, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
     """Check for one scale per KV head of float8 codes."""
-    for name, s in (("k_scale", k_scale), ("v_scale", v_scale)):
-        good = s is not None and s.dtype == torch.float32 and s.shape == (num_kv_heads,) and s.is_contiguous()
-        check(good, f"{what} needs {name} [{num_kv_heads}] float32")
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        check_tensor(f"{name} of {what}", scale, (num_kv_heads,), torch.float32)
 
 
 def check_rows_of(cache: LayerCache, k: Tensor, v: Tensor) -> None:
@@ -147,12 +153,9 @@ def check_attention(q: Tensor, cache: LayerCache, params: AttentionParams) -> No
     check(params.sliding_window is None or params.sliding_window > 0, f"sliding window {params.sliding_window}")
     check(params.soft_cap is None or params.soft_cap > 0, f"soft cap {params.soft_cap}")
     check(is_float8(cache) or cache.k.dtype == q.dtype, f"q is {q.dtype}, the pool {cache.k.dtype}")
-    if (sinks := params.sinks) is not None:
-        good = sinks.shape == (num_heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous()
-        check(good, f"sinks are [{num_heads}] float32, got {list(sinks.shape)} {sinks.dtype}")
-    if (alibi := params.alibi) is not None:
-        good = alibi.shape == (num_heads,) and alibi.dtype == torch.float32 and alibi.is_contiguous()
-        check(good, f"ALiBi slopes are [{num_heads}] float32, got {list(alibi.shape)} {alibi.dtype}")
+    for name, per_head in (("sinks", params.sinks), ("ALiBi slopes", params.alibi)):
+        if per_head is not None:
+            check_tensor(name, per_head, (num_heads,), torch.float32)
     check_device(q, *tensors_of(cache), params.sinks, params.alibi)
 
 
@@ -161,28 +164,24 @@ def check_sequences(q: Tensor, block_table: Tensor, kv_lens: Tensor) -> None:
     num_seqs = kv_lens.shape[0]
     good = block_table.dim() == 2 and block_table.dtype == torch.int32 and block_table.shape[0] == num_seqs
     check(good and block_table.stride(1) == 1, "block_table is [num_seqs, max_blocks] int32")
-    check(kv_lens.dtype == torch.int32 and kv_lens.is_contiguous(), "kv_lens is [num_seqs] int32")
+    check_tensor("kv_lens", kv_lens, (num_seqs,), torch.int32)
     check_device(q, block_table, kv_lens)
 
 
 @once
 def check_rows(q: Tensor, positions: Tensor, cu_rows: Tensor, num_seqs: int) -> None:
-    check(positions.shape == q.shape[:1], f"{q.shape[0]} rows, {list(positions.shape)} positions")
-    check(positions.dtype == torch.int64 and positions.is_contiguous(), "positions are [num_rows] int64")
-    check(cu_rows.dtype == torch.int32 and cu_rows.is_contiguous(), "cu_rows is [num_seqs + 1] int32")
-    check(cu_rows.shape == (num_seqs + 1,), f"{num_seqs} sequences, {list(cu_rows.shape)} bounds")
+    check_tensor("positions", positions, q.shape[:1], torch.int64)
+    check_tensor("cu_rows", cu_rows, (num_seqs + 1,), torch.int32)
     check_device(q, positions, cu_rows)
 
 
 def check_slots(slots: Tensor, num_rows: int) -> None:
-    good = slots.dtype == torch.int64 and slots.shape == (num_rows,) and slots.is_contiguous()
-    check(good, f"slots are [{num_rows}] int64, got {list(slots.shape)} {slots.dtype}")
+    check_tensor("slots", slots, (num_rows,), torch.int64)
 
 
 def check_rope(cos: Tensor, sin: Tensor, num_rows: int, head_dim: int) -> None:
-    for name, t in (("cos", cos), ("sin", sin)):
-        good = t.shape == (num_rows, head_dim) and t.dtype == torch.float32 and t.is_contiguous()
-        check(good, f"{name} is [{num_rows}, {head_dim}] float32, contiguous; got {list(t.shape)} {t.dtype}")
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_tensor(name, table, (num_rows, head_dim), torch.float32)
 
 
 def pool_bits(pool: Tensor) -> Tensor:

@@ -20,19 +20,6 @@ MIN_KEYS_PER_SPLIT = 256
 
 
 @dataclass(frozen=True)
-class DenseRoute:
-    """A kernel of torch's SDPA for full prefills over adjacent keys."""
-
-    kernel: str  # "cudnn" or "flash"
-    least_rows: int  # minimum rows of a prefill
-
-
-DENSE_ROUTES: dict[tuple[int, int], DenseRoute] = {}
-"""By architecture and head size. Stage 3 of `benchmarks/gpu_check.py` writes an entry where it measured SDPA to be
-faster than our kernel. Without an entry our kernel is used."""
-
-
-@dataclass(frozen=True)
 class TileConfig:
     """Tile sizes and launch parameters of an attention kernel."""
 

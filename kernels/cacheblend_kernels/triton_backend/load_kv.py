@@ -25,6 +25,7 @@ from cacheblend_kernels.triton_backend.checks import (
     check_heads,
     check_rope,
     check_slots,
+    check_tensor,
     device_guard,
     is_float8,
     once,
@@ -252,11 +253,7 @@ def _check(stored: StoredKV, cache: LayerCache, cos: Tensor, sin: Tensor, slots:
     if k.dtype == torch.uint8:
         for name, part, bits in (("k", k, stored.bits[0]), ("v", v, stored.bits[1])):
             check(bits in PLANES, f"codes need {name}_levels, of {list(PLANES)} bits")
-            packed = (*full[:2], packed_bytes(head_dim, bits))
-            check(
-                part.shape == packed,
-                f"{name} is {list(part.shape)}, and {bits} bits of the pool's rows are {list(packed)}",
-            )
+            check_tensor(f"{name} of {bits} bits", part, (*full[:2], packed_bytes(head_dim, bits)), torch.uint8)
         for name, t, wanted, dtype in (
             ("k_scale", stored.k_scale, full[:2], torch.bfloat16),
             ("v_scale", stored.v_scale, full[:2], torch.bfloat16),
@@ -264,8 +261,7 @@ def _check(stored: StoredKV, cache: LayerCache, cos: Tensor, sin: Tensor, slots:
             ("k_levels", stored.k_levels, (2 ** stored.bits[0],), torch.float32),
             ("v_levels", stored.v_levels, (2 ** stored.bits[1],), torch.float32),
         ):
-            good = t is not None and t.shape == wanted and t.dtype == dtype and t.is_contiguous()
-            check(good, f"codes need {name} {list(wanted)} {dtype}")
+            check_tensor(f"{name} of codes", t, wanted, dtype)
         return
     check_heads("k", k, (*FLOATS, *FLOAT8))
     check(k.shape == full, f"k is {list(k.shape)}, the pool's rows {list(full)}")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cacheblend_kernels import KernelError, LayerCache
 from cacheblend_kernels.torch_backend import TorchBackend
-from cacheblend_kernels.triton_backend.deviation import kv_deviation
+from cacheblend_kernels.triton_backend.cache_ops import kv_deviation
 from cacheblend_kernels.triton_backend.norms import act_and_mul, add_rms_norm, rms_norm
 from cases import TOLERANCE, moved
 

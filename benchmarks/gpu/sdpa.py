@@ -1,24 +1,14 @@
-"""Full prefill over adjacent keys by torch's SDPA, where `configs.DENSE_ROUTES` records it as faster than our
-kernel."""
+"""Full prefill over adjacent keys by torch's SDPA, which our kernel is compared with."""
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
+from cacheblend_kernels import LayerCache
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cacheblend_kernels.interface import AttentionMetadata, LayerCache
-
-HALVES = (torch.float16, torch.bfloat16)
 PLANNED_ROWS = 256
 SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-
-
-def is_full(q: Tensor, cache: LayerCache, meta: AttentionMetadata) -> bool:
-    """Return whether the rows are all positions of one sequence in adjacent blocks; decided on the host."""
-    whole = meta.contiguous_slot >= 0 and 0 < meta.num_rows == meta.max_kv_len
-    return whole and q.dtype in HALVES and q.dtype == cache.k.dtype
 
 
 def sdpa_prefill(q: Tensor, cache: LayerCache, first_slot: int, scale: float, kernel: str) -> Tensor:
