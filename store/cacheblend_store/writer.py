@@ -131,6 +131,14 @@ class StoreWriter:
         except BadBlob:
             return None
 
+    def document(self, key: bytes) -> DocumentRecord | None:
+        """Return a document record, or None if it is missing or damaged."""
+        value = self.get("documents", key)
+        try:
+            return None if value is None else decode_document(key, value)
+        except BadBlob:
+            return None
+
     # chunks
 
     def put_chunk(self, manifest: ChunkManifest, blobs: Sequence[Blob], used_s: float) -> PutStatus:
@@ -191,17 +199,22 @@ class StoreWriter:
 
     def _delete_blobs(self, key: bytes) -> bool:
         """Remove all blobs of a chunk. Return whether there were any."""
-        for node in self._pages.nodes("blobs", key):  # check the pages that the cursor walks
-            if not node.key.startswith(key):
-                break
-        cursor, found = self._txn.cursor(db=self._dbs["blobs"]), list[bytes]()
-        more = cursor.set_range(key)
-        while more and (name := bytes(cursor.key())).startswith(key):
-            found.append(name)
-            more = cursor.next()
+        found = self._keys_with("blobs", key)
         for name in found:  # do not delete by cursor: py-lmdb raises SystemError if the next page is damaged
             self.delete("blobs", name)
         return bool(found)
+
+    def _keys_with(self, database: str, prefix: bytes) -> list[bytes]:
+        """Return the keys that begin with `prefix`, those of this transaction included."""
+        for node in self._pages.nodes(database, prefix):  # check the pages that the cursor walks
+            if not node.key.startswith(prefix):
+                break
+        cursor, found = self._txn.cursor(db=self._dbs[database]), list[bytes]()
+        more = cursor.set_range(prefix)
+        while more and (name := bytes(cursor.key())).startswith(prefix):
+            found.append(name)
+            more = cursor.next()
+        return found
 
     def _holds(self, manifest: ChunkManifest) -> bool:
         """Return whether the stored blobs match these digests. A valid record can belong to a damaged blob."""
@@ -279,15 +292,8 @@ class StoreWriter:
 
     def _unrefer(self, document: bytes, keep: set[bytes]) -> list[bytes]:
         """Remove a document's references. Return chunks that no other document refers to, except for `keep`."""
-        value = self.get("documents", document)
-        if value is None:
-            return []
-        try:
-            old = {c.key for c in decode_document(document, value).chunks}
-        except BadBlob:
-            return []
-        orphans = []
-        for key in sorted(old):
+        record, orphans = self.document(document), list[bytes]()
+        for key in sorted({c.key for c in record.chunks} if record else ()):
             self.delete("refs", key + document)
             if key not in keep and not self.is_referred(key):
                 orphans.append(key)
@@ -302,11 +308,7 @@ class StoreWriter:
 
     def put_summary(self, summary: DocumentSummary) -> bool:
         """Store a summary if it matches the stored document and all chunks have KV. Return whether it was stored."""
-        value = self.get("documents", summary.document)
-        try:
-            record = None if value is None else decode_document(summary.document, value)
-        except BadBlob:
-            return False
+        record = self.document(summary.document)
         if record is None or (record.content_digest, record.settings) != (summary.content_digest, summary.settings):
             return False
         if summary.keys != b"".join(chunk.key for chunk in record.chunks):
@@ -331,21 +333,9 @@ class StoreWriter:
     def _drop_summaries_with(self, key: bytes) -> None:
         """Drop the summaries of the documents that refer to a chunk."""
         if self._has_summaries:
-            for document in self._documents_of(key):
-                self._drop_summary(document)
-
-    def _documents_of(self, key: bytes) -> list[bytes]:
-        """Return the keys of the documents that refer to a chunk."""
-        for node in self._pages.nodes("refs", key):  # check the pages that the cursor walks
-            if not node.key.startswith(key):
-                break
-        self._pages.check_beside("refs", key)
-        cursor, found = self._txn.cursor(db=self._dbs["refs"]), list[bytes]()
-        more = cursor.set_range(key)
-        while more and (name := bytes(cursor.key())).startswith(key):
-            found.append(name[KEY_BYTES:])
-            more = cursor.next()
-        return found
+            self._pages.check_beside("refs", key)
+            for name in self._keys_with("refs", key):
+                self._drop_summary(name[KEY_BYTES:])
 
     def rebuild_references(self) -> None:
         """Rebuild the references from the document records of this transaction. Damaged records are skipped."""

@@ -180,11 +180,7 @@ class Tier:
 
     def size(self, collection: str, key: bytes) -> int | None:
         """Return the size of a chunk's object, or None if it does not exist."""
-        try:
-            with _errors(self.url):
-                return int(self._api.head(self._store, self.name(collection, key))["size"])
-        except TierNotFound:
-            return None
+        return self._size(self.name(collection, key))
 
     def layout(self, chunk: ChunkManifest, size: int) -> ObjectLayout:
         """Return the byte ranges in an object of this size with KV of the chunk's shape. Raises BadBlob."""
@@ -277,10 +273,7 @@ class Tier:
     def get_collection(self, collection: str) -> Memo | None:
         """Return a collection's memo, checked; None if it does not exist. Raises BadBlob."""
         name = self._collection_name(collection)
-        try:
-            with _errors(self.url):
-                size = int(self._api.head(self._store, name)["size"])
-        except TierNotFound:
+        if (size := self._size(name)) is None:
             return None
         if size > 2 * MAX_COLLECTION_BYTES:
             raise BadBlob(f"a collection's record of {size:,} bytes")
@@ -292,11 +285,16 @@ class Tier:
     # objects
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects."""
-        wanted = list(names)
+        """Delete up to 1,000 objects."""
         with _errors(self.url):
-            for start in range(0, len(wanted), _LISTED):
-                self._api.delete(self._store, wanted[start : start + _LISTED])
+            self._api.delete(self._store, list(names))
+
+    def _size(self, name: str) -> int | None:
+        try:
+            with _errors(self.url):
+                return int(self._api.head(self._store, name)["size"])
+        except TierNotFound:
+            return None
 
     def _put(self, name: str, data: bytes) -> int:
         with _errors(self.url):

@@ -11,10 +11,10 @@ from typing import Literal, TypeVar
 
 from cacheblend_store.errors import BadBlob, StoreFull
 from cacheblend_store.format.records import COLLECTION, ChunkManifest, DocumentRecord
-from cacheblend_store.progress import Progress
 from cacheblend_store.store import ChunkStore
 from cacheblend_store.tier.layout import DocumentBundle
 from cacheblend_store.tier.objects import Tier, TierObject
+from cacheblend_store.upkeep import Progress
 
 _AT_ONCE = 8
 _BATCH_BYTES = 32 << 20  # bytes of chunks per transaction
@@ -147,22 +147,21 @@ def pull(
             return MovedChunk(manifest.id, "unchanged"), None, []
         return MovedChunk(manifest.id, "new", found.size), manifest, blobs
 
-    done, batch = 0, list[tuple[ChunkManifest, list[bytes]]]()
-    for chunk, manifest, blobs in _side_by_side(objects, get):
-        if manifest is None:
-            done += 1
-            on_chunk(report.add(chunk), done, len(objects))
-            continue
-        _take_collection(store, tier, manifest.collection, known)
-        batch.append((replace(manifest, source=rename(manifest.source)), blobs))
-        if sum(m.num_bytes for m, _ in batch) >= _BATCH_BYTES:
-            for moved in _put(store, batch):
-                done += 1
-                on_chunk(report.add(moved), done, len(objects))
-            batch = []
-    for moved in _put(store, batch):
-        done += 1
-        on_chunk(report.add(moved), done, len(objects))
+    def stored() -> Iterator[MovedChunk]:
+        batch = list[tuple[ChunkManifest, list[bytes]]]()
+        for chunk, manifest, blobs in _side_by_side(objects, get):
+            if manifest is None:
+                yield chunk
+                continue
+            _take_collection(store, tier, manifest.collection, known)
+            batch.append((replace(manifest, source=rename(manifest.source)), blobs))
+            if sum(m.num_bytes for m, _ in batch) >= _BATCH_BYTES:
+                yield from _put(store, batch)
+                batch = []
+        yield from _put(store, batch)
+
+    for done, chunk in enumerate(stored(), 1):
+        on_chunk(report.add(chunk), done, len(objects))
     return report
 
 

@@ -13,10 +13,10 @@ from cacheblend_store.errors import BadBlob, StoreCorrupt
 from cacheblend_store.lmdb_file.datafile import compact_copy, replacing
 from cacheblend_store.lmdb_file.directory import DATA, unreadable
 from cacheblend_store.lmdb_file.pages.commits import salvageable
-from cacheblend_store.progress import Progress
 from cacheblend_store.reader import StoreReader
 from cacheblend_store.state import check_format
 from cacheblend_store.store import ChunkStore
+from cacheblend_store.upkeep import Progress
 
 T = TypeVar("T")
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import lmdb.verify
 
@@ -14,13 +16,14 @@ from cacheblend_store.format.records import MEMO_KEYS, decode_document, decode_m
 from cacheblend_store.format.summaries import SUMMARY_KEYS, decode_summary, stamped
 from cacheblend_store.lmdb_file import locks
 from cacheblend_store.lmdb_file.directory import DATA
-from cacheblend_store.progress import Progress
 from cacheblend_store.reader import StoreReader, bad_blob
 from cacheblend_store.state import count_bytes, decode_state
 from cacheblend_store.store import ChunkStore
+from cacheblend_store.upkeep import Progress
 from cacheblend_store.upkeep.rewriting import salvage
 from cacheblend_store.writer import StoreWriter
 
+T = TypeVar("T")
 _DATABASE = {"document": "documents", "memo": "meta", "summary": "meta", "use": "lru"}
 """Kind of finding -> database with the record to delete."""
 
@@ -137,16 +140,8 @@ def _check_strays(reader: StoreReader, known: set[bytes], report: VerifyReport) 
 
 def _check_documents(reader: StoreReader, known: set[bytes], report: VerifyReport) -> None:
     wanted: set[bytes] = set()
-    for name in reader.keys_from(b"", "documents"):
-        report.documents += 1
-        value = reader.get("documents", name)
-        if value is None:
-            raise StoreCorrupt(f"document record {name.hex()[:12]} is listed but not found by its key")
-        try:
-            record = decode_document(name, value)
-        except BadBlob as error:
-            report.findings.append(Finding("document", error.message, name))
-            continue
+    report.documents = reader.entries("documents")
+    for name, record in _decoded(reader, "document", reader.keys_from(b"", "documents"), decode_document, report):
         wanted |= {chunk.key + name for chunk in record.chunks}
         report.missing += sum(chunk.key not in known for chunk in record.chunks)
     there = set(reader.keys_from(b"", "refs"))
@@ -156,27 +151,38 @@ def _check_documents(reader: StoreReader, known: set[bytes], report: VerifyRepor
             report.findings.append(Finding("reference", text, name[:KEY_BYTES]))
 
 
-def _check_memos(reader: StoreReader, report: VerifyReport) -> None:
-    for key in reader.keys_with(MEMO_KEYS, "meta"):
+def _decoded(
+    reader: StoreReader,
+    kind: str,
+    keys: Iterable[bytes],
+    decode: Callable[[bytes, memoryview], T],
+    report: VerifyReport,
+) -> Iterator[tuple[bytes, T]]:
+    """Yield (key, record) of undamaged records, and report the others. kind: of findings, see `_DATABASE`."""
+    for key in keys:
+        value = reader.get(_DATABASE[kind], key)
+        if value is None:
+            raise StoreCorrupt(f"{kind} record {key.hex()[:12]} is listed but not found by its key")
         try:
-            decode_memo(key, reader.get("meta", key) or b"")
+            record = decode(key, value)
         except BadBlob as error:
-            report.findings.append(Finding("memo", error.message, key))
+            report.findings.append(Finding(kind, error.message, key))
+        else:
+            yield key, record
+
+
+def _check_memos(reader: StoreReader, report: VerifyReport) -> None:
+    for _ in _decoded(reader, "memo", reader.keys_with(MEMO_KEYS, "meta"), decode_memo, report):
+        pass
 
 
 def _check_summaries(reader: StoreReader, report: VerifyReport) -> None:
     if stamped(reader.get) != reader.pages.meta.txnid:
         return  # they are not used
-    for name in reader.keys_with(SUMMARY_KEYS, "meta"):
-        try:
-            summary = decode_summary(name, reader.get("meta", name) or b"")
-        except BadBlob as error:
-            report.findings.append(Finding("summary", error.message, name))
-            continue
-        record, keys = (
-            reader.document(summary.document),
-            [key for (key,) in struct.iter_unpack(f"{KEY_BYTES}s", summary.keys)],
-        )
+    names = reader.keys_with(SUMMARY_KEYS, "meta")
+    for name, summary in _decoded(reader, "summary", names, decode_summary, report):
+        record = reader.document(summary.document)
+        keys = [key for (key,) in struct.iter_unpack(f"{KEY_BYTES}s", summary.keys)]
         same = record is not None and keys == [chunk.key for chunk in record.chunks]
         if not same or not all(map(reader.has_kv, keys)):
             text = f"the summary of {summary.source} does not match its record, or a chunk of it has no KV"
@@ -197,10 +203,8 @@ def _check_counters(reader: StoreReader, report: VerifyReport) -> None:
 
 
 def _repair(store: ChunkStore, report: VerifyReport) -> None:
-    findings = list(report.findings)
-
     def work(writer: StoreWriter) -> None:
-        for finding in findings:
+        for finding in report.findings:
             if finding.kind == "blob":
                 writer.evict(finding.key)
             elif finding.kind in ("manifest", "stray-blob"):
@@ -211,4 +215,4 @@ def _repair(store: ChunkStore, report: VerifyReport) -> None:
         writer.changed()
 
     store.transact(work)
-    store.transact(lambda writer: writer.recount())
+    store.transact(StoreWriter.recount)
