@@ -140,7 +140,7 @@ def _store(settings: Any) -> dict[str, Any]:
 
 
 def _model(settings: Any) -> dict[str, Any]:
-    from cacheblend_cli.model.text_check import text_check
+    from cacheblend_cli.model.tokenizer_probes import text_check
     from cacheblend_cli.types import BlendParams
 
     engine = options.load_engine(settings, Output(quiet=True))

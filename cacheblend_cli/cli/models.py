@@ -165,7 +165,7 @@ def _check_numbers(settings: Settings, output: Output, *, json: bool) -> dict[st
     """Compare logits, show the result and return it."""
     from cacheblend_cli.evaluation.check_model import check_model
     from cacheblend_cli.model.model_files import is_converted
-    from cacheblend_cli.model.text_check import text_check
+    from cacheblend_cli.model.tokenizer_probes import text_check
 
     dtype = "float32" if settings.dtype == "auto" else settings.dtype
     engine = options.load_engine(replace(settings, dtype=dtype), output)
@@ -228,8 +228,8 @@ def _facts(model: str, output: Output, settings: Settings) -> dict[str, Any]:
     from cacheblend_cli.model.generic import GENERIC_PATH
     from cacheblend_cli.model.loading import resolve_model
     from cacheblend_cli.model.model_files import checkpoint_files
-    from cacheblend_cli.model.text_check import text_check
     from cacheblend_cli.model.tokenizer import Tokenizer
+    from cacheblend_cli.model.tokenizer_probes import text_check
 
     path = resolve_model(model, output.note)
     spec, files = read_spec(path), checkpoint_files(path)

@@ -34,7 +34,7 @@ from cacheblend_cli.model.ranks import Ranks
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tensor_source import SafetensorsFiles
 from cacheblend_cli.model.tokenizer import Tokenizer
-from cacheblend_cli.model.turn_end import turn_end
+from cacheblend_cli.model.tokenizer_probes import turn_end
 from cacheblend_cli.model.weights import load_weights, weights_digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -174,7 +174,7 @@ def load_model(
         lora=lora,
         lora_digest=lora_digest,
         weight_dtype=precision.weights,
-        files=(cache.path,) if cache is not None and cache.is_used else tuple(_read_files(path)),
+        files=(cache.path,) if cache is not None and cache.is_used else tuple(checkpoint_files(path)),
     )
 
 
@@ -238,10 +238,6 @@ def model_fingerprint(
         parts += repr(quantisation)
     parts += "" if weight_dtype == "auto" else weight_dtype
     return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
-
-
-def _read_files(path: Path) -> list[Path]:
-    return [gguf_file_of(path)] if is_converted(path) else checkpoint_files(path)
 
 
 def _eos_ids(

@@ -38,7 +38,7 @@ class _Part(NamedTuple):
 class SplitExperts:
     """A `TensorSource` over another one; other tensors are passed on. stacked: Gemma 4's layout, else gpt-oss's."""
 
-    def __init__(self, source: TensorSource, stacked: bool = False) -> None:
+    def __init__(self, source: TensorSource, stacked: bool) -> None:
         self._source, self._parts, self._stacked = source, dict[str, _Part](), stacked
         self.block_bytes = source.block_bytes
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from cacheblend_cli.errors import NotFoundError, TextRefused, UsageError
-from cacheblend_cli.model.control_tokens import is_control
 from cacheblend_cli.model.model_files import AGAIN, read_object, read_text
-from cacheblend_cli.model.tokenizer_json import for_the_middle, without_added
+from cacheblend_cli.model.tokenizer_json import for_the_middle, is_control, without_added
 
 if TYPE_CHECKING:
     from cacheblend_cli.model.chat_template import ChatTemplate

@@ -98,13 +98,11 @@ def load_weights(
         deltas = cut_deltas(deltas, shard)
     if spec.tied:
         shapes[HEAD] = ((spec.vocab_size, spec.hidden_size), "lm_head", 0, (spec.vocab_size, spec.hidden_size))
-    weights, seen = Weights(), set[str]()
-    mapped: dict[str, dict[int, Tensor]] = {}
+    weights, seen, mapped = Weights(), set[str](), dict[str, dict[int, Tensor]]()
     folded = spec.residual_scale != 1 or head_order(spec) is not None or spec.qkv_by_group
     embedding = embedding_name(spec)
     stays = device.type == "cpu" and not deltas and spec.experts is None and not folded
-    experts = spec.experts
-    source = tensor_source(model_dir, experts=experts is not None, stacked=experts is not None and experts.beside)
+    source = tensor_source(model_dir, spec.experts)
     if shard is not None:
         source = ShardedTensors(source, shard)
     headers = list(source.headers())
@@ -137,6 +135,7 @@ def load_weights(
             )
         if name in seen:
             raise UsageError(f"{model_dir} holds the tensor {name} twice", "fetch the checkpoint again")
+        seen.add(name)
         shape, target, start, full_shape = shapes[name]
         if found != shape:
             raise UsageError(
@@ -148,16 +147,13 @@ def load_weights(
             in_file = source.whole(stored)
             if in_file is not None:
                 weights[kept_as] = in_file
-                seen.add(name)
                 continue
         if hollow and _may_be_hollow(spec, name, target) and _is_large(full_shape, dtype):
             weights.setdefault(target, torch.empty(full_shape, dtype=dtype, device="meta"))
-            seen.add(name)
             continue
         part = source.whole(stored) if stays and math.prod(full_shape) * dtype.itemsize >= OWN_MAPPING else None
         if part is not None and part.dtype == dtype:
             mapped.setdefault(target, {})[start] = part
-            seen.add(name)
             continue
         if target not in weights:
             part_of = target.split(".", 1)[-1]
@@ -165,7 +161,6 @@ def load_weights(
             wide = wide or part_of == "router_correction"  # it decides between scores that are close to each other
             weights[target] = _room(full_shape, torch.float32 if wide else dtype, device)
         _copy(source, stored, weights[target][start : start + shape[0]], deltas.get(name))
-        seen.add(name)
     for target, parts in mapped.items():
         if target not in weights:
             weights.put_parts(target, parts)

@@ -12,9 +12,9 @@ import tokenizers
 from text_tokenizers import KINDS, MARK
 from tokenizers import AddedToken
 
-from cacheblend_cli.model.control_tokens import is_control
-from cacheblend_cli.model.text_check import SAMPLES, text_check
 from cacheblend_cli.model.tokenizer import Tokenizer
+from cacheblend_cli.model.tokenizer_json import is_control
+from cacheblend_cli.model.tokenizer_probes import SAMPLES, text_check
 
 TEXTS = [*SAMPLES.values(), "\n\n\na\n", "  two   three\n    four", "<b>bold</b> <hr>", "a\tb\t\tc", "1 < 2 > 0"]
 LIKE_GEMMA = ["\n", "\n\n", "\n\n\n", MARK * 2, MARK * 3, MARK * 4, "\t", "\t\t", "<b>", "</b>", "<table>", "<h1>"]

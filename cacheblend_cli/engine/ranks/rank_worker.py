@@ -10,10 +10,9 @@ import os
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import torch
@@ -26,8 +25,8 @@ from cacheblend_cli.engine.ranks.driver import Calibrate, Driver, Drop, LoadMode
 from cacheblend_cli.engine.ranks.rank_group import STARTED, join
 from cacheblend_cli.engine.worker.decode import BatchRunner
 from cacheblend_cli.engine.worker.memory import DeviceMemory, reserve
-from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillOutput
-from cacheblend_cli.engine.worker.worker import DecodeInput, DecodeOutput, TableInput, Worker
+from cacheblend_cli.engine.worker.prefill import PrefillInput
+from cacheblend_cli.engine.worker.worker import DecodeInput, TableInput, Worker
 from cacheblend_cli.errors import CacheBlendError, ExitCode, UsageError
 from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.kv.export import KVReader
@@ -71,60 +70,51 @@ ARGUMENTS: dict[str, Any] = {
 }
 Message = LoadModel | Calibrate | Reserve | NewWorker | Begin | Call | Drop | NewPlace | CollectPieces
 _decode = msgspec.msgpack.Decoder(Message).decode
+T = TypeVar("T")
+
+
+def _by_all(method: Callable[..., T]) -> Callable[..., T]:
+    """Return the method of a `RankedWorker` that tells the other ranks to call this one while rank 0 runs it."""
+
+    def told(worker: RankedWorker, *arguments: Any) -> T:
+        raw = msgspec.Raw(msgspec.msgpack.encode(arguments))
+        with worker.driver.telling(Call(worker.number, method.__name__, raw)):
+            return method(worker, *arguments)
+
+    return told
 
 
 class RankedWorker(Worker):
     """Rank 0's worker: the workers of all ranks do what it does."""
 
     def __init__(self, driver: Driver, decoder: Decoder, memory: DeviceMemory) -> None:
-        self._driver, self._number = driver, next(driver.numbers)
+        self.driver, self.number = driver, next(driver.numbers)
         pool = memory.pool
-        with driver.telling(NewWorker(self._number, driver.model, pool.allocator.num_blocks, pool.block_size)):
+        with driver.telling(NewWorker(self.number, driver.model, pool.allocator.num_blocks, pool.block_size)):
             super().__init__(decoder, memory)
-        self._gone = weakref.finalize(self, driver.gone_workers.append, self._number)
+        self._gone = weakref.finalize(self, driver.gone_workers.append, self.number)
 
     def close(self) -> None:
         self._gone()
-
-    def _by_all(self, method: str, *arguments: Any) -> AbstractContextManager[None]:
-        """Tell the other ranks to call the method; this one does so within the context."""
-        return self._driver.telling(Call(self._number, method, msgspec.Raw(msgspec.msgpack.encode(arguments))))
 
     def begin(
         self, given: PrefillInput, source: KVSource | None, on_logits: Callable[[Tensor], None] = lambda logits: None
     ) -> None:
         folder = str(source.path.absolute()) if isinstance(source, ChunkStore) else ""
-        with self._driver.telling(Begin(self._number, given, folder)):
+        with self.driver.telling(Begin(self.number, given, folder)):
             super().begin(given, source, on_logits)
 
-    def prefill(self, numbers: Sequence[int]) -> list[PrefillOutput]:
-        with self._by_all("prefill", [*numbers]):
-            return super().prefill(numbers)
+    prefill = _by_all(Worker.prefill)
+    decode = _by_all(Worker.decode)
+    copy_blocks = _by_all(Worker.copy_blocks)
+    swap_out = _by_all(Worker.swap_out)
+    swap_in = _by_all(Worker.swap_in)
+    forget = _by_all(Worker.forget)
+    _end = _by_all(Worker.end)
 
     def end(self, number: int) -> None:
         if number in self._prefills:
-            with self._by_all("end", number):
-                super().end(number)
-
-    def decode(self, given: DecodeInput) -> DecodeOutput:
-        with self._by_all("decode", given):
-            return super().decode(given)
-
-    def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
-        with self._by_all("copy_blocks", [*source], [*target]):
-            super().copy_blocks(source, target)
-
-    def swap_out(self, number: int, blocks: Sequence[int]) -> None:
-        with self._by_all("swap_out", number, [*blocks]):
-            super().swap_out(number, blocks)
-
-    def swap_in(self, number: int, blocks: Sequence[int]) -> None:
-        with self._by_all("swap_in", number, [*blocks]):
-            super().swap_in(number, blocks)
-
-    def forget(self, number: int) -> None:
-        with self._by_all("forget", number):
-            super().forget(number)
+            self._end(number)
 
     def export_kv(self, table: TableInput, num_tokens: int) -> KVReader:
         raise UsageError("KV of a model on several ranks cannot be handed over", "leave --tensor-parallel out")

@@ -1,5 +1,4 @@
-"""Architectures of GGUF files: the transformers model of each, and the config fields that the file states or
-implies."""
+"""Architectures of GGUF files: their keys, the transformers model of each, and the config fields that these imply."""
 
 from __future__ import annotations
 
@@ -7,13 +6,59 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cacheblend_cli.model.gguf_files.keys import Keys
+from cacheblend_cli.errors import UsageError
 
+Metadata = Mapping[str, Any]
 Config = dict[str, Any]
 
 EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 WINDOW = "attention.sliding_window"
 LOCAL_THETA = 10000.0  # RoPE theta of a Gemma 3's layers with a window
+
+
+class Keys:
+    """Typed keys of the file's architecture."""
+
+    def __init__(self, metadata: Metadata, architecture: str) -> None:
+        prefix = f"{architecture}."
+        self.prefix = prefix
+        self.values = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
+
+    def refuse_unknown(self, known: Collection[str]) -> None:
+        for key, value in self.values.items():
+            if key not in known and value not in (None, False, 0, "", "none"):
+                raise self.refusal(key, "that key is not known, and it may change what the model computes")
+
+    def refusal(self, key: str, why: str) -> UsageError:
+        return UsageError(
+            f"the GGUF file has {self.prefix}{key} = {self.values.get(key)!r}: {why}", "use another model"
+        )
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Return a whole number of 1 or more. A list with a number per layer must have the same number throughout."""
+        value = self._given(key, default)
+        if isinstance(value, list) and len(set(value)) == 1:
+            value = value[0]
+        if isinstance(value, list):
+            raise self.refusal(key, "layers that differ are not implemented")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.refusal(key, "it has to be a whole number of 1 or more")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._given(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise self.refusal(key, "it has to be a number above 0")
+        return float(f"{value:.7g}")  # it was a float32: 1e-05 instead of 9.999999747378752e-06
+
+    def optional_integer(self, key: str) -> int | None:
+        """Return a whole number of 1 or more; None if it is missing or 0."""
+        return self.integer(key) if self.values.get(key) else None
+
+    def _given(self, key: str, default: float | None) -> Any:
+        if (value := self.values.get(key, default)) is None:
+            raise UsageError(f"the GGUF file lacks {self.prefix}{key}", "fetch it again, or use another model")
+        return value
 
 
 @dataclass(frozen=True)
@@ -28,7 +73,7 @@ class Architecture:
     partial: bool = False  # RoPE may rotate a part of the head
 
 
-def architecture_of(name: str, metadata: Mapping[str, Any]) -> Architecture:
+def architecture_of(name: str, metadata: Metadata) -> Architecture:
     """Return the architecture of this name. A Mixtral is named llama too, but has experts."""
     return MIXTRAL if name == "llama" and metadata.get("llama.expert_count") else ARCHITECTURES[name]
 

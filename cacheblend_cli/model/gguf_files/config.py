@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.gguf_files.architectures import ARCHITECTURES, architecture_of
-from cacheblend_cli.model.gguf_files.keys import Keys, Metadata
+from cacheblend_cli.model.gguf_files.architectures import ARCHITECTURES, Keys, Metadata, architecture_of
 from cacheblend_cli.model.gguf_files.rope import Factors, rope_of
 
 # Keys of an architecture, without its name as a prefix.

@@ -7,8 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_cli.model.gguf_files.architectures import architecture_of
-from cacheblend_cli.model.gguf_files.keys import Metadata
+from cacheblend_cli.model.gguf_files.architectures import Metadata, architecture_of
 from cacheblend_cli.model.gguf_files.rope import FACTORS
 from cacheblend_cli.model.gguf_files.tensors import StoredTensor
 from cacheblend_cli.model.spec import ModelSpec

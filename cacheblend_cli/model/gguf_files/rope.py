@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.gguf_files.keys import Keys
+from cacheblend_cli.model.gguf_files.architectures import Keys
 from cacheblend_cli.model.rope import inverse_frequencies
 
 ROPE_FACTORS = "rope_freqs.weight"

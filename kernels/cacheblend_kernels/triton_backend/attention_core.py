@@ -9,13 +9,16 @@ the context: Flash-Decoding (Dao et al., 2023). Logits are kept in base 2, since
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cacheblend_kernels.interface import AttentionMetadata
-from cacheblend_kernels.triton_backend.configs import padded
+from cacheblend_kernels.interface import AttentionMetadata, AttentionParams, LayerCache
+from cacheblend_kernels.triton_backend.checks import is_float8, pool_bits
+from cacheblend_kernels.triton_backend.configs import TileConfig, padded
 from cacheblend_kernels.triton_backend.float8 import e4m3_to_fp32
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -207,6 +210,55 @@ def most_keys(meta: AttentionMetadata, block_size: int, sliding_window: int | No
     """Return an upper bound on the keys a row sees, without a device synchronisation."""
     most = meta.max_kv_len or meta.block_table.shape[1] * block_size
     return most if sliding_window is None else min(most, sliding_window)
+
+
+def attention_arguments(
+    q: Tensor,
+    cache: LayerCache,
+    meta: AttentionMetadata,
+    params: AttentionParams,
+    config: TileConfig,
+    outputs: tuple[Tensor, Tensor, Tensor],
+) -> dict[str, Any]:
+    """Return the arguments that both attention kernels take. outputs: the result, and `split_buffers`."""
+    out, part, lse = outputs
+    block_size, num_kv_heads, head_dim = cache.k.shape[1:]
+    fp8, slot = is_float8(cache), meta.contiguous_slot
+    return {
+        "q_ptr": q,
+        "k_ptr": pool_bits(cache.k),
+        "v_ptr": pool_bits(cache.v),
+        "out_ptr": out,
+        "part_ptr": part,
+        "lse_ptr": lse,
+        "table_ptr": meta.block_table,
+        "k_scale_ptr": cache.k_scale if fp8 else lse,
+        "v_scale_ptr": cache.v_scale if fp8 else lse,
+        "sinks_ptr": lse if params.sinks is None else params.sinks,
+        "alibi_ptr": lse if params.alibi is None else params.alibi,
+        "first_slot": max(0, slot),
+        "table_stride": meta.block_table.stride(0),
+        "q_stride": q.stride(0),
+        "scale": params.scale,
+        "soft_cap": params.soft_cap or 1.0,
+        "window": params.sliding_window or 0,
+        "GROUP": q.shape[1] // num_kv_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": padded(head_dim),
+        "BLOCK_SIZE": block_size,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "SPLITS": part.shape[2],
+        "CONTIGUOUS": slot >= 0,
+        "WINDOW": params.sliding_window is not None,
+        "SOFT_CAP": params.soft_cap is not None,
+        "SINKS": params.sinks is not None,
+        "ALIBI": params.alibi is not None,
+        "FP8": fp8,
+        "PRECISION": "ieee",
+        "num_warps": config.num_warps,
+    }
 
 
 def split_buffers(q: Tensor, splits: int) -> tuple[Tensor, Tensor]:

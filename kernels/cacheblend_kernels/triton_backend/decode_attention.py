@@ -18,6 +18,7 @@ from torch import Tensor
 from cacheblend_kernels.interface import AttentionMetadata, AttentionParams, LayerCache
 from cacheblend_kernels.triton_backend.attention_core import (
     LOG2E,
+    attention_arguments,
     join_splits,
     key_slots,
     load_keys,
@@ -26,15 +27,8 @@ from cacheblend_kernels.triton_backend.attention_core import (
     split_buffers,
     start_of_softmax,
 )
-from cacheblend_kernels.triton_backend.checks import (
-    check,
-    check_attention,
-    check_sequences,
-    device_guard,
-    is_float8,
-    pool_bits,
-)
-from cacheblend_kernels.triton_backend.configs import LaunchPlan, decode_config, num_context_splits, padded
+from cacheblend_kernels.triton_backend.checks import check, check_attention, check_sequences, device_guard
+from cacheblend_kernels.triton_backend.configs import LaunchPlan, decode_config, num_context_splits
 
 
 @triton.jit(do_not_specialize=["first_slot", "table_stride", "window"])
@@ -148,49 +142,16 @@ def decode_attention(
     if num_seqs == 0:
         return out
     block_size, num_kv_heads = cache.k.shape[1], cache.k.shape[2]
-    group, fp8 = num_heads // num_kv_heads, is_float8(cache)
-    config = plan.config or decode_config(head_dim, group, q.element_size())
+    config = plan.config or decode_config(head_dim, num_heads // num_kv_heads, q.element_size())
     splits = plan.num_splits or num_context_splits(
         num_seqs * num_kv_heads, most_keys(meta, block_size, params.sliding_window), plan.num_sms
     )
     part, lse = split_buffers(q, splits)
     with device_guard(q):
         decode_attention_kernel[(num_kv_heads, num_seqs, splits)](
-            q,
-            pool_bits(cache.k),
-            pool_bits(cache.v),
-            out,
-            part,
-            lse,
-            meta.kv_lens,
-            meta.block_table,
-            cache.k_scale if fp8 else lse,
-            cache.v_scale if fp8 else lse,
-            lse if params.sinks is None else params.sinks,
-            lse if params.alibi is None else params.alibi,
-            max(0, meta.contiguous_slot),
-            meta.block_table.stride(0),
-            q.stride(0),
-            params.scale,
-            params.soft_cap or 1.0,
-            params.sliding_window or 0,
-            GROUP=group,
-            NUM_KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_D=padded(head_dim),
-            BLOCK_SIZE=block_size,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            SPLITS=splits,
-            CONTIGUOUS=contiguous,
-            WINDOW=params.sliding_window is not None,
-            SOFT_CAP=params.soft_cap is not None,
-            SINKS=params.sinks is not None,
-            ALIBI=params.alibi is not None,
-            FP8=fp8,
-            PRECISION="ieee",
-            num_warps=config.num_warps,
+            kv_lens_ptr=meta.kv_lens,
             num_stages=config.stages(contiguous),
+            **attention_arguments(q, cache, meta, params, config, (out, part, lse)),
         )
         if splits > 1:
             join_splits(part, lse, out)

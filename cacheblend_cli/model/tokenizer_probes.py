@@ -1,10 +1,13 @@
-"""Check what a model's tokenizer does with typical document text: line breaks, indentation, tables, markup."""
+"""What a model's tokenizer and chat template do, found out by trying: with document text, and at the end of a turn."""
 
 from __future__ import annotations
+
+from datetime import datetime
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.tokenizer import Tokenizer
 
+_ASKED, _ANSWERED, _NEXT = "5d1f0 asked", "5d1f1 answered", "5d1f2 next"
 SAMPLES = {
     "line breaks": "First line.\nSecond line.\n\n\nA new section.\n",
     "indentation": "def f(x):\n    if x:\n\t\treturn [\n            x,\n        ]\n",
@@ -33,3 +36,19 @@ def _fault(tokenizer: Tokenizer, text: str) -> str:
         return ""
     at = next((i for i, (a, b) in enumerate(zip(text, kept, strict=False)) if a != b), min(len(text), len(kept)))
     return f"changed, {text[at : at + 12]!r} is read as {kept[at : at + 12]!r}"
+
+
+def turn_end(tokenizer: Tokenizer) -> int | None:
+    """Return the control token that the chat template puts directly after a model's message; None if there is none, or
+    no template. Not for gpt-oss: its `<|end|>` ends a channel, and the answer follows in the next one."""
+    if not tokenizer.has_template or tokenizer.knows("<|channel|>"):
+        return None
+    texts = {"user": _ASKED, "assistant": _ANSWERED}
+    messages = [{"role": role, "content": text} for role, text in texts.items()] + [{"role": "user", "content": _NEXT}]
+    try:
+        rendered = tokenizer.render(messages, lambda form: datetime.now().strftime(form), {})
+    except UsageError:
+        return None
+    behind = rendered.partition(_ANSWERED)[2].partition(_NEXT)[0]
+    first = next(iter(tokenizer.encode_template_rest(behind.lstrip())), None)
+    return first if first in tokenizer.control_ids else None
