@@ -224,6 +224,6 @@ def test_an_interrupted_run_is_gone_on_with_as_it_began(cli: Cli, docs: Path, mo
     from cacheblend_cli.collect import precompute as module
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.Collector, "store_prefix", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(module.Collector, "begin", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
         assert cli("precompute", "docs", "--chunk-tokens", "40").code == 130
     assert all(r["tokens"] <= 40 for r in cli("precompute", "docs", "--json").records)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from cacheblend_store import ChunkManifest, ChunkStore
 from engine_driver import SAMPLING, WAIT_S, Listener, StoredEngine, open_stored_engine
 
 from cacheblend_cli.collect.collector import Collector
@@ -185,14 +187,15 @@ def test_an_answer_goes_on_while_anothers_chunks_are_stored(
 ) -> None:
     stored.store.evict_chunks(stored.keys)
     listener, counts = Listener(), list[int]()
-    put = Collector.put
-    monkeypatch.setattr(Collector, "put", lambda *given: (counts.append(len(listener.events)), put(*given))[1])
+    whole = Collector._whole
+    monkeypatch.setattr(Collector, "_whole", lambda *given: (counts.append(len(listener.events)), whole(*given))[1])
     submit(
         service,
         stored.request(AskRequest("who?", (), BlendParams(), replace(SAMPLING, max_tokens=200, logprobs=0))),
         listener,
     )
     [answer] = submit(service, stored.request())[0].done().answers
+    del counts[0]  # the prompt's prefix
     assert len(counts) == len(stored.keys) == len(set(counts))
     assert all(map(stored.store.has_kv, stored.keys))
     assert any("stored" in note for note in answer.notes)
@@ -203,8 +206,14 @@ def test_what_is_left_to_store_is_dropped_when_the_engine_closes(
     stored: StoredEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored.store.evict_chunks(stored.keys)
-    service, put = AsyncEngine(stored.engine.runtime), Collector.put
-    monkeypatch.setattr(Collector, "put", lambda *given: (service.cancel_all(), put(*given))[1])
+    service, put = AsyncEngine(stored.engine.runtime), ChunkStore.put_chunks
+
+    def closing(store: ChunkStore, chunks: Sequence[tuple[ChunkManifest, Sequence[bytes]]], *given: Any) -> Any:
+        if chunks[0][0].context != "prefix":
+            service.cancel_all()
+        return put(store, chunks, *given)
+
+    monkeypatch.setattr(ChunkStore, "put_chunks", closing)
     listener, _ = submit(service, stored.request())
     assert len(listener.done().answers) == 1
     assert sum(map(stored.store.has_kv, stored.keys)) == 1
