@@ -40,9 +40,11 @@ def sockets_of(settings: Settings) -> list[Path]:
 
 
 def folder_of(settings: Settings) -> Path:
-    """Return the directory for sockets: the store, or a private directory if the path of the store is too long."""
+    """Return the directory for sockets: the store, or a private directory if the path of the store is too long or this
+    user cannot write to it."""
     store = Path(os.path.realpath(settings.store_path))
-    if len(os.fsencode(store)) + len(_NAME) + 18 <= _LONGEST:
+    is_writable = os.access(store, os.W_OK) or not store.exists()
+    if is_writable and len(os.fsencode(store)) + len(_NAME) + 18 <= _LONGEST:
         return store
     name = f"cacheblend-{hashlib.blake2b(os.fsencode(store), digest_size=8).hexdigest()}"
     own = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())

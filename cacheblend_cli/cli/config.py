@@ -30,10 +30,10 @@ def show(
     every: Annotated[bool, typer.Option("--all", help="Show every setting, by topic.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Show common settings and those that are set, with the origin of each value: flag, environment variable, file or
-    default.
+    """Show settings and their origins.
 
-    --json shows every setting.
+    Shows common settings and those that are set. The origin of a value is a flag, an environment variable, a file or
+    the default. --json shows every setting.
     """
     output, resolved = Output(), resolve({"store": store})
     values = vars(resolved.settings) | {"store": str(resolved.settings.store_path)}
@@ -58,7 +58,10 @@ def init(
     user: User = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Write a cacheblend.toml here with every setting, its default and its description, commented out."""
+    """Write a cacheblend.toml with every setting.
+
+    Each is commented out, with its default and its description.
+    """
     file = settings_file(user=user, new=True)
     if file.exists() and not force:
         raise UsageError(
@@ -74,7 +77,10 @@ def set_(
     values: Annotated[list[str], typer.Argument(help="Value; template-var takes several.", metavar="VALUE...")],
     user: User = False,
 ) -> None:
-    """Set a setting in the project's cacheblend.toml, which is created here if there is none."""
+    """Set a setting in the project's cacheblend.toml.
+
+    The file is created here if there is none.
+    """
     from tomlkit import dumps
 
     file = settings_file(user=user)

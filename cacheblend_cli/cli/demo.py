@@ -117,8 +117,8 @@ def _show_commands(folder: Path, output: Output, *, with_write: bool = True) -> 
     for arguments in (
         *write,
         f"precompute {shlex.quote(str(folder))}",
-        f'ask "{QUESTION}" -k 3',
-        f'ask "{QUESTION}" -k 3 --verify',
+        f'ask "{QUESTION}" -k 2',
+        f'ask "{QUESTION}" -k 2 --verify',
     ):
         output.text(f"  {program} {arguments}")
 

@@ -34,7 +34,10 @@ def ls(
     folder: Annotated[Path, typer.Argument(help="Directory to search besides the hub's cache.")] = Path("."),
     json: options.Json = False,
 ) -> None:
-    """List the models on this machine: smollm2, handbook, the hub's cache, GGUF files and checkpoints in a folder."""
+    """List the models on this machine.
+
+    These are smollm2, handbook, those in the hub's cache, and GGUF files and checkpoints in a folder.
+    """
     from cacheblend_cli.model.on_disk import kind_of, models_on_disk
 
     output = Output()
@@ -55,9 +58,10 @@ def pull(
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:
-    """Download a model from the Hugging Face hub into its cache: only the files that are read.
+    """Download a model from the Hugging Face hub.
 
-    Prints the path. Run it again to continue after an interruption. --model takes the same name.
+    Downloads only the files that are read, into the hub's cache, and prints the path. Run it again to continue after an
+    interruption. --model takes the same name.
     """
     from huggingface_hub.utils import disable_progress_bars
 
@@ -83,7 +87,10 @@ def pull(
 @app.command("show")
 @options.with_settings("lora")
 def show(settings: Settings, model: Model, json: options.Json = False) -> None:
-    """Describe a model: family, layers, KV per token, context, dtype, and what is missing or not implemented."""
+    """Describe a model.
+
+    Shows family, layers, KV per token, context and dtype, and what is missing or not implemented.
+    """
     output = Output()
     facts = _facts(model, output, settings)
     if json:
@@ -117,7 +124,7 @@ def check(
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:
-    """Check that a model computes correctly, and measure the --ratio it needs.
+    """Check a model, and measure the --ratio it needs.
 
     First, full prefill, blending at ratio 1 and transformers must agree. This computes in float32 unless --dtype is
     given, and exits with 1 on a mismatch. transformers is compared only for checkpoints, not for GGUF files, and gets

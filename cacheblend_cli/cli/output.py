@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, TextIO
 
 _ERASE_LINE = "\r\x1b[2K"
@@ -32,7 +32,8 @@ class Output:
         self.out, self.err, self.quiet, self.verbose = out or sys.stdout, err or sys.stderr, quiet, verbose
         for stream in (self.out, self.err):  # escape characters that the locale cannot encode
             if hasattr(stream, "reconfigure"):
-                stream.reconfigure(errors="backslashreplace")
+                with suppress(OSError):  # it flushes what a closed pipe or a full disk has not taken
+                    stream.reconfigure(errors="backslashreplace")
         self.out_tty, self.err_tty = self.out.isatty(), self.err.isatty()
         self.animated = self.err_tty and os.environ.get("TERM") != "dumb"
         self.color = self.animated and not os.environ.get("NO_COLOR")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ import typer
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.stores import open_store
+from cacheblend_cli.cli.stores import store_in_use
 from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.extras import install_hint
@@ -103,8 +104,10 @@ def serve(
     if decode_url is not None and background:
         raise UsageError("--background cannot be used with --decode-url", "omit it; use a service manager")
     if background:
-        from cacheblend_cli.server.background import start
+        from cacheblend_cli.server.background import listens, start
 
+        if listens(settings):
+            output.note("this engine is already running; it keeps its own flags")
         reply = start(settings, 3600.0 if idle_exit is None else idle_exit)
         _show(reply, _status_line(reply), output, json=json)
         return
@@ -124,8 +127,11 @@ def serve(
     from cacheblend_cli.sockets import make_folder, socket_of
     from cacheblend_cli.types import model_sampled, sampling_of
 
+    logging.basicConfig(format="%(asctime)s %(message)s")
     sampling = sampling_of(settings)
-    with open_store(settings, write=True) as store, ExitStack() as held:
+    with store_in_use(settings, create=True) as store, ExitStack() as held:
+        if not store.writable:
+            output.note("the store is read-only for this user: documents and computed KV are not stored")
         share(store, settings, output, strict=True)
         warm = socket_of(settings)
         make_folder(warm.parent)

@@ -50,8 +50,9 @@ def push(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Copy chunks and their documents to a tier: an object store or a portable folder.
+    """Copy chunks and their documents to a tier.
 
+    A tier is an object store or a portable folder.
     Existing objects are not copied again, so an interrupted push can be continued. Documents below the working
     directory get relative names, which pull resolves in its own working directory.
     """

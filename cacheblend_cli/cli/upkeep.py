@@ -28,7 +28,10 @@ def stats(
     sources: Annotated[bool, typer.Option("--sources", help="Also show the share of each source.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Show statistics of the store: chunks and bytes by model, size and free space of the file."""
+    """Show what the store holds.
+
+    Chunks and bytes by model, and the size and free space of the file.
+    """
     output = Output()
     import cacheblend_store
 
@@ -114,7 +117,9 @@ def verify(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Check the whole store: digests of all blobs, records without blobs, blobs without records.
+    """Check the whole store for damage.
+
+    Checks the digests of all blobs, and looks for records without blobs and blobs without records.
 
     Exits with 4 if damage was found and not repaired ("ok" in --json). With -q, print only the ids of damaged chunks.
     --repair also rebuilds a store that cannot be opened from its readable records.
@@ -223,8 +228,9 @@ def prune(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Evict unused KV and remove unwanted chunks: all that match one of the conditions.
+    """Evict unused KV and remove unwanted chunks.
 
+    Takes all chunks that match one of the conditions.
     A chunk whose KV is evicted is still found and cited, and computed when a question needs it.
     """
     output = Output(quiet=quiet)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import Cli
 
 from cacheblend_cli.cli.exits import report
 from cacheblend_cli.cli.main import run
@@ -52,12 +53,29 @@ def test_closed_streams(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
 @pytest.mark.parametrize("command", ["config show", "config show --json", "--version", "--help"])
 def test_a_full_device(command: str, tmp_path: Path) -> None:
-    cacheblend = f"{sys.executable} -c 'from cacheblend_cli.cli.main import main; main()'"
-    line = f"{cacheblend} {command} >/dev/full"
-    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, timeout=60)
+    done = with_buffer(f"{command} >/dev/full", tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[0] == b"error: writing failed: No space left on device"
     assert len(done.stderr.splitlines()) == 2
+
+
+@pytest.mark.parametrize("command", ["config show", "config show --json", "--version", "--help"])
+def test_a_reader_that_has_gone(command: str, tmp_path: Path) -> None:
+    done = with_buffer(f"{command} | true; exit ${{PIPESTATUS[0]}}", tmp_path)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def with_buffer(command: str, folder: Path) -> subprocess.CompletedProcess[bytes]:
+    """Run a command line of bash. stdout keeps what it could not write, unless PYTHONUNBUFFERED is set."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    line = f"{sys.executable} -c 'import time; from cacheblend_cli.cli.main import main; time.sleep(0.2); main()' {command}"
+    return subprocess.run(["bash", "-c", line], cwd=folder, env=environment, capture_output=True, timeout=60)
+
+
+def test_a_question_without_quotes(cli: Cli) -> None:
+    asked = cli("ask", "who", "leads")
+    assert asked.code == 2
+    assert "quotes" in asked.err
 
 
 def test_a_deleted_working_directory_is_not_an_internal_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

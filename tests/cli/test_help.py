@@ -40,6 +40,12 @@ def test_every_summary_of_a_command_fits_80_columns(cli: Cli, monkeypatch: pytes
     assert all(any(line.split() == [name, *text.split()] for line in lines) for name, (_, text) in COMMANDS.items())
 
 
+@pytest.mark.parametrize("group", ["chunks", "models", "config"])
+def test_no_summary_of_a_subcommand_is_cut(cli: Cli, group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "..." not in cli(group, "--help").out.partition("Commands:")[2]
+
+
 def test_a_misspelt_command_is_a_usage_error_with_a_suggestion(cli: Cli) -> None:
     result = cli("serach")
     assert result.code == 2

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from cacheblend_store import ChunkStore
+from cacheblend_store import ChunkStore, StorePermission
 from command_line import ASK, PAGES, Cli, process
 
 from cacheblend_cli.cli.main import run
@@ -104,6 +104,26 @@ def test_keep_alive_leaves_an_engine_running(cli: Cli, forked: None, monkeypatch
         == json.loads(cli(*ASK, "--ids", "--json", "--ratio", "0.3").out)["generated_ids"]
     )
     assert cli("serve", "--status").code == 3
+
+
+def test_an_engine_over_a_read_only_store(cli: Cli, forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = ChunkStore.open
+
+    def read_only(path: Path, *, mode: str, **others: Any) -> ChunkStore:
+        if mode == "write":
+            raise StorePermission(f"the store at {path} is read-only for this user", "use a store of your own")
+        return opened(path, mode="read", **others)
+
+    monkeypatch.setattr(ChunkStore, "open", read_only)
+    url = in_background(cli, monkeypatch)["url"]
+    asked = {"messages": [{"role": "user", "content": "who?"}], "documents": [{"text": "Mara leads billing."}]}
+    answered = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60)
+    assert [c["status"] for c in answered.json()["blend"]["chunks"]] == ["computed"]
+    assert httpx.put(f"{url}/v1/documents/a", json={"text": "Mara leads billing."}, timeout=60).status_code == 503
+    again = cli("serve", "--background", "--port", "1", "--json")
+    assert json.loads(again.out)["url"] == url
+    assert "already running" in again.err
+    assert cli("serve", "--stop").code == 0
 
 
 def test_keep_alive_without_the_extra_serve(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,6 +264,15 @@ def test_a_long_path_has_its_socket_elsewhere(tmp_path: Path, monkeypatch: pytes
     assert stat.S_IMODE((tmp_path / "own" / "folder").stat().st_mode) == 0o700
 
 
+def test_a_store_that_cannot_be_written_has_its_socket_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(model="handbook", store=str(tmp_path))
+    assert sockets.folder_of(settings) == tmp_path
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert sockets.folder_of(settings) != tmp_path
+
+
 def test_a_client_that_leaves_ends_its_answer(cli: Cli, server: Any) -> None:
     resolved = resolve({"max_tokens": 800, "temperature": 3.0, "seed": 1})
     connection = Connection.to(sockets.socket_of(server.state.settings))
