@@ -14,7 +14,7 @@ def compiled(name: str) -> Extension:
     return Extension(
         f"cacheblend_kernels._{name}",
         [f"{FOLDER}/{name}.c"],
-        depends=[f"{FOLDER}/cpu.c", f"{FOLDER}/gguf_blocks.h"],
+        depends=[f"{FOLDER}/{part}" for part in ("cpu.c", "gguf_blocks.h", "prefill_attention.h")],
         extra_compile_args=["-O2", "-ftree-vectorize", "-std=gnu11", "-Wno-psabi", *OPENMP],
         extra_link_args=OPENMP,
         optional=True,

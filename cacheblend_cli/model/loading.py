@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from cacheblend_kernels import BACKENDS, KernelError, select_backend
-from cacheblend_kernels.torch_backend import TorchBackend
 
 from cacheblend_cli.errors import DeviceError, NotFoundError, UsageError
 from cacheblend_cli.model.adapter import LoraAdapter
@@ -25,7 +24,7 @@ from cacheblend_cli.model.generic.decoder import load_generic
 from cacheblend_cli.model.gguf_files.conversion import gguf_in, model_dir_of
 from cacheblend_cli.model.hub import HubName, cached, fetch
 from cacheblend_cli.model.linear import bound_caches, check_weight_dtype
-from cacheblend_cli.model.machine_speeds import cpu_dtype, prefers_sdpa, weight_layout
+from cacheblend_cli.model.machine_speeds import cpu_dtype, weight_layout
 from cacheblend_cli.model.model_files import checkpoint_files, gguf_file_of, is_converted, read_object, weight_names
 from cacheblend_cli.model.named import named_model
 from cacheblend_cli.model.packed_cache import PackedCache
@@ -122,8 +121,6 @@ def load_model(
             kernels = select_backend("torch", device)
     except KernelError as error:
         raise DeviceError(error.message, error.hint) from error
-    if device.type == "cpu" and isinstance(kernels, TorchBackend):
-        kernels.prefers_sdpa = prefers_sdpa
     if device.type == "cuda":
         make_current(device)
         check_room(spec if shard is None else shard.own, compute_dtype, device, torch.cuda.mem_get_info(device)[0])

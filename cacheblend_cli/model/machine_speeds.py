@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,8 +17,7 @@ from pathlib import Path
 
 import msgspec
 import torch
-from cacheblend_kernels import AttentionParams, compiled
-from cacheblend_kernels.torch_attention import prefill_attention, sdpa_attention
+from cacheblend_kernels import compiled
 from torch import Tensor
 
 from cacheblend_cli import user_cache
@@ -34,12 +32,9 @@ LEAST_ROUNDS, MOST_S = 3, 0.25  # rounds after the first, which warms up; second
 AGREE = 1.1  # measuring ends when a candidate's second best time is within this ratio of its best
 MOST_WEIGHTS = 4 << 20
 COLD = 8  # products measured in turn, so that their weights are not in the CPU's cache
-TILE = 128  # rows of the measured attention: one tile
-LENGTHS = (512, 2048)  # keys of the measured attention; with fewer than the first, tiles are used
 LEAST_WEIGHTS = 1 << 20  # minimum elements of the widest product for measuring the layout of weights
 
 _VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-_MEASURING = threading.Lock()
 
 Run = Callable[[], object]
 _RECORD = msgspec.json.Decoder(dict[str, tuple[float, float]])
@@ -125,36 +120,6 @@ def int8_speeds(spec: ModelSpec, dtype: torch.dtype) -> CandidateSpeeds:
     return _kept("int8", ("prefill", "decode"), (_name(dtype), "int8"), shape, candidates)
 
 
-@cache
-def attention_speeds(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> CandidateSpeeds:
-    """Measure attention of TILE rows over LENGTHS keys, in tiles and by torch's SDPA."""
-
-    def candidates() -> Mapping[str, tuple[Run, Run]]:
-        q = torch.ones(TILE, num_heads, head_dim, dtype=dtype)
-        k = v = torch.ones(LENGTHS[-1], num_kv_heads, head_dim, dtype=dtype)
-        params = AttentionParams(head_dim**-0.5)
-        rows = [torch.arange(length - TILE, length) for length in LENGTHS]
-        ways = {"tiles": prefill_attention, "sdpa": sdpa_attention}
-        return {
-            name: (lambda way=way: way(q, k, v, rows[0], params), lambda way=way: way(q, k, v, rows[1], params))  # type: ignore[misc]
-            for name, way in ways.items()
-        }
-
-    cases = (f"{LENGTHS[0]} keys", f"{LENGTHS[1]} keys")
-    return _kept("attention", cases, ("tiles", "sdpa"), (dtype, num_heads, num_kv_heads, head_dim), candidates)
-
-
-def prefers_sdpa(q: Tensor, k: Tensor, num_keys: int) -> bool:
-    """Return whether SDPA takes less time here than tiles. q: [num_rows, num_heads, head_dim], k: [kv_len,
-    num_kv_heads, head_dim]; num_keys: keys that the last row sees. Prompts with the same boundaries make the same
-    choice by it."""
-    if num_keys < LENGTHS[0]:
-        return False
-    with _MEASURING:  # only one thread measures
-        speeds = attention_speeds(q.dtype, *q.shape[1:2], *k.shape[1:])
-    return speeds.best_in(int(num_keys >= LENGTHS[1])) == "sdpa"
-
-
 def weight_layout(spec: ModelSpec, dtype: torch.dtype) -> str:
     """Return the layout of weights in a dtype: "packed" or "plain"."""
     if dtype not in (torch.float32, torch.bfloat16) or spec.hidden_size * spec.intermediate_size < LEAST_WEIGHTS:
@@ -179,11 +144,6 @@ def describe(spec: ModelSpec, dtype: torch.dtype, weight_dtype: str) -> dict[str
     """Return the times (measured now if necessary) and the choices."""
     products = product_speeds(spec)
     found = {"products": f"{products}: {products.best} for weights saved in bfloat16"}
-    if spec.latent is None and not spec.generic:
-        num_kv_heads, head_dim = spec.heads_of(0)
-        attention = attention_speeds(dtype, spec.num_heads, num_kv_heads, head_dim)
-        chosen = [attention.best_in(i) for i in range(2)]
-        found["attention"] = f"{attention}: {chosen[0]} from {LENGTHS[0]} keys on, {chosen[1]} from {LENGTHS[1]}"
     if weight_dtype == "int8":
         speeds = int8_speeds(spec, dtype)
         gains = (

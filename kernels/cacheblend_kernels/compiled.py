@@ -1,4 +1,4 @@
-"""cpu.c through ctypes: what a CPU computes between the products of a decode step, in one pass each.
+"""cpu.c through ctypes: what a CPU computes between the products of a step, in one pass each.
 
 Built when the package is installed, if there is a C compiler. Each function returns None for anything the compiled code
 does not support (not built, another dtype, a width that is not a multiple of 16). torch's operations then compute the
@@ -28,7 +28,7 @@ from cacheblend_kernels.interface import (
     packed_bytes,
 )
 
-ABI, LANES, CHUNK, MAX_DIM, OUTPUTS, MOST_ROWS, MAX_CODES = 6, 16, 256, 256, 64, 4, 1024  # as in cpu.c
+ABI, LANES, CHUNK, MAX_DIM, OUTPUTS, MOST_ROWS, MAX_CODES = 7, 16, 256, 256, 64, 4, 1024  # as in cpu.c
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ALONE = 1 << 15  # elements; below this a second thread costs more than it saves
 
@@ -37,7 +37,7 @@ _ALONE = 1 << 15  # elements; below this a second thread costs more than it save
 _NORM, _GATE, _ROUNDING = Struct("4P2qf3i0P").pack, Struct("2P2q2i0P").pack, Struct("3P2q3i0P").pack
 _PRODUCT = Struct("6P5q2i0P").pack
 _ATTENTION, _ROPE, _CODES = Struct("7P9qf2i0P").pack, Struct("9P8q2i0P").pack, Struct("12P6q4i0P").pack
-_BLOCKS = Struct("2Pq2i0P").pack
+_PREFILL, _BLOCKS = Struct("7P11qf2i0P").pack, Struct("2Pq2i0P").pack
 GGUF_BLOCKS = {
     2: (18, 32),
     3: (20, 32),
@@ -73,6 +73,7 @@ def loaded(name: str) -> Any:
             "round_rows",
             "product",
             "decode_attention",
+            "prefill_attention",
             "rope_and_cache",
             "load_codes",
             "gguf_blocks",
@@ -176,6 +177,40 @@ def decode_attention(q: Tensor, cache: LayerCache, meta: AttentionMetadata, para
     shape = num_rows, num_seqs, num_heads, num_kv_heads, dim, block_size, max_blocks, chunks, params.sliding_window or 0
     failed = code.cb_decode_attention(_ATTENTION(*addresses, *shape, params.scale, kind, torch.get_num_threads()))
     return None if failed else out
+
+
+def prefill_attention(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, params: AttentionParams, *, matrices: bool | None = None
+) -> Tensor | None:
+    """`torch_attention.prefill_attention` in bf16, on a CPU with AVX512-BF16. A row's result depends neither on other
+    rows nor on the number of threads.
+
+    matrices: multiply with AMX; None for wherever the CPU has it.
+    """
+    code, (num_rows, num_heads, dim), (num_keys, num_kv_heads, v_dim) = library(), q.shape, v.shape
+    if code is None or params.soft_cap is not None or params.alibi is not None or dim % 32 or v_dim % 32:
+        return None
+    if not all(x.is_cpu and x.dtype == torch.bfloat16 for x in (q, k, v)) or num_heads % num_kv_heads:
+        return None
+    if any(x.stride()[1:] != (x.shape[2], 1) for x in (q, k, v)):
+        return None
+    matrices = _has_matrices() if matrices is None else matrices
+    sinks = None if params.sinks is None else params.sinks.float().contiguous()
+    out, num_keys = q.new_empty(num_rows, num_heads, v_dim), min(num_keys, int(positions[-1]) + 1)
+    addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), positions.data_ptr(), 0 if sinks is None else sinks.data_ptr()
+    shape = num_rows, num_heads, num_kv_heads, dim, v_dim, num_keys, q.stride(0), k.stride(0), v.stride(0)
+    sizes = *shape, params.sliding_window or 0, 0, params.scale, torch.get_num_threads(), int(matrices)
+    return None if code.cb_prefill_attention(_PREFILL(*addresses, out.data_ptr(), 0, *sizes)) else out
+
+
+@cache
+def _has_matrices() -> bool:
+    """Return whether AMX computes here what AVX512-BF16 does, by trying it."""
+    numbers = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(100, n, 64, generator=numbers).to(torch.bfloat16) for n in (4, 2, 2))
+    given = q, k, v, torch.arange(100), AttentionParams(0.125)
+    pairs, matrices = (prefill_attention(*given, matrices=way) for way in (False, True))
+    return pairs is not None and matrices is not None and torch.allclose(pairs, matrices, rtol=0.02, atol=0.02)
 
 
 def rope_and_cache(

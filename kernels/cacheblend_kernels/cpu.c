@@ -12,6 +12,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 #ifndef LANES
 #ifdef __x86_64__
@@ -42,6 +45,8 @@
 #include <immintrin.h>
 #define PRODUCTS
 #if LANES == 16
+#include <sys/syscall.h>
+#include <unistd.h>
 #define AVX512(more) __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq" more)))
 #endif
 #endif
@@ -59,7 +64,7 @@ typedef float vec8 __attribute__((vector_size(32)));
 typedef float vec4 __attribute__((vector_size(16)));
 typedef int32_t veci4 __attribute__((vector_size(16)));
 
-enum { ABI = 6 }; /* of the functions and structures here, as in compiled.py */
+enum { ABI = 7 }; /* of the functions and structures here, as in compiled.py */
 const int32_t cb_abi = ABI;
 
 INLINE vec splat(float x) { return x - (vec){0}; }
@@ -906,4 +911,5 @@ int cb_load_codes(const Codes *c) {
     return 0;
 }
 
+#include "prefill_attention.h"
 #include "gguf_blocks.h"

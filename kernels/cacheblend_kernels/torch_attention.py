@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cacheblend_kernels import compiled
 from cacheblend_kernels.interface import AttentionParams, LatentHeads
 
 TILE_ROWS, PRODUCT_ROWS = 128, 448  # maximum rows of a tile, and of a product (a tile's rows for each head of a group)
@@ -29,8 +30,8 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, params
     head_dim], V's may differ. Returns [num_rows, num_heads, head_dim of V].
 
     One KV head and one tile of rows at a time, each against the keys from the start of its first window to its last
-    position: no N x N mask is materialised. Logits and softmax are fp32, for 16-bit q too. On a CPU without matrix
-    instructions this takes half to three quarters of SDPA's time.
+    position: no N x N mask is materialised. Logits and softmax are fp32, for 16-bit q too. On a CPU this takes half to
+    three quarters of the time of torch's SDPA.
     """
     (num_keys, num_kv_heads, head_dim), group = k.shape, q.shape[1] // k.shape[1]
     tiles = list(_tiles(positions, group, params.sliding_window))
@@ -58,19 +59,10 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, params
     return out
 
 
-def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, params: AttentionParams) -> Tensor:
-    """`prefill_attention` by torch's fused attention, which also uses a CPU's 16-bit matrix instructions (AMX) for q
-    k^T; logits are fp32 in both. params: without soft cap, sinks and ALiBi; k and v have q's dtype."""
-    (num_keys, num_kv_heads, _), group = k.shape, q.shape[1] // k.shape[1]
-    out = torch.empty_like(q)
-    for tile in _tiles(positions, 1, params.sliding_window):
-        span = slice(tile.first, min(tile.last, num_keys))
-        bias = F.pad(tile.bias, (tile.clear - tile.first, 0))[:, : span.stop - span.start].to(q.dtype)
-        queries = q[tile.rows].unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)  # [kv heads, group, rows, dim]
-        keys, values = (x[span].transpose(0, 1)[:, None].expand(-1, group, -1, -1) for x in (k, v))
-        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=params.scale)
-        out[tile.rows] = attended.permute(2, 0, 1, 3).flatten(1, 2)
-    return out
+def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, params: AttentionParams) -> Tensor:
+    """`prefill_attention`, by compiled code where that supports it."""
+    fused = compiled.prefill_attention(q, k, v, positions, params)
+    return prefill_attention(q, k, v, positions, params) if fused is None else fused
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
@@ -112,7 +104,7 @@ def latent_attention(
                 for part in (heads.keys, heads.values)
             )
             keys = torch.cat((made_k, k[:, None].expand(-1, made_k.shape[1], -1)), -1)
-            out[:, own] = prefill_attention(q[:, own], keys, made_v, positions, params)
+            out[:, own] = attend(q[:, own], keys, made_v, positions, params)
         return out
     absorbed = torch.einsum("nhd,hdr->nhr", q[..., :nope], heads.keys)
     if len(q) == 1:  # two products of q: nothing of the pool is copied except to fp32 for the softmax
@@ -122,7 +114,7 @@ def latent_attention(
         attended = (shares @ wide)[None].to(q.dtype)
     else:
         rows, keys = torch.cat((absorbed, q[..., nope:]), -1), torch.cat((latents, k), -1)
-        attended = prefill_attention(rows, keys[:, None], latents[:, None], positions, params)
+        attended = attend(rows, keys[:, None], latents[:, None], positions, params)
     return torch.einsum("nhr,hdr->nhd", attended, heads.values)
 
 

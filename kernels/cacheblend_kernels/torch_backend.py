@@ -25,7 +25,7 @@ from cacheblend_kernels.interface import (
     StoredKV,
     packed_bytes,
 )
-from cacheblend_kernels.torch_attention import decode_attention, latent_attention, prefill_attention, sdpa_attention
+from cacheblend_kernels.torch_attention import attend, decode_attention, latent_attention
 
 FLOAT8_MAX = 448.0  # largest float8_e4m3fn
 STORED_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -38,31 +38,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class TorchBackend(KernelBackend):
-    """prefers_sdpa: returns whether torch's fused attention is the faster prefill on this machine, given q, k [kv_len,
-    num_kv_heads, head_dim] and the number of keys that the last row sees. None: always use tiles."""
-
     name = "torch"
     has_latent_attention = True
-
-    def __init__(self) -> None:
-        self.prefers_sdpa: Callable[[Tensor, Tensor, int], bool] | None = None
 
     def prefill_attention(
         self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
         out = torch.empty_like(q)
         for rows, k, v in _sequences(cache, meta, q.dtype):
-            positions = meta.positions[rows]
-            by_sdpa = k.shape == v.shape and self._by_sdpa(q, k, positions, params)
-            attend = sdpa_attention if by_sdpa else prefill_attention
-            out[rows] = attend(q[rows], k, v, positions, params)
+            out[rows] = attend(q[rows], k, v, meta.positions[rows], params)
         return out
-
-    def _by_sdpa(self, q: Tensor, k: Tensor, positions: Tensor, params: AttentionParams) -> bool:
-        if self.prefers_sdpa is None or k.dtype != q.dtype:
-            return False
-        fits = params.soft_cap is None and params.sinks is None and params.alibi is None
-        return fits and self.prefers_sdpa(q, k, int(positions[-1]) + 1)
 
     def decode_attention(
         self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams

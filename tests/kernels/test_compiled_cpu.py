@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 from cacheblend_kernels import AttentionParams, KernelError, LayerCache, Slots, compiled
+from cacheblend_kernels.torch_attention import prefill_attention
 from cacheblend_kernels.torch_backend import TorchBackend, _rotates_alike
-from cases import assert_close, attention_case, attention_reference, rope_tables
+from cases import assert_close, attention_case, attention_reference, rope_tables, scattered
 
 from cacheblend_cli.model.linear import Int8Linear
 
@@ -53,6 +54,64 @@ def test_decode_attention(
         one = compiled.decode_attention(case.q[seq : seq + 1], case.cache, alone, params)
         assert one is not None
         assert torch.equal(one[0], out[seq])
+
+
+@pytest.mark.parametrize("matrices", [False, True])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 5, 200])
+@pytest.mark.parametrize(
+    ("heads", "dim", "v_dim"), [((14, 2), 64, 64), ((9, 3), 96, 96), ((5, 1), 256, 256), ((4, 4), 192, 128)]
+)
+def test_prefill_attention(
+    heads: tuple[int, int], dim: int, v_dim: int, window: int | None, sinks: bool, matrices: bool, threads: None
+) -> None:
+    num_keys = 700
+    k, v = (torch.randn(num_keys, heads[1], width).bfloat16() for width in (dim, v_dim))
+    params = AttentionParams(dim**-0.5, window, sinks=torch.randn(heads[0]) if sinks else None)
+    for positions in (torch.arange(150), torch.tensor(scattered(150, num_keys)), torch.tensor([num_keys - 1])):
+        q = torch.randn(len(positions), heads[0], dim).bfloat16()
+        out = compiled.prefill_attention(q, k, v, positions, params, matrices=matrices)
+        if out is None:
+            pytest.skip("no AMX" if matrices else "no AVX512-BF16")
+        exact = prefill_attention(q.float(), k.float(), v.float(), positions, params)
+        in_tiles = prefill_attention(q, k, v, positions, params)
+        error, theirs = ((x - exact).norm() for x in (out, in_tiles))
+        assert error <= 1.1 * theirs
+        for count, rows in ((1, slice(-1, None)), (2, slice(0, 90)), (3, slice(0, None, 7))):
+            torch.set_num_threads(count)
+            some = compiled.prefill_attention(
+                q[rows].contiguous(), k, v, positions[rows].contiguous(), params, matrices=matrices
+            )
+            assert some is not None
+            assert torch.equal(some, out[rows])
+
+
+@pytest.mark.parametrize("matrices", [False, True])
+def test_prefill_attention_over_large_logits_and_nan(matrices: bool) -> None:
+    q, k, v = torch.randn(3, 200, 2, 64).bfloat16()
+    k[120, 0] = q[7, 1] = torch.nan
+    q[:, 0] *= 1000
+    positions = torch.arange(200)
+    out = compiled.prefill_attention(q, k, v, positions, AttentionParams(1.0), matrices=matrices)
+    if out is None:
+        pytest.skip("no AMX" if matrices else "no AVX512-BF16")
+    assert out[:120, 0].isfinite().all()  # of the rows before a key that is not a number
+    assert out[120:, 0].isnan().all()
+    assert out[7, 1].isnan().all()
+    assert out[:, 1].isfinite().all(-1).sum() == 199
+    before = slice(0, 120)
+    exact = prefill_attention(*(x[before].float() for x in (q, k, v)), positions[before], AttentionParams(1.0))
+    assert_close(out[before, 0], exact[:, 0].double(), torch.bfloat16)
+
+
+def test_prefill_attention_that_it_does_not_take() -> None:
+    q = k = torch.zeros(4, 2, 64, dtype=torch.bfloat16)
+    plain, positions = AttentionParams(0.1), torch.arange(4)
+    assert compiled.prefill_attention(q, k, k, positions, replace(plain, soft_cap=5.0)) is None
+    assert compiled.prefill_attention(q, k, k, positions, replace(plain, alibi=torch.ones(2))) is None
+    assert compiled.prefill_attention(q.float(), k.float(), k.float(), positions, plain) is None
+    assert compiled.prefill_attention(q[..., :48], k[..., :48], k, positions, plain) is None
+    assert compiled.prefill_attention(q, k.transpose(1, 2).contiguous().transpose(1, 2), k, positions, plain) is None
 
 
 def test_large_logits_and_padding_rows() -> None:

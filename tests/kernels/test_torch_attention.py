@@ -101,25 +101,3 @@ def test_decoding_in_16_bits_makes_no_product_for_every_length(
         out = TorchBackend().decode_attention(case.q, case.cache, case.meta, AttentionParams(0.2, None, cap))
     assert "matmul" not in capfd.readouterr().out
     assert_close(out, attention_reference(case, 0.2, None, cap, None), torch.bfloat16)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("every", [False, True])
-def test_prefill_by_sdpa(every: bool, window: int | None, dtype: torch.dtype) -> None:
-    positions = [*range(3, 40, 2), *range(200, 500)] if every else scattered(150, 500)
-    case = attention_case([positions, [4, 9]], [500, 10], heads=(6, 2), head_dim=32, dtype=dtype)
-    params, backend, asked = AttentionParams(0.2, window), TorchBackend(), []
-    backend.prefers_sdpa = lambda q, k, num_keys: (asked.append(num_keys), True)[1]
-    out = backend.prefill_attention(case.q, case.cache, case.meta, params)
-    assert_close(out, attention_reference(case, 0.2, window), dtype)
-    assert asked == [500, 10]
-
-
-def test_what_sdpa_has_no_argument_for_is_computed_in_tiles() -> None:
-    case = attention_case([list(range(90))], [90], heads=(4, 2), head_dim=32)
-    backend = TorchBackend()
-    backend.prefers_sdpa = lambda q, k, num_keys: True
-    for window, cap, sinks in CASES:
-        out = backend.prefill_attention(case.q, case.cache, case.meta, AttentionParams(0.2, window, cap, sinks))
-        assert_close(out, attention_reference(case, 0.2, window, cap, sinks), torch.float32)

@@ -1,5 +1,4 @@
-"""Choices by what was measured: of the compute dtype, attention, layout of weights; measured once and kept, and the
-same for all."""
+"""Choices by what was measured (compute dtype, layout of weights): measured once and kept, and the same for all."""
 
 from __future__ import annotations
 
@@ -19,11 +18,9 @@ from cacheblend_cli.model import machine_speeds
 from cacheblend_cli.model.families import spec_from_config
 from cacheblend_cli.model.loading import resolve_dtype
 from cacheblend_cli.model.machine_speeds import (
-    LENGTHS,
     CandidateSpeeds,
     cpu_dtype,
     measure,
-    prefers_sdpa,
     product_speeds,
 )
 from cacheblend_cli.model.spec import ModelSpec
@@ -41,7 +38,6 @@ def config() -> dict[str, object]:
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSpec:
     monkeypatch.setattr(user_cache, "user_cache_path", lambda name: tmp_path)
-    machine_speeds.attention_speeds.cache_clear()
     return spec_from_config(config())
 
 
@@ -72,7 +68,7 @@ def test_it_is_measured_once(spec: ModelSpec, tmp_path: Path, monkeypatch: pytes
     assert product_speeds(spec) == product_speeds(spec)
     assert len(asked) == 1
     [kept] = (tmp_path / "products").iterdir()
-    other, zero = '{"tiles": [1, 1], "sdpa": [1, 1]}', '{"float32": [0, 0], "bfloat16": [1, 1]}'
+    other, zero = '{"packed": [1, 1], "plain": [1, 1]}', '{"float32": [0, 0], "bfloat16": [1, 1]}'
     texts = ("{", "{}", "[1]", '{"float32": 1}', '{"float32": [1, 2, 3]}', other, zero)
     for damaged in texts:
         kept.write_text(damaged)
@@ -113,7 +109,7 @@ def test_what_is_measured_runs_in_every_case(spec: ModelSpec) -> None:
     assert list(speeds.seconds) == ["float32", "bfloat16"]
     assert min(min(times) for times in speeds.seconds.values()) > 0
     shown = machine_speeds.describe(spec, torch.bfloat16, "int8" if torch.cpu._is_vnni_supported() else "auto")
-    assert set(shown) >= {"products", "attention"}
+    assert set(shown) >= {"products"}
     assert machine_speeds.layout_speeds(spec, torch.float32).best in ("packed", "plain")
 
 
@@ -127,16 +123,6 @@ def test_a_disturbed_run_does_not_count() -> None:
     found = measure({name: (lambda name=name: run(name), lambda: None) for name in runs})  # type: ignore[misc]
     assert min(runs.values()) >= 4
     assert found.keys() == runs.keys()
-
-
-def test_attention_is_chosen_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {"tiles": (3.0, 1.0), "sdpa": (1.0, 1.0)}
-    monkeypatch.setattr(machine_speeds, "attention_speeds", lambda *shape: CandidateSpeeds(CASES, seconds))
-    q, k = torch.zeros(1, 4, 8), torch.zeros(1, 2, 8)
-    chosen = [
-        prefers_sdpa(q, k, n) for n in (1, LENGTHS[0] - 1, LENGTHS[0], LENGTHS[1] - 1, LENGTHS[1], 9 * LENGTHS[1])
-    ]
-    assert chosen == [False, False, True, True, False, False]
 
 
 @pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="int8 weights need a CPU with VNNI")
