@@ -186,8 +186,12 @@ def _correction(row: Row) -> str:
     return _interval(row.get("less_plain"))
 
 
+def _nearer(row: Row) -> str:
+    return f"{_number(row['kl'][0])} · {_number(row['kl_p90'][0])} · {row['share']:.2f}"
+
+
 CELLS: dict[str, Callable[[Row], str]] = {
-    "kl": _kl, "tail": _tail, "paired": _paired, "answers": _answers, "correction": _correction,
+    "kl": _kl, "tail": _tail, "paired": _paired, "answers": _answers, "correction": _correction, "nearer": _nearer,
 }  # fmt: skip
 MODEL_NAMES = {
     "smollm2": "SmolLM2-135M-Instruct",
@@ -204,7 +208,7 @@ SETTING_NAMES = {
 }
 SIDE_BY_SIDE = (
     ("musique", "kl"), ("musique", "tail"), ("musique", "paired"), ("correction", "correction"), ("needles", "kl"), ("pages", "kl"),
-    ("office", "answers"), ("office", "kl"), ("found", "answers"),
+    ("office", "answers"), ("office", "kl"), ("found", "answers"), ("nearer", "nearer"),
 )  # fmt: skip
 MODELS = {
     "musique": {"musique-main": "smollm2", "qwen/musique": "qwen", "gemma/musique": "gemma"},
@@ -212,6 +216,7 @@ MODELS = {
     "needles": {"needles-main": "smollm2", "qwen/needles-2k": "qwen", "gemma/needles-2k": "gemma"},
     "pages": {"pages": "smollm2", "qwen/pages": "qwen", "gemma/pages": "gemma"},
     "office": {"smollm2/office": "smollm2", "qwen/office": "qwen"},
+    "nearer": {f"{model}/nearer": model for model in ("smollm2", "qwen", "gemma")},
     "found": {"smollm2/musique-found": "smollm2", "qwen/musique-found": "qwen"},
 }
 """Tables of models side by side: result -> model."""
