@@ -228,7 +228,9 @@ class Runtime:
     def check_characters(self, num_characters: int, headroom: int) -> None:
         """Raises PromptTooLong for texts that do not fit the model's context however they are tokenised. It costs
         nothing, so it goes before everything else that is done with a text."""
-        least = num_characters // self.model.tokenizer.longest_token
+        if self.fits(num_characters, headroom):
+            return
+        least = num_characters // self.model.tokenizer.longest_token  # takes a while the first time
         if not self.fits(least, headroom):
             raise PromptTooLong(
                 f"the prompt has {num_characters:,} characters, which is {least:,} tokens at the least, and the context of "
