@@ -39,7 +39,8 @@ from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.async_engine import AsyncEngine
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Done, Event, Failed, Limits
-from cacheblend_cli.engine.request.resolve import Request, resolve
+from cacheblend_cli.engine.request.request import Request
+from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.types import Answer, AskOptions, AskRequest, BlendParams, SamplingParams
 
 ROOT = Path(__file__).parent.parent

@@ -27,8 +27,7 @@ from cacheblend_cli.corpus.chunker import Chunk as TextChunk
 from cacheblend_cli.corpus.citations import Citation
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.measured_prefill import prefill
-from cacheblend_cli.engine.request.chunks import RequestChunk
-from cacheblend_cli.engine.request.resolve import Request
+from cacheblend_cli.engine.request.request import Request, RequestChunk
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.kv.loading import make_loader
 from cacheblend_cli.kv.pool import KVPool

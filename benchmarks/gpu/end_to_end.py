@@ -28,7 +28,7 @@ from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.measured_prefill import Prefilled
-from cacheblend_cli.engine.generation import Generation
+from cacheblend_cli.engine.core.sequence_output import Generation
 from cacheblend_cli.engine.worker.decode import DecodeRunner
 from cacheblend_cli.engine.worker.memory import reserve
 from cacheblend_cli.types import BlendParams, LayerReport, LayerStatus, SamplingParams

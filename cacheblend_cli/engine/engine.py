@@ -24,21 +24,23 @@ from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.texts import AddedDocument, Putting, document_of, put_name
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.async_engine import AsyncEngine
+from cacheblend_cli.engine.core.controller import decided, kv_bytes
 from cacheblend_cli.engine.core.core import EngineCore
 from cacheblend_cli.engine.core.engine_thread import EngineThread
 from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill, prefill_auto
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
-from cacheblend_cli.engine.events import Done, Event, Failed, OnEvent, ignore, piece_of
+from cacheblend_cli.engine.events import Done, Event, Failed, OnEvent, Say, ignore, piece_of
 from cacheblend_cli.engine.profile import own_blend
 from cacheblend_cli.engine.ranks.outer_ranks import outer_ranks
 from cacheblend_cli.engine.ranks.rank_worker import serve_rank
-from cacheblend_cli.engine.request.dry_run import plan
-from cacheblend_cli.engine.request.resolve import Request, resolve
+from cacheblend_cli.engine.request.model_sampling import as_the_model
+from cacheblend_cli.engine.request.request import Request
+from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.engine.request.retrieval import Retrieved, retrieve
 from cacheblend_cli.engine.request.stored_chunks import StoredChunks
-from cacheblend_cli.engine.runtime import Runtime, Say, load_worker_model
-from cacheblend_cli.engine.sampling import Draw, as_the_model, draws_of
+from cacheblend_cli.engine.runtime import Runtime, load_worker_model
+from cacheblend_cli.engine.worker.sampling import Draw, draws_of
 from cacheblend_cli.errors import CacheBlendError, UsageError
 from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.loading import LoadedModel
@@ -232,9 +234,24 @@ class Engine(EngineThread):
         return self.planned(self.resolve(store, ask, say))
 
     def planned(self, request: Request) -> AskPlan:
-        """`plan`, of a request that is resolved. In the engine's thread, if it runs: --ratio auto measures this machine
-        once."""
-        return plan(self.runtime, request)
+        """Return what running a resolved request would do. Call it in the engine's thread, if that runs: --ratio auto
+        measures this machine once. Raises UsageError if the request would be refused."""
+        request, report = decided(self.runtime, request) if request.options.auto else (request, None)
+        prompt = request.plan
+        self.check_fits(request)
+        return AskPlan(
+            prompt.num_tokens,
+            prompt.cached_tokens,
+            prompt.exact_tokens,
+            prompt.fresh_tokens,
+            kv_bytes(request),
+            [
+                {"id": s.key.hex() if s.key else "", "source": s.source, "tokens": len(s.token_ids), "status": s.status}
+                for s in prompt.chunks
+            ],
+            report.to_dict() if report else None,
+            [*request.notes, *filter(None, (self.runtime.decode_with.note,))],
+        )
 
     def search(self, store: ChunkStore, ask: AskRequest) -> Retrieved:
         """Return the stored chunks that suit a question best, in the order they are best read.

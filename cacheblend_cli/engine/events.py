@@ -68,6 +68,7 @@ class HandedOver:
 
 Event = Started | Text | Reasoning | Token | HandedOver | Done | Failed
 OnEvent = Callable[[Event], None]
+Say = Callable[[str], None]  # takes a message for users
 
 
 def ignore(event: Event) -> None:

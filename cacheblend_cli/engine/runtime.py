@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import threading
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from cacheblend_kernels import fallback_reason
-from cacheblend_store import ChunkStore
-from cacheblend_store.format.blobs import CODECS
 
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.decode_with import decode_with
-from cacheblend_cli.engine.detokenizer import CLOSING_ROOM
-from cacheblend_cli.engine.grammar import form_tokenizer
+from cacheblend_cli.engine.connectors.decode_with import decode_with
+from cacheblend_cli.engine.events import Say
 from cacheblend_cli.engine.ranks.driver import Driver, config_of_ranks
 from cacheblend_cli.engine.ranks.outer_ranks import num_ranks
 from cacheblend_cli.engine.ranks.rank_group import group_of, rank_device
+from cacheblend_cli.engine.ranks.rank_worker import RankedWorker
+from cacheblend_cli.engine.request.prompts import Prompts
+from cacheblend_cli.engine.worker.decode import BatchRunner
+from cacheblend_cli.engine.worker.grammar import form_tokenizer
 from cacheblend_cli.engine.worker.memory import DeviceMemory, reserve
-from cacheblend_cli.errors import PromptTooLong
+from cacheblend_cli.engine.worker.worker import Worker
 from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.kv.generic_check import check_once
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
@@ -40,47 +39,32 @@ from cacheblend_cli.model.machine_speeds import why_int8_does_not_pay
 from cacheblend_cli.model.model_files import unused_adapter
 from cacheblend_cli.model.named import default_model
 from cacheblend_cli.model.read_ahead import remember
-from cacheblend_cli.prompt import dates
-from cacheblend_cli.prompt.collection import Collection
-from cacheblend_cli.prompt.records import kept_day
-from cacheblend_cli.prompt.template import PromptTemplate, split_template
-from cacheblend_cli.prompt.wording import Wording
-from cacheblend_cli.types import SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 
-Say = Callable[[str], None]
 SLICE_ROWS, GPU_SLICE_ROWS = 256, 2048
 """Positions of a prefill that one step computes. Fewer let others' tokens come sooner; matrix products with fewer rows
 are less efficient."""
-_TEMPLATES = 64  # of other wordings that are remembered
+FREE_SHARE = 0.25  # of a CPU's free memory, for a pool that many use
 _SHARE_FROM_S, _SHARE_EVERY_S = 1.0, 0.2  # from when, and how often, the share of the weights that is read is reported
 
 
-class Runtime:
-    """A loaded model and its prompt template, shared by every request.
-
-    Compute runs in one thread at a time. Templates, collections and token limits are read from any thread: they change
-    with their arguments only, and the date that a template prints is one of them. load_s: what loading took. say: told
-    what takes time once on a machine. progress: told what takes time. memory: a lasting pool to begin with. driver: of
-    the other ranks, with tensor parallelism.
-    """
+class Runtime(Prompts):
+    """A loaded model, its prompts, and the memory of its device, shared by every request. Compute runs in one thread at
+    a time."""
 
     def __init__(self, model: LoadedModel, config: EngineConfig, memory: DeviceMemory | None = None) -> None:
-        self.model, self.config = model, config
-        wording = Wording.of(model.path, config.prompt, config.system, config.template_var)
-        self.template = split_template(model.tokenizer, wording)
-        self.load_s = 0.0
-        self.driver: Driver | None = None
-        self.say: Say = lambda text: None
-        self.progress: Say = lambda text: None
-        self.controllers: dict[str, Any] = {}  # a loading controller for each codec, see controller.py
+        """memory: a lasting pool to begin with."""
+        super().__init__(model, config)
+        self.load_s = 0.0  # seconds that loading took
+        self.driver: Driver | None = None  # of the other ranks, with tensor parallelism
+        self.say: Say = lambda text: None  # callback for what takes time once on a machine
+        self.progress: Say = lambda text: None  # callback for what takes time
+        self.controllers: dict[str, Any] = {}  # loading controller of each codec, see core/controller.py
         self.decode_with = decode_with(config, model)
         self._memory = memory
-        self._templates: dict[tuple[str, date | None], PromptTemplate] = {}  # of other wordings and dates
-        self._templates_lock = threading.Lock()
 
     @classmethod
     def load(cls, config: EngineConfig, progress: Say | None = None, say: Say | None = None) -> Runtime:
@@ -152,53 +136,43 @@ class Runtime:
             self._memory = take(self.decoder, self.config, at_once=at_once)
         return self._memory
 
+    def pool(self, num_blocks: int, at_once: int = 1) -> DeviceMemory:
+        """Return the pool of a core that holds `at_once` prompts, and what decodes in it: on a GPU the lasting one, as
+        large as the device has room for, on a CPU one of num_blocks blocks."""
+        if (memory := self.memory(at_once)) is not None:
+            return memory
+        size = self.config.block_size
+        pool = KVPool.of(self.decoder, num_blocks + -(-BatchRunner.SPARE // size), size)
+        return DeviceMemory(pool, BatchRunner(self.decoder, pool))
+
+    def shared_pool(self, num_tokens: int | None, at_once: int) -> DeviceMemory:
+        """Return the pool of a core that many ask at once.
+
+        num_tokens: positions of a CPU's pool; None: as many whole contexts as prompts, within a quarter of the free
+        memory. Memory is taken when it is written to.
+        """
+        if num_tokens is None:
+            ranks = 1 if self.decoder.shard is None else self.decoder.shard.ranks.size  # they share the memory
+            fits = int(_free_bytes() * FREE_SHARE / (bytes_per_token(self.decoder) * ranks))
+            num_tokens = max(self.context, min(fits, at_once * self.context))
+        return self.pool(-(-num_tokens // self.config.block_size), at_once)
+
+    def worker(self, memory: DeviceMemory) -> Worker:
+        """Return the worker of a core with this pool."""
+        if self.driver is None:
+            return Worker(self.decoder, memory)
+        return RankedWorker(self.driver, self.decoder, memory)
+
     def new_sequence(self, num_tokens: int) -> PagedSequence:
         """A sequence in the lasting pool, or in one of its own. Raises DeviceError that says how much would fit."""
         memory, size = self.memory(), self.config.block_size
         pool = KVPool.of(self.decoder, -(-num_tokens // size), size) if memory is None else memory.pool
         return pool.new_sequence(num_tokens)
 
-    def template_of(self, wording: Wording | None = None, day: date | None = None) -> PromptTemplate:
-        """Template with this wording and date. None for either: the engine's own. A template that prints no date
-        ignores `day`. Raises UsageError where the chat template cannot render the wording."""
-        own = self.template
-        wording, day = wording or own.wording, own.day and (day or own.day)
-        if wording == own.wording and day == own.day:
-            return own
-        key = (json.dumps(wording.to_dict(), sort_keys=True), day)
-        with self._templates_lock:
-            if key not in self._templates:
-                while len(self._templates) >= _TEMPLATES:
-                    self._templates.pop(next(iter(self._templates)))
-                self._templates[key] = split_template(self.model.tokenizer, wording, day)
-            return self._templates[key]
-
     @cached_property
     def form_tokenizer(self) -> LLTokenizer:
         """Tokenizer of grammars, built once. Raises UsageError if llguidance is not installed."""
         return form_tokenizer(self.model)
-
-    def collection(
-        self, salt: str = "", kv_dtype: str | None = None, wording: Wording | None = None, day: date | None = None
-    ) -> Collection:
-        """Collection whose keys depend on these values. kv_dtype, wording, day: None for the engine's."""
-        return Collection.of(self.model, self.template_of(wording, day), kv_dtype or self.config.kv_dtype, salt)
-
-    def day(self, store: ChunkStore | None, salt: str = "") -> date | None:
-        """Date for the template to print: the one that the store keeps for the salt, else today. None where the
-        template prints no date."""
-        if self.template.day is None:
-            return None
-        kept = kept_day(store, self.collection(salt)) if store is not None else None
-        return kept or dates.today()
-
-    def collections(self, salt: str = "", wording: Wording | None = None, day: date | None = None) -> list[Collection]:
-        """Collections whose chunks can be used: one per codec, or the one that was asked for; then those that the same
-        model computed in other dtypes."""
-        names = CODECS if self.config.kv_dtype == "auto" else (self.config.kv_dtype,)
-        of = self.collection(salt, wording=wording, day=day)
-        own = [of.in_codec(codec) for codec in names]
-        return own + [other for collection in own for other in collection.in_other_dtypes()]
 
     @property
     def slice_rows(self) -> int:
@@ -206,46 +180,6 @@ class Runtime:
         cut alike."""
         rows = SLICE_ROWS if self.decoder.device.type == "cpu" else GPU_SLICE_ROWS
         return max(rows, self.config.block_size)
-
-    @property
-    def context(self) -> int:
-        """Tokens of a prompt and its answer at most."""
-        return self.model.spec.max_context
-
-    def reasoning_budget(self, sampling: SamplingParams) -> int | None:
-        """Tokens that the model may reason for beside its answer's; None where it does not, or has none of its own."""
-        return sampling.reasoning_tokens if self.template.may_reason else None
-
-    def max_new_tokens(self, sampling: SamplingParams) -> int:
-        """Tokens that an answer takes at most, with its reasoning."""
-        budget = self.reasoning_budget(sampling)
-        return sampling.max_tokens + (0 if budget is None else budget + CLOSING_ROOM)
-
-    def fits(self, num_tokens: int, headroom: int) -> bool:
-        """Return whether a prompt and the answer's `headroom` fit the model's context."""
-        return num_tokens + headroom <= self.context
-
-    def check_characters(self, num_characters: int, headroom: int) -> None:
-        """Raises PromptTooLong for texts that do not fit the model's context however they are tokenised. It costs
-        nothing, so it goes before everything else that is done with a text."""
-        if self.fits(num_characters, headroom):
-            return
-        least = num_characters // self.model.tokenizer.longest_token  # takes a while the first time
-        if not self.fits(least, headroom):
-            raise PromptTooLong(
-                f"the prompt has {num_characters:,} characters, which is {least:,} tokens at the least, and the context of "
-                f"{self.model.name} is {self.context}",
-                "ask with fewer or shorter documents, or a shorter question",
-            )
-
-    def check_length(self, num_tokens: int, headroom: int) -> None:
-        """Raises UsageError when a prompt and the answer's `headroom` do not fit the model's context."""
-        if not self.fits(num_tokens, headroom):
-            raise PromptTooLong(
-                f"the prompt has {num_tokens} tokens and the answer up to {headroom}, "
-                f"and the context of {self.model.name} is {self.context}",
-                "ask with fewer chunks, a shorter question or a smaller --max-tokens",
-            )
 
     def describe(self) -> dict[str, Any]:
         """Facts for `doctor`."""
@@ -268,6 +202,14 @@ class Runtime:
             "fingerprint": self.model.fingerprint,
             **(describe_speeds(spec, decoder.dtype, self.model.weight_dtype) if decoder.device.type == "cpu" else {}),
         }
+
+
+def _free_bytes() -> int:
+    """Return the host's free memory; half of all memory on systems that do not report it (macOS)."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    if "SC_AVPHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_AVPHYS_PAGES") * page
+    return os.sysconf("SC_PHYS_PAGES") * page // 2
 
 
 def load_worker_model(config: EngineConfig) -> LoadedModel:

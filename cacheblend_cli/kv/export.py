@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -67,6 +68,15 @@ class KVReader:
 
     def __iter__(self) -> Iterator[LayerKV]:
         return (self.layer(index) for index in range(self.num_layers))
+
+
+class Connector(Protocol):
+    """Takes one prompt for an engine that continues it. One object a prompt."""
+
+    def hand_over(self, token_ids: Sequence[int], kv: KVReader) -> None:
+        """Copy the prompt's KV. Called once, in the engine's thread. token_ids: the whole prompt. kv: KV of all its
+        positions, valid during the call. An error raised here fails the request."""
+        ...
 
 
 def check_exportable(spec: ModelSpec, to: str) -> None:

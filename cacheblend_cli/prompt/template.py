@@ -14,7 +14,7 @@ from cacheblend_cli.prompt.reasoning_tags import THINK, ReasoningTags, find_tags
 from cacheblend_cli.prompt.wording import Wording
 
 _ESCAPED = "\"5d1f\\n\n\n\t'<b>\u00e9</b>&"  # characters that JSON, HTML and other formats escape
-CHANNEL = "<|channel|>"  # gpt-oss uses channels instead of tags: see `engine/detokenizer.py: Channels`
+CHANNEL = "<|channel|>"  # gpt-oss uses channels instead of tags: see `engine/core/detokenizer.py: Channels`
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import pytest
 from bare_store import bare_writing
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.engine.auto import speeds
+from cacheblend_cli.blend import speeds
 
 Cli = Callable[..., Any]
 MEASURING = "measuring how fast this machine is"

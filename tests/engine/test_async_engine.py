@@ -16,7 +16,7 @@ from cacheblend_cli.collect.collector import Collector
 from cacheblend_cli.engine.core.async_engine import AsyncEngine
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.events import Done, Event, Failed, Limits, Started, Text
-from cacheblend_cli.engine.request.resolve import Request
+from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.errors import NotFoundError, QueueFull, UsageError
 from cacheblend_cli.types import AskRequest, BlendParams
 

@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
 
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.detokenizer import Detokenizer
+from cacheblend_cli.engine.core.detokenizer import Detokenizer
 from cacheblend_cli.engine.engine import Engine
 
 MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|constrain|>")

@@ -14,8 +14,8 @@ from decoding import decode_one_token
 from plain_loop import generate
 
 from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.core.sequence_output import Generation
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.generation import Generation
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.decode import DecodeRunner, EagerRunner, GraphRunner, bucket, make_runner
 from cacheblend_cli.errors import DeviceError

@@ -16,9 +16,9 @@ from text_tokenizers import write_text_tokenizer
 
 from cacheblend_cli.blend.selectors import Candidates, budget, choose
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.detokenizer import StopStrings
+from cacheblend_cli.engine.core.detokenizer import StopStrings
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.sampling import Draw, Sampler, draw_together, filtered_probs
+from cacheblend_cli.engine.worker.sampling import Draw, Sampler, draw_together, filtered_probs
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams

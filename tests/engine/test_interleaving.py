@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from engine_driver import CoreDriver, Listener, StoredEngine, ids_of, open_stored_engine
 
-from cacheblend_cli.engine.auto.controller import controller_of
+from cacheblend_cli.engine.core.controller import controller_of
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.events import Done, Limits, Text
 from cacheblend_cli.engine.worker.prefill import PrefillState
@@ -135,7 +135,7 @@ def test_a_chunk_that_turns_bad_during_the_pause_is_computed(stored: StoredEngin
 
 def test_the_machine_is_measured_at_the_first_auto(stored: StoredEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     stored.engine.runtime.controllers.clear()
-    monkeypatch.setattr("cacheblend_cli.engine.auto.speeds.SpeedFile.read", lambda file: None)
+    monkeypatch.setattr("cacheblend_cli.blend.speeds.SpeedFile.read", lambda file: None)
     driver = CoreDriver(stored, LIMITS)
     streaming, _ = driver.arrive(stored.question("what keeps the parrot?", max_tokens=20))
     until_text(driver, streaming)

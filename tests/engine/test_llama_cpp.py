@@ -24,12 +24,12 @@ from gguf_files import write_gguf
 from cacheblend_cli.blend.fidelity import divergence, log_distribution
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.connectors import llama_choice
+from cacheblend_cli.engine.connectors.decode_with import DecodeWith, decode_with
 from cacheblend_cli.engine.connectors.llama_choice import DecodeSpeeds, llama_engine
 from cacheblend_cli.engine.connectors.llama_cpp import LlamaCpp
 from cacheblend_cli.engine.connectors.llama_library import LlamaError, library
 from cacheblend_cli.engine.core.measured_prefill import prefill
 from cacheblend_cli.engine.core.sequence import SequenceStatus
-from cacheblend_cli.engine.decode_with import DecodeWith, decode_with
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.engine.request.resolve import resolve

@@ -11,7 +11,7 @@ from checkpoints import write_checkpoint
 
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.sampling import model_notes
+from cacheblend_cli.engine.request.model_sampling import model_notes
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 

@@ -25,7 +25,8 @@ from transformers import (
 
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.sampling import Penalties, as_the_model, filtered_probs, model_sampling
+from cacheblend_cli.engine.request.model_sampling import as_the_model, model_sampling
+from cacheblend_cli.engine.worker.sampling import Penalties, filtered_probs
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.settings import Settings, resolve

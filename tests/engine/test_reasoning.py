@@ -20,11 +20,11 @@ from tokenizers import Tokenizer as HFTokenizer
 from torch import Tensor
 
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.detokenizer import ReasoningParser
+from cacheblend_cli.engine.core.detokenizer import ReasoningParser
+from cacheblend_cli.engine.core.sequence_output import Generation
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.generation import Generation
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sampling import Sampler
+from cacheblend_cli.engine.worker.sampling import Sampler
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.prompt.reasoning_tags import KNOWN, THINK, ReasoningTags
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
@@ -123,7 +123,7 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Saying:
         of: Tokenizer = runtime.model.tokenizer
         Says.script, Says._x = tuple(of.encode_template_rest(text)), of.encode_text("x")[0]
         monkeypatch.setattr("cacheblend_cli.engine.core.sequence_output.Sampler", Says)
-        monkeypatch.setattr("cacheblend_cli.engine.sampling._tokens", said_by)
+        monkeypatch.setattr("cacheblend_cli.engine.worker.sampling._tokens", said_by)
         sequence = runtime.new_sequence(1 + runtime.max_new_tokens(params))
         sequence.ensure(1 + runtime.max_new_tokens(params))
         logits = torch.zeros(runtime.model.spec.vocab_size)

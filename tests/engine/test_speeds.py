@@ -13,10 +13,10 @@ from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
 
 from cacheblend_cli.blend.cost import Speeds
+from cacheblend_cli.blend.speeds import SpeedFile, fit, kv_share, measure_compute
 from cacheblend_cli.collect.precompute import PrecomputeOptions
-from cacheblend_cli.engine.auto.controller import kv_bytes, workload
-from cacheblend_cli.engine.auto.speeds import SpeedFile, fit, kv_share, measure_compute
 from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.core.controller import kv_bytes, workload
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.model.weights import load_weights

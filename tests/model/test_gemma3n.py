@@ -12,7 +12,7 @@ from cacheblend_kernels.torch_backend import TorchBackend
 from hub_families import newer_names
 from hub_models import tensors
 
-from cacheblend_cli.engine.auto.speeds import measure_compute
+from cacheblend_cli.blend.speeds import measure_compute
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.spec import ModelSpec

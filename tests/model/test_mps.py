@@ -16,8 +16,8 @@ from checkpoints import write_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
+from cacheblend_cli.engine import runtime
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core import pools
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.kv import loading
@@ -52,9 +52,9 @@ def test_kv_goes_to_the_device_before_it_is_placed() -> None:
 
 
 def test_systems_that_do_not_tell_their_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {name: number for name, number in pools.os.sysconf_names.items() if name != "SC_AVPHYS_PAGES"}
-    monkeypatch.setattr(pools.os, "sysconf_names", names)
-    assert pools._free_bytes() > 1 << 20
+    names = {name: number for name, number in runtime.os.sysconf_names.items() if name != "SC_AVPHYS_PAGES"}
+    monkeypatch.setattr(runtime.os, "sysconf_names", names)
+    assert runtime._free_bytes() > 1 << 20
 
 
 class Recorder(TorchDispatchMode):

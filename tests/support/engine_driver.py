@@ -18,7 +18,7 @@ from cacheblend_cli.engine.core.core import EngineCore
 from cacheblend_cli.engine.core.sequence import RequestState, SequenceStatus
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Done, Event, Failed, Limits, Text
-from cacheblend_cli.engine.request.resolve import Request
+from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True)

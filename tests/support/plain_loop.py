@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cacheblend_cli.engine.core.sequence_output import SequenceOutput
+from cacheblend_cli.engine.core.sequence_output import Generation, SequenceOutput
 from cacheblend_cli.engine.events import OnEvent, ignore
-from cacheblend_cli.engine.generation import Generation
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.decode import DecodeRunner, EagerRunner
 from cacheblend_cli.kv.pool import PagedSequence

@@ -12,14 +12,13 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from cacheblend_cli import user_cache
 from cacheblend_cli.engine.connectors.llama_cpp import LlamaCpp
 from cacheblend_cli.engine.connectors.llama_library import LlamaError, installed, library
-from cacheblend_cli.engine.core.pools import pool_for
-from cacheblend_cli.engine.core.sequence import Sequence
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.worker import TableInput, Worker
 from cacheblend_cli.kv.export import export
@@ -29,6 +28,9 @@ from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.model.machine_speeds import cpu_features, cpu_name
 from cacheblend_cli.model.read_ahead import remember
 from cacheblend_cli.version import __version__
+
+if TYPE_CHECKING:
+    from cacheblend_cli.engine.core.sequence import Sequence
 
 FORMAT = 3
 TOKENS, STEPS = 8, 8
@@ -206,7 +208,7 @@ class _ShortPrompt:
     """A few tokens, prefilled here while the context lasts. token_ids: spread over the vocabulary."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._decoder, self._memory = runtime.decoder, pool_for(runtime, 1)
+        self._decoder, self._memory = runtime.decoder, runtime.pool(1)
         size = self._decoder.spec.vocab_size
         self.token_ids = [i * size // TOKENS for i in range(TOKENS)]
         self.sequence: PagedSequence = self._memory.pool.new_sequence(TOKENS + STEPS)

@@ -16,7 +16,7 @@ from cacheblend_cli.engine.core.core import EngineCore
 from cacheblend_cli.engine.core.output_processor import as_public_error
 from cacheblend_cli.engine.core.sequence import RequestState, SequenceStatus
 from cacheblend_cli.engine.events import Done, EngineStats, Event, Failed, Limits, OnEvent
-from cacheblend_cli.engine.request.resolve import Request
+from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import QueueFull, UsageError
 from cacheblend_cli.model.device import make_current

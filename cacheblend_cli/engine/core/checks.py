@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.blend.risk import RiskFile, RiskFit, signals_of
-from cacheblend_cli.engine.request.resolve import Request
+from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.plan import PromptPlan
 from cacheblend_cli.types import Confirmation, Risk, Verification

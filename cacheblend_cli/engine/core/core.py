@@ -6,16 +6,15 @@ import time
 
 from torch import Tensor
 
-from cacheblend_cli.engine.auto.controller import decided
 from cacheblend_cli.engine.core.block_manager import BlockManager
 from cacheblend_cli.engine.core.checks import Checks, seeded
+from cacheblend_cli.engine.core.controller import decided
 from cacheblend_cli.engine.core.executor import Executor
 from cacheblend_cli.engine.core.output_processor import Events, OutputProcessor
-from cacheblend_cli.engine.core.pools import lasting_pool, pool_for, worker_of
 from cacheblend_cli.engine.core.scheduler import Scheduler
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence
 from cacheblend_cli.engine.events import EngineStats, Limits
-from cacheblend_cli.engine.request.resolve import Request
+from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.memory import DeviceMemory
 from cacheblend_cli.errors import UsageError
@@ -33,7 +32,7 @@ class EngineCore:
     def __init__(self, runtime: Runtime, limits: Limits, memory: DeviceMemory | None = None) -> None:
         self._runtime, decoder = runtime, runtime.decoder
         watermark = 0.02 if memory is None else 0.0
-        self.worker = worker_of(runtime, memory or lasting_pool(runtime, limits))
+        self.worker = runtime.worker(memory or runtime.shared_pool(limits.pool_tokens, limits.max_sequences))
         caches = limits.enable_prefix_caching and decoder.rope.switches_at is None  # else KV is that of a length
         windows = [layer.attention.sliding_window for layer in decoder.layers]
         window = None if None in windows else max(w for w in windows if w is not None)
@@ -64,7 +63,7 @@ class EngineCore:
         admit(runtime, state)
         size, headroom = runtime.config.block_size, state.max_new_tokens
         each = -(-(headroom + size) // size) + 1  # blocks that each further answer writes to
-        memory = pool_for(runtime, -(-(state.num_tokens + headroom) // size) + 1 + (state.num_answers - 1) * each)
+        memory = runtime.pool(-(-(state.num_tokens + headroom) // size) + 1 + (state.num_answers - 1) * each)
         memory.pool.check_fits(state.num_tokens + headroom)
         core = cls(runtime, ALONE, memory)
         core.add(state)

@@ -15,7 +15,7 @@ from cacheblend_store import ChunkStore
 from cacheblend_cli.engine.core.async_engine import AsyncEngine
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.events import EngineStats, Limits, OnEvent
-from cacheblend_cli.engine.request.resolve import Request
+from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import QueueFull
 from cacheblend_cli.settings import DEFAULTS, Resolved, Settings

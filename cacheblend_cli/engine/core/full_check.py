@@ -17,8 +17,7 @@ from torch import Tensor
 from cacheblend_cli.blend.fidelity import Divergence, divergence, log_distribution
 from cacheblend_cli.engine.core.checks import Checks
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence, Sink
-from cacheblend_cli.engine.core.sequence_output import SequenceOutput
-from cacheblend_cli.engine.generation import Generation
+from cacheblend_cli.engine.core.sequence_output import Generation, SequenceOutput
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.types import Confirmation, Risk, Verification
 

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from cacheblend_cli.blend.cost import AutoReport
 from cacheblend_cli.blend.fidelity import teacher_forced
-from cacheblend_cli.engine.auto.controller import controller_of, decided
+from cacheblend_cli.engine.core.controller import controller_of, decided
 from cacheblend_cli.engine.core.core import ALONE, EngineCore
+from cacheblend_cli.engine.core.prefill_report import PrefillReport
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence, SequenceStatus
-from cacheblend_cli.engine.core.sequence_output import SequenceOutput
+from cacheblend_cli.engine.core.sequence_output import Generation, SequenceOutput
 from cacheblend_cli.engine.events import Failed
-from cacheblend_cli.engine.generation import Generation
-from cacheblend_cli.engine.prefill_report import PrefillReport
-from cacheblend_cli.engine.request.resolve import Request
+from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.decode import DecodeRunner, EagerRunner
 from cacheblend_cli.engine.worker.memory import DeviceMemory, out_of_memory

@@ -14,10 +14,12 @@ import torch
 from cacheblend_kernels import KernelError
 from cacheblend_store import StoreError
 
-from cacheblend_cli.engine.auto.controller import learn_from
-from cacheblend_cli.engine.connectors.connector import Connector
+from cacheblend_cli.engine.core.answer import answer_of
+from cacheblend_cli.engine.core.controller import learn_from
 from cacheblend_cli.engine.core.executor import Decoded, StepOutput
 from cacheblend_cli.engine.core.full_check import FullCheck, check_of
+from cacheblend_cli.engine.core.missing_chunks import has_missing, store_missing
+from cacheblend_cli.engine.core.prefill_report import PrefillReport, PromptLogprobs
 from cacheblend_cli.engine.core.scheduler import Scheduler, Step
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence, SequenceStatus
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput, draw_next
@@ -34,17 +36,15 @@ from cacheblend_cli.engine.events import (
     Token,
     ignore,
 )
-from cacheblend_cli.engine.prefill_report import PrefillReport, PromptLogprobs
-from cacheblend_cli.engine.request.answer import answer_of
-from cacheblend_cli.engine.request.missing_chunks import has_missing, store_missing
 from cacheblend_cli.engine.request.tiered import remember_speed
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sampling import Draw
 from cacheblend_cli.engine.worker.attention import AttentionShares
 from cacheblend_cli.engine.worker.memory import out_of_memory
 from cacheblend_cli.engine.worker.prefill import PrefillOutput
+from cacheblend_cli.engine.worker.sampling import Draw
 from cacheblend_cli.engine.worker.worker import TableInput
 from cacheblend_cli.errors import CacheBlendError
+from cacheblend_cli.kv.export import Connector
 from cacheblend_cli.kv.pool import upload
 from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.types import Answer

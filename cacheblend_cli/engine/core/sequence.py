@@ -13,10 +13,10 @@ from torch import Tensor
 
 from cacheblend_cli.blend.cost import AutoReport
 from cacheblend_cli.engine.core.checks import Checks
+from cacheblend_cli.engine.core.prefill_report import PrefillReport, PromptLogprobs
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
 from cacheblend_cli.engine.events import Early
-from cacheblend_cli.engine.prefill_report import PrefillReport, PromptLogprobs
-from cacheblend_cli.engine.request.resolve import Request
+from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.worker.worker import Worker
 from cacheblend_cli.kv.block_table import BlockTable
 from cacheblend_cli.kv.prefix_cache import KVProvenance

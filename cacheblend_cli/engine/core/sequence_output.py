@@ -5,24 +5,50 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor
 
-from cacheblend_cli.engine.detokenizer import Detokenizer
+from cacheblend_cli.engine.core.detokenizer import Detokenizer
 from cacheblend_cli.engine.events import OnEvent, Reasoning, Text, Token, ignore
-from cacheblend_cli.engine.generation import Generation
-from cacheblend_cli.engine.grammar import Grammar, grammar_of
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sampling import Draw, Sampler, draw_together
 from cacheblend_cli.engine.worker.attention import AttentionShares
+from cacheblend_cli.engine.worker.grammar import Grammar, grammar_of
+from cacheblend_cli.engine.worker.sampling import Draw, Sampler, draw_together
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.types import SamplingParams
+from cacheblend_cli.types import FinishReason, SamplingParams, TokenLogprob
 
 REPEATED_COPIES = 3
 REPEATED_TOKENS = 32  # of all copies: a ruled line or a row of zeros may be long
 REPEATED_PERIOD = 256  # tokens of what is repeated
 REPEATED_EVERY = 4  # tokens between looks
+
+
+@dataclass
+class Generation:
+    """Tokens and text of one answer."""
+
+    token_ids: list[int] = field(default_factory=list)  # with the reasoning and the EOS that ended it
+    text: str = ""  # without them
+    reasoning: str = ""
+    reasoning_tokens: int = 0
+    reasoning_cut: bool = False  # the reasoning budget was used up
+    finish_reason: FinishReason = "length"
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    first_token_at: float = 0.0  # perf_counter
+    decode_s: float = 0.0
+    attention: list[float] | None = None  # share of each chunk, see engine/worker/attention.py
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean log-probability of the sampled tokens in nats, if log-probabilities were requested."""
+        return sum(p.logprob for p in self.logprobs) / max(1, len(self.logprobs))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens after the first, over the time after the first."""
+        return (len(self.token_ids) - 1) / self.decode_s if self.decode_s > 0 and len(self.token_ids) > 1 else 0.0
 
 
 class SequenceOutput:

@@ -1,16 +1,17 @@
-"""The chunks of a request as its model sees them, and the wording of the template around them."""
+"""Chunks of a request as its model sees them, and the wording of the template around them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from cacheblend_store import ChunkManifest, ChunkStore
 
 from cacheblend_cli.collect.collector import PlannedChunk
 from cacheblend_cli.corpus.citations import Citation
+from cacheblend_cli.engine.request.prompts import Prompts
+from cacheblend_cli.engine.request.request import RequestChunk, to_compute
 from cacheblend_cli.engine.request.stored_chunks import StoredChunks
-from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import ChunkInput
@@ -18,32 +19,14 @@ from cacheblend_cli.prompt.wording import Wording
 from cacheblend_cli.types import PLAIN, AskRequest
 
 
-@dataclass(frozen=True)
-class RequestChunk:
-    """A chunk of a request, at the time it was resolved."""
-
-    named: bytes  # key that it was asked for by, which can be another model's
-    input: ChunkInput  # as this model sees it
-    citation: Citation  # the document it stands in
-    manifest: ChunkManifest | None = None  # the record that `input` was made of; None if the store has none
-    planned: PlannedChunk | None = None  # if it is of one of the request's documents
-    rank: int | None = None  # among the chunks that were searched, from 1; None for one that was named
-
-    @property
-    def text(self) -> str:
-        if self.manifest is not None:
-            return self.manifest.text
-        return self.planned.chunk.text if self.planned is not None else ""
-
-
-def dated(runtime: Runtime, store: ChunkStore | None, ask: AskRequest) -> AskRequest:
+def dated(prompts: Prompts, store: ChunkStore | None, ask: AskRequest) -> AskRequest:
     """Return the request with its date, so that all of its preparation reads the same template."""
-    return ask if ask.day is not None else replace(ask, day=runtime.day(store, ask.salt))
+    return ask if ask.day is not None else replace(ask, day=prompts.day(store, ask.salt))
 
 
-def wording_of(runtime: Runtime, ask: AskRequest) -> Wording:
+def wording_of(prompts: Prompts, ask: AskRequest) -> Wording:
     """Return the engine's wording with the request's own prompts."""
-    own = runtime.template.wording
+    own = prompts.template.wording
     if ask.raw:
         return Wording(PLAIN, raw=True)
     system = own.system if ask.system is None else ask.system.strip()
@@ -51,13 +34,13 @@ def wording_of(runtime: Runtime, ask: AskRequest) -> Wording:
 
 
 def in_stored_codec(
-    collection: Collection, runtime: Runtime, stored: StoredChunks, keys: Sequence[bytes]
+    collection: Collection, prompts: Prompts, stored: StoredChunks, keys: Sequence[bytes]
 ) -> Collection:
     """Return the collection in the codec of the first of the chunks that this model has KV for, if the engine's
     settings name none."""
-    if runtime.config.kv_dtype != "auto":
+    if prompts.config.kv_dtype != "auto":
         return collection
-    own = (m for m in map(stored.get, keys) if m is not None and m.model == runtime.model.fingerprint)
+    own = (m for m in map(stored.get, keys) if m is not None and m.model == prompts.model.fingerprint)
     first = next(own, None)
     return collection if first is None else collection.in_codec(first.codec)
 
@@ -129,10 +112,3 @@ def _as_input(
         return _as_input(collection, stored, max(found, key=lambda m: m.has_kv), notes)
     notes.append(f"chunk {manifest.id[:12]} has no KV of this model in {collection.codec}: it is computed")
     return ChunkInput(collection.key(token_ids), manifest.source, token_ids, cached=False), manifest
-
-
-def to_compute(chunk: ChunkInput, collection: Collection) -> ChunkInput:
-    """Return the chunk as a missing one. What is computed now is never stored as what another dtype computed."""
-    if not chunk.computed_in:
-        return replace(chunk, cached=False)
-    return ChunkInput(collection.key(chunk.token_ids), chunk.source, chunk.token_ids, cached=False)

@@ -11,9 +11,10 @@ from cacheblend_store import ChunkStore
 
 from cacheblend_cli.collect.collector import PlannedChunk
 from cacheblend_cli.corpus.search import WEAK, Lookup, SearchHit, found_elsewhere, search
+from cacheblend_cli.engine.events import Say
 from cacheblend_cli.engine.request.chunks import dated, in_stored_codec
+from cacheblend_cli.engine.request.prompts import Prompts
 from cacheblend_cli.engine.request.stored_chunks import StoredChunks
-from cacheblend_cli.engine.runtime import Runtime, Say
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.mismatch import nothing_found
@@ -33,7 +34,7 @@ class Retrieved:
 
 
 def retrieve(
-    runtime: Runtime,
+    prompts: Prompts,
     store: ChunkStore,
     stored: StoredChunks,
     ask: AskRequest,
@@ -47,9 +48,9 @@ def retrieve(
     Raises NotFoundError with the reason if nothing is found for this model and scope, or if all matches are weak, the
     search refuses weak ones and the request names no chunks.
     """
-    ask = dated(runtime, store, ask)
+    ask = dated(prompts, store, ask)
     lookup = Lookup.with_weights(ask.search or SearchParams(), say)
-    usable = runtime.collections(ask.salt, day=ask.day)  # stored with the engine's own wording
+    usable = prompts.collections(ask.salt, day=ask.day)  # stored with the engine's own wording
     collections = [collection.id for collection in usable]
     query = lookup.query or ask.question
     if not lookup.query:
@@ -57,23 +58,23 @@ def retrieve(
     found = search(store, query, lookup, collections)
     hits = found.hits
     if not hits:
-        own = runtime.collection(ask.salt, day=ask.day)
+        own = prompts.collection(ask.salt, day=ask.day)
         raise found_elsewhere(store, query, lookup, collections) or nothing_found(store, own, usable)
     weak = found.weak
     if weak and lookup.on_weak_match == "refuse" and not ask.keys:
         raise NotFoundError(WEAK, "ask in other words, precompute more documents, or --on-weak-match answer")
     notes = [WEAK] if weak else []
-    own = runtime.collection(ask.salt, day=ask.day)
-    fit, note = _fitting(runtime, own, stored, ask, [hit.key for hit in hits], planned)
+    own = prompts.collection(ask.salt, day=ask.day)
+    fit, note = _fitting(prompts, own, stored, ask, [hit.key for hit in hits], planned)
     keys = in_order(stored, hits, fit, lookup.order)
-    exact = exact_where_stored(in_stored_codec(own, runtime, stored, keys), stored, keys)
+    exact = exact_where_stored(in_stored_codec(own, prompts, stored, keys), stored, keys)
     rank_of = {hit.key: rank for rank, hit in enumerate(hits, 1)}
     ranks = {e: rank_of[key] for e, key in zip(exact, keys, strict=True)}
     return Retrieved(exact, ranks, [*notes, *note], weak, found.num_cut)
 
 
 def _fitting(
-    runtime: Runtime,
+    prompts: Prompts,
     own: Collection,
     stored: StoredChunks,
     ask: AskRequest,
@@ -83,7 +84,7 @@ def _fitting(
     """Return those of the found chunks, in their order, that fit the model's context with the answer and the chunks
     that the request names, and a note of how many that leaves out. If nothing fits and it names none, the first one
     stays, to be refused as a named chunk is."""
-    headroom = runtime.max_new_tokens(ask.sampling)
+    headroom = prompts.max_new_tokens(ask.sampling)
 
     def size(key: bytes) -> int:
         if key in planned:
@@ -94,7 +95,7 @@ def _fitting(
     used += sum(map(size, ask.keys))
     kept: list[bytes] = []
     for key in found:
-        if runtime.fits(used + size(key), headroom):
+        if prompts.fits(used + size(key), headroom):
             used += size(key)
             kept.append(key)
     if not (kept or ask.keys):
@@ -104,7 +105,7 @@ def _fitting(
         return kept, []
     note = (
         f"{left} of the {len(found)} chunks found {'is' if left == 1 else 'are'} left out: the context of "
-        f"{runtime.model.name} is {runtime.context:,} tokens, {headroom:,} of them for the answer"
+        f"{prompts.model.name} is {prompts.context:,} tokens, {headroom:,} of them for the answer"
     )
     return kept, [note]
 

@@ -11,10 +11,10 @@ from cacheblend_store.tier.shared import SharedTier
 
 from cacheblend_cli import user_cache
 from cacheblend_cli.blend.cost import Workload, estimate_full
+from cacheblend_cli.blend.speeds import SpeedFile, kv_share
 from cacheblend_cli.collect.collector import PlannedChunk, chunk_manifest, prefix_chunk
 from cacheblend_cli.corpus.chunker import Chunk
-from cacheblend_cli.engine.auto.speeds import SpeedFile, kv_share
-from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.request.prompts import Prompts
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.source import TieredSource
 from cacheblend_cli.prompt.collection import Collection
@@ -25,7 +25,7 @@ _FASTEST = {"cpu": 2e12, "cuda": 1e15}
 
 
 def ask_tier(
-    runtime: Runtime,
+    prompts: Prompts,
     store: ChunkStore,
     collection: Collection,
     chunks: Sequence[ChunkInput],
@@ -50,12 +50,12 @@ def ask_tier(
         wanted.append(chunk_manifest(collection, prefix_chunk(collection)))
     if not wanted:
         return None
-    if runtime.driver is not None:
+    if prompts.model.decoder.shard is not None:
         raise UsageError(
             "--tier is not implemented with --tensor-parallel", "fetch the chunks first: cacheblend chunks pull"
         )
     _recall_speed(tier)
-    source = TieredSource(store, tier, wanted, full_prefill_s(runtime, collection.codec, num_tokens))
+    source = TieredSource(store, tier, wanted, full_prefill_s(prompts, collection.codec, num_tokens))
     return source
 
 
@@ -66,13 +66,13 @@ def with_found(chunk: ChunkInput, collection: Collection) -> ChunkInput:
     return replace(chunk, cached=True, codec=collection.codec, same_regime=regular)
 
 
-def full_prefill_s(runtime: Runtime, codec: str, num_tokens: int) -> float:
+def full_prefill_s(prompts: Prompts, codec: str, num_tokens: int) -> float:
     """Estimate the seconds of a full prefill: as measured on this machine, else what the fastest one would take."""
-    speeds = SpeedFile.of(runtime.model, codec).read()
+    speeds = SpeedFile.of(prompts.model, codec).read()
     if speeds is None:
-        fastest = _FASTEST.get(runtime.decoder.device.type, _FASTEST["cuda"])
-        return 2.0 * runtime.decoder.num_parameters * num_tokens / fastest
-    spec = runtime.model.spec
+        fastest = _FASTEST.get(prompts.model.decoder.device.type, _FASTEST["cuda"])
+        return 2.0 * prompts.model.decoder.num_parameters * num_tokens / fastest
+    spec = prompts.model.spec
     work = Workload(spec.num_layers, num_tokens, 0, 0.0, num_tokens, num_tokens / 2, 0, kv_share(spec))
     return estimate_full(speeds, work).prefill_s
 

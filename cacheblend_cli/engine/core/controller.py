@@ -9,9 +9,9 @@ from typing import Any
 
 from cacheblend_cli.blend.cost import AutoReport, Speeds, Workload, decide, estimate, estimate_full, learn
 from cacheblend_cli.blend.policy import policy_of
-from cacheblend_cli.engine.auto.speeds import SpeedFile, kv_share, measure_compute
-from cacheblend_cli.engine.prefill_report import PrefillReport
-from cacheblend_cli.engine.request.resolve import Request
+from cacheblend_cli.blend.speeds import SpeedFile, kv_share, measure_compute
+from cacheblend_cli.engine.core.prefill_report import PrefillReport
+from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import UsageError
 
@@ -19,33 +19,39 @@ _LOAD_AGAIN = 16  # full prefills in a row
 
 
 class Controller:
-    """The speeds of one model on this machine for one codec. `measure` measures compute, after a message to `say`; how
-    fast KV loads is learnt from the first prompt that is blended."""
+    """The speeds of one model on this machine for one codec. Compute is measured once; how fast KV loads is learnt from
+    prompts that are blended."""
 
     def __init__(self, runtime: Runtime, codec: str) -> None:
         self._runtime, self._file = runtime, SpeedFile.of(runtime.model, codec)
         self._speeds = self._file.read()
 
-    def measure(self) -> None:
-        """Measure compute when that was never done on this machine.
-
-        Full prefills say nothing about loading, so after some of them in a row its speed is forgotten: a bad first
-        measure would otherwise stand for ever.
-        """
-        if self._speeds is None:
-            runtime = self._runtime
-            runtime.say(f"--ratio auto: measuring how fast this machine is with {runtime.model.name}, once")
-            self._keep(measure_compute(runtime.decoder, runtime.config.block_size))
-        elif self._speeds.not_loaded >= _LOAD_AGAIN:
-            self._keep(replace(self._speeds, bytes_per_s=math.inf, not_loaded=0))
-
-    def decide(self, request: Request, before_s: float) -> AutoReport:
-        """`measure` came before. request.blend.ratio is the floor; before_s: since the question is known."""
-        speeds, work = self._speeds, workload(request)
-        assert speeds is not None
+    def decide(self, request: Request) -> tuple[Request, AutoReport]:
+        """Return the request at the ratio that is free, request.blend.ratio at least, or in full. The time that
+        measuring this machine takes, once, does not count as part of the answer's."""
+        resolved = time.perf_counter()
+        speeds, work = self._measured(), workload(request)
+        request = replace(request, started=request.started + time.perf_counter() - resolved)
+        before_s = time.perf_counter() - request.started
         decision, other_s = decide(speeds, work, request.blend.ratio), before_s + speeds.rest_s
         predicted_s, full_s = (other_s + e.prefill_s for e in (decision.chosen, decision.full))
-        return AutoReport(decision, speeds, work, before_s, predicted_s, full_s)
+        way = {"mode": "full"} if decision.mode == "full" else {"ratio": decision.ratio}
+        blend = replace(request.blend, **way)
+        return replace(request, blend=blend), AutoReport(decision, speeds, work, before_s, predicted_s, full_s)
+
+    def _measured(self) -> Speeds:
+        """Return the speeds, measured now if they never were.
+
+        Full prefills teach nothing about loading: after some of them in a row its speed is forgotten, so that a bad
+        first measurement does not stand for ever.
+        """
+        speeds, runtime = self._speeds, self._runtime
+        if speeds is None:
+            runtime.say(f"--ratio auto: measuring how fast this machine is with {runtime.model.name}, once")
+            return self._keep(measure_compute(runtime.decoder, runtime.config.block_size))
+        if speeds.not_loaded >= _LOAD_AGAIN:
+            return self._keep(replace(speeds, bytes_per_s=math.inf, not_loaded=0))
+        return speeds
 
     def learn(self, report: AutoReport, done: PrefillReport, prefill_s: float, rest_s: float | None = None) -> None:
         """Compare what was predicted with what happened. rest_s: from the prefill's end to the first token, None when
@@ -67,13 +73,14 @@ class Controller:
         loaded = (0, 0.0) if work.tier_bytes else (loader.num_bytes, loader.load_s)  # of the store alone
         self._keep(learn(self._speeds, predicted.compute_s, computed_s, *loaded, rest_s))
 
-    def _keep(self, speeds: Speeds) -> None:
+    def _keep(self, speeds: Speeds) -> Speeds:
         self._speeds = speeds
         self._file.write(speeds)
+        return speeds
 
 
 def controller_of(runtime: Runtime, request: Request) -> Controller:
-    """The runtime's controller for the request's codec."""
+    """Return the runtime's controller for the request's codec."""
     codec = request.collection.codec
     if codec not in runtime.controllers:
         runtime.controllers[codec] = Controller(runtime, codec)
@@ -81,24 +88,15 @@ def controller_of(runtime: Runtime, request: Request) -> Controller:
 
 
 def decided(runtime: Runtime, request: Request) -> tuple[Request, AutoReport | None]:
-    """The request as the controller wants it, and why; where it does not blend, as it is. Measuring this machine, once,
-    is not counted as part of an answer. Raises UsageError for a blend with several ratios."""
-    blend = request.blend
-    if blend.mode != "blend":
+    """Return the request as the controller decides, and why; unchanged if it does not blend. Raises UsageError for a
+    blend with several ratios."""
+    if request.blend.mode != "blend":
         return request, None
     if runtime.driver is not None:
         raise UsageError("--ratio auto is not implemented with --tensor-parallel", "give a ratio, such as 0.15")
-    if blend.checks:
+    if request.blend.checks:
         raise UsageError("--ratio auto chooses one ratio, and several check layers were given", "give a ratio to each")
-    controller, resolved = controller_of(runtime, request), time.perf_counter()
-    controller.measure()
-    started = request.started + time.perf_counter() - resolved
-    report = controller.decide(request, time.perf_counter() - started)
-    if report.decision.mode == "full":
-        blend = replace(blend, mode="full")
-    else:
-        blend = replace(blend, ratio=report.decision.ratio)
-    return replace(request, blend=blend, started=started), report
+    return controller_of(runtime, request).decide(request)
 
 
 def learn_from(runtime: Runtime, report: AutoReport, done: PrefillReport) -> None:

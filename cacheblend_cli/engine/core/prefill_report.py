@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.blend.prefill import PrefillResult
-from cacheblend_cli.engine.request.resolve import Request
-from cacheblend_cli.engine.sampling import logprobs_of
+from cacheblend_cli.engine.request.request import Request
+from cacheblend_cli.engine.worker.sampling import logprobs_of
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.prompt.plan import PromptPlan
 from cacheblend_cli.types import TokenLogprob

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from cacheblend_cli.blend.cost import AutoReport
 from cacheblend_cli.clock import since_process_start
-from cacheblend_cli.engine.generation import Generation
-from cacheblend_cli.engine.prefill_report import PrefillReport
+from cacheblend_cli.engine.core.prefill_report import PrefillReport
+from cacheblend_cli.engine.core.sequence_output import Generation
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.types import Answer, ChunkUse, Timing
 

@@ -10,8 +10,6 @@ from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.prompt.reasoning_tags import THINK, ReasoningTags
 from cacheblend_cli.prompt.template import CHANNEL
 
-CLOSING_ROOM = 24
-"""Maximum number of tokens of the closing tags and the text around them."""
 START, MESSAGE, END = "<|start|>", "<|message|>", "<|end|>"
 FINAL = f"{END}{START}assistant{CHANNEL}final{MESSAGE}"
 """Closes reasoning whose budget is used up, in gpt-oss's channels."""

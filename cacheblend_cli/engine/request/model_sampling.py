@@ -1,0 +1,69 @@
+"""Sampling settings from a model's generation_config.json."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import Any
+
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.types import MODEL_SAMPLED, SamplingParams
+
+
+def as_the_model(sampling: SamplingParams, fields: Collection[str], model: LoadedModel) -> SamplingParams:
+    """Return the sampling with these fields from the model's generation_config.json, where it has them.
+
+    Raises UsageError for a value that is not valid.
+    """
+    if not fields:
+        return sampling
+    named = model_sampling(model)
+    try:
+        return SamplingParams(**vars(sampling) | {field: named[field] for field in named.keys() & set(fields)})
+    except UsageError as error:
+        raise UsageError(
+            f"generation_config.json of {model.name} cannot be followed: {error.message}", "leave --model-sampling out"
+        ) from error
+
+
+def model_sampling(model: LoadedModel) -> dict[str, Any]:
+    """Fields of SamplingParams that generation_config.json names. Without do_sample it is greedy, as with transformers:
+    then only its repetition penalty counts, and a temperature is 1 with it where none is named."""
+    config = model.generation_config
+    sampled = config.get("do_sample") is True
+    fields = MODEL_SAMPLED if sampled else ("repetition_penalty",)
+    found = {field: _number(model, config, field) for field in fields if config.get(field) is not None}
+    return {"temperature": 1.0, **found} if sampled else found
+
+
+def _number(model: LoadedModel, config: Mapping[str, Any], field: str) -> int | float:
+    value = config[field]
+    wanted = (int,) if field == "top_k" else (int, float)
+    if isinstance(value, bool) or not isinstance(value, wanted) or not math.isfinite(value):
+        raise UsageError(
+            f"{field} in generation_config.json of {model.name} is {value!r}, and has to be a number",
+            "correct it, or leave --model-sampling out",
+        )
+    return value
+
+
+def model_notes(model: LoadedModel, sampling: SamplingParams) -> list[str]:
+    """Return notes on what generation_config.json asks for and an answer does not follow."""
+    notes = []
+    penalty = _greedy_penalty(model)
+    if sampling.temperature == 0 and sampling.repetition_penalty == 1 and penalty not in (None, 1):
+        notes.append(
+            f"generation_config.json of {model.name} has repetition_penalty {penalty:g}, which transformers applies and this answer "
+            f"does not: set repetition_penalty to {penalty:g} for that"
+        )
+    return notes
+
+
+def _greedy_penalty(model: LoadedModel) -> float | None:
+    """Return the repetition penalty of greedy decoding in transformers, None if generation_config.json has no valid
+    one."""
+    with suppress(UsageError):
+        return model_sampling(model).get("repetition_penalty")
+    return None

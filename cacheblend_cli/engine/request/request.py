@@ -1,0 +1,135 @@
+"""Request: a question whose chunks are resolved and whose prompt is laid out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from cacheblend_store import ChunkManifest, ChunkStore
+
+from cacheblend_cli.collect.collector import PlannedChunk
+from cacheblend_cli.corpus.citations import Citation
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.kv.export import Connector
+from cacheblend_cli.kv.source import KVSource, TieredSource
+from cacheblend_cli.prompt.collection import Collection
+from cacheblend_cli.prompt.plan import ChunkInput, PromptPlan, plan_prompt
+from cacheblend_cli.types import AskOptions, BlendParams, SamplingParams
+
+
+@dataclass(frozen=True)
+class RequestChunk:
+    """A chunk of a request, at the time it was resolved."""
+
+    named: bytes  # key that it was asked for by, which can be another model's
+    input: ChunkInput  # as this model sees it
+    citation: Citation  # the document it stands in
+    manifest: ChunkManifest | None = None  # the record that `input` was made of; None if the store has none
+    planned: PlannedChunk | None = None  # if it is of one of the request's documents
+    rank: int | None = None  # among the chunks that were searched, from 1; None for one that was named
+
+    @property
+    def text(self) -> str:
+        if self.manifest is not None:
+            return self.manifest.text
+        return self.planned.chunk.text if self.planned is not None else ""
+
+
+@dataclass(frozen=True)
+class Request:
+    """An AskRequest with its chunks resolved. It can be run under several settings (`replace(request, blend=...)`)."""
+
+    question: str
+    collection: Collection
+    store: ChunkStore | None  # source of the chunks' KV, None to compute everything
+    suffix_ids: tuple[int, ...]
+    chunks: tuple[RequestChunk, ...]
+    weak_match: bool = False  # even the best chunk of the search matches the question weakly
+    hits_cut: int = 0  # see `Answer`
+    blend: BlendParams = field(default_factory=BlendParams)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    options: AskOptions = field(default_factory=AskOptions)
+    prefix_cached: bool = True  # the store has the prefix's KV
+    lossless: bool = True  # stored KV is what this run would compute
+    notes: list[str] = field(default_factory=list)  # messages for users, shared by every copy of this request
+    started: float = field(default_factory=time.perf_counter)  # when the question was known
+    connector: Connector | None = None  # takes the prompt's KV; the answer ends before its first token
+    tiered: TieredSource | None = None  # the store and its tier, if the tier was asked for chunks
+    ratio_from: str = "given"  # see `Answer`
+
+    @property
+    def named(self) -> tuple[bytes, ...]:
+        """Keys of the chunks as they were asked for."""
+        return tuple(chunk.named for chunk in self.chunks)
+
+    @property
+    def inputs(self) -> tuple[ChunkInput, ...]:
+        """The chunks as this model sees them."""
+        return tuple(chunk.input for chunk in self.chunks)
+
+    @property
+    def source(self) -> KVSource | None:
+        """Source of cached KV."""
+        return self.tiered or self.store
+
+    @cached_property
+    def plan(self) -> PromptPlan:
+        """The prompt, laid out. Where RoPE gives a prompt of this length other frequencies than chunks are collected
+        under, nothing stored is exact; nor is KV of few bits where all is to be computed again (ratio 1)."""
+        prefix_ids = self.collection.prefix_ids
+        total = len(prefix_ids) + sum(len(c.token_ids) for c in self.inputs) + len(self.suffix_ids)
+        short = self.collection.model.decoder.rope.regime(total) == 0
+        again = not self.lossless and self.blend.mode == "blend" and self.blend.ratio == 1
+        return plan_prompt(
+            prefix_ids,
+            [replace(c, same_regime=c.same_regime and short and not again) for c in self.inputs],
+            self.suffix_ids,
+            prefix_key=self.collection.prefix_key if self.prefix_cached and short else None,
+            reuse=self.blend.mode != "full",
+        )
+
+    def without(self, key: bytes, reason: str) -> Request:
+        """The request with what is stored under the key not used, and a note that says so. What the tier lost goes with
+        it."""
+        gone = {key} | (self.tiered.lost if self.tiered else set())
+        self.notes.append(not_used(key, reason))
+        return replace(
+            self,
+            prefix_cached=self.prefix_cached and self.collection.prefix_key not in gone,
+            chunks=tuple(
+                replace(c, input=to_compute(c.input, self.collection)) if c.input.key in gone else c
+                for c in self.chunks
+            ),
+        )
+
+    def extended(self, token_ids: Sequence[int]) -> Request:
+        """The request with these tokens of its answer behind the prompt."""
+        return replace(self, suffix_ids=(*self.suffix_ids, *token_ids))
+
+    def in_full(self) -> Request:
+        """The same prompt, to be computed without the store, with notes of its own."""
+        return replace(self, store=None, tiered=None, blend=BlendParams(mode="full"), notes=[], connector=None)
+
+    def handed_to(self, connector: Connector) -> Request:
+        """Return the request with its answer left to another engine. Raises UsageError if it compares our own
+        answer."""
+        if self.options.verify or self.options.confirm or self.blend.max_risk is not None:
+            raise UsageError(
+                "verify, confirm and max_risk compare our own answer, and another engine decodes this one",
+                "leave them out, or let this engine decode",
+            )
+        return replace(self, connector=connector)
+
+
+def not_used(key: bytes, reason: str) -> str:
+    """Return a note that stored KV was not used."""
+    return f"stored KV {key.hex()[:12]} is not used, it is computed: {reason}"
+
+
+def to_compute(chunk: ChunkInput, collection: Collection) -> ChunkInput:
+    """Return the chunk as a missing one. What is computed now is never stored as what another dtype computed."""
+    if not chunk.computed_in:
+        return replace(chunk, cached=False)
+    return ChunkInput(collection.key(chunk.token_ids), chunk.source, chunk.token_ids, cached=False)
