@@ -26,7 +26,7 @@ from cacheblend_cli.blend.selectors import SELECTORS, Candidates, Evidence, choo
 from cacheblend_cli.engine.engine import Engine, Prefilled, Request
 from cacheblend_cli.evaluation.settings import Prefill, Setting
 from cacheblend_cli.kv import forward
-from cacheblend_cli.kv.forward import LayerStep, Observer, finish, layer_by_layer
+from cacheblend_cli.kv.forward import LayerStep, Steps, finish, layer_by_layer
 from cacheblend_cli.kv.loader import NothingToLoad
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import Rows, positions_of
@@ -41,7 +41,7 @@ TEMPERATURE = 0.9  # of PSR's attention on tokens that are not recomputed
 _attend = forward.attend
 
 
-class Question(Observer):
+class Question(Steps):
     """Runs the question over the stored KV of a prompt and records its attention. Only the question's rows are
     computed.
 
@@ -57,7 +57,7 @@ class Question(Observer):
         computed = [s for s in prompt.plan.segments if s.status == "computed"]
         rows = prompt.rows(positions_of(computed, prompt.decoder.device))
         with swapped(forward, "attend", _attend if share == 1 else self._attend_digest):
-            finish(layer_by_layer(prompt.decoder, rows, prompt.token_ids[rows.positions], self, self))
+            finish(layer_by_layer(prompt.decoder, rows, prompt.token_ids[rows.positions], self))
 
     def at(self, layer: DecoderLayer) -> LayerStep:
         self._prompt.loader.wait(layer.index)

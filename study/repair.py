@@ -41,7 +41,7 @@ from cacheblend_cli.evaluation.bootstrap import Bootstrap, difference, mean
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.measures import AnswerLengths, run_full
 from cacheblend_cli.evaluation.samples import Sample
-from cacheblend_cli.kv.forward import Observer, forward
+from cacheblend_cli.kv.forward import Steps, forward
 from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.kv.rows import Rows, rows_of
 from cacheblend_cli.model.decoder import Decoder, DecoderLayer
@@ -51,7 +51,7 @@ TOKENS = 64
 GRAM, MOST_PLACES, LOOKS, LEAST_WEIGHT, AFTER, MOST_ROWS = 2, 8, 2, 0.05, 2, 16
 
 
-class Looks(Observer):
+class Looks(Steps):
     """The largest attention weight of a pass's last row on each candidate, over the probe layers and their heads."""
 
     def __init__(self, sequence: PagedSequence, layers: Sequence[int], candidates: Candidates) -> None:

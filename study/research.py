@@ -54,7 +54,7 @@ class DraftAttention:
             token = hidden.logits(decoder, slice(-1, None)).argmax(-1)
             where = torch.tensor([position], device=decoder.device)
             rows = rows_of(decoder, sequence, where, position + 1, position + 1)
-            hidden = finish(layer_by_layer(decoder, rows, token, look, look))
+            hidden = finish(layer_by_layer(decoder, rows, token, look))
         return look.found
 
 

@@ -13,8 +13,8 @@ from cacheblend_cli.kv.forward import (
     FreshKV,
     Hidden,
     LayerStep,
-    Observer,
     Pass,
+    Steps,
     finish,
     layer_by_layer,
     queries,
@@ -44,7 +44,9 @@ class BeforeLayers:
 
     def probe(self, candidates: Candidates) -> Pass[None]:
         """Compute `attention` with pauses between layers, before the selector asks for it."""
-        self._found = yield from self._attention(candidates)
+        look = Look(self.prompt, self.probe_layers, candidates, stop=max(self.probe_layers, default=0))
+        yield from run_fresh(self.prompt, look)
+        self._found = largest_over_ranks(self.prompt.decoder, look.found)
 
     def deviation(self, candidates: Candidates) -> Tensor:
         raise AssertionError("a selector that compares fresh with old KV needs a check layer")
@@ -56,22 +58,20 @@ class BeforeLayers:
         ProphetKV (arXiv 2602.02579) and InfoFlow (arXiv 2603.05353) sum over heads. The maximum is used here because
         one head that looks a value up counts for more than many that look at everything a little.
         """
-        return finish(self._attention(candidates)) if self._found is None else self._found
-
-    def _attention(self, candidates: Candidates) -> Pass[Tensor]:
-        look = Look(self.prompt, self.probe_layers, candidates, stop=max(self.probe_layers, default=0))
-        yield from run_fresh(self.prompt, look)
-        return largest_over_ranks(self.prompt.decoder, look.found)
+        if self._found is None:
+            finish(self.probe(candidates))
+        assert self._found is not None
+        return self._found
 
 
 def run_fresh(prompt: Prompt, look: Look) -> Pass[Hidden | None]:
     """Pass the fresh rows (suffix and missing chunks) through the layers, over the stored KV."""
     computed = [s for s in prompt.plan.segments if s.status == "computed"]
     rows = prompt.rows(positions_of(computed, prompt.decoder.device))
-    return layer_by_layer(prompt.decoder, rows, prompt.token_ids[rows.positions], look, look)
+    return layer_by_layer(prompt.decoder, rows, prompt.token_ids[rows.positions], look)
 
 
-class Look(Observer):
+class Look(Steps):
     """Observe the attention of a pass's last rows (at most as many as the suffix has) in the probe layers.
 
     found: largest attention weight on each candidate so far, [n] fp32. stop: last layer whose queries are needed.

@@ -13,7 +13,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from cacheblend_cli.kv.forward import Observer, forward
+from cacheblend_cli.kv.forward import Steps, forward
 from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.model.decoder import Decoder
@@ -46,7 +46,7 @@ def teacher_forced(
     sequence: PagedSequence,
     prompt_ids: Sequence[int],
     answer_ids: Sequence[int],
-    observer: Observer | None = None,
+    observer: Steps | None = None,
 ) -> Tensor:
     """fp32 logits [len(answer_ids), vocab_size]: what the prompt's KV predicts for each token of the answer.
 

@@ -26,7 +26,7 @@ from cacheblend_cli.blend.evidence import AtCheckLayer, BeforeLayers
 from cacheblend_cli.blend.policy import BlendPolicy
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Candidates, Evidence
-from cacheblend_cli.kv.forward import FreshKV, LayerStep, Observer, Pass, finish, layer_by_layer, write_kv
+from cacheblend_cli.kv.forward import FreshKV, LayerStep, Pass, Steps, finish, layer_by_layer, write_kv
 from cacheblend_cli.kv.rows import Rows, joined, positions_of
 from cacheblend_cli.model.decoder import DecoderLayer
 from cacheblend_cli.prompt.plan import PromptPlan
@@ -66,12 +66,12 @@ def blended_layers(prompt: Prompt, policy: BlendPolicy, output_positions: Tensor
             yield from evidence.probe(steps.candidates)
         steps.choose_before(evidence)
     rows = steps.rows
-    hidden = yield from layer_by_layer(decoder, rows, prompt.token_ids[rows.positions], steps, steps)
+    hidden = yield from layer_by_layer(decoder, rows, prompt.token_ids[rows.positions], steps)
     assert hidden is not None
     return PrefillResult(hidden.logits(decoder), steps.candidates.positions, steps.reports)
 
 
-class BlendSteps(Observer):
+class BlendSteps(Steps):
     """Steps of a blended prefill, and the rows still being computed: candidates (cached, inexact) and fresh rows."""
 
     def __init__(self, prompt: Prompt, policy: BlendPolicy, output_positions: Tensor) -> None:

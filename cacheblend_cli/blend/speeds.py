@@ -23,7 +23,7 @@ from cacheblend_cli.blend.corrections import Regression
 from cacheblend_cli.blend.cost import Speeds
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Candidates
-from cacheblend_cli.kv.forward import AllRows, KVOnly, Steps, finish, layer_by_layer
+from cacheblend_cli.kv.forward import KVOnly, Steps, finish, layer_by_layer
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.kv.zero_loader import ZeroLoader
@@ -141,7 +141,7 @@ def _layers_run(decoder: Decoder, num_rows: int, block_size: int) -> Callable[[]
     positions = torch.arange(num_rows, device=decoder.device)
     token_ids = torch.zeros(num_rows, dtype=torch.int64, device=decoder.device)
     rows = rows_of(decoder, sequence, positions, num_rows, num_rows)
-    steps: Steps = AllRows() if len(decoder.layers) == 1 else KVOnly(decoder, rows)
+    steps = Steps() if len(decoder.layers) == 1 else KVOnly(decoder, rows)
     return lambda: finish(layer_by_layer(decoder, rows, token_ids, steps))
 
 

@@ -17,9 +17,9 @@ from cacheblend_kernels import Slots, StoredKV
 from torch import Tensor
 
 from cacheblend_cli.errors import DeviceError
-from cacheblend_cli.kv.forward import FreshKV, KVOnly, Observer, finish, layer_by_layer
+from cacheblend_cli.kv.forward import FreshKV, KVOnly, finish, layer_by_layer
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
-from cacheblend_cli.kv.rows import packed_rows
+from cacheblend_cli.kv.rows import Rows, packed_rows
 from cacheblend_cli.model.decoder import Decoder
 
 PACK_TOKENS = {"cpu": 512}
@@ -224,26 +224,27 @@ class _Place:
             kept += [(k.key, slice(base + k.start - start, base + k.end - start)) for k in inside]
             base += end - start
         rows = packed_rows(self._decoder, parts, self._rope_len)
-        keeper = _Keeper(self._decoder, [ChunkKV(key) for key, _ in kept], [where for _, where in kept])
+        keeper = _Keeper(self._decoder, rows, [ChunkKV(key) for key, _ in kept], [where for _, where in kept])
         token_ids = torch.tensor(ids, device=self._decoder.device)
-        finish(layer_by_layer(self._decoder, rows, token_ids, KVOnly(self._decoder, rows), keeper))
+        finish(layer_by_layer(self._decoder, rows, token_ids, keeper))
         return keeper.chunks
 
 
-class _Keeper(Observer):
+class _Keeper(KVOnly):
     """Keeps the rows of each chunk from the K and V of every layer, with the heads of all ranks.
 
-    rows: rows of each chunk in the launch.
+    places: rows of each chunk in the launch.
     """
 
-    def __init__(self, decoder: Decoder, chunks: list[ChunkKV], rows: list[slice]) -> None:
-        self._shard, self.chunks, self._rows = decoder.shard, chunks, rows
+    def __init__(self, decoder: Decoder, rows: Rows, chunks: list[ChunkKV], places: list[slice]) -> None:
+        super().__init__(decoder, rows)
+        self._shard, self.chunks, self._places = decoder.shard, chunks, places
 
     def fresh(self, fresh: FreshKV) -> None:
         k, v = fresh.k, fresh.v
         if self._shard is not None:
             k, v = (self._shard.all_heads(x, fresh.layer.index) for x in (k, v))
-        for chunk, rows in zip(self.chunks, self._rows, strict=True):
+        for chunk, rows in zip(self.chunks, self._places, strict=True):
             chunk.k.append(k[rows].clone())
             chunk.v.append(v[rows].clone())
 

@@ -13,7 +13,7 @@ from cacheblend_cli.blend.fidelity import Divergence, divergence, log_distributi
 from cacheblend_cli.blend.risk import signals_of
 from cacheblend_cli.engine.engine import Engine, Prefilled, Request
 from cacheblend_cli.evaluation.settings import Prefill
-from cacheblend_cli.kv.forward import Observer
+from cacheblend_cli.kv.forward import Steps
 from cacheblend_cli.model.decoder import DecoderLayer
 from cacheblend_cli.types import SamplingParams
 
@@ -189,7 +189,7 @@ def _chunk_kv(done: Prefilled) -> tuple[list[Tensor], list[Tensor]]:
     return [rows(c.k, c.k_scale) for c in pool.layers], [rows(c.v, c.v_scale) for c in pool.layers]
 
 
-class _Attended(Observer):
+class _Attended(Steps):
     """Observer that gathers the attention output of teacher forcing by layer; later passes append their rows."""
 
     def __init__(self, num_layers: int) -> None:

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cacheblend_cli.kv.forward import FreshKV, KVOnly, Observer, finish, layer_by_layer
+from cacheblend_cli.kv.forward import FreshKV, KVOnly, finish, layer_by_layer
 from cacheblend_cli.kv.pool import KVPool, upload
-from cacheblend_cli.kv.rows import rows_of
+from cacheblend_cli.kv.rows import Rows, rows_of
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.kv_scales import KVScales
 
@@ -33,13 +33,14 @@ def calibrate(decoder: Decoder, prefix_ids: Sequence[int], block_size: int) -> K
     sequence = pool.new_sequence(len(ids))
     positions = torch.arange(len(ids), device=decoder.device)
     rows = rows_of(decoder, sequence, positions, len(ids), len(ids))
-    sizes = _Sizes()
-    finish(layer_by_layer(decoder, rows, upload(ids, decoder.device), KVOnly(decoder, rows), sizes))
+    sizes = _Sizes(decoder, rows)
+    finish(layer_by_layer(decoder, rows, upload(ids, decoder.device), sizes))
     return KVScales(tuple(sizes.k_scales), tuple(sizes.v_scales))
 
 
-class _Sizes(Observer):
-    def __init__(self) -> None:
+class _Sizes(KVOnly):
+    def __init__(self, decoder: Decoder, rows: Rows) -> None:
+        super().__init__(decoder, rows)
         self.k_scales: list[Tensor] = []
         self.v_scales: list[Tensor] = []
 

@@ -1,15 +1,15 @@
 """The one forward pass: rows through the layers over the paged KV cache.
 
-`LayerStep` says, per layer, which rows get fresh K and V and which rows continue. Full prefill, collect, the four
-statuses of a blended prefill, the question's probe and decoding differ only in their steps. An `Observer` reads
-anything else they need from a pass. A pass can pause between two layers (`layer_by_layer`).
+Full prefill, collect, the four statuses of a blended prefill, the question's probe and decoding differ only in their
+`Steps`, which say per layer which rows get fresh K and V and which rows continue, and which see what a layer computes.
+A pass can pause between two layers (`layer_by_layer`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,14 +46,13 @@ class LayerStep:
     stop: bool = False  # end the pass after the queries were observed
 
 
-class Steps(Protocol):
+class Steps:
+    """Steps of a pass: every row at every layer, as in a full prefill or a decode step. Every method is called once per
+    layer; subclasses override what differs, and what they want to see."""
+
     def at(self, layer: DecoderLayer) -> LayerStep:
         """Return what this layer does. Called when the layer begins; may wait for the layer's stored KV."""
-        ...
-
-
-class Observer:
-    """Observer of a pass. Every method is called once per layer; the defaults do nothing."""
+        return _EVERY_ROW
 
     def fresh(self, fresh: FreshKV) -> None:
         """Called when K and V are computed; the pool still holds the old values. Not called in a layer that uses
@@ -67,16 +66,10 @@ class Observer:
         """Called after attention. output: before o_proj, [num_rows, num_heads, head_dim]."""
 
 
-class AllRows:
-    """Every row at every layer: a full prefill, or a decode step."""
-
-    _step = LayerStep()
-
-    def at(self, layer: DecoderLayer) -> LayerStep:
-        return self._step
+_EVERY_ROW = LayerStep()
 
 
-class KVOnly:
+class KVOnly(Steps):
     """Every row at every layer, nothing after the last K and V: collect needs no logits."""
 
     def __init__(self, decoder: Decoder, rows: Rows) -> None:
@@ -98,12 +91,12 @@ class Hidden:
         return decoder.logits(self.delta[rows], self.residual[rows])
 
 
-def forward(decoder: Decoder, rows: Rows, token_ids: Tensor, observer: Observer | None = None) -> Tensor:
+def forward(decoder: Decoder, rows: Rows, token_ids: Tensor, steps: Steps | None = None) -> Tensor:
     """Compute every row at every layer. token_ids: [num_rows] int64. Returns fp32 logits [num_rows, vocab_size].
 
     Reads no values on the host (except for the torch backend's attention), so a CUDA graph can capture it.
     """
-    hidden = finish(layer_by_layer(decoder, rows, token_ids, AllRows(), observer))
+    hidden = finish(layer_by_layer(decoder, rows, token_ids, steps or Steps()))
     assert hidden is not None
     return hidden.logits(decoder)
 
@@ -118,9 +111,7 @@ def finish(run: Generator[Any, None, T]) -> T:
             return result
 
 
-def layer_by_layer(
-    decoder: Decoder, rows: Rows, token_ids: Tensor, steps: Steps, observer: Observer | None = None
-) -> Pass[Hidden | None]:
+def layer_by_layer(decoder: Decoder, rows: Rows, token_ids: Tensor, steps: Steps) -> Pass[Hidden | None]:
     """Run rows through the layers as directed by `steps`, writing fresh K and V to the pool. Returns None if a step
     ended the pass. Pauses after every layer but the last, so that other sequences can be computed meanwhile."""
     delta, residual, num_rows = decoder.embed(token_ids), None, 0
@@ -131,18 +122,16 @@ def layer_by_layer(
         step, num_rows = steps.at(layer), len(rows)
         h, residual = decoder.input_norm(layer, delta, residual)
         del delta  # free tensors before attention and MLP: activations are most of a pass's memory
-        q, rows, residual = _project(layer, h, residual, rows, step, observer)
+        q, rows, residual = _project(layer, h, residual, rows, step, steps)
         del h
         if q is None:
             return None
-        if observer is not None:
-            observer.queries(layer, q, rows)
+        steps.queries(layer, q, rows)
         if step.stop:
             return None
         output = attend(layer, q, rows)
         del q
-        if observer is not None:
-            observer.attended(layer, output)
+        steps.attended(layer, output)
         delta, residual = layer.finish(output, residual, rows.token_ids)
         del output
     assert residual is not None
@@ -150,7 +139,7 @@ def layer_by_layer(
 
 
 def _project(
-    layer: DecoderLayer, h: Tensor, residual: Tensor, rows: Rows, step: LayerStep, observer: Observer | None
+    layer: DecoderLayer, h: Tensor, residual: Tensor, rows: Rows, step: LayerStep, steps: Steps
 ) -> tuple[Tensor | None, Rows, Tensor]:
     """Project, and write K and V. Returns the rotated q of the rows that continue (None: none do), these rows, and
     their residual."""
@@ -161,8 +150,7 @@ def _project(
         return queries(layer, h, rows), rows, residual
     if step.kv_rows is None and step.next_rows is None:  # one product, and one kernel that rotates and writes
         q, k, v = layer.project_qkv(h)
-        if observer is not None:
-            observer.fresh(FreshKV(layer, rows, h, k, v))
+        steps.fresh(FreshKV(layer, rows, h, k, v))
         rotated = rotate_and_write(layer, q, k, v, rows)
         assert rotated is not None
         return layer.scale_queries(rotated, rows.positions), rows, residual
@@ -171,8 +159,7 @@ def _project(
     else:
         kv_rows, (k, v) = rows.take(step.kv_rows), layer.project_kv(h[step.kv_rows])
     fresh = FreshKV(layer, rows, h, k, v)
-    if observer is not None:
-        observer.fresh(fresh)
+    steps.fresh(fresh)
     going = step.next_rows(fresh) if callable(step.next_rows) else step.next_rows
     write_kv(layer, k, v, kv_rows)
     if going is not None:

@@ -14,7 +14,7 @@ from decoding import decode_one_token
 from cacheblend_cli.blend.fidelity import divergence, log_distribution, teacher_forced
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.kv.forward import Observer, forward
+from cacheblend_cli.kv.forward import Steps, forward
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
 from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.model.decoder import DecoderLayer
@@ -59,7 +59,7 @@ def test_teacher_forcing_predicts_what_decoding_predicts(
     assert sum(shape[0] for i, shape in seen.shapes if i == 2) == len(answer)
 
 
-class Seen(Observer):
+class Seen(Steps):
     def __init__(self) -> None:
         self.shapes: list[tuple[int, torch.Size]] = []
 

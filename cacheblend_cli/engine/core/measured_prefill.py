@@ -22,9 +22,9 @@ from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.decode import DecodeRunner, EagerRunner
 from cacheblend_cli.engine.worker.memory import DeviceMemory, out_of_memory
-from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillState, advance
+from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillState
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.kv.forward import Observer
+from cacheblend_cli.kv.forward import Steps
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, SequenceView
 from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.prompt.plan import PromptPlan
@@ -42,7 +42,7 @@ class Prefilled(PrefillReport):
     def pool(self) -> KVPool:
         return self.sequence.pool
 
-    def predict(self, answer_ids: abc.Sequence[int], observer: Observer | None = None) -> Tensor:
+    def predict(self, answer_ids: abc.Sequence[int], observer: Steps | None = None) -> Tensor:
         """Return the logits that the prompt's KV predicts each token of an answer with, fp32 [len(answer_ids),
         vocab_size]. Writes the answer's KV: see `teacher_forced`."""
         return teacher_forced(self.runtime.decoder, self.sequence, self.plan.token_ids, answer_ids, observer)
@@ -112,9 +112,9 @@ def prefill(
         given = PrefillInput(0, plan, tuple(sequence.blocks), request.blend, request.lossless, rows)
         try:
             with PrefillState(decoder, request.source, sequence, given) as state:
-                [output] = advance([state]) if output_positions is None else [state.whole(output_positions(plan))]
+                output = state.advance() if output_positions is None else state.whole(output_positions(plan))
                 while output.result is None:
-                    [output] = advance([state])
+                    output = state.advance()
                 return Prefilled(
                     request, output.result, output.loader, output.prefill_s, runtime=runtime, sequence=sequence
                 )

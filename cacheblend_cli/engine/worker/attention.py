@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.blend.evidence import attention_weights
-from cacheblend_cli.kv.forward import Observer
+from cacheblend_cli.kv.forward import Steps
 from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.kv.rows import Rows
 from cacheblend_cli.model.decoder import Decoder, DecoderLayer
@@ -46,7 +46,7 @@ class AttentionShares:
         return [look / total for look in looks] if total > 0 else None
 
 
-class Watch(Observer):
+class Watch(Steps):
     """Observer of the attention of a decode step's tokens (a row per sequence), in the middle layer, and in a deep
     model also the one three quarters up: only in layers without a sliding window, where there are any.
 

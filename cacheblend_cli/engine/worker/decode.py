@@ -15,7 +15,7 @@ from cacheblend_kernels import AttentionMetadata
 from torch import Tensor
 
 from cacheblend_cli.errors import DeviceError
-from cacheblend_cli.kv.forward import Observer, forward
+from cacheblend_cli.kv.forward import Steps, forward
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, upload
 from cacheblend_cli.kv.rows import Rows, filled, next_rows
 from cacheblend_cli.model.decoder import Decoder
@@ -47,7 +47,7 @@ class EagerRunner:
 
     def __init__(self, decoder: Decoder, pool: KVPool) -> None:
         self._decoder, self._pool = decoder, pool
-        self.observer: Observer | None = None
+        self.observer: Steps | None = None
         self._sequences: list[PagedSequence] = []
         self._kv_lens: list[int] = []
 

@@ -100,19 +100,23 @@ class PrefillState:
         agree(self._decoder, self._plan, self._loader.bad)
         return self._output(result, start, self._done)
 
-    def _advance_blending(self, piece: Slice) -> PrefillOutput:
-        """Compute as many layers of what is blended as have the rows of a step, at least one."""
-        start = time.perf_counter()
-        if self._blending is None:
-            self._blending = self._blend(self._plan.filled_until(piece.start), None)
-        left, result = self._step_rows, None
-        try:
-            while left > 0:
-                rows = next(self._blending)
-                left -= rows if left >= 2 * rows else left  # the next layer has as many rows
-        except StopIteration as end:
-            self._blending, self._done, result = None, self._done + 1, end.value
-        agree(self._decoder, self._plan, self._loader.bad)
+    def advance(self) -> PrefillOutput:
+        """Compute the next slice, or as many layers of what is blended as have the rows of a step, at least one. Raises
+        BadChunk."""
+        piece = self._slices[self._done]
+        if not piece.blended:
+            return compute_slices([self])[0]
+        start, left, result = time.perf_counter(), self._step_rows, None
+        with torch.inference_mode():
+            if self._blending is None:
+                self._blending = self._blend(self._plan.filled_until(piece.start), None)
+            try:
+                while left > 0:
+                    rows = next(self._blending)
+                    left -= rows if left >= 2 * rows else left  # the next layer has as many rows
+            except StopIteration as end:
+                self._blending, self._done, result = None, self._done + 1, end.value
+            agree(self._decoder, self._plan, self._loader.bad)
         return self._output(result, start, self._done)
 
     def _part(self) -> SlicePart:
@@ -156,15 +160,12 @@ class PrefillState:
 
 
 @torch.inference_mode()
-def advance(prompts: Sequence[PrefillState]) -> list[PrefillOutput]:
-    """Compute the next step of a prompt: a slice, or some layers of what is blended. Of several prompts compute the
-    only slice of each (`short_rows`) in one launch; RoPE must have the same frequencies for all.
+def compute_slices(prompts: Sequence[PrefillState]) -> list[PrefillOutput]:
+    """Compute the next slice of a prompt, or the only slice of several short ones (`short_rows`), in one launch. RoPE
+    must have the same frequencies for all.
 
     Raises BadChunk, after which every prompt can be computed again, alone.
     """
-    piece = prompts[0]._slices[prompts[0]._done]
-    if piece.blended:
-        return [prompts[0]._advance_blending(piece)]
     start, decoder = time.perf_counter(), prompts[0]._decoder
     parts = [prompt._part() for prompt in prompts]
     hidden = finish(slices_pass(decoder, parts))

@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from cacheblend_cli.kv.forward import Hidden, LayerStep, Pass, layer_by_layer
+from cacheblend_cli.kv.forward import Hidden, LayerStep, Pass, Steps, layer_by_layer
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.pool import PagedSequence, upload
 from cacheblend_cli.kv.rows import packed_rows
@@ -96,7 +96,7 @@ def last_logits(decoder: Decoder, hidden: Hidden, ends: Sequence[int]) -> list[T
     return [logits[i : i + 1].clone() for i in range(len(ends))]
 
 
-class _SliceSteps:
+class _SliceSteps(Steps):
     """Every row at every layer but the last with K and V of its own, which computes these of all rows and the rest of
     the rows `outputs` [n] alone; so do the layers after it."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from cacheblend_cli.engine.worker.attention import Watch
 from cacheblend_cli.engine.worker.decode import EagerRunner
 from cacheblend_cli.engine.worker.memory import DeviceMemory
-from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillOutput, PrefillState, advance
+from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillOutput, PrefillState, compute_slices
 from cacheblend_cli.kv.block_table import BlockSpace, BlockTable
 from cacheblend_cli.kv.export import KVReader, export
 from cacheblend_cli.kv.pool import SequenceView, upload
@@ -86,7 +86,9 @@ class Worker(BlockSpace):
     def prefill(self, numbers: Sequence[int]) -> list[PrefillOutput]:
         """Compute the next step of a prompt, or the only slice of several short ones (`engine/worker/slices.py:
         short_rows`) in one launch. Raises BadChunk; then each of them can still be computed alone."""
-        return advance([self._prefills[number] for number in numbers])
+        if len(numbers) == 1:
+            return [self._prefills[numbers[0]].advance()]
+        return compute_slices([self._prefills[number] for number in numbers])
 
     def end(self, number: int) -> None:
         """Load and compute no more of a prompt, if there is one of that number."""
