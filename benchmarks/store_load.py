@@ -29,7 +29,7 @@ from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.measured_prefill import prefill
 from cacheblend_cli.engine.request.request import Request, RequestChunk
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.kv.loading import make_loader
+from cacheblend_cli.kv.loader import make_loader
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.families import spec_from_config

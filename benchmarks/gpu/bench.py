@@ -31,8 +31,7 @@ from cacheblend_cli.engine.request.request import Request, RequestChunk
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.decode import CAPTURABLE, DecodeRunner, EagerRunner, GraphRunner
 from cacheblend_cli.engine.worker.memory import DeviceMemory
-from cacheblend_cli.kv.loader import NothingToLoad
-from cacheblend_cli.kv.loading import make_loader
+from cacheblend_cli.kv.loader import KVLoader, make_loader
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 from cacheblend_cli.types import BlendParams
 
@@ -185,7 +184,7 @@ class Bench:
         with Loaded(self, length) as loaded:
             self.synchronize()
             start = time.perf_counter()
-            prompt = Prompt(self.model.decoder, loaded.plan, loaded.sequence, NothingToLoad())
+            prompt = Prompt(self.model.decoder, loaded.plan, loaded.sequence, KVLoader())
             policy = policy_of(blend, self.model.spec.num_layers, lossless, row_tile_of(self.device))
             result = blended_prefill(prompt, policy)
             result.logits[-1].argmax().item()

@@ -213,7 +213,7 @@ def _with_found_contexts(
     samples: list[Sample], engine: Engine, settings: Settings, named: str | None, max_tokens: int, output: Output
 ) -> list[Sample]:
     """Return the samples with contexts found in the store of --store, else in the default store."""
-    from cacheblend_cli.evaluation.found_contexts import with_found_contexts
+    from cacheblend_cli.evaluation.chunks import with_found_contexts
     from cacheblend_cli.types import SearchParams
 
     with open_store(replace(settings, store=named or settings.store), write=False) as source:

@@ -34,11 +34,11 @@ from cacheblend_cli.engine.events import Done, Event, Failed, OnEvent, Say, igno
 from cacheblend_cli.engine.profile import own_blend
 from cacheblend_cli.engine.ranks.outer_ranks import outer_ranks
 from cacheblend_cli.engine.ranks.rank_worker import serve_rank
+from cacheblend_cli.engine.request.chunks import StoredChunks
 from cacheblend_cli.engine.request.model_sampling import as_the_model
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.engine.request.retrieval import Retrieved, retrieve
-from cacheblend_cli.engine.request.stored_chunks import StoredChunks
 from cacheblend_cli.engine.runtime import Runtime, load_worker_model
 from cacheblend_cli.engine.worker.sampling import Draw, draws_of
 from cacheblend_cli.errors import CacheBlendError, UsageError
@@ -333,7 +333,7 @@ class Engine(EngineThread):
 
     def usable(self, store: ChunkStore, salt: str = "") -> list[str]:
         """Return the ids of the collections whose chunks can be used."""
-        return [of.id for of in self.runtime.collections(salt, day=self.runtime.day(store, salt))]
+        return [of.id for of in self.runtime.collections(salt, self.runtime.day(store, salt))]
 
     def roots(self, store: ChunkStore, salt: str = "") -> list[str]:
         """Return the real paths that the store remembers for this model and salt."""

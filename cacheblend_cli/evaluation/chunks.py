@@ -1,9 +1,10 @@
-"""Chunks of samples in the store, each collected in the context that a setting uses."""
+"""Chunks of samples: stored for a setting, each collected in its context, or found in the store."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +17,7 @@ from cacheblend_cli.corpus.contexts import Neighbours, Passage, document_context
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.evaluation.samples import Context, Sample
 from cacheblend_cli.prompt.collection import Collection
+from cacheblend_cli.types import AskRequest, SamplingParams, SearchParams
 
 SOURCE = "(sample)"
 
@@ -98,3 +100,33 @@ class SampleChunks:
         if ids is None:
             ids = self._ids[text] = tuple(self._engine.model.tokenizer.encode_text(text))
         return ids
+
+
+def with_found_contexts(
+    engine: Engine, store: ChunkStore, samples: Sequence[Sample], search: SearchParams, max_tokens: int
+) -> list[Sample]:
+    """Return the samples, those without contexts with the chunks found for their question.
+
+    A chunk's page is its document: the chunks before it are its left context. Raises NotFoundError where nothing is
+    found.
+    """
+    before: dict[bytes, list[bytes]] = {}  # chunk -> those before it in its document
+    for document in store.documents():
+        keys = [chunk.key for chunk in document.chunks]
+        before.update({key: keys[:i] for i, key in enumerate(keys)})
+    found = []
+    for sample in samples:
+        if not sample.contexts:
+            ask = AskRequest(sample.question, sampling=SamplingParams(max_tokens=max_tokens), search=search)
+            hits = engine.search(store, ask).keys
+            sample = replace(sample, contexts=tuple(_context(store, key, before.get(key, ())) for key in hits))
+        found.append(sample)
+    return found
+
+
+def _context(store: ChunkStore, key: bytes, before: Sequence[bytes]) -> Context:
+    """Return a stored chunk with the texts of the chunks before it."""
+    manifest = store.get_chunk(key)
+    assert manifest is not None
+    page = [store.get_chunk(other) for other in before]
+    return Context(manifest.text, manifest.source, tuple(m.text for m in page if m is not None))

@@ -1,141 +1,224 @@
-"""Loading the stored KV of one prompt into the pool: the loader's interface, its threads and its queue."""
+"""Loading a prompt's stored KV: threads copy it from its source, and a transfer moves it to the pool's device."""
 
 from __future__ import annotations
 
-import os
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from queue import SimpleQueue
 from typing import Self
 
 import torch
+from cacheblend_kernels import Slots, StoredKV
+from cacheblend_store import StoreError
+from cacheblend_store.format.blobs import blob_spec
+from cacheblend_store.format.codecs import DTYPES
+from torch import Tensor
 
-from cacheblend_cli.kv.source import BadChunk
+from cacheblend_cli.kv.batch import KVBatch, batches_of
+from cacheblend_cli.kv.load_queue import LoadQueue, num_workers, workers
+from cacheblend_cli.kv.pool import PagedSequence
+from cacheblend_cli.kv.source import BadChunk, ChunkReader, KVSource
+from cacheblend_cli.kv.stored_prompt import StoredPrompt, StoredSpan, slots_of, stored_kv
+from cacheblend_cli.kv.transfer import CudaTransfer, StagedTransfer, Transfer
+from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.prompt.plan import PromptPlan
 
 
-class KVLoader(ABC):
-    """Load KV layer by layer, ahead of compute, while the context is entered.
+class KVLoader:
+    """Load KV layer by layer, ahead of compute, while the context is entered. This one has nothing to load: its prompt
+    has no cached segments.
 
     The figures are final after the last wait. On a GPU, reading the seconds synchronises.
-
-    - num_bytes: bytes read from the source
-    - load_s: seconds from the start until the last layer was loaded
-    - stall_s: seconds of load_s that computing waited
-    - bad: with tensor parallelism, a chunk that this rank could not read; its KV is zeros
     """
 
-    num_bytes = 0
-    bad: BadChunk | None = None
+    num_bytes = 0  # read from the source
+    bad: BadChunk | None = None  # with tensor parallelism, a chunk that this rank could not read; its KV is zeros
 
     @property
     def load_s(self) -> float:
+        """Seconds from the start until the last layer was loaded."""
         return 0.0
 
     @property
     def stall_s(self) -> float:
+        """Seconds of load_s that computing waited."""
         return 0.0
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:  # noqa: B027
+    def __exit__(self, *exc: object) -> None:
         """Stop loading."""
 
-    @abstractmethod
     def wait(self, layer: int) -> None:
         """Return when the layer's KV is in the pool for the work queued next. Raises BadChunk, except with tensor
         parallelism."""
 
 
-class NothingToLoad(KVLoader):
-    """Loader of a prompt without cached segments."""
+class StoredLoader(KVLoader):
+    """Load stored KV with worker threads, one batch after another, layer by layer.
+
+    A worker waits for a free buffer of the transfer, copies the batch's blobs into it (still compressed, checked by its
+    own reader) and sends it. The transfer dequantises, rotates and writes the rows to their slots. The computing thread
+    waits until the whole layer is sent, and then for the transfer.
+    """
+
+    def __init__(self, stored: StoredPrompt, transfer: Transfer) -> None:
+        self._stored, self._transfer = stored, transfer
+        self._workers = workers(num_workers(transfer.most_workers))
+        self._shapes = stored.decoder.spec.kv_shapes
+        self._batches = batches_of(stored.spans, self._shapes, transfer.batch_bytes)
+        self._queue = LoadQueue(stored.num_layers, len(self._batches))
+        self._slots: list[tuple[Slots, ...]] = []
+        self._free: SimpleQueue[int] = SimpleQueue()  # buffers not held by a worker
+        self._running: list[Future[None]] = []
+        self.num_bytes = stored.num_bytes
+
+    @property
+    def load_s(self) -> float:
+        return self._transfer.seconds()[0]
+
+    @property
+    def stall_s(self) -> float:
+        return self._transfer.seconds()[1]
+
+    def __enter__(self) -> StoredLoader:
+        self._slots = [self._stored.slots(batch[self._shapes[0]].spans) for batch in self._batches]
+        num_batches = self._stored.num_layers * len(self._batches)
+        num_buffers = min(num_batches, self._workers.count * self._transfer.buffers_a_worker)
+        self._transfer.open(num_buffers, max(of.num_bytes for batch in self._batches for of in batch.values()))
+        for buffer in range(num_buffers):
+            self._free.put(buffer)
+        self._running = self._workers.start(self._work, num_batches)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._queue.stop()
+        for running in self._running:
+            running.result()
+        self._transfer.close()
+        self._slots = []  # a loader outlives the load because of its figures: drop the tables
 
     def wait(self, layer: int) -> None:
+        self._transfer.arrive(layer)
+        self._queue.wait(layer)
+        self._transfer.join(layer)
+
+    @torch.inference_mode()  # inference mode is per thread, and the pool may be an inference tensor
+    def _work(self) -> None:
+        try:
+            with self._stored.source.read() as reader:
+                while (part := self._queue.take()) is not None:
+                    self._load(reader, *part)
+        except BaseException as error:
+            self._queue.stop(error)
+
+    def _load(self, reader: ChunkReader, layer: int, which: int) -> None:
+        batch, buffer = self._batches[which][self._shapes[layer]], self._free.get()
+        try:
+            self._copy(reader, layer, batch, self._transfer.memory(buffer))
+            place = partial(self._place, layer, batch, self._slots[which])
+            self._transfer.send(layer, buffer, batch.num_bytes, place)
+        finally:
+            self._free.put(buffer)
+        self._queue.arrived(layer)
+
+    def _copy(self, reader: ChunkReader, layer: int, batch: KVBatch, memory: memoryview) -> None:
+        for index in range(len(batch.spans)):
+            try:
+                reader.copy_layer(self._stored.manifests[batch.first + index], layer, batch.targets(index, memory))
+            except StoreError as error:
+                bad = self._stored.bad(batch.first + index, error)
+                if self._stored.decoder.shard is None:
+                    raise bad from error
+                self.bad = bad  # the other ranks do not know of it, so the pass goes on
+                for target in batch.targets(index, memory).values():
+                    target[:] = bytes(len(target))
+
+    def _place(self, layer: int, batch: KVBatch, slots: tuple[Slots, ...], staged: Tensor) -> None:
+        self._stored.place(layer, batch.spans[0].codec, batch.tensors(staged), slots)
+
+
+class ZeroLoader(KVLoader):
+    """Places zeros for the plan's cached segments, in the waiting thread, for prompts that run only to compile or time
+    kernels."""
+
+    def __init__(self, decoder: Decoder, sequence: PagedSequence, plan: PromptPlan, codec: str) -> None:
+        """codec: the format to dequantise from."""
+        spec = decoder.own_spec
+        self._kernels, self._pool = decoder.kernels, sequence.pool
+        self._rope_of = decoder.rope.of_layer
+        self._rows = []
+        self._heads = spec.kv_shapes
+        for segment in (s for s in plan.segments if s.cached):
+            span = StoredSpan(segment.start, segment.end, codec)
+            of_heads = {heads: zeros(span, heads, decoder.device) for heads in set(self._heads)}
+            self._rows.append((of_heads, slots_of(decoder, sequence, [span], plan.num_tokens)))
+
+    def wait(self, layer: int) -> None:
+        for of_heads, slots in self._rows:
+            stored = of_heads[self._heads[layer]]
+            own = slots[self._rope_of[layer]]
+            for where in (own, replace(own, first_slot=-1)):  # consecutive slots, and scattered ones
+                self._kernels.load_kv(stored, self._pool.layers[layer], where)
+
+
+def zeros(span: StoredSpan, heads: tuple[int, ...], device: torch.device) -> StoredKV:
+    """Return stored KV of zeros in the span's codec. heads: (KV heads, head_dim) of the layer."""
+    tensors = blob_spec(span.codec, span.num_tokens, *heads)
+    stored = {name: torch.zeros(t.shape, dtype=DTYPES[t.dtype], device=device) for name, t in tensors.items()}
+    return stored_kv(span.codec, stored, *heads[1:])
+
+
+def make_loader(decoder: Decoder, source: KVSource | None, sequence: PagedSequence, plan: PromptPlan) -> KVLoader:
+    """Return the loader of the plan's cached segments. Raises BadChunk if the source no longer has one of them.
+
+    source: may be None for a plan without cached segments.
+    """
+    if not any(s.cached and s.token_ids for s in plan.segments):
+        return KVLoader()
+    missing: BadChunk | None = None
+    try:
+        stored = None if source is None else StoredPrompt.find(decoder, source, sequence, plan)
+    except BadChunk as error:
+        stored, missing = None, error
+    if stored is None and missing is None:
+        key = next(s.key for s in plan.segments if s.cached and s.token_ids)
+        assert key is not None, "a cached segment has a key"
+        missing = BadChunk(key, "the store cannot be read")
+    agree(decoder, plan, missing)
+    assert stored is not None
+    return StoredLoader(stored, transfer_to(decoder.device))
+
+
+def agree(decoder: Decoder, plan: PromptPlan, bad: BadChunk | None) -> None:
+    """Raise BadChunk on all ranks if one of them could not read a chunk. bad: the chunk that this rank could not
+    read."""
+    shard = decoder.shard
+    if shard is None:
+        if bad is not None:
+            raise bad
         return
+    cached = [s for s in plan.segments if s.cached and s.token_ids]
+    if not cached:
+        return
+    ranks = shard.ranks
+    own = 0 if bad is None else 1 + next(i for i, s in enumerate(cached) if s.key == bad.key)
+    code = int(ranks.largest(torch.tensor([own * ranks.size + ranks.rank if own else 0], device=decoder.device)))
+    if code:
+        key = cached[code // ranks.size - 1].key
+        assert key is not None
+        raise (
+            bad if bad is not None and bad.key == key else BadChunk(key, f"rank {code % ranks.size} could not read it")
+        )
 
 
-class LoadQueue:
-    """Work queue of the loader threads: parts of layers, in layer order, so that layer 0 is complete first.
-
-    The computing thread waits for a layer. An error in any thread is raised in every waiter.
-    """
-
-    def __init__(self, num_layers: int, num_parts: int) -> None:
-        self._num_layers, self._num_parts = num_layers, num_parts
-        self._taken = 0
-        self._missing = [num_parts] * num_layers
-        self._stopped = False
-        self._error: BaseException | None = None
-        self._changed = threading.Condition()
-
-    def take(self) -> tuple[int, int] | None:
-        """Return the next (layer, part), or None when nothing is left to do."""
-        with self._changed:
-            if self._stopped or self._taken == self._num_layers * self._num_parts:
-                return None
-            self._taken += 1
-            return divmod(self._taken - 1, self._num_parts)
-
-    def arrived(self, layer: int) -> None:
-        """Record that one more part of the layer is loaded."""
-        with self._changed:
-            self._missing[layer] -= 1
-            if self._missing[layer] == 0:
-                self._changed.notify_all()
-
-    def stop(self, error: BaseException | None = None) -> None:
-        """Stop handing out parts. Waiters get the first error."""
-        with self._changed:
-            self._stopped, self._error = True, self._error or error
-            self._changed.notify_all()
-
-    def wait(self, layer: int) -> None:
-        """Return when the whole layer is loaded. Raises the error that stopped the queue."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or self._missing[layer] == 0)
-            if self._error is not None:
-                raise self._error
-
-
-class Workers:
-    """`count` threads that live as long as the process, each limited to one OpenMP thread.
-
-    An OpenMP team per worker would compete with the computing thread's team for the cores.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._pool = ThreadPoolExecutor(count, "kv-loader")
-        begun = threading.Barrier(count + 1)  # each thread holds one task, so that no thread runs two of them
-        before = torch.get_num_threads()
-        for _ in range(count):
-            self._pool.submit(_alone, begun)
-        begun.wait()
-        torch.set_num_threads(before)  # a worker's setting applies to itself and to threads started later
-
-    def start(self, work: Callable[[], None], at_most: int) -> list[Future[None]]:
-        """Run `work` on every worker, or on `at_most` of them."""
-        return [self._pool.submit(work) for _ in range(min(self.count, at_most))]
-
-
-def _alone(begun: threading.Barrier) -> None:
-    torch.get_num_threads()  # a thread's first query copies the global number: query before setting its own
-    torch.set_num_threads(1)
-    begun.wait()
-
-
-@cache
-def workers(count: int) -> Workers:
-    """The process's workers, created on first use."""
-    return Workers(count)
-
-
-def num_workers(at_most: int) -> int:
-    """Half of the cores; the other half computes."""
-    return max(1, min(at_most, (os.cpu_count() or 1) // 2))
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=workers.cache_clear)  # fork does not copy threads
+def transfer_to(device: torch.device) -> Transfer:
+    match device.type:
+        case "cuda":
+            return CudaTransfer(device)
+        case "cpu":
+            return Transfer()
+        case _:
+            return StagedTransfer(device)

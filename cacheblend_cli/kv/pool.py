@@ -86,6 +86,18 @@ class KVPool(BlockSpace):
         for held in self.raw:
             held.index_copy_(0, dst, held.index_select(0, src))
 
+    def swap_out(self, blocks: Sequence[int]) -> list[Tensor]:
+        """Return copies of the blocks on the host: K and V of every layer, each [num_blocks, block_size, num_kv_heads,
+        head_dim]. They are queued on the compute stream, before later writes to the blocks."""
+        index = upload(blocks, self.device)
+        return [to_host(held.index_select(0, index)) for held in self.raw]
+
+    def swap_in(self, blocks: Sequence[int], parts: Sequence[Tensor]) -> None:
+        """Write swapped-out KV into the same number of blocks."""
+        index = upload(blocks, self.device)
+        for held, part in zip(self.raw, parts, strict=True):
+            held.index_copy_(0, index, part.to(self.device, non_blocking=True))
+
     def new_sequence(self, num_tokens: int) -> PagedSequence:
         """Return a sequence with room for num_tokens. Raises DeviceError, naming what fits, when the pool is too
         small."""
@@ -172,3 +184,11 @@ def upload(values: Sequence[int] | Tensor, device: torch.device, dtype: torch.dt
     if device.type != "cuda":
         return torch.as_tensor(values, dtype=dtype, device=device)
     return torch.as_tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)
+
+
+def to_host(part: Tensor) -> Tensor:
+    """Return a copy on the host: on CUDA queued and in pinned memory; on a CPU the tensor itself."""
+    if not part.is_cuda:
+        return part.cpu()
+    host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+    return host.copy_(part, non_blocking=True)

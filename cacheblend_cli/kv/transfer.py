@@ -10,88 +10,58 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 
-class Transfer(Protocol):
+class Transfer:
     """Moves buffers filled by workers to the device. Workers call `memory` and `send`; the computing thread calls the
-    rest.
+    rest. This one is for a pool in host memory: the worker itself writes the loaded KV into the pool.
 
     A buffer holds one batch: up to batch_bytes, or one chunk.
     """
-
-    most_workers: int
-    buffers_a_worker: int
-    batch_bytes: int
-
-    def open(self, num_buffers: int, num_bytes: int) -> None:
-        """Allocate the buffers, num_bytes each. Transfers start after the work queued so far."""
-        ...
-
-    def memory(self, buffer: int) -> memoryview:
-        """Return the buffer's memory once its previous contents have been copied."""
-        ...
-
-    def send(self, layer: int, buffer: int, num_bytes: int, place: Callable[[Tensor], None]) -> None:
-        """Copy the buffer's first num_bytes to the device and, after that, call `place` with them (uint8)."""
-        ...
-
-    def arrive(self, layer: int) -> None:
-        """Record that computing has reached the layer; waiting from here on counts as stall."""
-        ...
-
-    def join(self, layer: int) -> None:
-        """Order computing after the transfers of the layer. On a GPU the stream waits, not the host."""
-        ...
-
-    def close(self) -> None:
-        """Order computing after all transfers, and free the buffers."""
-        ...
-
-    def seconds(self) -> tuple[float, float]:
-        """Return (seconds from `open` until the last layer's KV arrived, seconds of it that computing waited).
-        Synchronises."""
-        ...
-
-
-class HostTransfer:
-    """Transfer to a pool in host memory: the worker itself writes the loaded KV into the pool."""
 
     most_workers, buffers_a_worker = 4, 1
     batch_bytes = 0  # each chunk by itself, while it is still in the CPU's cache
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
-        self._started = self._last = self._arrived = self._stall_s = 0.0
+        self._started = self._last = self._arrived_at = self._stall_s = 0.0
 
     def open(self, num_buffers: int, num_bytes: int) -> None:
+        """Allocate the buffers, num_bytes each. Transfers start after the work queued so far."""
         self._buffers = list(torch.empty(num_buffers * num_bytes, dtype=torch.uint8).split(num_bytes))
         self._started = self._last = time.perf_counter()
 
     def memory(self, buffer: int) -> memoryview:
+        """Return the buffer's memory once its previous contents have been copied."""
         return self._buffers[buffer].numpy().data
 
     def send(self, layer: int, buffer: int, num_bytes: int, place: Callable[[Tensor], None]) -> None:
+        """Copy the buffer's first num_bytes to the device and, after that, call `place` with them (uint8)."""
         place(self._buffers[buffer][:num_bytes])
         self._last = time.perf_counter()
 
     def arrive(self, layer: int) -> None:
-        self._arrived = time.perf_counter()
+        """Record that computing has reached the layer; waiting from here on counts as stall."""
+        self._arrived_at = time.perf_counter()
 
     def join(self, layer: int) -> None:
-        self._stall_s += time.perf_counter() - self._arrived
+        """Order computing after the transfers of the layer. On a GPU the stream waits, not the host."""
+        self._stall_s += time.perf_counter() - self._arrived_at
 
     def close(self) -> None:
+        """Order computing after all transfers, and free the buffers."""
         self._buffers = []
 
     def seconds(self) -> tuple[float, float]:
+        """Return (seconds from `open` until the last layer's KV arrived, seconds of it that computing waited).
+        Synchronises."""
         return self._last - self._started, self._stall_s
 
 
-class StagedTransfer(HostTransfer):
+class StagedTransfer(Transfer):
     """Transfer to a device without streams of its own (MPS): one worker copies to the device and writes there."""
 
     most_workers = 1
@@ -115,7 +85,7 @@ def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream
     return torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)
 
 
-class CudaTransfer:
+class CudaTransfer(Transfer):
     """One copy stream, and one stream that dequantises, rotates and writes into the pool after it; an event per layer.
 
     Pinned and device buffers come from PyTorch's caching allocators, so a second prompt allocates none.
@@ -125,6 +95,7 @@ class CudaTransfer:
     batch_bytes = 6 << 20  # several chunks per copy and launch, and still several batches per layer
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
         self._copy, self._place = _streams(device)
         self._compute = torch.cuda.current_stream(device)
@@ -136,7 +107,7 @@ class CudaTransfer:
         self._layers: dict[int, torch.cuda.Event] = {}
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._arrived: torch.cuda.Event | None = None
-        self._started: torch.cuda.Event | None = None
+        self._opened: torch.cuda.Event | None = None
 
     def open(self, num_buffers: int, num_bytes: int) -> None:
         size = num_buffers * num_bytes
@@ -145,7 +116,7 @@ class CudaTransfer:
         self._copied, self._placed = [None] * num_buffers, [None] * num_buffers
         self._copy.wait_stream(self._compute)  # the pool's blocks and the buffers may still be in use
         self._place.wait_stream(self._compute)
-        self._started = self._timed(self._copy)
+        self._opened = self._timed(self._copy)
 
     def memory(self, buffer: int) -> memoryview:
         copied = self._copied[buffer]
@@ -184,13 +155,13 @@ class CudaTransfer:
         self._host, self._staged = [], []
 
     def seconds(self) -> tuple[float, float]:
-        if self._started is None or not self._layers:
+        if self._opened is None or not self._layers:
             return 0.0, 0.0
         last = self._layers[max(self._layers)]
         for event in (last, *(end for _, end in self._waits)):
             event.synchronize()
         stall = sum(begin.elapsed_time(end) for begin, end in self._waits)
-        return self._started.elapsed_time(last) / 1e3, stall / 1e3
+        return self._opened.elapsed_time(last) / 1e3, stall / 1e3
 
     def _timed(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

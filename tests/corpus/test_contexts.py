@@ -15,9 +15,9 @@ from cacheblend_cli.collect.precompute import PrecomputeOptions, PrecomputeRepor
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.request.chunks import StoredChunks
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.engine.request.retrieval import exact_where_stored
-from cacheblend_cli.engine.request.stored_chunks import StoredChunks
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 QUESTION = "where does Mara work?"

@@ -15,7 +15,6 @@ from cacheblend_cli.kv.block_allocator import Allocation
 from cacheblend_cli.kv.block_table import BlockTable
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
 from cacheblend_cli.kv.prefix_cache import KVProvenance, PrefixHit
-from cacheblend_cli.kv.swap import swap_in, swap_out
 from cacheblend_cli.prompt.plan import ChunkInput, PromptPlan, plan_prompt
 
 SIZE, BLOCKS, WINDOW = 4, 12, 10
@@ -140,7 +139,7 @@ class Machine(RuleBasedStateMachine):
     def swap_out(self, data: st.DataObject) -> None:
         held = data.draw(st.sampled_from([h for h in self.held if h.paged]))
         assert held.paged is not None
-        held.swapped, held.gone = swap_out(self.pool, held.paged.owned), held.paged.gone
+        held.swapped, held.gone = self.pool.swap_out(held.paged.owned), held.paged.gone
         held.paged.release()
         held.paged = None
 
@@ -151,7 +150,7 @@ class Machine(RuleBasedStateMachine):
         assert held.swapped is not None
         if self.blocks.can_swap_in(len(held.ids), held.gone):
             own = self.pool.allocator.allocate(len(held.swapped[0]))
-            swap_in(self.pool, own, held.swapped)
+            self.pool.swap_in(own, held.swapped)
             held.paged, held.swapped = BlockTable(self.pool, [*own[:1] * held.gone, *own], held.gone), None
 
     @precondition(lambda self: self.held)

@@ -21,7 +21,6 @@ from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.kv.pool import KVPool, bytes_per_token
-from cacheblend_cli.kv.swap import swap_in, swap_out
 from cacheblend_cli.model import loading
 from cacheblend_cli.model.parallel import check_divisible
 from cacheblend_cli.types import Answer, AskRequest, BlendParams, SamplingParams
@@ -96,10 +95,10 @@ def test_the_pool_holds_latents_and_position_keys(engine: Engine) -> None:
     for tensor in pool.tensors:
         tensor.normal_()
     before = [tensor[[1]].clone() for tensor in pool.tensors]
-    parts = swap_out(pool, [1])
+    parts = pool.swap_out([1])
     for tensor in pool.tensors:
         tensor.zero_()
-    swap_in(pool, [0], parts)
+    pool.swap_in([0], parts)
     assert all(torch.equal(tensor[[0]], was) for tensor, was in zip(pool.tensors, before, strict=True))
 
 

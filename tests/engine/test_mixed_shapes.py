@@ -17,7 +17,6 @@ from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.pool import KVPool, bytes_per_token
-from cacheblend_cli.kv.swap import swap_in, swap_out
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 HEADS = [(2, 16), (2, 16), (2, 32)]  # of the layers with K and V of their own: the last three of six use another's
@@ -78,10 +77,10 @@ def test_what_was_swapped_out_comes_back(engine: Engine) -> None:
     for tensor in pool.tensors:
         tensor.normal_()
     before = [tensor[[3, 1]].clone() for tensor in pool.tensors]
-    parts = swap_out(pool, [3, 1])
+    parts = pool.swap_out([3, 1])
     for tensor in pool.tensors:
         tensor.zero_()
-    swap_in(pool, [0, 2], parts)
+    pool.swap_in([0, 2], parts)
     for tensor, was in zip(pool.tensors, before, strict=True):
         assert torch.equal(tensor[[0, 2]], was)
 

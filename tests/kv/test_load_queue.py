@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend_cli.kv.loader import LoadQueue
+from cacheblend_cli.kv.load_queue import LoadQueue
 
 
 def test_layers_are_taken_one_after_another() -> None:

@@ -20,17 +20,17 @@ from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.request.resolve import resolve
-from cacheblend_cli.kv import loading
+from cacheblend_cli.kv import loader
 from cacheblend_cli.kv.batch import KVBatch, batches_of
-from cacheblend_cli.kv.loader import Workers
+from cacheblend_cli.kv.load_queue import Workers
 from cacheblend_cli.kv.stored_prompt import StoredPrompt, StoredSpan
-from cacheblend_cli.kv.transfer import HostTransfer
+from cacheblend_cli.kv.transfer import Transfer
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
 
 
-class LazyTransfer(HostTransfer):
+class LazyTransfer(Transfer):
     """What is sent is brought to the pool as late as it may be: when its buffer or its layer is waited for."""
 
     batch_bytes = 20_000  # so few that a layer has several
@@ -49,7 +49,7 @@ class LazyTransfer(HostTransfer):
 
     def send(self, layer: int, buffer: int, num_bytes: int, place: Callable[[torch.Tensor], None]) -> None:
         with self._lock:
-            self._sent.append(lambda: HostTransfer.send(self, layer, buffer, num_bytes, place))
+            self._sent.append(lambda: Transfer.send(self, layer, buffer, num_bytes, place))
             self.layers[layer] = self._last_of[buffer] = len(self._sent)
 
     def join(self, layer: int) -> None:
@@ -67,7 +67,7 @@ class TransferThatTrusts(LazyTransfer):
     """Gives a buffer away before what is in it was copied."""
 
     def memory(self, buffer: int) -> memoryview:
-        return HostTransfer.memory(self, buffer)
+        return Transfer.memory(self, buffer)
 
 
 @given(st.lists(st.tuples(st.integers(1, 70), st.sampled_from(CODECS)), min_size=1, max_size=8), st.data())
@@ -125,8 +125,8 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> list[LazyTransfer]:
         made.append(LazyTransfer())
         return made[-1]
 
-    monkeypatch.setattr(loading, "transfer_to", transfer_to)
-    monkeypatch.setattr(loading, "num_workers", lambda at_most: 2)
+    monkeypatch.setattr(loader, "transfer_to", transfer_to)
+    monkeypatch.setattr(loader, "num_workers", lambda at_most: 2)
     return made
 
 
@@ -137,7 +137,7 @@ def test_through_the_buffers_arrives_what_was_stored(
     stored = Stored(tmp_path, codec)
     order = [stored.keys[i] for i in (4, 0, 2, 2, 5, 1)]
     with monkeypatch.context() as direct:
-        direct.setattr(loading, "transfer_to", lambda device: HostTransfer())
+        direct.setattr(loader, "transfer_to", lambda device: Transfer())
         expected = stored.prefill(order)
     assert not staged
     for _ in range(4):
@@ -157,10 +157,10 @@ def test_through_the_buffers_arrives_what_was_stored(
 def test_a_buffer_that_is_given_away_too_early_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = Stored(tmp_path, "float32")
     expected = stored.prefill(stored.keys[:4])
-    monkeypatch.setattr(loading, "num_workers", lambda at_most: 1)
+    monkeypatch.setattr(loader, "num_workers", lambda at_most: 1)
     monkeypatch.setattr(LazyTransfer, "batch_bytes", 0)  # four chunks of a layer in one buffer, one after another
     for transfer, same in ((LazyTransfer, True), (TransferThatTrusts, False)):
-        monkeypatch.setattr(loading, "transfer_to", lambda device, transfer=transfer: transfer())
+        monkeypatch.setattr(loader, "transfer_to", lambda device, transfer=transfer: transfer())
         assert torch.equal(stored.prefill(stored.keys[:4]).result.logits, expected.result.logits) is same
 
 
@@ -204,7 +204,7 @@ def test_loading_leaves_torchs_threads_to_computing(tmp_path: Path, monkeypatch:
         place(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(StoredPrompt, "place", spy)
-    monkeypatch.setattr(loading, "workers", Workers)  # threads that are born now
+    monkeypatch.setattr(loader, "workers", Workers)  # threads that are born now
     torch.set_num_threads(3)
     try:
         stored.prefill(stored.keys[:4])

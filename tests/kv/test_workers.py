@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from cacheblend_cli.kv.loader import Workers, num_workers, workers
+from cacheblend_cli.kv.load_queue import Workers, num_workers, workers
 
 
 def test_every_worker_runs_torch_alone_and_nobody_else_does() -> None:

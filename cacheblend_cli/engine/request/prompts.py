@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from datetime import date
 
 from cacheblend_store import ChunkStore
@@ -17,7 +18,7 @@ from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.records import kept_day
 from cacheblend_cli.prompt.template import PromptTemplate, split_template
 from cacheblend_cli.prompt.wording import Wording
-from cacheblend_cli.types import SamplingParams
+from cacheblend_cli.types import PLAIN, AskRequest, SamplingParams
 
 CLOSING_ROOM = 24
 """Maximum number of tokens of the closing tags after reasoning, and of the text around them."""
@@ -56,11 +57,11 @@ class Prompts:
         """Return the collection whose keys depend on these values. kv_dtype, wording, day: None for the engine's."""
         return Collection.of(self.model, self.template_of(wording, day), kv_dtype or self.config.kv_dtype, salt)
 
-    def collections(self, salt: str = "", wording: Wording | None = None, day: date | None = None) -> list[Collection]:
+    def collections(self, salt: str, day: date | None) -> list[Collection]:
         """Return the collections whose chunks can be used: one per codec, or the configured one; then those that the
         same model computed in other dtypes."""
         names = CODECS if self.config.kv_dtype == "auto" else (self.config.kv_dtype,)
-        of = self.collection(salt, wording=wording, day=day)
+        of = self.collection(salt, day=day)
         own = [of.in_codec(codec) for codec in names]
         return own + [other for collection in own for other in collection.in_other_dtypes()]
 
@@ -71,6 +72,20 @@ class Prompts:
             return None
         kept = kept_day(store, self.collection(salt)) if store is not None else None
         return kept or dates.today()
+
+    def dated(self, store: ChunkStore | None, ask: AskRequest) -> AskRequest:
+        """Return the request with its date, so that all of its preparation reads the same template."""
+        return ask if ask.day is not None else replace(ask, day=self.day(store, ask.salt))
+
+    def collection_of(self, ask: AskRequest) -> Collection:
+        """Return the collection of a dated request: the engine's wording with the request's own prompts."""
+        own = self.template.wording
+        if ask.raw:
+            wording = Wording(PLAIN, raw=True)
+        else:
+            system = own.system if ask.system is None else ask.system.strip()
+            wording = replace(own, prompt=ask.prompt or own.prompt, system=system)
+        return self.collection(ask.salt, wording=wording, day=ask.day)
 
     @property
     def context(self) -> int:

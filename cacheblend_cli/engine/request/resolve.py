@@ -15,18 +15,11 @@ from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.texts import plan_texts, sent_document
 from cacheblend_cli.engine.events import Say
 from cacheblend_cli.engine.profile import with_own_ratio
-from cacheblend_cli.engine.request.chunks import (
-    check_named,
-    dated,
-    in_stored_codec,
-    request_chunks,
-    wording_of,
-)
+from cacheblend_cli.engine.request.chunks import StoredChunks, check_named, in_stored_codec, request_chunks
 from cacheblend_cli.engine.request.model_sampling import as_the_model, model_notes
 from cacheblend_cli.engine.request.prompts import Prompts
 from cacheblend_cli.engine.request.request import Request, not_used
 from cacheblend_cli.engine.request.retrieval import Retrieved, retrieve
-from cacheblend_cli.engine.request.stored_chunks import StoredChunks
 from cacheblend_cli.engine.request.tiered import ask_tier, with_found
 from cacheblend_cli.errors import NotFoundError, NothingFound, UsageError
 from cacheblend_cli.prompt.dates import age_note
@@ -57,14 +50,14 @@ def resolve(
             "ask with --json or --batch, by Engine.ask or without stream; or use --confirm, which streams a draft",
         )
     sampling = as_the_model(ask.sampling, ask.model_sampling, prompts.model)
-    ask = dated(prompts, store, replace(ask, sampling=sampling))
+    ask = prompts.dated(store, replace(ask, sampling=sampling))
     _check_size(prompts, ask)
     planned = _planned(prompts, ask, collect)
     with StoredChunks(store, ask.cite_first) as stored:
         ask, found = _searched(prompts, store, stored, ask, planned, say)
         started, notes = time.perf_counter(), found.notes
         check_named(store, ask.keys, planned)
-        collection = prompts.collection(ask.salt, wording=wording_of(prompts, ask), day=ask.day)
+        collection = prompts.collection_of(ask)
         collection = in_stored_codec(collection, prompts, stored, ask.keys)
         if collection.day is not None:
             notes += age_note(collection.day)
@@ -123,7 +116,7 @@ def _planned(prompts: Prompts, ask: AskRequest, settings: CollectSettings) -> di
     """Return the chunks of the request's documents by key."""
     if not ask.documents:
         return {}
-    collection = prompts.collection(ask.salt, wording=wording_of(prompts, ask), day=ask.day)
+    collection = prompts.collection_of(ask)
     documents = [sent_document(document, ask.tenant) for document in ask.documents]
     return {chunk.key: chunk for _, chunks in plan_texts(collection, documents, settings) for chunk in chunks}
 

@@ -12,9 +12,8 @@ from cacheblend_store import ChunkStore
 from cacheblend_cli.collect.collector import PlannedChunk
 from cacheblend_cli.corpus.search import WEAK, Lookup, SearchHit, found_elsewhere, search
 from cacheblend_cli.engine.events import Say
-from cacheblend_cli.engine.request.chunks import dated, in_stored_codec
+from cacheblend_cli.engine.request.chunks import StoredChunks, in_stored_codec
 from cacheblend_cli.engine.request.prompts import Prompts
-from cacheblend_cli.engine.request.stored_chunks import StoredChunks
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.mismatch import nothing_found
@@ -48,9 +47,9 @@ def retrieve(
     Raises NotFoundError with the reason if nothing is found for this model and scope, or if all matches are weak, the
     search refuses weak ones and the request names no chunks.
     """
-    ask = dated(prompts, store, ask)
+    ask = prompts.dated(store, ask)
     lookup = Lookup.with_weights(ask.search or SearchParams(), say)
-    usable = prompts.collections(ask.salt, day=ask.day)  # stored with the engine's own wording
+    usable = prompts.collections(ask.salt, ask.day)  # stored with the engine's own wording
     collections = [collection.id for collection in usable]
     query = lookup.query or ask.question
     if not lookup.query:

@@ -19,10 +19,9 @@ from torch import Tensor
 from cacheblend_cli.blend.policy import policy_of, row_tile_of
 from cacheblend_cli.blend.prefill import PrefillResult, blended_layers
 from cacheblend_cli.blend.prompt import Prompt
-from cacheblend_cli.engine.worker.slices import Slice, SlicePart, last_logits, slices_of, slices_pass
+from cacheblend_cli.engine.worker.slices import SlicePart, last_logits, slices_of, slices_pass
 from cacheblend_cli.kv.forward import Hidden, Pass, finish
-from cacheblend_cli.kv.loader import KVLoader
-from cacheblend_cli.kv.loading import agree, make_loader
+from cacheblend_cli.kv.loader import KVLoader, agree, make_loader
 from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.kv.source import KVSource
 from cacheblend_cli.model.decoder import Decoder

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from cacheblend_cli.engine.worker.grammar import Grammar
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.kv.pool import upload
-from cacheblend_cli.kv.swap import to_host
+from cacheblend_cli.kv.pool import to_host, upload
 from cacheblend_cli.types import SamplingParams, TokenLogprob
 
 LEAST_TEMPERATURE = 1e-5  # below it, logits in fp32 become infinite: it is as greedy

@@ -22,7 +22,6 @@ from cacheblend_cli.kv.block_table import BlockSpace, BlockTable
 from cacheblend_cli.kv.export import KVReader, export
 from cacheblend_cli.kv.pool import SequenceView, upload
 from cacheblend_cli.kv.source import KVSource
-from cacheblend_cli.kv.swap import swap_in, swap_out
 from cacheblend_cli.model.decoder import Decoder
 
 
@@ -114,12 +113,12 @@ class Worker(BlockSpace):
     @torch.inference_mode()
     def swap_out(self, number: int, blocks: Sequence[int]) -> None:
         """Copy the blocks' KV to the host, where it is kept under that number."""
-        self._swapped[number] = swap_out(self._pool, blocks)
+        self._swapped[number] = self._pool.swap_out(blocks)
 
     @torch.inference_mode()
     def swap_in(self, number: int, blocks: Sequence[int]) -> None:
         """Write what is kept under the number to blocks, as many, and keep it no longer."""
-        swap_in(self._pool, blocks, self._swapped.pop(number))
+        self._pool.swap_in(blocks, self._swapped.pop(number))
 
     def forget(self, number: int) -> None:
         """Drop what is kept under the number, if anything is."""

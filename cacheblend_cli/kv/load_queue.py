@@ -1,0 +1,96 @@
+"""Threads that load stored KV, and the queue they work on."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+
+import torch
+
+
+class LoadQueue:
+    """Work queue of the loader threads: parts of layers, in layer order, so that layer 0 is complete first.
+
+    The computing thread waits for a layer. An error in any thread is raised in every waiter.
+    """
+
+    def __init__(self, num_layers: int, num_parts: int) -> None:
+        self._num_layers, self._num_parts = num_layers, num_parts
+        self._taken = 0
+        self._missing = [num_parts] * num_layers
+        self._stopped = False
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def take(self) -> tuple[int, int] | None:
+        """Return the next (layer, part), or None when nothing is left to do."""
+        with self._changed:
+            if self._stopped or self._taken == self._num_layers * self._num_parts:
+                return None
+            self._taken += 1
+            return divmod(self._taken - 1, self._num_parts)
+
+    def arrived(self, layer: int) -> None:
+        """Record that one more part of the layer is loaded."""
+        with self._changed:
+            self._missing[layer] -= 1
+            if self._missing[layer] == 0:
+                self._changed.notify_all()
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """Stop handing out parts. Waiters get the first error."""
+        with self._changed:
+            self._stopped, self._error = True, self._error or error
+            self._changed.notify_all()
+
+    def wait(self, layer: int) -> None:
+        """Return when the whole layer is loaded. Raises the error that stopped the queue."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or self._missing[layer] == 0)
+            if self._error is not None:
+                raise self._error
+
+
+class Workers:
+    """`count` threads that live as long as the process, each limited to one OpenMP thread.
+
+    An OpenMP team per worker would compete with the computing thread's team for the cores.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._pool = ThreadPoolExecutor(count, "kv-loader")
+        begun = threading.Barrier(count + 1)  # each thread holds one task, so that no thread runs two of them
+        before = torch.get_num_threads()
+        for _ in range(count):
+            self._pool.submit(_alone, begun)
+        begun.wait()
+        torch.set_num_threads(before)  # a worker's setting applies to itself and to threads started later
+
+    def start(self, work: Callable[[], None], at_most: int) -> list[Future[None]]:
+        """Run `work` on every worker, or on `at_most` of them."""
+        return [self._pool.submit(work) for _ in range(min(self.count, at_most))]
+
+
+def _alone(begun: threading.Barrier) -> None:
+    torch.get_num_threads()  # a thread's first query copies the global number: query before setting its own
+    torch.set_num_threads(1)
+    begun.wait()
+
+
+@cache
+def workers(count: int) -> Workers:
+    """The process's workers, created on first use."""
+    return Workers(count)
+
+
+def num_workers(at_most: int) -> int:
+    """Half of the cores; the other half computes."""
+    return max(1, min(at_most, (os.cpu_count() or 1) // 2))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=workers.cache_clear)  # fork does not copy threads
