@@ -185,7 +185,15 @@ class Engine(EngineThread):
 
     def check_fits(self, request: Request) -> None:
         """Raise PromptTooLong if prompt and answer do not fit the model's context."""
-        self.runtime.check_length(request.plan.num_tokens, self.max_new_tokens(request.sampling))
+        self.check_length(request.plan.num_tokens, self.max_new_tokens(request.sampling))
+
+    def check_length(self, num_tokens: int, headroom: int) -> None:
+        """Raise PromptTooLong if a prompt of num_tokens and an answer of `headroom` do not fit the model's context."""
+        self.runtime.check_length(num_tokens, headroom)
+
+    def reserve_memory(self) -> None:
+        """Take a GPU's KV pool and decode graphs now, not with the first request. Raises DeviceError."""
+        self.runtime.memory()
 
     # one request in the caller's thread
 

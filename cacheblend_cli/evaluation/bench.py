@@ -132,8 +132,8 @@ def bench(
     model, decoder = engine.model, engine.model.decoder
     for setting in settings:
         policy_of(setting.blend, model.spec.num_kv_layers, True)  # refused before anything is computed
-    engine.runtime.memory()
-    collection = engine.runtime.collection()
+    engine.reserve_memory()
+    collection = engine.collection(None)
     try:
         with (
             tempfile.TemporaryDirectory(prefix="cacheblend-bench-") as folder,

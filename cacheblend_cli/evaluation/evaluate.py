@@ -112,7 +112,7 @@ class _Run:
             "dtype": str(engine.model.decoder.dtype),
             "device": engine.model.decoder.device.type,
             "attention": engine.model.decoder.kernels.name,
-            "codec": engine.runtime.collection().codec,
+            "codec": engine.collection(store).codec,
             "pool": engine.config.kv_pool_dtype,
             "max_tokens": options.max_tokens,
             "own_tokens": self._own_tokens,
@@ -134,7 +134,7 @@ class _Run:
         self.results.resumed += len(self._settings) - len(missing)
         if missing:
             try:
-                self._engine.runtime.check_length(self._prompt_tokens(sample), self._max_tokens)
+                self._engine.check_length(self._prompt_tokens(sample), self._max_tokens)
             except UsageError as error:
                 self.results.skipped.append((number + 1, error.message))
                 return

@@ -30,7 +30,7 @@ def tokens_of(records: Sequence[Record]) -> list[Tokens]:
 def keep_fit(engine: Engine, setting: Setting, answers: Sequence[Tokens]) -> RiskFit:
     """Fit the risk of a setting's answers, and keep it for `ask --max-risk`. Raises UsageError if they are too few."""
     fit = fit_risk(answers)
-    RiskFile.of(engine.runtime.collection(), [setting.context], setting.blend).write(fit)
+    RiskFile.of(engine.collection(None), [setting.context], setting.blend).write(fit)
     return fit
 
 

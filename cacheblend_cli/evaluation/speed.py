@@ -63,7 +63,7 @@ class SpeedPrompt:
     @classmethod
     def stored(cls, engine: Engine, store: ChunkStore, layout: PromptLayout, headroom: int) -> SpeedPrompt:
         """Collect and store prefix and chunks. Raises StoreNoSpace, before computing if that is clear."""
-        collection = engine.runtime.collection()
+        collection = engine.collection(store)
         check_space(
             store.path, sum(map(collection.chunk_bytes, [len(collection.prefix_ids), *map(len, layout.chunks)]))
         )
