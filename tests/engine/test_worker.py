@@ -13,7 +13,7 @@ import torch
 from engine_driver import CoreDriver, StoredEngine, open_stored_engine
 from torch import Tensor
 
-from cacheblend_cli.engine.core import pools
+from cacheblend_cli.engine import runtime
 from cacheblend_cli.engine.core.measured_prefill import prefill
 from cacheblend_cli.engine.core.sequence import SequenceStatus
 from cacheblend_cli.engine.events import Limits
@@ -103,7 +103,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEngine]:
 def test_a_second_worker_that_is_sent_the_same_computes_the_same(
     stored: StoredEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pools, "Worker", Leader)
+    monkeypatch.setattr(runtime, "Worker", Leader)
     rng = random.Random(5)
     driver = CoreDriver(stored, Limits(max_sequences=5, max_rows=96, pool_tokens=16 * 20))
     worker = driver.core.worker
