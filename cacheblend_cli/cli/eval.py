@@ -103,7 +103,7 @@ def evaluate(
     from cacheblend_cli.evaluation.plot import plot as draw
     from cacheblend_cli.evaluation.records import RecordFile
     from cacheblend_cli.evaluation.scores import check_rouge
-    from cacheblend_cli.evaluation.settings import AutoPrefill, grid
+    from cacheblend_cli.evaluation.settings import grid
     from cacheblend_cli.evaluation.summary import summarise
     from cacheblend_cli.types import BlendParams
 
@@ -118,7 +118,6 @@ def evaluate(
     for name in context or ():
         replace(collecting, context=name)
     ratios = [resolve({"ratio": r}).settings.ratio for r in ratio or ()] or [settings.ratio]
-    auto = AutoPrefill()
 
     def grid_with(own: BlendParams) -> list[Setting]:
         """own: the blend settings of --ratio model."""
@@ -128,7 +127,6 @@ def evaluate(
             selectors=selector or (settings.selector,),
             ratios=[own.ratio if ratio == "model" else ratio for ratio in ratios],
             contexts=context or (settings.context,),
-            auto=auto,
         ) + ([NOISE_FLOOR] if noise_floor else [])
 
     asked = grid_with(blend)  # raise errors before the model is loaded
@@ -157,8 +155,8 @@ def evaluate(
         raise UsageError("no question was measured", "use a model with a longer context, or shorter contexts")
     summaries = summarise(results)
     show_scores(summaries, output, json=json)
-    if auto.reports:
-        output.note(auto_line(auto.reports))
+    if results.auto:
+        output.note(auto_line(results.auto))
     if fit_risk:
         _fit_risk(engine, results, output)
     if layers and not json:
@@ -174,7 +172,7 @@ def _fit_risk(engine: Engine, results: Results, output: Output) -> None:
     """Fit and store the risk estimate of `ask --max-risk` for each blended setting with a fixed ratio."""
     from cacheblend_cli.evaluation.risk import captured, halves, keep_fit, tokens_of
 
-    for setting in [s for s in results.settings if s.reuses and s.prefill is None]:
+    for setting in [s for s in results.settings if s.reuses and s.prefill is None and not s.auto]:
         answers = tokens_of(results.by_label[setting.label])
         fit = keep_fit(engine, setting, answers)
         try:

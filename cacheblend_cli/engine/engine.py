@@ -19,7 +19,6 @@ import torch
 from cacheblend_store import ChunkStore
 from torch import Tensor
 
-from cacheblend_cli.blend.cost import AutoReport
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.texts import AddedDocument, Putting, document_of, put_name
 from cacheblend_cli.engine.config import EngineConfig
@@ -27,7 +26,7 @@ from cacheblend_cli.engine.core.async_engine import AsyncEngine
 from cacheblend_cli.engine.core.controller import decided, kv_bytes
 from cacheblend_cli.engine.core.core import EngineCore
 from cacheblend_cli.engine.core.engine_thread import EngineThread
-from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill, prefill_auto
+from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
 from cacheblend_cli.engine.events import Done, Event, Failed, OnEvent, Say, ignore, piece_of
@@ -302,10 +301,6 @@ class Engine(EngineThread):
         return prefill(
             self.runtime, request, headroom=headroom, output_positions=output_positions, slice_rows=slice_rows
         )
-
-    def prefilled_auto(self, request: Request, *, headroom: int = 0) -> tuple[Prefilled, AutoReport]:
-        """`prefilled` as --ratio auto decides, with request.blend.ratio as the minimum."""
-        return prefill_auto(self.runtime, request, headroom=headroom)
 
     # documents
 

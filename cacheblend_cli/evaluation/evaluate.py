@@ -9,6 +9,7 @@ from typing import Any
 
 from cacheblend_store import ChunkStore
 
+from cacheblend_cli.blend.cost import AutoReport
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.errors import UsageError
@@ -47,12 +48,13 @@ class EvaluateOptions:
 
 @dataclass
 class Results:
-    """Records in the order of the samples. skipped: (number of the sample from 1, reason). notes: warnings."""
+    """Records in the order of the samples."""
 
     settings: list[Setting]
     by_label: dict[str, list[Record]]
-    skipped: list[tuple[int, str]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    skipped: list[tuple[int, str]] = field(default_factory=list)  # (number of the sample from 1, reason)
+    notes: list[str] = field(default_factory=list)  # warnings
+    auto: list[AutoReport] = field(default_factory=list)  # one per prompt of --ratio auto
     measured: int = 0
     resumed: int = 0
 
@@ -162,8 +164,10 @@ class _Run:
                 if setting.is_full:
                     record = self._record(sample, setting, key, reference)
                 else:
-                    asked, run = replace(request, blend=setting.blend), setting.prefill or Engine.prefilled
-                    found = run_setting(self._engine, asked, reference, before_s, run)
+                    options = replace(request.options, auto=setting.auto)
+                    asked, run = replace(request, blend=setting.blend, options=options), setting.prefill
+                    found = run_setting(self._engine, asked, reference, before_s, run or Engine.prefilled)
+                    self.results.auto += [] if found.prefilled.auto is None else [found.prefilled.auto]
                     record = self._record(sample, setting, key, found, **_compared(found, reference))
                 self._records.add(record)
                 self.results.measured += 1

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
-from cacheblend_cli.blend.cost import AutoReport
 from cacheblend_cli.engine.engine import Engine, Prefilled, Request
 from cacheblend_cli.types import BlendParams
 
@@ -19,31 +18,16 @@ class Prefill(Protocol):
     def __call__(self, engine: Engine, request: Request, /, *, headroom: int = 0) -> Prefilled: ...
 
 
-@dataclass(eq=False)
-class AutoPrefill:
-    """`Engine.prefilled_auto`. reports: one per prompt, in order; ttft_s is the prefill's."""
-
-    reports: list[AutoReport] = field(default_factory=list)
-
-    def __call__(self, engine: Engine, request: Request, *, headroom: int = 0) -> Prefilled:
-        done, report = engine.prefilled_auto(request, headroom=headroom)
-        self.reports.append(report)
-        return done
-
-
 @dataclass(frozen=True)
 class Setting:
-    """label: name in tables, unique in a run. context: how chunks are collected, see corpus/contexts.py.
+    """A way to prefill."""
 
-    prefill: None for the engine's own; variants are distinguished by label only. auto: the prefill chooses the ratio,
-    at least blend.ratio.
-    """
-
-    label: str
+    label: str  # name in tables, unique in a run
     blend: BlendParams
-    context: str = "sink"
+    context: str = "sink"  # how chunks are collected, see corpus/contexts.py
+    # None for the engine's own; variants are distinguished by label only
     prefill: Prefill | None = field(default=None, compare=False, repr=False)
-    auto: bool = False
+    auto: bool = False  # --ratio auto chooses the ratio, at least blend.ratio
 
     @property
     def is_full(self) -> bool:
@@ -64,7 +48,7 @@ class Setting:
         identity: dict[str, Any] = {"context": self.context, "blend": asdict(self.blend), "run": run}
         if self.is_full:  # independent of blending options
             identity = {"full": True, "run": run}
-        if self.prefill is not None:
+        if self.prefill is not None or self.auto:
             identity["label"] = self.label
         return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=8).hexdigest()
 
@@ -79,11 +63,10 @@ def grid(
     selectors: Sequence[str],
     ratios: Sequence[float | str],
     contexts: Sequence[str],
-    auto: Prefill | None = None,
 ) -> list[Setting]:
     """Return every combination once, labelled by what differs; full prefill first, plain reuse next.
 
-    blend: all other options. ratios: numbers, or "auto" for a prefill that chooses the ratio, at least blend's.
+    blend: all other options. ratios: numbers, or "auto" for --ratio auto with blend's ratio as the minimum.
     Selectors with a fixed ratio (`all`, `none`) appear once. Raises UsageError for invalid values.
     """
     for mode in modes:
@@ -96,10 +79,9 @@ def grid(
         for selector in dict.fromkeys(selectors if "blend" in modes else ()):
             fixed = selector in ("all", "none")
             for ratio in dict.fromkeys(ratios):
-                least, way = (blend.ratio, auto) if isinstance(ratio, str) else (ratio, None)
-                identity = ratio if isinstance(ratio, str) else f"{ratio:g}"
-                name = (selector if fixed else f"{selector} {identity}") + suffix
-                if name not in {s.label for s in settings} and not (way and fixed):
+                auto, least = (True, blend.ratio) if isinstance(ratio, str) else (False, ratio)
+                name = (selector if fixed else f"{selector} {ratio}" if auto else f"{selector} {ratio:g}") + suffix
+                if name not in {s.label for s in settings} and not (auto and fixed):
                     config = replace(blend, mode="blend", selector=selector, ratio=least)
-                    settings.append(Setting(name, config, context, way, auto=way is not None))
+                    settings.append(Setting(name, config, context, auto=auto))
     return settings

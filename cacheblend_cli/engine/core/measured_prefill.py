@@ -37,6 +37,7 @@ class Prefilled(PrefillReport):
 
     runtime: Runtime = field(kw_only=True)
     sequence: PagedSequence = field(kw_only=True)
+    auto: AutoReport | None = None  # with --ratio auto; ttft_s is the prefill's
 
     @property
     def pool(self) -> KVPool:
@@ -93,7 +94,8 @@ def prefill(
     output_positions: Callable[[PromptPlan], Tensor] | None = None,
     slice_rows: int | None = None,
 ) -> Prefilled:
-    """Prefill one prompt. If stored KV of a chunk is bad, the chunk is computed, and a note says so.
+    """Prefill one prompt. If stored KV of a chunk is bad, the chunk is computed, and a note says so. With
+    request.options.auto the loading controller chooses the ratio, request.blend.ratio at least, and learns from it.
 
     headroom: positions to keep free after the prompt. output_positions: positions whose logits are returned, None = the
     last; with it the prompt is computed in one slice. slice_rows: positions of a slice, None for the engine's. Raises
@@ -104,6 +106,10 @@ def prefill(
         raise UsageError(
             "measures and prefills outside of the engine run in one process", "leave --tensor-parallel out"
         )
+    start, report = time.perf_counter(), None
+    if request.options.auto:
+        request, report = decided(runtime, replace(request, started=start))
+        start = time.perf_counter()
     while True:
         plan = request.plan
         runtime.check_length(plan.num_tokens, headroom)
@@ -115,9 +121,15 @@ def prefill(
                 output = state.advance() if output_positions is None else state.whole(output_positions(plan))
                 while output.result is None:
                     output = state.advance()
-                return Prefilled(
+                done = Prefilled(
                     request, output.result, output.loader, output.prefill_s, runtime=runtime, sequence=sequence
                 )
+            if report is None:
+                return done
+            int(done.logits.argmax())  # a GPU is done when its result is on the host
+            seconds = time.perf_counter() - start
+            controller_of(runtime, request).learn(report, done, seconds)
+            return replace(done, auto=replace(report, ttft_s=seconds))
         except BadChunk as bad:
             sequence.release()
             request = request.without(bad.key, bad.reason)
@@ -127,16 +139,3 @@ def prefill(
         except BaseException:
             sequence.release()
             raise
-
-
-def prefill_auto(runtime: Runtime, request: Request, *, headroom: int = 0) -> tuple[Prefilled, AutoReport]:
-    """Prefill one prompt as `--ratio auto` decides, with request.blend.ratio as the minimum, and let the controller
-    learn from it. ttft_s of the report is the prefill's."""
-    asked, report = decided(runtime, replace(request, started=time.perf_counter()))
-    assert report is not None
-    start = time.perf_counter()
-    done = prefill(runtime, asked, headroom=headroom)
-    int(done.logits.argmax())  # a GPU is done when its result is on the host
-    seconds = time.perf_counter() - start
-    controller_of(runtime, request).learn(report, done, seconds)
-    return done, replace(report, ttft_s=seconds)
