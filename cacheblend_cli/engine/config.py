@@ -15,39 +15,28 @@ DECODERS = ("auto", "torch", "llama.cpp")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """model: a directory, a GGUF file, a hub id, smollm2 or handbook; None for smollm2 where it is installed, else
-    handbook. lora: the directory of a LoRA adapter to merge into it. dtype, weight_dtype: see `Precision`. threads: CPU
-    threads, None for torch's own choice.
+    """Settings of an engine, which its requests share."""
 
-    gpu_memory_utilization: share of a GPU's memory to use, weights included. swap_space: GiB of host memory for KV of
-    answers that were preempted; where it is full, their KV is computed again. eager: decode without CUDA graphs.
-    kv_pool_dtype: what K and V are kept in while a question is answered, "auto" for the compute dtype. prompt: the
-    user's message with {chunks} and {question}, "" for the model's own or the default; system: the system prompt, ""
-    for none; template_var: NAME=VALUE for the chat template. decode_with: torch, llama.cpp, or auto for the faster of
-    the two where both can; decode_model: the GGUF file that llama.cpp decodes with, "" for the model's own.
-    weights_cache_gb: disk for packed weights of all models (model/packed_cache.py), 0 for none. tensor_parallel:
-    processes that compute the model together, each a part of it (ranks); 0: those that torchrun started, or one."""
-
-    model: str | None = None
-    lora: str | None = None
+    model: str | None = None  # directory, GGUF file, hub id or name; None: smollm2 if installed, else handbook
+    lora: str | None = None  # directory of a LoRA adapter to merge into the model
     device: str = "auto"
-    dtype: str = "auto"
+    dtype: str = "auto"  # see `Precision`, also for weight_dtype
     weight_dtype: str = "auto"
     attention_backend: str = "auto"
     block_size: int = 64
-    threads: int | None = None
-    gpu_memory_utilization: float = 0.9
-    swap_space: float = 4.0
-    kv_dtype: str = "auto"
-    eager: bool = False
-    kv_pool_dtype: str = "auto"
-    prompt: str = ""
-    system: str = ""
-    template_var: tuple[str, ...] = ()
-    decode_with: str = "auto"
-    decode_model: str = ""
-    weights_cache_gb: float = 4.0
-    tensor_parallel: int = 0
+    threads: int | None = None  # CPU threads, None for torch's choice
+    gpu_memory_utilization: float = 0.9  # share of a GPU's memory to use, weights included
+    swap_space: float = 4.0  # GiB of host memory for KV of preempted answers; KV beyond it is computed again
+    kv_dtype: str = "auto"  # codec of stored KV
+    eager: bool = False  # decode without CUDA graphs
+    kv_pool_dtype: str = "auto"  # of K and V while a question is answered, "auto" for the compute dtype
+    prompt: str = ""  # user's message with {chunks} and {question}, "" for the model's own or the default
+    system: str = ""  # system prompt
+    template_var: tuple[str, ...] = ()  # NAME=VALUE for the chat template
+    decode_with: str = "auto"  # torch, llama.cpp, or auto for the faster one
+    decode_model: str = ""  # GGUF file that llama.cpp decodes with, "" for the model's own
+    weights_cache_gb: float = 4.0  # disk for packed weights of all models (model/packed_cache.py), 0 for none
+    tensor_parallel: int = 0  # processes that share the model; 0: those that torchrun started, or one
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
@@ -59,13 +48,13 @@ class EngineConfig:
             raise UsageError(f"unknown --decode-with {self.decode_with!r}", f"known: {', '.join(DECODERS)}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise UsageError(
-                f"--gpu-memory-utilization {self.gpu_memory_utilization:g} is not above 0 and at most 1",
-                "0.9 leaves a tenth of the GPU's memory to others",
+                f"--gpu-memory-utilization {self.gpu_memory_utilization:g} is not a share above 0 and up to 1",
+                "0.9 leaves a tenth of the GPU's memory free",
             )
         if not 0 <= self.swap_space < MOST_SWAP:
             raise UsageError(
-                f"--swap-space {self.swap_space:g} is not a number of GiB from 0 on",
-                "4 is the default; with 0 no KV is swapped out",
+                f"--swap-space {self.swap_space:g} is not a number of GiB from 0 to {MOST_SWAP:,}",
+                "4 is the default, 0 turns swapping off",
             )
         parse_variables(self.template_var)
         if self.prompt:

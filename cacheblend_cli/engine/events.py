@@ -19,16 +19,15 @@ class Started:
 
 @dataclass(frozen=True)
 class Text:
-    """A piece of an answer, which never breaks a UTF-8 character and never holds a stop string or a part of one. index:
-    which of n."""
+    """A piece of an answer. It ends with a whole character, and contains no part of a stop string."""
 
     text: str
-    index: int = 0
+    index: int = 0  # of the answer, if there are several
 
 
 @dataclass(frozen=True)
 class Reasoning:
-    """A piece of what is said between think tags before an answer."""
+    """A piece of the reasoning before an answer."""
 
     text: str
     index: int = 0
@@ -36,7 +35,7 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class Token:
-    """A token of an answer, before the piece of text that it makes certain: where log-probabilities are asked for."""
+    """A token of an answer, if log-probabilities were requested. It comes before the text that it completes."""
 
     logprob: TokenLogprob
     index: int = 0
@@ -46,24 +45,22 @@ class Token:
 class Done:
     """The end of a request."""
 
-    answers: list[Answer]  # n, in order; partial ones if it ended early, none if it had not begun
+    answers: list[Answer]  # in order; partial if it ended early, none if it had not begun
     ended: Early | None = None  # why it ended early
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The end of a request that could not be answered. error: a CacheBlendError or a StoreError: message, hint,
-    exit_code."""
+    """The end of a request that could not be answered."""
 
-    error: Exception
+    error: Exception  # CacheBlendError or StoreError, with message, hint and exit_code
 
 
 @dataclass(frozen=True)
 class HandedOver:
-    """The connector has the prompt's KV. report: the answer, of no tokens. Done follows once missing chunks are
-    stored."""
+    """The connector has the prompt's KV. Done follows once missing chunks are stored."""
 
-    report: Answer
+    report: Answer  # without tokens
 
 
 Event = Started | Text | Reasoning | Token | HandedOver | Done | Failed

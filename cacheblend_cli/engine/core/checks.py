@@ -1,4 +1,4 @@
-"""Checks that a request asks for: what they need to see of its answer, and what they found."""
+"""Checks of an answer against a full prefill: their inputs and results."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from cacheblend_cli.prompt.plan import PromptPlan
 from cacheblend_cli.types import Confirmation, Risk, Verification
 
 COMPARED_BYTES = 256 * 2**20
-"""Logits of an answer that --verify keeps in the host's memory: 450 tokens of a vocabulary of 150,000."""
+"""Maximum logits of an answer that --verify keeps in host memory: 450 tokens with a vocabulary of 150,000."""
 
 
 @dataclass(eq=False)
 class Checks:
-    """The checks that a request asks for, what they need to see of its answer, and what they found."""
+    """Checks requested for an answer, the data collected for them while it is generated, and their results."""
 
     verify: bool
     confirm: bool
     fit: RiskFit | None = None
-    limit: float = 0.0  # of the risk
-    top1: list[Tensor] = field(default_factory=list)  # most likely token at each of the answer's, [] int64
-    logits: list[Tensor] = field(default_factory=list)  # at the first tokens, fp32 [vocab_size] on the host
+    limit: float = 0.0  # maximum risk
+    top1: list[Tensor] = field(default_factory=list)  # most likely token at each position of the answer, [] int64
+    logits: list[Tensor] = field(default_factory=list)  # at the first positions, fp32 [vocab_size] on the host
     signals: list[Tensor] = field(default_factory=list)  # of each token, see risk.py
     verification: Verification | None = None
     confirmation: Confirmation | None = None
@@ -35,14 +35,14 @@ class Checks:
 
     @classmethod
     def of(cls, request: Request) -> Checks | None:
-        """Return the request's checks, None if it has none. Raises UsageError where the risk was never fitted."""
+        """Return the request's checks, None without any. Raises UsageError if the risk was never fitted."""
         fit, options = _fit_of(request), request.options
         if fit is None and not (options.verify or options.confirm):
             return None
         return cls(options.verify, options.confirm, fit, request.blend.max_risk or 0.0)
 
     def see(self, logits: Tensor) -> None:
-        """Keep what the checks need of the logits that the answer's next token is drawn from, fp32 [vocab_size]."""
+        """Keep the checks' data from the logits, fp32 [vocab_size], that the next token is drawn from."""
         if self.fit is not None:
             self.signals.append(signals_of(logits[None]))
         if self.verify:
@@ -54,33 +54,32 @@ class Checks:
         """Return whether the complete answer's risk exceeds the limit. plan: the prompt as it was run."""
         if self.fit is None:
             return False
-        self.risk = self._risk(self.fit) if plan.inexact_tokens else Risk(0.0, self.limit)
-        return self.risk.estimate > self.risk.limit
-
-    def _risk(self, fit: RiskFit) -> Risk:
-        of_tokens = fit.of_tokens(torch.cat(self.signals))
-        return Risk(float(1 - (1 - of_tokens).prod()), self.limit, len(of_tokens))
+        self.risk = Risk(0.0, self.limit)
+        if plan.inexact_tokens:
+            of_tokens = self.fit.of_tokens(torch.cat(self.signals))
+            self.risk = Risk(float(1 - (1 - of_tokens).prod()), self.limit, len(of_tokens))
+        return self.risk.estimate > self.limit
 
 
 def _fit_of(request: Request) -> RiskFit | None:
-    """Return the fit of the request's risk, None without a limit or with exact KV alone. Raises UsageError."""
+    """Return the fit of the request's risk, None without a limit or inexact KV. Raises UsageError."""
     if request.blend.max_risk is None or not request.plan.inexact_tokens:
         return None
     if max(request.sampling.n, request.sampling.best_of) > 1:
-        raise UsageError("the risk is of one answer", "ask for one answer, or without max_risk")
+        raise UsageError("max_risk applies to a single answer", "ask for one answer, or without max_risk")
     pairs = zip(request.plan.chunks, request.chunks, strict=True)
     contexts = {c.manifest.context for segment, c in pairs if segment.status == "blended" and c.manifest is not None}
     fit = RiskFile.of(request.collection, list(contexts), request.blend).read()
     if fit is None:
         raise UsageError(
-            "--max-risk is given, and the risk was never fitted for this model, these chunks' context and this way to blend",
-            "fit it on questions with their texts: cacheblend eval QUESTIONS.jsonl --fit-risk, with the same settings",
+            "--max-risk needs a fit for this model, the context of these chunks and these blend settings",
+            "fit it on questions with contexts: cacheblend eval QUESTIONS.jsonl --fit-risk, with the same settings",
         )
     return fit
 
 
 def seeded(request: Request) -> Request:
-    """Return the request with a seed where tokens are drawn at random, so that they can be drawn again."""
+    """Return the request with a seed if it samples at random, so that its tokens can be drawn again."""
     sampling = request.sampling
     if sampling.temperature == 0 or sampling.seed is not None:
         return request

@@ -1,4 +1,4 @@
-"""Execution of a step: the worker is given plain data, and returns KV, logits and figures. No request changes."""
+"""Execution of a step: gives the worker plain data and collects its results. Changes no request."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from cacheblend_cli.engine.worker.worker import DecodeInput, DecodeOutput, Table
 
 @dataclass(frozen=True)
 class Decoded:
-    """A token of several sequences."""
+    """One decoded token for each of several sequences."""
 
     sequences: list[Sequence]
-    logits: Tensor  # fp32 [num_seqs, vocab_size], behind the token
+    logits: Tensor  # fp32 [num_seqs, vocab_size], after the token
     attention: list[Tensor | None]  # one per sequence, as in DecodeOutput
 
 
@@ -36,7 +36,7 @@ class StepOutput:
 
 
 class Executor:
-    """Runs steps on a worker. slice_rows: positions of a prompt's slice."""
+    """Runs steps on a worker. slice_rows: positions per slice of a prompt."""
 
     def __init__(self, runtime: Runtime, worker: Worker, slice_rows: int) -> None:
         self._runtime, self._worker, self._slice_rows = runtime, worker, slice_rows
@@ -73,7 +73,7 @@ class Executor:
         """Compute a slice of a prompt, or several short prompts."""
         numbers = [(s, s.prefill.number) for s in sequences if s.prefill is not None]
         if len(numbers) > 1:
-            # After a bad chunk, or with too little memory, each is computed alone, and meets its own error.
+            # after a bad chunk, or out of memory, each is computed alone, so that only the cause fails
             with suppress(Exception):
                 outputs = self._worker.prefill([number for _, number in numbers])
                 output.prefilled, output.joined = list(zip(sequences, outputs, strict=True)), len(outputs)
@@ -85,8 +85,8 @@ class Executor:
                 output.failed.append((sequence, error))
 
     def _decode(self, sequences: list[Sequence], output: StepOutput) -> None:
-        """Compute a token of each: those whose RoPE has the same frequencies go together, unless rows are not steady.
-        Those that another engine decodes go together there."""
+        """Decode one token of each, in batches with the same RoPE frequencies; one by one if rows are not steady. Those
+        that another engine decodes are a batch there."""
         decoder = self._runtime.decoder
         try:
             elsewhere = [s for s in sequences if self._decodes_elsewhere(s)]
@@ -94,7 +94,9 @@ class Executor:
             groups = groupby(own, key=lambda s: decoder.rope.regime(s.kv_len + 1) if decoder.steady else s)
             for group in [list(group) for _, group in groups]:
                 out = self._decode_together(group)
-                logits = out.logits if len(group) == len(sequences) else out.logits.clone()  # the next step's are there
+                logits = (
+                    out.logits if len(group) == len(sequences) else out.logits.clone()
+                )  # the next step overwrites them
                 output.decoded.append(Decoded(group, logits, out.attention))
             if elsewhere:
                 output.decoded.append(Decoded(elsewhere, self._decode_elsewhere(elsewhere), [None] * len(elsewhere)))
@@ -116,7 +118,7 @@ class Executor:
         return self._worker.decode(given)
 
     def _decodes_elsewhere(self, sequence: Sequence) -> bool:
-        """Return whether another engine decodes the sequence, which is given its KV before the first token there."""
+        """Return whether another engine decodes the sequence. Hands its KV over before the first token there."""
         if self._runtime.decode_with.file is None:
             return False
         from cacheblend_cli.engine.connectors.llama_choice import hand_over

@@ -1,9 +1,8 @@
-"""Checks of an answer against a full prefill: `--verify` compares, `--confirm` replaces, and `--max-risk` replaces what
-is too risky.
+"""The full prefill behind `--verify`, which compares an answer, `--confirm`, which replaces it, and `--max-risk`, which
+replaces it if it is too risky.
 
-All three are one pass. When the answer is complete, a full prefill of the prompt and the answer's tokens gives the
-distribution at each of them. It is an internal request (`FullCheck`), scheduled in slices like any other, and it ends
-with the request it checks.
+Once the answer is complete, one full prefill of the prompt and the answer's tokens gives the distribution at each of
+them. It is an internal request (`FullCheck`), scheduled in slices like any other.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from cacheblend_cli.types import Confirmation, Risk, Verification
 
 
 def check_of(runtime: Runtime, state: RequestState) -> FullCheck | None:
-    """Return the full prefill that a complete answer needs, None if it needs none."""
+    """Return the check of a complete answer, None if it needs no full prefill."""
     checks, output = state.checks, state.sequences[0].output
     if checks is None:
         return None
@@ -38,12 +37,12 @@ def check_of(runtime: Runtime, state: RequestState) -> FullCheck | None:
 
 
 class FullCheck(RequestState):
-    """A full prefill of a prompt and of the answer that its blended KV gave (the draft).
+    """A full prefill of a prompt and of the answer over blended KV (the draft).
 
-    The draft's tokens are fed to it (teacher forcing), and its distribution at each is compared with the one that the
-    token was drawn from. Where the answer is to be replaced, the sampler draws again from the full prefill's logits
-    with the draft's own seed, as in speculative decoding (arXiv 2211.17192); from the first token that differs, the
-    answer is decoded behind the full prefill's KV.
+    It is fed the draft's tokens (teacher forcing), and its distribution at each is compared with the one that the token
+    was drawn from. To replace the draft, tokens are drawn again from the full prefill's logits with the same seed, as
+    in speculative decoding (arXiv 2211.17192); from the first difference on, the answer is decoded over the full
+    prefill's KV.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class FullCheck(RequestState):
         return self._num_prompt - 1, self._take
 
     def _take(self, logits: Tensor) -> None:
-        """Compare and draw. logits: fp32 [n, vocab_size], of a full prefill at the draft's next tokens."""
+        """Compare and draw. logits: fp32 [n, vocab_size] at the draft's next tokens."""
         at = len(self._top1)
         self._top1 += logits.argmax(-1).tolist()
         if kept := self._checks.logits[at : at + len(logits)]:
@@ -87,11 +86,11 @@ class FullCheck(RequestState):
 
     @property
     def continues(self) -> SequenceOutput | None:
-        """The answer so far where it goes on behind the full prefill, None where nothing is left to decode."""
+        """The new answer if tokens are left to decode, else None."""
         return self._output if self._replaces and self._goes_on else None
 
     def conclude(self) -> None:
-        """Hand the results to the request that is checked."""
+        """Give the results to the parent request."""
         assert self.parent is not None
         checks, draft = self._checks, self._draft
         if checks.verify:

@@ -1,5 +1,4 @@
-"""Processing of what a step computed: prompts that are done, tokens drawn, answers that are complete, requests that end
-or fail."""
+"""Processing of a step's results: draws tokens, and ends prompts, answers and requests."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ logger = logging.getLogger("cacheblend")
 
 
 class OutputProcessor:
-    """Draws tokens, and ends answers and requests."""
+    """Takes the results of each step, and emits the requests' events."""
 
     def __init__(self, runtime: Runtime, scheduler: Scheduler, counts: EngineStats) -> None:
         self._runtime, self._scheduler, self._blocks = runtime, scheduler, scheduler.blocks
@@ -63,11 +62,11 @@ class OutputProcessor:
 
     @property
     def storing(self) -> bool:
-        """Return whether chunks are left to collect that finished requests had to compute."""
+        """Return whether missing chunks of finished requests are still to be stored."""
         return bool(self._storing)
 
     def process(self, step: Step, output: StepOutput) -> Events:
-        """Take what a step computed. Returns the events of its requests, in order."""
+        """Process a step's results. Returns the events of its requests, in order."""
         if self._storing:
             self._store_piece()
         for state in step.end:
@@ -90,7 +89,7 @@ class OutputProcessor:
         return events
 
     def remove(self, state: RequestState) -> None:
-        """Give back what the request holds."""
+        """Remove the request and give back its blocks."""
         if state in self._scheduler.states:
             self._scheduler.states.remove(state)
         for sequence in list(state.unfinished):
@@ -102,12 +101,12 @@ class OutputProcessor:
     # prompts
 
     def _restart(self, sequence: Sequence, bad: BadChunk) -> None:
-        """Queue the prompt again: a stored chunk that cannot be used is computed."""
+        """Queue the prompt again, to compute the chunk whose stored KV is unusable."""
         sequence.state.request = sequence.state.request.without(bad.key, bad.reason)
         self._scheduler.restart(sequence)
 
     def _filled(self, sequence: Sequence, out: PrefillOutput) -> None:
-        """A slice of the prompt is computed. After the last one its answers begin."""
+        """Handle a computed slice of a prompt. After the last one its answers begin."""
         state, prefill = sequence.state, sequence.prefill
         if sequence.paged is None or prefill is None:  # its request failed
             return
@@ -124,8 +123,7 @@ class OutputProcessor:
             if isinstance(state, FullCheck):
                 self._checked(sequence, state)
             elif sequence.output is not None:
-                # Its KV was dropped: its tokens are computed again, one a step as at first, so that the answer is the
-                # same to the bit.
+                # its KV was dropped: compute its tokens again, one per step as before, to get the same bits
                 sequence.kv_len, sequence.replay = state.num_tokens, len(sequence.output.out.token_ids) - 1
             else:
                 self._begin_answers(sequence, done)
@@ -133,7 +131,7 @@ class OutputProcessor:
             self._fail(state, error)
 
     def _begin_answers(self, first: Sequence, done: PrefillReport) -> None:
-        """Draw the first token of each answer; they share the prompt's blocks."""
+        """Draw the first token of each answer. The answers share the prompt's blocks."""
         state, counts = first.state, self._counts
         plan = state.request.plan.with_prefix_cache(done.prefix_cache_tokens)
         assert first.paged is not None
@@ -160,7 +158,7 @@ class OutputProcessor:
         self.sampled(list(zip(wave, draws, strict=True)))
 
     def _begin_output(self, sequence: Sequence) -> SequenceOutput:
-        """Begin its answer."""
+        """Create the output of its answer."""
         state, sampling = sequence.state, sequence.state.request.sampling
         params = replace(sampling, seed=None if sampling.seed is None else sampling.seed + sequence.index)
         on_event = partial(self._emit, state) if state.streams else ignore
@@ -173,7 +171,7 @@ class OutputProcessor:
         return output
 
     def _hand_over(self, sequence: Sequence, connector: Connector) -> None:
-        """Give the prompt's KV to the connector, and end the request with an answer of no tokens."""
+        """Give the prompt's KV to the connector, and end the request with an empty answer."""
         state = sequence.state
         assert sequence.paged is not None
         kv = self._scheduler.worker.export_kv(TableInput.of(sequence.paged), state.num_tokens)
@@ -184,7 +182,7 @@ class OutputProcessor:
         self._end(state)
 
     def _checked(self, sequence: Sequence, check: FullCheck) -> None:
-        """A check's full prefill is done: decode what is left of the answer, or end the check."""
+        """Handle a check's finished prefill: decode the rest of the answer, or end the check."""
         if (output := check.continues) is None:
             self._end_check(sequence, check)
         else:
@@ -193,7 +191,7 @@ class OutputProcessor:
     # tokens
 
     def _decoded(self, decoded: Decoded) -> None:
-        """Draw the next tokens, except where tokens were computed again."""
+        """Draw the next tokens, except in a replay."""
         going, outputs = list[int](), list[SequenceOutput]()
         for index, (sequence, attention) in enumerate(zip(decoded.sequences, decoded.attention, strict=True)):
             output = sequence.output
@@ -221,7 +219,7 @@ class OutputProcessor:
                 sequence.paged.give_back(unseen)
 
     def sampled(self, draws: list[tuple[Sequence, Draw]]) -> None:
-        """Append the tokens to their sequences, and finish those that are complete."""
+        """Append tokens to their sequences, and finish complete answers."""
         for sequence, draw in draws:
             assert sequence.output is not None
             if sequence.status is SequenceStatus.FINISHED:  # its request failed
@@ -235,7 +233,7 @@ class OutputProcessor:
     # ends
 
     def _finish(self, sequence: Sequence, early: Early | None = None) -> None:
-        """An answer is complete. With the last one the request is checked or done."""
+        """End a complete answer. With the last one the request is checked or done."""
         state, output = sequence.state, sequence.output
         assert output is not None
         if isinstance(state, FullCheck):
@@ -257,7 +255,7 @@ class OutputProcessor:
             self._scheduler.add(check)
 
     def _end_check(self, sequence: Sequence, check: FullCheck) -> None:
-        """A check is complete, and so is the request it was made for."""
+        """End a check and its parent request."""
         sequence.release(SequenceStatus.FINISHED)
         self._scheduler.states.remove(check)
         check.conclude()
@@ -265,8 +263,7 @@ class OutputProcessor:
         self._end(check.parent)
 
     def _end(self, state: RequestState, early: Early | None = None) -> None:
-        """Emit the answers. early: why the request ends though it is not finished, with what was generated until
-        now."""
+        """Emit the answers. early: why the request ends before it is finished, with what was generated so far."""
         if isinstance(state, FullCheck):
             self.remove(state)
             return
@@ -289,7 +286,7 @@ class OutputProcessor:
             self._over(state, answers, early)
 
     def _store_piece(self) -> None:
-        """Collect and store missing chunks, one launch. With the last of a request's it is done."""
+        """Store missing chunks, at most one launch. After the last one its request is done."""
         state, answers, pieces = self._storing[0]
         try:
             if not state.cancelled:
@@ -312,8 +309,8 @@ class OutputProcessor:
         self._emit(state, Done(answers, early))
 
     def _answers(self, state: RequestState) -> list[Answer]:
-        """The best of them where more were made than wanted; none where the prompt was not done. What was not streamed
-        is emitted."""
+        """Return the answers, the likeliest of them if more than n were generated; none before the prompt is done.
+        Emits what was not streamed."""
         if state.done is None:
             return []
         made = [s.output.out for s in state.sequences if s.output is not None]
@@ -336,7 +333,7 @@ class OutputProcessor:
         return answers
 
     def _fail(self, state: RequestState, error: Exception) -> None:
-        """The request ends with an error, and so does the one it was made for."""
+        """End the request, or a check's parent, with an error."""
         if state.parent is not None:
             self.remove(state)
             state = state.parent
@@ -354,17 +351,17 @@ class OutputProcessor:
 
 
 def as_public_error(error: Exception) -> Exception:
-    """The error as users get it: an unknown one is logged and wrapped."""
+    """Return the error that users see. Unknown ones are logged and wrapped."""
     if isinstance(error, CacheBlendError | StoreError | KernelError):
         return error
     logger.error("a request failed", exc_info=error)
-    wrapped = CacheBlendError(f"the engine failed: {type(error).__name__}: {error}", "this is a fault of cacheblend's")
+    wrapped = CacheBlendError(f"the engine failed: {type(error).__name__}: {error}", "this is a bug in cacheblend")
     wrapped.__cause__ = error
     return wrapped
 
 
 def _conclude(runtime: Runtime, done: PrefillReport, answer: Answer) -> None:
-    """Let the loading controller learn, and tell the store which chunks were used."""
+    """Update the loading controller, and mark the chunks as used in the store."""
     if answer.auto is not None and not done.prefix_cache_tokens:
         learn_from(runtime, answer.auto, done)
     request, store = done.request, done.request.store

@@ -1,4 +1,4 @@
-"""State of a request in the engine: its answers, and the blocks and KV that each of them holds."""
+"""State of a request in the engine: its answers, and the blocks and KV of each."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 class SequenceStatus(Enum):
     WAITING = "waiting"  # holds nothing
-    RUNNING = "running"  # has blocks: its prompt is prefilled, or it decodes
-    SWAPPED = "swapped"  # has begun, and gave its blocks up to others
+    RUNNING = "running"  # has blocks: its prompt is being prefilled, or it decodes
+    SWAPPED = "swapped"  # preempted, its KV is on the host
     FINISHED = "finished"
 
 
@@ -38,40 +38,39 @@ Sink = Callable[[Tensor], None]
 
 @dataclass(eq=False)
 class RunningPrefill:
-    """A prompt that a worker computes."""
+    """A prompt being computed by a worker."""
 
     worker: Worker
-    number: int  # its name in the worker
+    number: int  # the worker's key for it
     hit_tokens: int  # leading tokens whose KV came from the prefix cache
-    short: int | None = None  # rows, where it may share a launch with others
+    short: int | None = None  # rows, if it may share a launch with other prompts
     sink: Sink | None = None
 
 
 @dataclass(frozen=True)
 class SwappedKV:
-    """KV that a worker keeps on the host."""
+    """KV of a preempted sequence on the host."""
 
     worker: Worker
-    number: int  # its name in the worker
+    number: int  # the worker's key for it
     num_blocks: int
-    gone: int  # blocks before these that the sequence had given back
+    gone: int  # leading blocks that the sequence had already given back
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One answer of a request. The first of those that begin together prefills the prompt; the others begin as its
-    copies."""
+    """One answer of a request. Of several that start together, the first prefills the prompt, and the others fork it."""
 
     state: RequestState
     index: int  # of the answer
     status: SequenceStatus = SequenceStatus.WAITING
     paged: BlockTable | None = None  # its blocks while it runs
-    kv_len: int = 0  # tokens whose KV they hold: all but the newest
+    kv_len: int = 0  # tokens with KV in the blocks: all but the newest
     prefill: RunningPrefill | None = None  # while the prompt is computed
-    output: SequenceOutput | None = None  # the answer, from its first token on
+    output: SequenceOutput | None = None  # the answer, once it has a token
     swapped: SwappedKV | None = None
-    handed: LlamaSequence | None = None  # its KV in llama.cpp, which decodes it; its blocks stay as they were
-    replay: int = 0  # tokens after the next one to compute, if its KV was dropped: they are not drawn again
+    handed: LlamaSequence | None = None  # its KV in llama.cpp, which decodes it; the blocks no longer change
+    replay: int = 0  # further tokens whose dropped KV is computed again; they are not drawn again
 
     @property
     def prefilling(self) -> bool:
@@ -79,29 +78,29 @@ class Sequence:
 
     @property
     def token_ids(self) -> list[int]:
-        """Ids of the prompt and the answer."""
+        """Token ids of the prompt and the answer."""
         generated = self.output.out.token_ids if self.output else []
         return [*self.state.request.plan.token_ids, *generated]
 
     @property
     def next_token(self) -> int:
-        """The token whose KV is computed next: the newest, unless some are computed again."""
+        """Token whose KV is computed next: the newest, except in a replay."""
         assert self.output is not None
         return self.output.out.token_ids[-1 - self.replay]
 
     @property
     def room_behind(self) -> int:
-        """Tokens behind its prompt that there have to be blocks for when it begins."""
+        """Tokens after the prompt that need blocks when it begins."""
         return 1 if self.output is None else max(1, len(self.token_ids) - self.state.num_tokens + 1)
 
     def stop_prefill(self) -> None:
-        """Load no more of its KV."""
+        """End its prefill in the worker."""
         if self.prefill is not None:
             self.prefill.worker.end(self.prefill.number)
         self.prefill = None
 
     def release(self, status: SequenceStatus) -> None:
-        """Give its blocks back, and forget what was swapped out."""
+        """Give back its blocks and swapped KV."""
         self.stop_prefill()
         if self.paged is not None:
             self.paged.release()
@@ -121,17 +120,17 @@ class RequestState:
     parent: RequestState | None = None  # the request whose answer this one checks
     submitted: float = field(default_factory=time.monotonic)
     cancelled: bool = False
-    begun: bool = False  # it has left the queue, if only for a while
-    max_new_tokens: int = 0  # of an answer, with its reasoning
+    begun: bool = False  # it has left the queue at least once
+    max_new_tokens: int = 0  # maximum tokens of an answer, with its reasoning
     report: AutoReport | None = None  # the loading controller's decision
     checks: Checks | None = None  # of the answer against a full prefill
     provenance: KVProvenance | None = None  # of its prompt's KV, once it is queued
     sequences: list[Sequence] = field(default_factory=list)
-    done: PrefillReport | None = None  # its prompt, prefilled
+    done: PrefillReport | None = None  # of its prompt, once prefilled
 
     @property
     def ended(self) -> Early | None:
-        """Why it is to end early, None to go on."""
+        """Return why it is to end early, None if it is not."""
         if self.parent is not None:
             return self.parent.ended
         if self.cancelled:
@@ -141,7 +140,7 @@ class RequestState:
 
     @property
     def turn(self) -> tuple[int, int, bool]:
-        """The lowest comes first: by priority, then by arrival."""
+        """Sort key: priority, then arrival."""
         return self.request.options.priority, self.number, self.parent is not None
 
     @property
@@ -151,13 +150,13 @@ class RequestState:
 
     @property
     def num_started(self) -> int:
-        """Answers begun so far."""
+        """Number of answers begun so far."""
         return sum(sequence.output is not None for sequence in self.sequences)
 
     @property
     def streams(self) -> bool:
-        """Return whether its tokens are emitted one by one: not before the likeliest answers are chosen, nor what may
-        be replaced."""
+        """Return whether tokens are emitted as they are drawn: not if the likeliest answers are to be chosen, or if the
+        answer may be replaced."""
         return self.num_answers <= self.request.sampling.n and (self.checks is None or self.checks.fit is None)
 
     @property
@@ -167,7 +166,7 @@ class RequestState:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of these that are the prompt: a check computes an answer's tokens behind it."""
+        """Number of these in the prompt. A check also computes the tokens of an answer."""
         return self.num_tokens
 
     @property
@@ -175,8 +174,8 @@ class RequestState:
         return (s for s in self.sequences if s.status is not SequenceStatus.FINISHED)
 
     def outputs(self) -> tuple[int, Sink] | None:
-        """The position of the prompt from which on every row's logits are wanted, and what receives them; None = the
-        last row's only. Called when the prefill begins."""
+        """Return the first position whose logits are wanted, and what receives them; None for the last position only.
+        Called when the prefill begins."""
         top = self.request.sampling.prompt_logprobs
         return None if top is None else (0, PromptLogprobs(self.request.plan.token_ids, top))
 

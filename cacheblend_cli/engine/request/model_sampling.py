@@ -24,13 +24,13 @@ def as_the_model(sampling: SamplingParams, fields: Collection[str], model: Loade
         return SamplingParams(**vars(sampling) | {field: named[field] for field in named.keys() & set(fields)})
     except UsageError as error:
         raise UsageError(
-            f"generation_config.json of {model.name} cannot be followed: {error.message}", "leave --model-sampling out"
+            f"generation_config.json of {model.name} is not valid: {error.message}", "leave --model-sampling out"
         ) from error
 
 
 def model_sampling(model: LoadedModel) -> dict[str, Any]:
-    """Fields of SamplingParams that generation_config.json names. Without do_sample it is greedy, as with transformers:
-    then only its repetition penalty counts, and a temperature is 1 with it where none is named."""
+    """Return the fields of SamplingParams that generation_config.json sets. As in transformers, decoding is greedy
+    without do_sample, and only the repetition penalty counts; with it the default temperature is 1."""
     config = model.generation_config
     sampled = config.get("do_sample") is True
     fields = MODEL_SAMPLED if sampled else ("repetition_penalty",)
@@ -43,14 +43,14 @@ def _number(model: LoadedModel, config: Mapping[str, Any], field: str) -> int | 
     wanted = (int,) if field == "top_k" else (int, float)
     if isinstance(value, bool) or not isinstance(value, wanted) or not math.isfinite(value):
         raise UsageError(
-            f"{field} in generation_config.json of {model.name} is {value!r}, and has to be a number",
-            "correct it, or leave --model-sampling out",
+            f"{field} in generation_config.json of {model.name} is {value!r}, which is not a number",
+            "correct the file, or leave --model-sampling out",
         )
     return value
 
 
 def model_notes(model: LoadedModel, sampling: SamplingParams) -> list[str]:
-    """Return notes on what generation_config.json asks for and an answer does not follow."""
+    """Return notes on settings of generation_config.json that an answer does not use."""
     notes = []
     penalty = _greedy_penalty(model)
     if sampling.temperature == 0 and sampling.repetition_penalty == 1 and penalty not in (None, 1):

@@ -1,4 +1,4 @@
-"""Answers that follow a JSON schema or a regular expression. llguidance computes the allowed tokens."""
+"""Answers constrained by a JSON schema or a regular expression, by llguidance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Grammar:
-    """State of one answer in its grammar."""
+    """Progress of one answer in its grammar."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
@@ -27,11 +27,11 @@ class Grammar:
 
     @property
     def complete(self) -> bool:
-        """Return whether no token may follow."""
+        """Return whether the answer is complete: no token may follow."""
         return bool(self._matcher.is_stopped())
 
     def allowed(self, logits: Tensor) -> Tensor:
-        """fp32 logits [vocab_size] of the tokens that may come next, -inf of the others."""
+        """Return fp32 logits [vocab_size] with -inf for tokens that may not come next."""
         self._matcher.unsafe_compute_mask_ptr(self._mask.data_ptr(), self._mask.numel() * 4)
         bits = (self._mask[:, None] >> self._bits) & 1
         allowed = bits.flatten()[: logits.shape[0]].bool().to(logits.device)
@@ -42,8 +42,7 @@ class Grammar:
 
 
 def grammar_of(tokenizer: LLTokenizer, params: SamplingParams) -> Grammar:
-    """The grammar of the answer's JSON schema or regular expression. Raises UsageError for one that cannot be
-    followed."""
+    """Return the grammar of the answer's JSON schema or regular expression. Raises UsageError for an invalid one."""
     from llguidance import LLMatcher
 
     if params.json_schema is not None:
@@ -58,12 +57,12 @@ def grammar_of(tokenizer: LLTokenizer, params: SamplingParams) -> Grammar:
     matcher = LLMatcher(tokenizer, grammar, log_level=0)
     if matcher.is_error():
         first = matcher.get_error().strip().splitlines()[0]
-        raise UsageError(f"the {name} cannot be followed: {first}", "make it simpler")
+        raise UsageError(f"the {name} is not supported: {first}", "simplify it")
     return Grammar(matcher, tokenizer.vocab_size)
 
 
 def form_tokenizer(model: LoadedModel) -> LLTokenizer:
-    """The model's tokens as llguidance knows them. Raises UsageError where it is not installed."""
+    """Return the model's tokens in llguidance's form. Raises UsageError if it is not installed."""
     try:
         from llguidance import LLTokenizer
     except ImportError as error:

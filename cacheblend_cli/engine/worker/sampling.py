@@ -1,5 +1,4 @@
-"""Sampling of the next token: penalties, greedy or temperature, top-k, top-p, min-p, and log-probabilities on
-request."""
+"""Sampling of the next token: penalties, grammar, greedy or temperature, top-k, top-p and min-p; log-probabilities."""
 
 from __future__ import annotations
 
@@ -30,20 +29,17 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, num_top: int) -> list[TokenLo
 
 @dataclass(frozen=True)
 class Draw:
-    """One of the tokens that were drawn together and are on their way to the host. token: [1] int64 on the device, for
-    the next step.
+    """A token that was drawn, on its way to the host with the others of its batch."""
 
-    parts: of all of them, on the host: tokens [n] int64, log-probabilities fp32 [n, 1 + k] of each and the k likeliest,
-    and the ids of these [n, k], None where they are not wanted. index: of this one. ready: when they are there.
-    """
-
-    token: Tensor
-    index: int
+    token: Tensor  # [1] int64 on the device, for the next step
+    index: int  # in the batch
+    # of the batch, on the host: tokens [n] int64; log-probabilities fp32 [n, 1 + k] of the token and the k likeliest, and
+    # the ids of these [n, k], or None
     parts: tuple[Tensor | None, ...]
-    ready: torch.cuda.Event | None
+    ready: torch.cuda.Event | None  # set when the parts have arrived
 
     def fetch(self) -> tuple[int, TokenLogprob | None]:
-        """Wait for these tokens alone, not for what was queued after them. Returns the token and, where wanted, its
+        """Wait for this batch alone, not for what was queued after it. Returns the token and, if requested, its
         log-probability."""
         if self.ready is not None:
             self.ready.synchronize()
@@ -57,7 +53,7 @@ class Draw:
 
 
 def draws_of(tokens: Tensor, logprobs: Tensor | None = None, ids: Tensor | None = None) -> list[Draw]:
-    """Begin to copy tokens that were drawn together to the host. Arguments: as `Draw.parts`, on the device."""
+    """Start copying a batch of tokens to the host. Arguments: as `Draw.parts`, on the device."""
     parts, ready = tuple(None if t is None else to_host(t) for t in (tokens, logprobs, ids)), None
     if tokens.is_cuda:
         ready = torch.cuda.Event()
@@ -66,8 +62,8 @@ def draws_of(tokens: Tensor, logprobs: Tensor | None = None, ids: Tensor | None 
 
 
 class Sampler:
-    """Settings and state of one sequence's draws. Its generator is its own, so that a seed gives the same answer
-    whatever else runs."""
+    """Settings and state of one sequence's draws. Each has its own generator, so that an answer does not depend on the
+    rest of the batch."""
 
     def __init__(
         self,
@@ -76,7 +72,7 @@ class Sampler:
         prompt_ids: Sequence[int] = (),
         grammar: Grammar | None = None,
     ) -> None:
-        """prompt_ids: what a repetition penalty counts beside what is drawn. grammar: the form of the answer."""
+        """prompt_ids: tokens that a repetition penalty counts too. grammar: constraint on the answer."""
         self.params, self.grammar = params, grammar
         self._bias = tuple(zip(*params.logit_bias, strict=True))
         self._penalties = Penalties(params, prompt_ids) if params.penalises else None
@@ -88,28 +84,28 @@ class Sampler:
 
     @property
     def settings(self) -> Hashable:
-        """Rows of the same settings are drawn together."""
+        """Rows with equal settings are drawn together."""
         params = self.params
         return params.temperature, params.top_k, params.top_p, params.min_p, params.logprobs
 
     @property
     def alters(self) -> bool:
-        """Return whether it draws from other logits than the model's."""
+        """Return whether it changes the model's logits."""
         return self._penalties is not None or bool(self._bias) or self.grammar is not None
 
     def adjusted(self, logits: Tensor) -> Tensor:
-        """Logits [vocab_size] after penalties, bias and the answer's form; the same tensor where there are none."""
+        """Return logits [vocab_size] after penalties, bias and grammar; the same tensor without these."""
         if self._penalties is not None:
             logits = self._penalties.applied(logits)
         if self._bias:
             if not 0 <= min(self._bias[0]) <= max(self._bias[0]) < len(logits):
-                raise UsageError("logit_bias names a token that is not there", f"tokens are 0 to {len(logits) - 1}")
+                raise UsageError("logit_bias names an unknown token", f"tokens are 0 to {len(logits) - 1}")
             ids, values = (torch.tensor(part, device=logits.device) for part in self._bias)
             logits = logits.index_add(0, ids, values.to(logits.dtype))
         return logits if self.grammar is None else self.grammar.allowed(logits)
 
     def note(self, token: Tensor) -> None:
-        """token: [1] int64, drawn from the logits last adjusted. With a grammar it is waited for."""
+        """Record the token [1] int64 that was drawn. With a grammar this waits for the device."""
         if self._penalties is not None:
             self._penalties.note(token)
         if self.grammar is not None:
@@ -117,9 +113,9 @@ class Sampler:
 
 
 def draw_together(samplers: Sequence[Sampler], logits: Tensor, forced: Sequence[int | None]) -> list[Draw]:
-    """Draw a token of each row of logits, fp32 [n, vocab_size]; rows of the same settings in one operation, with the
-    same tokens as alone. forced: take this token instead. Nothing waits for the device; the logits may be overwritten
-    afterwards."""
+    """Draw a token from each row of logits, fp32 [n, vocab_size]. Rows with equal settings share one operation, and get
+    the same tokens as alone. forced: token to take instead, or None. Does not wait for the device; the logits may be
+    overwritten afterwards."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for index, (sampler, token) in enumerate(zip(samplers, forced, strict=True)):
         groups[sampler.settings, token is None].append(index)
@@ -150,7 +146,7 @@ def _drawn(samplers: Sequence[Sampler], logits: Tensor, forced: Sequence[int | N
 
 
 def _tokens(samplers: Sequence[Sampler], logits: Tensor) -> Tensor:
-    """[n] int64, of rows of logits [n, vocab_size]."""
+    """Draw tokens [n] int64 from logits [n, vocab_size]."""
     if samplers[0].params.temperature == 0:
         return logits.argmax(-1)
     probs = _kept_probs(logits, samplers[0].params)
@@ -165,11 +161,11 @@ def _tokens(samplers: Sequence[Sampler], logits: Tensor) -> Tensor:
 
 
 class Penalties:
-    """Makes what was said less likely. The repetition penalty divides the positive logits of every token of the prompt
-    and the answer, and multiplies the negative ones, as transformers does. Of the answer's tokens alone, the frequency
-    penalty is taken off a logit once for each time, and the presence penalty once.
+    """Penalties for tokens that occurred before. The repetition penalty divides positive logits of tokens of the prompt
+    and the answer, and multiplies negative ones, as in transformers. The frequency penalty is subtracted once for each
+    occurrence in the answer, the presence penalty once.
 
-    Everything is kept on the logits' device, so that nothing waits for it."""
+    All state is on the logits' device, so that nothing waits."""
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
         self._params, self._prompt_ids = params, prompt_ids
@@ -177,7 +173,7 @@ class Penalties:
         self._counts: Tensor | None = None  # [vocab_size] fp32, of the answer
 
     def applied(self, logits: Tensor) -> Tensor:
-        """New logits, fp32 [vocab_size]."""
+        """Return new logits, fp32 [vocab_size]."""
         if self._in_prompt is None or self._counts is None:
             self._in_prompt = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
             self._in_prompt[torch.tensor(self._prompt_ids, dtype=torch.int64, device=logits.device)] = True
@@ -188,21 +184,20 @@ class Penalties:
         return logits - self._params.frequency_penalty * self._counts - self._params.presence_penalty * generated
 
     def note(self, token: Tensor) -> None:
-        """token: [1] int64, drawn from the logits last penalised."""
+        """Count the token [1] int64 that was drawn."""
         assert self._counts is not None
         self._counts.index_add_(0, token, torch.ones_like(token, dtype=self._counts.dtype))
 
 
 def filtered_probs(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Probabilities [..., vocab_size] after temperature, then top-k, top-p and min-p, in that order. At least one
-    survives."""
+    """Return probabilities [..., vocab_size] after temperature, top-k, top-p and min-p, in this order. At least one token
+    remains."""
     probs = _kept_probs(logits, params)
     return probs / probs.sum(-1, keepdim=True)
 
 
 def _kept_probs(logits: Tensor, params: SamplingParams) -> Tensor:
-    """`filtered_probs` before they are made to add up to 1: of a row the same to the bit, however many rows there
-    are."""
+    """`filtered_probs` before normalisation. A row's bits do not depend on the number of rows."""
     logits = logits / max(params.temperature, LEAST_TEMPERATURE)
     if params.top_k:
         kth = logits.topk(min(params.top_k, logits.shape[-1])).values[..., -1:]
