@@ -1,4 +1,4 @@
-"""AsyncEngine: an engine core in a thread of its own, for many requests at once."""
+"""AsyncEngine: an engine core in its own thread, for concurrent requests."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ from cacheblend_cli.types import Answer
 T = TypeVar("T")
 logger = logging.getLogger("cacheblend")
 STUCK_S = 60.0
-"""Seconds after which a step is not expected to end; a slice of a prefill on a slow CPU takes a few."""
+"""Seconds after which a step counts as stuck; a slice of a prefill on a slow CPU takes a few."""
 
 
 class AsyncEngine:
-    """One thread of its own runs the engine; every method may be called from any thread. Requests are answered side by
-    side.
+    """Runs an engine core in one thread. Every method may be called from any thread.
 
-    Events of a request are passed to its on_event in the engine's thread, in order, exactly one Done or Failed last:
-    on_event hands them on, and does not wait for anybody. If it raises, the request is cancelled.
+    A request's events are passed to its on_event in the engine's thread, in order; the last one is Done or Failed.
+    on_event must not block. If it raises, the request is cancelled.
     """
 
     def __init__(self, runtime: Runtime, limits: Limits | None = None) -> None:
@@ -41,7 +40,7 @@ class AsyncEngine:
         self._core = EngineCore(runtime, self._limits)
         self._changed = threading.Condition()
         self._arrived = deque[RequestState]()
-        self._listeners: dict[RequestState, OnEvent] = {}  # of the requests that are not over
+        self._listeners: dict[RequestState, OnEvent] = {}  # of unfinished requests
         self._work = deque[tuple[Callable[[Runtime], Any], Future[Any]]]()
         self._numbers = itertools.count()
         self._closing = False
@@ -53,8 +52,8 @@ class AsyncEngine:
         self._thread.start()
 
     def submit(self, request: Request, on_event: OnEvent) -> RequestState:
-        """Queue the request. Raises QueueFull when too many wait or the service closes. If it is impossible, as a
-        prompt that is too long, its only event is Failed."""
+        """Queue the request. Raises QueueFull if too many wait or the engine closes. An impossible request, such as a
+        prompt that is too long, gets the single event Failed."""
         with self._changed:
             self.check_room()
             state = RequestState(request, next(self._numbers))
@@ -64,15 +63,14 @@ class AsyncEngine:
         return state
 
     def check_room(self, coming: int = 0) -> None:
-        """Raise QueueFull where the queue has no room for one more request after `coming` others, or the service
-        closes."""
+        """Raise QueueFull if the queue has no room for one more request after `coming` others, or the engine closes."""
         with self._changed:
             waiting = self._num_waiting + coming
             if self._closing or waiting >= self._limits.max_waiting:
                 raise QueueFull(waiting, sum(self._seconds) / len(self._seconds) * (waiting + 1))
 
     def ask(self, request: Request) -> Future[Answer]:
-        """Queue the request as `submit` does. Returns its first answer; cancelling the future cancels the request."""
+        """`submit`, and return a future of the first answer. Cancelling it cancels the request."""
         answered: Future[Answer] = Future()
 
         def on_event(event: Event) -> None:
@@ -83,14 +81,14 @@ class AsyncEngine:
             elif event.answers:
                 answered.set_result(event.answers[0])
             else:
-                answered.set_exception(UsageError("the engine was closed before the answer", "keep it open"))
+                answered.set_exception(UsageError("the engine was closed before the answer", "keep it open until then"))
 
         state = self.submit(request, on_event)
         answered.add_done_callback(lambda future: self.cancel(state) if future.cancelled() else None)
         return answered
 
     def cancel(self, state: RequestState) -> None:
-        """End the request in the next step, with what was generated so far. No effect on a finished one."""
+        """End the request in the next step, with its partial answers. No effect on a finished one."""
         state.cancelled = True
 
     def cancel_all(self) -> None:
@@ -100,8 +98,8 @@ class AsyncEngine:
                 state.cancelled = True
 
     def run(self, work: Callable[[Runtime], T]) -> Future[T]:
-        """Run `work` in the engine's thread: KV to compute, one launch a call. Between two calls there is a step, so
-        that running answers go on. Raises QueueFull when the service closes."""
+        """Run `work` in the engine's thread, at most one launch per call. A step runs between two calls, so that
+        answers continue. Raises QueueFull if the engine closes."""
         future: Future[T] = Future()
         with self._changed:
             if self._closing:
@@ -117,18 +115,18 @@ class AsyncEngine:
 
     @property
     def busy_s(self) -> float:
-        """Seconds that the current step or work item has been running; 0 between two of them."""
+        """Seconds that the current step has been running, 0 between two steps."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
     @property
     def is_stuck(self) -> bool:
-        """Return whether one step has been running for so long that it is not expected to end."""
+        """Return whether the current step has been running for too long."""
         return self.busy_s > STUCK_S
 
     def close(self, grace_s: float = 0.0, give_up_s: float = STUCK_S) -> bool:
-        """Take no more requests. Running ones may finish within grace_s and are cancelled then. Returns whether the
-        thread has ended; a step that does not end within another give_up_s is left to the end of the process."""
+        """Take no more requests. Running ones may finish within grace_s, then they are cancelled. Returns whether the
+        thread has ended within another give_up_s; a stuck step is left to the end of the process."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -166,7 +164,7 @@ class AsyncEngine:
             return not self._closing or bool(core.busy or self._arrived or self._work)
 
     def _take_in(self) -> None:
-        """Queue the requests that arrived since the last step, and do one piece of work."""
+        """Queue new requests, and run one work item."""
         with self._changed:
             arrived = list(self._arrived)
             self._arrived.clear()

@@ -1,4 +1,4 @@
-"""EngineCore: the one loop that generates answers. A step is scheduled, executed and processed."""
+"""EngineCore: the loop that generates answers. Each step is scheduled, executed and processed."""
 
 from __future__ import annotations
 
@@ -26,21 +26,23 @@ ALONE = Limits(max_sequences=128, enable_prefix_caching=False)  # for one reques
 
 
 class EngineCore:
-    """Runs requests, a step at a time, in the thread that calls it. memory: the pool of a single request, None for the
-    lasting one."""
+    """Runs requests, one step at a time, in the calling thread."""
 
     def __init__(self, runtime: Runtime, limits: Limits, memory: DeviceMemory | None = None) -> None:
+        """memory: pool of a single request, None for a shared one."""
         self._runtime, decoder = runtime, runtime.decoder
         watermark = 0.02 if memory is None else 0.0
         self.worker = runtime.worker(memory or runtime.shared_pool(limits.pool_tokens, limits.max_sequences))
-        caches = limits.enable_prefix_caching and decoder.rope.switches_at is None  # else KV is that of a length
+        caches = (
+            limits.enable_prefix_caching and decoder.rope.switches_at is None
+        )  # else KV depends on the prompt's length
         windows = [layer.attention.sliding_window for layer in decoder.layers]
         window = None if None in windows else max(w for w in windows if w is not None)
         self.blocks = BlockManager(self.worker, watermark, caches, window)
         size = self.worker.block_size
         slice_rows = -(-(limits.max_rows or runtime.slice_rows) // size) * size
         self.block_bytes = int(bytes_per_token(decoder) * size)
-        # Short prompts share a launch where a row does not depend on those beside it.
+        # short prompts share a launch if a row does not depend on the rows beside it
         joins = decoder.steady and decoder.rope.switches_at is None and runtime.driver is None
         self.counts = EngineStats()
         self.scheduler = Scheduler(
@@ -58,11 +60,11 @@ class EngineCore:
 
     @classmethod
     def alone(cls, runtime: Runtime, request: Request) -> EngineCore:
-        """Return a core with one request, and a pool that is as large as it needs. Raises what `add` raises."""
+        """Return a core with one request and a pool of the size that it needs. Raises what `add` raises."""
         state = RequestState(request, 0)
         admit(runtime, state)
         size, headroom = runtime.config.block_size, state.max_new_tokens
-        each = -(-(headroom + size) // size) + 1  # blocks that each further answer writes to
+        each = -(-(headroom + size) // size) + 1  # blocks of each further answer
         memory = runtime.pool(-(-(state.num_tokens + headroom) // size) + 1 + (state.num_answers - 1) * each)
         memory.pool.check_fits(state.num_tokens + headroom)
         core = cls(runtime, ALONE, memory)
@@ -74,8 +76,7 @@ class EngineCore:
         return self._outputs.storing or bool(self.scheduler.states)
 
     def add(self, state: RequestState) -> None:
-        """Queue a request, which is admitted unless it was. Raises UsageError where it is impossible, or can never fit
-        the pool."""
+        """Admit and queue a request. Raises UsageError if it is impossible, or can never fit the pool."""
         if not state.sequences:
             admit(self._runtime, state)
         headroom = state.max_new_tokens
@@ -88,15 +89,15 @@ class EngineCore:
         self.scheduler.add(state)
 
     def resume(self, sequence: Sequence, logits: Tensor) -> None:
-        """Queue an answer whose prompt was prefilled elsewhere, and draw the next token from logits, fp32
+        """Continue an answer whose prompt is already prefilled. The next token is drawn from logits, fp32
         [vocab_size]."""
         assert sequence.output is not None
         self.scheduler.add(sequence.state)
         self._outputs.sampled([(sequence, sequence.output.draw(logits))])
 
     def step(self) -> Events:
-        """Do one thing: end requests, compute a slice of a prompt, or a token of every answer; beside it, missing
-        chunks that are to be stored are computed, one launch a step. Returns the events of the requests, in order."""
+        """Run one step: end requests, compute a slice of a prompt, or decode a token of every answer; and compute at
+        most one launch of missing chunks to store. Returns the requests' events, in order."""
         start = time.perf_counter()
         step = self.scheduler.schedule()
         self.counts.scheduling_s += time.perf_counter() - start
@@ -108,14 +109,14 @@ class EngineCore:
         return events
 
     def close(self) -> None:
-        """Give all blocks back; no request is answered any more."""
+        """Drop all requests and give back their blocks."""
         for state in list(self.scheduler.states):
             self._outputs.remove(state)
         self.worker.close()
 
 
 def admit(runtime: Runtime, state: RequestState) -> None:
-    """Check that a submitted request is possible, and settle what it does. Raises UsageError."""
+    """Check that a request is possible, and decide its ratio, checks and length. Raises UsageError."""
     request = state.request
     state.max_new_tokens = runtime.max_new_tokens(request.sampling)
     runtime.check_length(request.plan.num_tokens, state.max_new_tokens)

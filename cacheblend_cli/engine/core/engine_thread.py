@@ -1,4 +1,4 @@
-"""The thread of an engine, in which many requests are batched, and the store that they use."""
+"""The thread of an engine, in which requests are batched, and their store."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _FULL_S = 0.05  # between two attempts to queue a request
 
 
 class EngineThread:
-    """Base of Engine: starts its thread with the first request, queues requests and ends the thread."""
+    """Base of Engine: starts its thread with the first request, and queues requests."""
 
     def __init__(self, runtime: Runtime, resolved: Resolved = DEFAULTS, limits: Limits | None = None) -> None:
-        """resolved: settings of requests, and for cutting their documents. limits: of requests that are batched."""
+        """resolved: settings of requests, and for cutting their documents. limits: of batched requests."""
         self.runtime, self._resolved, self._limits = runtime, resolved, limits
         self._service: AsyncEngine | None = None
-        self._closed: AsyncEngine | None = None  # the last one: it refuses what still comes, and has its statistics
+        self._closed: AsyncEngine | None = None  # the last one: refuses requests, keeps its statistics
         self._given: ChunkStore | None = None
         self._store: ChunkStore | None = None
         self._temporary = ExitStack()
@@ -40,8 +40,8 @@ class EngineThread:
         self._lock = threading.RLock()  # guards these six
 
     def use(self, store: ChunkStore | None) -> None:
-        """Take chunks from this store from now on, and keep the KV of requests' documents there; `add` does so too.
-        None: a temporary store, which `close` removes. No request may be running."""
+        """Use this store from now on, also for the KV of requests' documents and for `add`. None: a temporary store,
+        which `close` removes. No request may be running."""
         with self._lock:
             if self._service is None or store is not self._given:
                 if self._service is not None:
@@ -57,12 +57,12 @@ class EngineThread:
             self.use(store)
 
     def submit(self, request: Request, on_event: OnEvent) -> RequestState:
-        """Queue a resolved request. on_event: called in the engine's thread, with one Done or Failed last; it must not
-        wait. Raises QueueFull when too many wait or the engine closes. `cancel` takes what it returns."""
+        """Queue a resolved request, and return its state for `cancel`. on_event: called in the engine's thread, with
+        Done or Failed last; it must not block. Raises QueueFull if too many wait or the engine closes."""
         return self._serving().submit(request, on_event)
 
     def cancel(self, state: RequestState) -> None:
-        """End a request in the next step, with what was generated so far. No effect on a finished one."""
+        """End a request in the next step, with its partial answers. No effect on a finished one."""
         state.cancelled = True
 
     def cancel_all(self) -> None:
@@ -73,7 +73,7 @@ class EngineThread:
         return self._serving().ask(request)
 
     def _queue_unless_full(self, request: Request, *, wait: bool) -> Future[Answer] | None:
-        """Queue a resolved request. With a full queue return None, or with `wait` try again until it has room."""
+        """Queue a resolved request. If the queue is full return None, or with `wait` wait for room."""
         while True:
             try:
                 return self.queue(request)
@@ -87,8 +87,8 @@ class EngineThread:
         self._serving().check_room(coming)
 
     def between_steps(self, work: Callable[[], T]) -> Future[T]:
-        """Run work in the engine's thread: KV to compute, one launch a call, so that running answers go on. Raises
-        QueueFull when the engine closes."""
+        """Run `work` in the engine's thread, at most one launch per call, so that answers continue. Raises QueueFull if
+        the engine closes."""
         return self._serving().run(lambda _: work())
 
     def stats(self) -> EngineStats:
@@ -97,7 +97,7 @@ class EngineThread:
 
     @property
     def is_stuck(self) -> bool:
-        """Return whether one step has been running for so long that it is not expected to end."""
+        """Return whether the current step has been running for too long."""
         return self._serving().is_stuck
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class EngineThread:
                 self.runtime.driver.drop()
 
     def remove_files(self) -> None:
-        """Remove the temporary store's files while it may be in use: this process ends without `close`."""
+        """Remove the temporary store's files, possibly in use, of a process that ends without `close`."""
         if self._folder is not None:
             self._folder.cleanup()
 
@@ -134,7 +134,7 @@ class EngineThread:
             return self._service
 
     def _serving(self) -> AsyncEngine:
-        """Return what runs the requests; after `close` what has run them, which takes no more."""
+        """Return the engine core's thread; after `close` the last one, which refuses requests."""
         with self._lock:
             return self._service or self._closed or self._running()
 

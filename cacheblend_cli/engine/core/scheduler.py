@@ -1,10 +1,9 @@
 """Scheduling policy, all of it.
 
-Requests are served by priority, then first come, first served. A sequence that was swapped out comes back before a new
-one begins. One prompt is prefilled at a time, a slice a step, and between two slices every running answer gets a token;
-short prompts that follow each other share a step, if their rows are a slice at most. The next prompt may begin to load
-meanwhile. Where blocks are short, the sequence that came last is preempted. Requests that were cancelled or are overdue
-end in a step of their own.
+Requests are served by priority, then first come, first served. Preempted sequences resume before a new one begins. One
+prompt is prefilled at a time, a slice per step, and between two slices every running answer gets a token; consecutive
+short prompts share a step, up to the rows of a slice. The next prompt may load meanwhile. If blocks run out, the
+sequence that came last is preempted. Requests that were cancelled or are overdue end in a step of their own.
 """
 
 from __future__ import annotations
@@ -36,31 +35,33 @@ class Step:
     """The work of one step, in this order."""
 
     end: list[RequestState] = field(default_factory=list)  # cancelled or overdue
-    swaps: list[Swap] = field(default_factory=list)  # KV to the host and back
+    swaps: list[Swap] = field(default_factory=list)  # KV moved to the host and back
     begin: list[Sequence] = field(default_factory=list)  # prompts whose stored KV begins to load
-    prefill: list[Sequence] = field(default_factory=list)  # prompts of which a slice is computed; several in one launch
+    prefill: list[Sequence] = field(default_factory=list)  # prompts whose next slice is computed, in one launch
     decode: list[Sequence] = field(default_factory=list)  # answers that get a token
 
 
 @dataclass
 class Scheduler:
-    """Chooses the work of each step, and gives sequences their blocks."""
+    """Chooses the work of each step, and allocates sequences' blocks."""
 
     blocks: BlockManager
-    worker: Worker  # where the sequences' KV is
+    worker: Worker  # holds the sequences' KV
     slice_rows: int  # positions of a slice
     max_sequences: int
-    ahead: int  # prompts that load while another is prefilled
+    ahead: int  # prompts that may load while another is prefilled
     launch_rows: int  # maximum rows of short prompts that share a step
-    swap_blocks: int  # maximum blocks that are swapped out at a time
+    swap_blocks: int  # maximum blocks on the host
     counts: EngineStats
-    states: list[RequestState] = field(default_factory=list)  # requests that are not over, in turn
-    _step: Step = field(default_factory=Step)  # the next one
-    _prefilled: bool = False  # in the last step
-    _numbers: itertools.count[int] = field(default_factory=itertools.count)  # names of what the worker keeps
+    states: list[RequestState] = field(default_factory=list)  # unfinished requests, in turn
+    _step: Step = field(default_factory=Step)  # in preparation
+    _prefilled: bool = False  # the last step prefilled
+    _numbers: itertools.count[int] = field(
+        default_factory=itertools.count
+    )  # keys of prefills and swapped KV in the worker
 
     def those(self, status: SequenceStatus) -> list[Sequence]:
-        """Sequences of that status, in turn."""
+        """Return the sequences with this status, in turn."""
         return [s for state in self.states for s in state.sequences if s.status is status]
 
     def add(self, state: RequestState) -> None:
@@ -69,14 +70,14 @@ class Scheduler:
         insort(self.states, state, key=attrgetter("turn"))
 
     def restart(self, sequence: Sequence) -> None:
-        """Queue its prompt again."""
+        """Queue the sequence's prompt again."""
         sequence.release(SequenceStatus.WAITING)
         sequence.state.provenance = provenance_of(sequence.state, self.slice_rows)
         if sequence in self._step.begin:
             self._step.begin.remove(sequence)
 
     def schedule(self) -> Step:
-        """Return the work of the next step; an empty one: nothing to do."""
+        """Return the work of the next step, empty if there is nothing to do."""
         if ended := [state for state in self.states if state.ended]:
             return Step(end=ended)
         while (swapped := self.those(SequenceStatus.SWAPPED)) and self._may_return(swapped[0]):
@@ -100,17 +101,18 @@ class Scheduler:
 
     @property
     def num_places(self) -> int:
-        """Sequences that could begin now. Each prompt that is prefilled holds one place until its answers begin."""
+        """Number of sequences that could begin now. A prompt being prefilled holds one place until its answers
+        begin."""
         return self.max_sequences - len(self.those(SequenceStatus.RUNNING)) - len(self.those(SequenceStatus.SWAPPED))
 
     def wave(self, num_left: int) -> int:
-        """Return how many of a request's num_left answers start now: at most half of all places, so that other requests
-        are admitted."""
+        """Return how many of a request's num_left answers start now: at most half of all places, to leave room for
+        other requests."""
         return max(1, min(num_left, self.num_places + 1, max(1, self.max_sequences // 2)))
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take its blocks: one that decodes is swapped out; one whose prompt is not done, or that the swap space has no
-        room for, is queued again. A check is always swapped out."""
+        """Take a sequence's blocks. It is swapped out if it decodes and the swap space has room, else queued again; a
+        check is always swapped out."""
         self.counts.preempted += 1
         held = [] if sequence.paged is None else sequence.paged.owned
         full = self.num_swapped + len(held) > self.swap_blocks and sequence.state.parent is None
@@ -122,7 +124,7 @@ class Scheduler:
 
     @property
     def num_swapped(self) -> int:
-        """Blocks whose KV is swapped out."""
+        """Number of blocks on the host."""
         return sum(s.swapped.num_blocks for s in self.those(SequenceStatus.SWAPPED) if s.swapped is not None)
 
     def _swap_out(self, sequence: Sequence) -> None:
@@ -147,7 +149,7 @@ class Scheduler:
         return self.blocks.can_swap_in(sequence.kv_len, kept.gone, kept.num_blocks)
 
     def _begin(self, sequence: Sequence, hit: PrefixHit) -> None:
-        """Give the prompt its blocks."""
+        """Allocate the prompt's blocks, and begin it."""
         state = sequence.state
         sequence.paged = self.blocks.allocate(state.num_tokens, state.max_new_tokens, hit)
         sequence.prefill = RunningPrefill(
@@ -157,10 +159,10 @@ class Scheduler:
         self._step.begin.append(sequence)
 
     def _may_begin(self, sequence: Sequence) -> PrefixHit | None:
-        """Return the prompt's hit in the prefix cache if it may begin now, else None."""
+        """Return the prompt's prefix cache hit if it may begin now, else None."""
         state, running = sequence.state, self.those(SequenceStatus.RUNNING)
         prefilling = [s for s in running if s.prefilling]
-        full = len(prefilling) > self.ahead  # only a short prompt may join others that are short
+        full = len(prefilling) > self.ahead  # only a short prompt may join other short ones
         if running and (self.num_places < 1 or (full and not self._may_join(prefilling, 0))):
             return None
         assert state.provenance is not None
@@ -171,20 +173,20 @@ class Scheduler:
         headroom = max(1, state.max_new_tokens)
         if self.blocks.can_allocate(state.num_tokens, headroom, hit, sequence.room_behind) is not Allocation.OK:
             return None
-        # At their longest, running answers have to fit the pool and the swap space, so that little is computed again.
+        # running answers at their maximum length fit the pool and the swap space, so that little is computed again
         growth = sum(map(self._growth, running)) + self.blocks.taken(state.num_tokens + headroom, hit)
         if running and growth > self.blocks.space.allocator.num_free + self.swap_blocks - self.num_swapped:
             return None
         return hit
 
     def _growth(self, sequence: Sequence) -> int:
-        """Blocks that a running answer may still take."""
+        """Return the number of blocks that a running answer may still take."""
         state, held = sequence.state, 0 if sequence.paged is None else len(sequence.paged.blocks)
         return max(0, self.blocks.space.blocks_for(state.num_tokens + state.max_new_tokens) - held)
 
     def _short_rows(self, state: RequestState, hit: PrefixHit) -> int | None:
-        """Rows of its prompt behind the hit, where it may share a launch with others. None where it has too many, needs
-        repair, or is timed or watched by itself."""
+        """Return the rows of a prompt after the hit if it may share a launch. None if it has too many, needs repair, or
+        is timed or observed by itself."""
         plan, sampling = state.request.plan, state.request.sampling
         if state.report is not None or sampling.prompt_logprobs is not None or state.parent is not None:
             return None
@@ -193,13 +195,13 @@ class Scheduler:
         return short_rows(plan.with_prefix_cache(hit.num_tokens), self.launch_rows)
 
     def _may_join(self, prefilling: list[Sequence], num_rows: int | None) -> bool:
-        """Return whether a prompt of num_rows, None = not a short one, can be computed in one step with all that begun
-        before it."""
+        """Return whether a prompt of num_rows (None: not a short one) can share a step with all that began before
+        it."""
         short = [num_rows, *(s.prefill.short for s in prefilling if s.prefill is not None)]
         return None not in short and sum(n for n in short if n is not None) <= self.launch_rows
 
     def _together(self, prefilling: list[Sequence]) -> list[Sequence]:
-        """The first, and those behind it that are computed in the same step."""
+        """Return the first prompt and the next ones that share its step."""
         together = prefilling[:1]
         for sequence in prefilling[1:]:
             if sequence.prefill is None or not self._may_join(together, sequence.prefill.short):
@@ -209,5 +211,5 @@ class Scheduler:
 
 
 def _growing(decoding: list[Sequence]) -> list[tuple[BlockTable, int]]:
-    """Return the sequences whose next token's KV goes into blocks here, with their numbers of tokens."""
+    """Return the sequences that decode into our blocks, with their numbers of tokens."""
     return [(s.paged, s.kv_len) for s in decoding if s.paged is not None and s.handed is None]

@@ -59,7 +59,7 @@ class SwappedKV:
 
 @dataclass(eq=False)
 class Sequence:
-    """One answer of a request. Of several that start together, the first prefills the prompt, and the others fork it."""
+    """One answer of a request. Of those that start together, the first prefills the prompt, the others fork it."""
 
     state: RequestState
     index: int  # of the answer

@@ -33,8 +33,8 @@ class Draw:
 
     token: Tensor  # [1] int64 on the device, for the next step
     index: int  # in the batch
-    # of the batch, on the host: tokens [n] int64; log-probabilities fp32 [n, 1 + k] of the token and the k likeliest, and
-    # the ids of these [n, k], or None
+    # of the batch, on the host: tokens [n] int64; log-probabilities fp32 [n, 1 + k] of the token and the k likeliest;
+    # ids of these [n, k]; None if not requested
     parts: tuple[Tensor | None, ...]
     ready: torch.cuda.Event | None  # set when the parts have arrived
 
@@ -190,8 +190,8 @@ class Penalties:
 
 
 def filtered_probs(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Return probabilities [..., vocab_size] after temperature, top-k, top-p and min-p, in this order. At least one token
-    remains."""
+    """Return probabilities [..., vocab_size] after temperature, top-k, top-p and min-p, in this order; at least one
+    token remains."""
     probs = _kept_probs(logits, params)
     return probs / probs.sum(-1, keepdim=True)
 
