@@ -33,9 +33,8 @@ class EngineCore:
         self._runtime, decoder = runtime, runtime.decoder
         watermark = 0.02 if memory is None else 0.0
         self.worker = runtime.worker(memory or runtime.shared_pool(limits.pool_tokens, limits.max_sequences))
-        caches = (
-            limits.enable_prefix_caching and decoder.rope.switches_at is None
-        )  # else KV depends on the prompt's length
+        # where RoPE depends on the prompt's length, so does KV
+        caches = limits.enable_prefix_caching and decoder.rope.switches_at is None
         windows = [layer.attention.sliding_window for layer in decoder.layers]
         window = None if None in windows else max(w for w in windows if w is not None)
         self.blocks = BlockManager(self.worker, watermark, caches, window)

@@ -56,9 +56,8 @@ class Scheduler:
     states: list[RequestState] = field(default_factory=list)  # unfinished requests, in turn
     _step: Step = field(default_factory=Step)  # in preparation
     _prefilled: bool = False  # the last step prefilled
-    _numbers: itertools.count[int] = field(
-        default_factory=itertools.count
-    )  # keys of prefills and swapped KV in the worker
+    # keys of prefills and swapped KV in the worker
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def those(self, status: SequenceStatus) -> list[Sequence]:
         """Return the sequences with this status, in turn."""

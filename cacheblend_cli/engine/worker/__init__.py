@@ -1,1 +1,1 @@
-"""All that runs on a device for an answer, behind inputs that are plain data."""
+"""Everything that runs on a device for an answer, behind inputs of plain data."""

@@ -15,12 +15,12 @@ from cacheblend_cli.model.decoder import Decoder, DecoderLayer
 from cacheblend_cli.prompt.plan import PromptPlan
 
 EVERY = 4
-"""Every EVERY-th decoded token is observed, starting with the first."""
-_DEEP = 12  # layers from which on two are watched
+"""One in EVERY decoded tokens is observed, starting with the first."""
+_DEEP = 12  # minimum layers for observing two of them
 
 
 class AttentionShares:
-    """Adds up what an answer's tokens attend to, at one step of EVERY: a hundredth of decoding with a model of 135 M
+    """Sums the attention of an answer's tokens, at one step in EVERY. Costs 1 % of decoding with a model of 135 M
     parameters."""
 
     def __init__(self, plan: PromptPlan) -> None:
@@ -28,7 +28,7 @@ class AttentionShares:
         self._found: Tensor | None = None
 
     def is_due(self) -> bool:
-        """Return whether this step is to be watched. Ask once a step."""
+        """Return whether to observe this step. Called once per step."""
         self._num_steps += 1
         return self._num_steps % EVERY == 1
 
@@ -47,8 +47,8 @@ class AttentionShares:
 
 
 class Watch(Steps):
-    """Observer of the attention of a decode step's tokens (a row per sequence), in the middle layer, and in a deep
-    model also the one three quarters up: only in layers without a sliding window, where there are any.
+    """Observes the attention of a decode step's tokens, in the middle layer, and in deep models also the one at three
+    quarters; among layers without a sliding window, if there are any.
 
     sequences: one per row, None for rows that are not observed; further rows are padding. found: attention of each
     sequence, [kv_len] fp32, None if it was not observed.
@@ -73,7 +73,7 @@ class Watch(Steps):
 
 
 def _weights(layer: DecoderLayer, q: Tensor, sequence: PagedSequence, kv_len: int) -> Tensor:
-    """The mean over heads of q's attention [num_heads, head_dim] to positions 0:kv_len, [kv_len] fp32."""
+    """Return the mean over heads of the attention of q [num_heads, head_dim] to positions 0:kv_len, [kv_len] fp32."""
     keys = sequence.pool.keys(layer.index, sequence.slots_to(kv_len))
     at = torch.full((1,), kv_len - 1, device=q.device)
     (weights,) = attention_weights(layer, layer.to_keys(q[None]), at, keys, at_once=keys.shape[1])

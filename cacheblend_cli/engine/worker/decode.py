@@ -1,8 +1,7 @@
-"""One decode step after another: eagerly, or as a CUDA graph that is replayed.
+"""Decode steps: eager, or as a replayed CUDA graph.
 
-A runner takes tokens that are still on the device and gives logits that are still on the device: the host only queues
-work. The graph runner does the same step over static buffers; positions and lengths advance on the device, so a
-replay needs nothing from the host but the tokens' address.
+A runner takes tokens and returns logits on the device: the host only queues work. The graph runner uses static buffers;
+positions and lengths advance on the device, so a replay needs nothing from the host.
 """
 
 from __future__ import annotations
@@ -26,24 +25,25 @@ CAPTURABLE = ("triton", "xformers")  # the torch backend's attention reads lengt
 LEAST_KV_BUCKET = 1024
 
 CaptureGraph = Callable[[Callable[[], None]], Callable[[], None]]
-"""Takes a function of no arguments that works on static tensors, returns what does the same again."""
+"""Takes a function over static tensors, and returns one that repeats it."""
 
 
 class DecodeRunner(Protocol):
-    """Decodes a fixed batch: `begin` once, then `step` for each new token of every sequence."""
+    """Decodes a fixed batch: `begin` once, then `step` for each token of every sequence."""
 
     def begin(self, sequences: Sequence[PagedSequence], kv_lens: Sequence[int], headroom: int) -> None:
-        """The sequences hold kv_lens tokens and grow by up to `headroom`. Raises DeviceError when the pool is too
-        small."""
+        """Set the batch: sequences with kv_lens tokens, which grow by up to `headroom`. Raises DeviceError if the pool
+        is too small."""
         ...
 
     def step(self, tokens: Tensor) -> Tensor:
-        """tokens: [num_seqs] int64 on the device. fp32 logits [num_seqs, vocab_size], valid until the next step."""
+        """Compute tokens, [num_seqs] int64 on the device. Returns logits, fp32 [num_seqs, vocab_size], valid until the
+        next step."""
         ...
 
 
 class EagerRunner:
-    """Every kernel launched from Python. observer: sees every step, where one is set."""
+    """Launches every kernel from Python. observer: steps of the passes, None for the default."""
 
     def __init__(self, decoder: Decoder, pool: KVPool) -> None:
         self._decoder, self._pool = decoder, pool
@@ -62,10 +62,10 @@ class EagerRunner:
 
 
 class BatchRunner(EagerRunner):
-    """Eager, over batches filled up to a multiple of STEADY_ROWS rows, unless fewer are steady: else an answer would
-    depend on how many others are made beside it.
+    """Eager, with batches padded to a multiple of STEADY_ROWS rows, unless fewer rows are steady: an answer must not
+    depend on the size of its batch.
 
-    The pool must outlive the runner, which keeps spare blocks of it for the rows that see nothing: SPARE slots."""
+    The pool must outlive the runner, which keeps SPARE slots of it for padding."""
 
     SPARE = STEADY_ROWS - 1
 
@@ -85,10 +85,10 @@ class BatchRunner(EagerRunner):
 
 
 class GraphRunner:
-    """A graph for each bucket of batch size and context length, captured when it is first needed and kept.
+    """Keeps a graph for each bucket of batch size and context length, captured on first use.
 
-    The pool must outlive the runner and hold one block more than the sequences: rows that only fill a bucket, and the
-    runs before a capture, write there.
+    The pool must outlive the runner and hold one block more than the sequences, for padding and for runs before a
+    capture.
     """
 
     def __init__(self, decoder: Decoder, pool: KVPool, capture: CaptureGraph | None = None) -> None:
@@ -117,8 +117,7 @@ class GraphRunner:
 
     @torch.inference_mode()
     def graph(self, num_seqs: int, kv_len: int) -> DecodeGraph:
-        """The graph of the bucket, captured now if it was not yet. Raises DeviceError when memory is too short for
-        it."""
+        """Return the bucket's graph, captured now on first use. Raises DeviceError if out of memory."""
         key = (bucket(num_seqs, 1), bucket(kv_len, LEAST_KV_BUCKET))
         if key not in self._graphs:
             try:
@@ -132,11 +131,11 @@ class GraphRunner:
 
 
 class DecodeGraph:
-    """One captured step over static tensors of num_seqs rows: `replay()` computes logits from tokens, and moves on by a
-    token.
+    """One captured step over static tensors of num_seqs rows. `replay()` computes logits from tokens, and advances by
+    one token.
 
     tokens, positions: [num_seqs] int64; kv_lens: [num_seqs] int32, always positions + 1; live: [num_seqs] int32, 1 for
-    a sequence and 0 for a row that only fills the bucket, which stays at position 0 of the spare block; block_table:
+    a sequence and 0 for padding, which stays at position 0 of the spare block; block_table:
     [num_seqs, max_blocks] int32; logits: fp32 [num_seqs, vocab_size].
     """
 
@@ -156,7 +155,8 @@ class DecodeGraph:
         self.replay = capture(self._run)
 
     def fill(self, blocks: Sequence[Sequence[int]], kv_lens: Sequence[int]) -> None:
-        """Sequences with these blocks that hold kv_lens tokens: the next step is at position kv_len of each."""
+        """Set the batch: sequences with these blocks and kv_lens tokens. The next step is at position kv_len of
+        each."""
         num_seqs, max_blocks = self._block_table.shape
         table = torch.full((num_seqs, max_blocks), self._spare, dtype=torch.int32)
         for i, own in enumerate(blocks):
@@ -189,13 +189,13 @@ class DecodeGraph:
 
 
 def bucket(count: int, least: int) -> int:
-    """The power of two a count is rounded up to."""
+    """Round up to a power of two, at least `least`."""
     return max(least, 1 << (count - 1).bit_length())
 
 
 def make_runner(decoder: Decoder, pool: KVPool, eager: bool = False) -> DecodeRunner:
-    """Graphs on a GPU whose backend can be captured, unless `eager`; not where RoPE changes with the length, nor with
-    experts, nor with transformers' layers, nor with tensor parallelism."""
+    """Return a graph runner on a GPU whose backend can be captured, unless `eager`; not if RoPE changes with the
+    length, and not with experts, transformers' layers or tensor parallelism."""
     capturable = decoder.device.type == "cuda" and decoder.kernels.name in CAPTURABLE
     alike = decoder.rope.switches_at is None and decoder.spec.experts is None and not decoder.spec.generic  # every step
     alike = alike and decoder.shard is None  # an exchange between ranks is not captured
@@ -203,7 +203,7 @@ def make_runner(decoder: Decoder, pool: KVPool, eager: bool = False) -> DecodeRu
 
 
 def cuda_capture(function: Callable[[], None]) -> Callable[[], None]:
-    """Run the function twice on a side stream, so that everything is compiled and allocated, then capture it."""
+    """Run the function twice on a side stream, which compiles and allocates everything, then capture it."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

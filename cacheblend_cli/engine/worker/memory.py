@@ -1,5 +1,5 @@
-"""The memory of a GPU that lives across questions: a pool as large as weights and activations leave room for, and the
-decode graphs over it. On CPU each prompt has a pool of its own, just as large as it needs."""
+"""A GPU's memory across questions: a KV pool as large as weights and activations leave room for, and its decode graphs.
+On a CPU each prompt has its own pool, as large as it needs."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ PROFILE_ROWS = (GPU_MLP_ROWS, 256)  # from GPU_MLP_ROWS on, a prefill's peak gro
 
 
 class Meter:
-    """Memory of a GPU in bytes: peaks by PyTorch's allocator, use by the driver."""
+    """Measures a GPU's memory in bytes: peaks in PyTorch's allocator, total use by the driver."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.total = int(torch.cuda.mem_get_info(device)[1])
 
     def used(self) -> int:
-        """Held by anybody: weights, other processes, the runtime."""
+        """Return the bytes in use by weights, other processes and the CUDA runtime."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         return int(total - free)
 
     def peak(self, run: Callable[[], None]) -> int:
-        """The most that `run` holds beyond what was held before it."""
+        """Return the peak of `run` above the bytes in use before it."""
         torch.cuda.synchronize(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
@@ -55,7 +55,7 @@ class Meter:
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """Bytes. A prefill of n rows holds fixed + n * per_row beyond weights and pool."""
+    """Bytes. A prefill of n rows takes fixed + n * per_row beside weights and pool."""
 
     total: int
     used: int
@@ -65,20 +65,21 @@ class MemoryProfile:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """pool: one for all prompts, one after another. num_tokens: positions a prompt and its answer may have in it."""
+    """A KV pool and its decode runner."""
 
     pool: KVPool
     runner: DecodeRunner
-    profile: MemoryProfile | None = None
+    profile: MemoryProfile | None = None  # of a GPU
 
     @property
     def num_tokens(self) -> int:
+        """Maximum tokens of a prompt and its answer."""
         return self.pool.allocator.num_free * self.pool.block_size
 
 
 def reserve(decoder: Decoder, config: EngineConfig, *, meter: Meter | None = None, at_once: int = 1) -> DeviceMemory:
-    """Profile a prefill, take the pool and warm up over it. meter: of a GPU by default. Raises DeviceError when not
-    even one block fits."""
+    """Profile a prefill, allocate the pool and warm up. meter: a GPU's by default. Raises DeviceError if not even one
+    block fits."""
     block_size = config.block_size
     profile = measure(decoder, block_size, meter or Meter(decoder.device))
     per_token, context = bytes_per_token(decoder), decoder.spec.max_context
@@ -89,8 +90,8 @@ def reserve(decoder: Decoder, config: EngineConfig, *, meter: Meter | None = Non
         pool = KVPool.of(decoder, num_blocks, block_size)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
-            f"a KV pool of {num_blocks} blocks does not fit on {decoder.device} any more",
-            "end what else uses the GPU, or lower --gpu-memory-utilization",
+            f"a KV pool of {num_blocks} blocks does not fit on {decoder.device} anymore",
+            "stop other programs on the GPU, or lower --gpu-memory-utilization",
         ) from error
     if pool.allocator.num_free * block_size >= sum(WARM_UP):
         warm_up(decoder, pool, config.kv_dtype)
@@ -99,8 +100,8 @@ def reserve(decoder: Decoder, config: EngineConfig, *, meter: Meter | None = Non
 
 @torch.inference_mode()
 def warm_up(decoder: Decoder, pool: KVPool, codec: str = "auto") -> None:
-    """Launch what a question may launch, so that nothing is compiled in the first one: attention at all sizes, and
-    small blends, by default and with a check layer. codec: of stored KV, auto for the default."""
+    """Launch every kernel that a question may launch, so that the first one compiles nothing: attention of all sizes,
+    and small blends, with and without a check layer. codec: of stored KV, auto for the default."""
     *chunks, suffix = WARM_UP
     codec = codec_of(codec, decoder.dtype)
     inputs = [ChunkInput(b"", "", (0,) * n, same_regime=False) for n in chunks]
@@ -117,7 +118,7 @@ def warm_up(decoder: Decoder, pool: KVPool, codec: str = "auto") -> None:
 
 
 def warm_up_attention(decoder: Decoder, pool: KVPool) -> None:
-    """Attention of every kind of layer there is, for any number of rows over contexts as long as one may get."""
+    """Warm up attention of each kind of layer, for any number of rows and any context length."""
     spec, capacity = decoder.own_spec, len(pool.layers[0].k) * pool.block_size
     kinds = {}
     for layer, cache in zip(decoder.layers, pool.layers, strict=True):
@@ -130,7 +131,7 @@ def warm_up_attention(decoder: Decoder, pool: KVPool) -> None:
 
 
 def measure(decoder: Decoder, block_size: int, meter: Meter) -> MemoryProfile:
-    """Two full prefills, one twice as long. Shorter ones where the device has no room for these."""
+    """Measure two full prefills, the second twice as long; shorter ones if the device has no room for these."""
     longest = max(1, decoder.spec.max_context // 2)
     many, few = (min(n, longest) for n in PROFILE_ROWS)
     try:
@@ -140,7 +141,7 @@ def measure(decoder: Decoder, block_size: int, meter: Meter) -> MemoryProfile:
 
 
 def _measure(decoder: Decoder, block_size: int, meter: Meter, num_rows: int) -> MemoryProfile:
-    _prefill(decoder, num_rows, block_size)  # not measured: it compiles kernels and makes work spaces
+    _prefill(decoder, num_rows, block_size)  # not measured: compiles kernels and allocates work spaces
     activations = []
     for n in (num_rows, 2 * num_rows):
         blocks = -(-n // block_size)
@@ -160,10 +161,10 @@ def blocks_that_fit(
     block_size: int,
     at_once: int = 1,
 ) -> int:
-    """Blocks of the pool: never more than `at_once` prompts of the model's context, one more and a spare block can use,
-    since prompts are prefilled one at a time, with the full prefill of --verify beside them at most.
+    """Return the number of blocks of the pool: at most for `at_once` prompts of the model's whole context, one more
+    (the full prefill of --verify) and a spare block.
 
-    Every token needs its KV and, in a full prefill, its row of activations. Raises DeviceError when nothing fits.
+    Every token needs its KV and, in a full prefill, its row of activations. Raises DeviceError if nothing fits.
     """
     room = utilization * profile.total - profile.used - profile.fixed
     most = (at_once + 1) * context
@@ -172,7 +173,7 @@ def blocks_that_fit(
         raise DeviceError(
             f"no room for KV: of the GPU's {_gib(profile.total)}, {_gib(profile.used)} are in use (the weights among them), "
             f"a prefill takes {_gib(profile.fixed)} and more, and --gpu-memory-utilization is {utilization:g}",
-            "end what else uses the GPU, raise --gpu-memory-utilization, or use a smaller model or --device cpu",
+            "stop other programs on the GPU, raise --gpu-memory-utilization, or use a smaller model or --device cpu",
         )
     return -(-tokens // block_size) if tokens >= most else tokens // block_size
 
@@ -180,14 +181,14 @@ def blocks_that_fit(
 def out_of_memory(
     error: BaseException, device: torch.device, num_tokens: int, memory: DeviceMemory | None
 ) -> DeviceError:
-    """The error for a prefill that ran out of memory, with what would fit now."""
+    """Return the error for a prefill that ran out of memory. Its hint says what would fit."""
     hint = "ask with fewer chunks, or use --device cpu"
-    clear_frames(error.__traceback__)  # they hold the tensors of the prefill that failed
+    clear_frames(error.__traceback__)  # the frames hold the failed prefill's tensors
     if memory is not None and memory.profile is not None and device.type == "cuda":
         torch.cuda.empty_cache()
         fits = max(0, int((torch.cuda.mem_get_info(device)[0] - memory.profile.fixed) // memory.profile.per_row))
         hint = (
-            f"about {min(fits, memory.num_tokens)} tokens would fit: ask with fewer chunks, end what else uses the GPU, "
+            f"about {min(fits, memory.num_tokens)} tokens would fit: ask with fewer chunks, stop other programs on the GPU, "
             "or lower --gpu-memory-utilization, which leaves more room beside the pool"
         )
     return DeviceError(f"{device} ran out of memory in a prefill of {num_tokens} tokens", hint)
@@ -195,7 +196,7 @@ def out_of_memory(
 
 @torch.inference_mode()
 def _prefill(decoder: Decoder, num_tokens: int, block_size: int) -> None:
-    """A full prefill of some tokens in a pool of its own. Raises DeviceError when even that does not fit."""
+    """Run a full prefill in its own pool. Raises DeviceError if it does not fit."""
     try:
         sequence = KVPool.of(decoder, -(-num_tokens // block_size), block_size).new_sequence(num_tokens)
         plan = plan_prompt([], [], [0] * num_tokens, prefix_key=None, reuse=False)
@@ -204,7 +205,7 @@ def _prefill(decoder: Decoder, num_tokens: int, block_size: int) -> None:
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             f"{decoder.device} has no room beside the weights for a prefill of {num_tokens} tokens",
-            "end what else uses the GPU, or use a smaller model or --device cpu",
+            "stop other programs on the GPU, or use a smaller model or --device cpu",
         ) from error
 
 

@@ -1,9 +1,9 @@
-"""A prompt's KV: stored KV is loaded layer by layer ahead of compute, the rest is computed in slices.
+"""Prefill of a prompt: stored KV is loaded layer by layer ahead of compute, the rest is computed in slices.
 
-A prompt is always cut at the same positions, multiples of the slice size, whatever part of it a prefix cache holds
-already: the same rows then go through the same matrix products, so that KV and logits are the same to the bit. What
-needs repair is one slice with all that follows it, which pauses between layers: a step computes as many of its layers
-as cost about a slice."""
+A prompt is always cut at multiples of the slice size, whatever part of it the prefix cache has: the same rows go
+through the same matrix products, so KV and logits are the same to the bit. Everything from the first blended chunk on
+is one slice, which pauses between layers: a step computes as many of its layers as cost about a slice.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from cacheblend_cli.model.linear import STEADY_ROWS
 from cacheblend_cli.prompt.plan import PromptPlan
 from cacheblend_cli.types import BlendParams, LayerReport, LayerStatus
 
-LOGIT_ROWS = 64  # whose logits are held at once: each is as long as the vocabulary
+LOGIT_ROWS = 64  # maximum rows whose logits are held at once
 
 
 @dataclass(frozen=True)
 class PrefillInput:
     """A prompt to compute, as plain data."""
 
-    number: int  # names the prompt while it is computed
-    plan: PromptPlan  # token ids, positions, and where their KV comes from
+    number: int  # key of the prompt while it is computed
+    plan: PromptPlan  # token ids, positions, and the sources of their KV
     blocks: tuple[int, ...]  # of the pool
     blend: BlendParams
     lossless: bool  # stored KV is what this run would compute
@@ -56,11 +56,10 @@ class PrefillOutput:
 
 
 class PrefillState:
-    """A prompt on its way into a sequence's blocks, a step at a time; its stored KV loads from `__enter__` to
-    `__exit__`.
+    """Prefill of one prompt into a sequence's blocks, step by step. Its stored KV loads from `__enter__` to `__exit__`.
 
-    on_logits: given the logits of the rows from `outputs_from` on, fp32 [n, vocab_size], in order. Raises BadChunk,
-    when it is made or when it computes, for stored KV that cannot be used.
+    on_logits: callback for the logits of the rows from `outputs_from` on, fp32 [n, vocab_size], in order. Raises
+    BadChunk, on creation and in each step, for unusable stored KV.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class PrefillState:
 
     @torch.inference_mode()
     def whole(self, output_positions: Tensor) -> PrefillOutput:
-        """Compute the prompt in one go. output_positions: where logits are wanted."""
+        """Compute the whole prompt. output_positions: positions whose logits are returned."""
         start = time.perf_counter()
         result = finish(self._blend(self._plan, output_positions.to(self._decoder.device)))
         agree(self._decoder, self._plan, self._loader.bad)
@@ -119,7 +118,7 @@ class PrefillState:
         return self._output(result, start, self._done)
 
     def _part(self) -> SlicePart:
-        """The next slice, as a part of a launch."""
+        """Return the next slice as a part of a launch."""
         positions, outputs_from = self._slices[self._done].positions, self._given.outputs_from
         first = len(positions)
         if outputs_from is not None:
@@ -129,10 +128,11 @@ class PrefillState:
         return SlicePart(self._sequence, self._loader, self._plan, positions, first)
 
     def _computed(self, hidden: Hidden | None, logits: Tensor | None, start: float) -> PrefillOutput:
-        """Return the output of the next slice, which is not counted as done yet.
+        """Return the output of the next slice, which does not count as done yet.
 
-        hidden: its rows from `outputs_from` on, if their logits are wanted. logits: of the prompt's last row, fp32 [1,
-        vocab_size], if it was the last slice."""
+        hidden: rows from `outputs_from` on, if logits are wanted. logits: of the prompt's last row, fp32 [1,
+        vocab_size], after the last slice.
+        """
         if hidden is not None and self._given.outputs_from is not None:  # each row once: logits are computed in place
             end = len(hidden.delta) - (logits is not None)
             for at in range(0, end, LOGIT_ROWS):

@@ -1,9 +1,9 @@
-"""Slices of prompts: rows that are computed in one launch and need no repair, of one prompt or of several short ones.
+"""Slices: rows that need no repair and are computed in one launch, of one prompt or of several short ones.
 
-A row's K, V and logits are the same to the bit whether its prompt shares the launch or not (on a CPU): attention is
-computed a sequence at a time, and the products of a slice of SHORT_ROWS rows do not depend on the rows beside it. The
-same holds for the last layer and the head, because they are given STEADY_ROWS rows of each prompt, and a multiple of
-STEADY_ROWS."""
+On a CPU a row's K, V and logits are the same to the bit with and without other prompts in the launch: attention is
+computed per sequence, and the products of at least SHORT_ROWS rows do not depend on further rows. The last layer and
+the head get STEADY_ROWS rows of each prompt, and a multiple of STEADY_ROWS in all.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ from cacheblend_cli.model.linear import STEADY_ROWS
 from cacheblend_cli.prompt.plan import PromptPlan
 
 SHORT_ROWS = 16
-"""Rows of a slice from which its products are the same to the bit beside others', whatever the layout of the weights:
-measured for 16 to 513 rows. MKL's fp32 products of 5, 7 and 9 rows differ, where it has two threads."""
+"""Minimum rows of a slice whose products do not depend on further rows, with any layout of the weights: measured for 16
+to 513 rows. MKL's fp32 products of 5, 7 and 9 rows differ, with two threads."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Rows that one step computes. positions: sorted; start, end: what they are part of. blended: all from `start` on,
-    where KV is repaired, chosen by the policy."""
+    """Rows of one step, within positions start:end."""
 
     start: int
     end: int
-    positions: tuple[int, ...] = ()
-    blended: bool = False
+    positions: tuple[int, ...] = ()  # sorted
+    blended: bool = False  # the policy chooses the rows
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,7 @@ class SlicePart:
 
 def slices_of(plan: PromptPlan, slice_rows: int, outputs_from: int | None = None) -> list[Slice]:
     """Cut the computed positions before the first blended chunk at multiples of slice_rows; the rest is one slice.
-    outputs_from: a slice ends with this position, unless it is the first, so that it is known when its logits are
-    there."""
+    outputs_from: also cut after this position, so that the step with its logits is known."""
     until = plan.exact_until
     fresh = [p for s in plan.segments if s.status == "computed" for p in range(s.start, min(s.end, until))]
     cuts, slices = [*range(0, until, slice_rows), until], list[Slice]()
@@ -66,8 +64,7 @@ def slices_of(plan: PromptPlan, slice_rows: int, outputs_from: int | None = None
 
 
 def short_rows(plan: PromptPlan, slice_rows: int) -> int | None:
-    """Return the rows of a prompt that may share a launch with others: it is one slice, and needs no repair. Else
-    None."""
+    """Return the number of rows of a prompt that may share a launch: a single slice without repair. Else None."""
     if plan.exact_until != plan.num_tokens or not SHORT_ROWS <= plan.fresh_tokens <= slice_rows:
         return None
     slices = slices_of(plan, slice_rows)
@@ -75,8 +72,8 @@ def short_rows(plan: PromptPlan, slice_rows: int) -> int | None:
 
 
 def slices_pass(decoder: Decoder, parts: Sequence[SlicePart]) -> Pass[Hidden | None]:
-    """Return the pass of all parts' rows in one launch. The last layer computes only the rows from `first` on; the
-    result is None if there are none. RoPE must have the same frequencies for all. The pass raises BadChunk."""
+    """Return the pass of all parts' rows in one launch. The last layer computes only the rows from `first` on; without
+    any the result is None. RoPE must have the same frequencies for all. The pass raises BadChunk."""
     device, given, outputs, ids, base = decoder.device, [], list[int](), list[int](), 0
     for part in parts:
         count, token_ids = len(part.positions), part.plan.token_ids
@@ -90,15 +87,15 @@ def slices_pass(decoder: Decoder, parts: Sequence[SlicePart]) -> Pass[Hidden | N
 
 
 def last_logits(decoder: Decoder, hidden: Hidden, ends: Sequence[int]) -> list[Tensor]:
-    """Logits of each part's last row, fp32 [1, vocab_size]. ends: where each part's rows end in `hidden`."""
+    """Return the logits of each part's last row, fp32 [1, vocab_size]. ends: end of each part's rows in `hidden`."""
     filled_up = [*ends, *(ends[-1] for _ in range(-len(ends) % STEADY_ROWS))]
     logits = hidden.logits(decoder, upload([end - 1 for end in filled_up], decoder.device))
     return [logits[i : i + 1].clone() for i in range(len(ends))]
 
 
 class _SliceSteps(Steps):
-    """Every row at every layer but the last with K and V of its own, which computes these of all rows and the rest of
-    the rows `outputs` [n] alone; so do the layers after it."""
+    """Every row at every layer, except that from the last layer with its own K and V on, only the rows `outputs` [n]
+    continue after K and V."""
 
     def __init__(self, loaders: Sequence[KVLoader], last: int, outputs: Tensor) -> None:
         self._loaders, self._last, self._outputs = loaders, last, outputs

@@ -1,9 +1,9 @@
-"""Worker: all that runs on a device, behind inputs that are plain data.
+"""Worker: everything that runs on a device.
 
-An engine's core (`engine/core/core.py`) schedules, owns blocks and their tables, and chooses tokens. A worker owns
-weights, the pool's memory, the loader of stored KV, kernels and decode graphs. What goes in is token ids, positions,
-block tables, keys of stored KV and settings, so that workers on several devices can be given the same; what comes out
-is logits and figures.
+The core (`engine/core/core.py`) schedules, owns blocks and block tables, and draws tokens. A worker owns weights, the
+pool's memory, the loader of stored KV, kernels and decode graphs. Its inputs are plain data (token ids, positions,
+block tables, keys of stored KV, settings), so that workers on several devices get the same; its outputs are logits and
+figures.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DecodeOutput:
 
 
 class Worker(BlockSpace):
-    """Computes in one pool. The core uses the pool's allocator."""
+    """Computes in one pool, whose allocator the core uses."""
 
     def __init__(self, decoder: Decoder, memory: DeviceMemory) -> None:
         self._decoder, self._pool, self._runner = decoder, memory.pool, memory.runner
@@ -76,27 +76,27 @@ class Worker(BlockSpace):
     def begin(
         self, given: PrefillInput, source: KVSource | None, on_logits: Callable[[Tensor], None] = lambda logits: None
     ) -> None:
-        """Begin to load a prompt's stored KV. source: where this worker reads it. on_logits: given the logits that the
-        prompt asks for, fp32 [n, vocab_size], in order. Raises BadChunk."""
+        """Start loading a prompt's stored KV from `source`. on_logits: callback for the requested logits, fp32 [n,
+        vocab_size], in order. Raises BadChunk."""
         state = PrefillState(self._decoder, source, self._view(TableInput(given.blocks)), given, on_logits)
         state.__enter__()
         self._prefills[given.number] = state
 
     def prefill(self, numbers: Sequence[int]) -> list[PrefillOutput]:
-        """Compute the next step of a prompt, or the only slice of several short ones (`engine/worker/slices.py:
-        short_rows`) in one launch. Raises BadChunk; then each of them can still be computed alone."""
+        """Compute the next step of a prompt, or the only slice of several short ones (`short_rows`) in one launch.
+        Raises BadChunk, after which each of them can be computed alone."""
         if len(numbers) == 1:
             return [self._prefills[numbers[0]].advance()]
         return compute_slices([self._prefills[number] for number in numbers])
 
     def end(self, number: int) -> None:
-        """Load and compute no more of a prompt, if there is one of that number."""
+        """End the prefill with that number, if there is one."""
         state = self._prefills.pop(number, None)
         if state is not None:
             state.__exit__(None, None, None)
 
     def decode(self, given: DecodeInput) -> DecodeOutput:
-        """Compute the KV of a token of each sequence, and the logits after it."""
+        """Compute one token of each sequence: its KV, and the logits after it."""
         views = [self._view(table) for table in given.tables]
         watch = Watch(self._decoder, [v if wanted else None for v, wanted in zip(views, given.watched, strict=True)])
         self._runner.begin(views, given.kv_lens, 1)
@@ -112,24 +112,24 @@ class Worker(BlockSpace):
 
     @torch.inference_mode()
     def swap_out(self, number: int, blocks: Sequence[int]) -> None:
-        """Copy the blocks' KV to the host, where it is kept under that number."""
+        """Copy the blocks' KV to the host, under that number."""
         self._swapped[number] = self._pool.swap_out(blocks)
 
     @torch.inference_mode()
     def swap_in(self, number: int, blocks: Sequence[int]) -> None:
-        """Write what is kept under the number to blocks, as many, and keep it no longer."""
+        """Move the KV kept under the number back, into as many blocks."""
         self._pool.swap_in(blocks, self._swapped.pop(number))
 
     def forget(self, number: int) -> None:
-        """Drop what is kept under the number, if anything is."""
+        """Drop the KV kept under the number, if there is any."""
         self._swapped.pop(number, None)
 
     def export_kv(self, table: TableInput, num_tokens: int) -> KVReader:
-        """A reader of the KV of a sequence's first num_tokens positions, valid while it holds its blocks."""
+        """Return a reader of the KV of a sequence's first num_tokens positions, valid while it holds its blocks."""
         return export(self._decoder, self._view(table), num_tokens)
 
     def close(self) -> None:
-        """Release what the worker holds elsewhere; it is not used afterwards."""
+        """Release resources in other processes. The worker is not used afterwards."""
 
     def _view(self, table: TableInput) -> SequenceView:
         return SequenceView(self._pool, list(table.blocks), table.gone)
