@@ -1,4 +1,4 @@
-"""Speeds of this machine with a model: measured once, kept in the user's cache directory, updated by each prefill."""
+"""Speeds of this machine with a model: measured once, kept in the user's cache, updated by each prefill."""
 
 from __future__ import annotations
 
@@ -35,17 +35,14 @@ from cacheblend_cli.prompt.plan import PromptPlan, Segment
 FORMAT = 4
 PROBE_ROWS = (8, 32, 128, 512, 1024)
 PROBE_S = 1.0
-"""Seconds for the probes of compute; a size that would not fit what is left of them is not measured."""
+"""Seconds for all measurements of compute; sizes that take longer are left out."""
 MOVED_ROWS, CHUNK_ROWS, KNOWN_EVERY = 1024, 256, 7
-"""Of the probe of a correction: its rows, those of a chunk of them, and which of these are recomputed."""
+"""Measurement of a correction: rows, rows per chunk, and the step between recomputed rows."""
 
 
 @dataclass(frozen=True)
 class SpeedFile:
-    """One model on one device of one machine, at one number of threads and one KV dtype: a small JSON file.
-
-    `read` gives None when there is none or it makes no sense; it is then measured anew.
-    """
+    """Speeds of a model on one machine, device, number of threads and KV dtype, as a JSON file."""
 
     path: Path
 
@@ -60,12 +57,13 @@ class SpeedFile:
         return cls(user_cache.place("speeds", *identity))
 
     def read(self) -> Speeds | None:
+        """Return the speeds, None if the file is missing or invalid."""
         try:
             speeds = msgspec.json.decode(user_cache.recall(self.path), type=Speeds)
         except msgspec.MsgspecError:
             return None
-        makes_sense = min(vars(speeds).values()) >= 0 and speeds.row_s > 0 and speeds.bytes_per_s > 0
-        return speeds if makes_sense else None
+        valid = min(vars(speeds).values()) >= 0 and speeds.row_s > 0 and speeds.bytes_per_s > 0
+        return speeds if valid else None
 
     def write(self, speeds: Speeds) -> None:
         finite = {name: value for name, value in vars(speeds).items() if math.isfinite(value)}  # JSON has no infinity
@@ -73,7 +71,7 @@ class SpeedFile:
 
 
 def kv_share(spec: ModelSpec) -> float:
-    """K and V's part of a row's work in a layer, by multiplications."""
+    """Return the share of K and V in a row's multiplications in a layer."""
     heads, *dims = spec.kv_shapes[0]
     kv = spec.hidden_size * heads * (dims[0] + dims[-1])
     if (latent := spec.latent) is None:
@@ -87,7 +85,7 @@ def kv_share(spec: ModelSpec) -> float:
 
 @torch.inference_mode()
 def measure_compute(decoder: Decoder, block_size: int, seconds: float = PROBE_S) -> Speeds:
-    """Time prefills of rising length through one layer (and the next one's K and V), and fit a layer's cost."""
+    """Time prefills of rising length through one layer and K and V of the next, and fit a layer's cost."""
     spec = decoder.spec
     depth = min(2, spec.num_kv_layers)
     shallow = copy.copy(decoder)  # the same weights, its first layers only
@@ -118,8 +116,8 @@ def measure_compute(decoder: Decoder, block_size: int, seconds: float = PROBE_S)
 
 
 def fit(rows: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:
-    """(layer_s, row_s, pair_s), none negative, that give the seconds of causal prefills of `rows` rows best,
-    relatively."""
+    """Fit (layer_s, row_s, pair_s), not negative, to the seconds of causal prefills, by relative error. rows: of
+    each."""
     n = np.asarray(rows, dtype=np.float64)
     columns = np.stack((np.ones_like(n), n, n * (n + 1) / 2), axis=1)
     weighted = columns / np.asarray(seconds)[:, None]
@@ -146,7 +144,7 @@ def _layers_run(decoder: Decoder, num_rows: int, block_size: int) -> Callable[[]
 
 
 def _moved_row_s(decoder: Decoder, block_size: int, seconds: float) -> float:
-    """Seconds a row that the default correction moves, in a layer; others are taken to be as slow."""
+    """Return the seconds per corrected row and layer, by the default correction."""
     num_rows, spec = min(MOVED_ROWS, decoder.spec.max_context), decoder.spec
     sequence = KVPool.of(decoder, -(-num_rows // block_size), block_size).new_sequence(num_rows)
     plan = PromptPlan((Segment("chunk", 0, (0,) * num_rows, "blended"),))
@@ -163,7 +161,7 @@ def _moved_row_s(decoder: Decoder, block_size: int, seconds: float) -> float:
 
 
 def _runs(run: Callable[[], Any], decoder: Decoder, seconds: float) -> list[float]:
-    """Seconds of a run that warms up, and of 1 to 15 more, as many as fit `seconds` together."""
+    """Return the seconds of a warm-up run and of 1 to 15 more, as many as fit in `seconds`."""
     times: list[float] = []
     while len(times) < 2 or (len(times) < 16 and sum(times) < seconds):
         _synchronize(decoder)

@@ -1,4 +1,4 @@
-"""The Answer of a finished sequence: what was generated, how its prompt got its KV, and how long that took."""
+"""Answer of a finished sequence: the generated text, the sources of the prompt's KV, and timing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cacheblend_cli.types import Answer, ChunkUse, Timing
 
 
 def answer_of(runtime: Runtime, done: PrefillReport, generation: Generation, report: AutoReport | None) -> Answer:
-    """Return the answer, without results of checks. done: the prompt as it was finally run."""
+    """Return the answer, without results of checks. done: its prefilled prompt."""
     request, plan, loader = done.request, done.plan, done.loader
     if generation.reasoning_cut:
         request.notes.append(

@@ -1,4 +1,4 @@
-"""`--ratio auto`: the controller's decision for a prompt, from measured speeds, and what real prefills teach them."""
+"""`--ratio auto`: chooses a prompt's ratio from measured speeds, and learns from each prefill."""
 
 from __future__ import annotations
 
@@ -54,10 +54,9 @@ class Controller:
         return speeds
 
     def learn(self, report: AutoReport, done: PrefillReport, prefill_s: float, rest_s: float | None = None) -> None:
-        """Compare what was predicted with what happened. rest_s: from the prefill's end to the first token, None when
-        unknown.
+        """Update the speeds from a prefill. rest_s: seconds from its end to the first token, None if unknown.
 
-        Nothing is learnt when a damaged chunk was computed instead of loaded: that was another workload.
+        A prefill that computed a damaged chunk instead of loading it is ignored: its workload was another one.
         """
         assert self._speeds is not None
         work, loader = report.work, done.loader
@@ -100,7 +99,7 @@ def decided(runtime: Runtime, request: Request) -> tuple[Request, AutoReport | N
 
 
 def learn_from(runtime: Runtime, report: AutoReport, done: PrefillReport) -> None:
-    """Update the measured speeds with an answer's ttft_s. On a GPU a prefill ends when its token is read."""
+    """Update the speeds with an answer's ttft_s. On a GPU a prefill ends when its token is read."""
     assert report.ttft_s is not None
     after = report.ttft_s - report.before_s
     on_gpu = runtime.decoder.device.type == "cuda"
@@ -109,7 +108,7 @@ def learn_from(runtime: Runtime, report: AutoReport, done: PrefillReport) -> Non
 
 
 def workload(request: Request) -> Workload:
-    """Return the work of the prompt under request.blend."""
+    """Return the prompt's workload under request.blend."""
     model = request.collection.model
     plan, policy = request.plan, policy_of(request.blend, model.spec.num_kv_layers, request.lossless)
     inexact = [(s.start, s.end) for s in plan.chunks if s.status == "blended"]
@@ -132,7 +131,7 @@ def workload(request: Request) -> Workload:
 
 
 def _of_tier(request: Request) -> dict[str, Any]:
-    """Fields of the workload: what is to come from the tier, and how fast that was until now."""
+    """Return the workload's fields for KV from the tier."""
     tier = None if request.store is None else request.store.tier
     if tier is None or request.tiered is None:
         return {}
@@ -146,7 +145,7 @@ def _of_tier(request: Request) -> dict[str, Any]:
 
 
 def kv_bytes(request: Request) -> int:
-    """Bytes of KV to load from the store, all layers."""
+    """Return the bytes of stored KV to load, all layers."""
     size = request.collection.chunk_bytes
     return sum(size(len(s.token_ids), s.codec) for s in request.plan.segments if s.cached and s.token_ids)
 
@@ -156,5 +155,5 @@ def _count(spans: list[tuple[int, int]]) -> int:
 
 
 def _mean_keys(spans: list[tuple[int, int]]) -> float:
-    """A row at position p sees p + 1 keys."""
+    """Return the mean number of keys per row: a row at position p sees p + 1."""
     return sum((start + 1 + end) * (end - start) / 2 for start, end in spans) / max(1, _count(spans))

@@ -1,4 +1,4 @@
-"""One prompt prefilled by itself and held, for measures of its KV."""
+"""A single prompt prefilled and held, for measurements of its KV."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from cacheblend_cli.types import AskOptions, SamplingParams
 
 @dataclass(frozen=True)
 class Prefilled(PrefillReport):
-    """A prompt that was prefilled by itself. The caller releases the sequence."""
+    """A prompt that was prefilled alone. The caller releases the sequence."""
 
     runtime: Runtime = field(kw_only=True)
     sequence: PagedSequence = field(kw_only=True)
@@ -44,8 +44,8 @@ class Prefilled(PrefillReport):
         return self.sequence.pool
 
     def predict(self, answer_ids: abc.Sequence[int], observer: Steps | None = None) -> Tensor:
-        """Return the logits that the prompt's KV predicts each token of an answer with, fp32 [len(answer_ids),
-        vocab_size]. Writes the answer's KV: see `teacher_forced`."""
+        """Return the logits that predict each token of an answer, fp32 [len(answer_ids), vocab_size]. Writes the
+        answer's KV: see `teacher_forced`."""
         return teacher_forced(self.runtime.decoder, self.sequence, self.plan.token_ids, answer_ids, observer)
 
     def answer(
@@ -59,11 +59,11 @@ class Prefilled(PrefillReport):
     ) -> Generation:
         """Decode an answer in an engine core. The sequence needs room for it.
 
-        given: leading answer tokens whose KV was written by `predict`; logits: after these, fp32 [vocab_size], None =
-        after the prompt. see: called with the logits of each token. runner: None for the engine's own.
+        given: leading answer tokens with KV written by `predict`. logits: fp32 [vocab_size] after these, None for those
+        after the prompt. see: callback for the logits of each token. runner: None for the engine's own.
         """
         runtime, prompt_ids = self.runtime, self.plan.token_ids
-        options = AskOptions(verify=True)  # measures are of this engine: llama.cpp does not decode
+        options = AskOptions(verify=True)  # so that llama.cpp does not decode: measurements are of this engine
         request = replace(self.request.in_full(), sampling=sampling, options=options)
         state = RequestState(request, 0, max_new_tokens=runtime.max_new_tokens(sampling))
         output = SequenceOutput(runtime, sampling, prompt_ids, see=see)
@@ -79,7 +79,7 @@ class Prefilled(PrefillReport):
         return output.out
 
     def _memory(self, runner: DecodeRunner | None) -> DeviceMemory:
-        """Return the sequence's pool with what decodes in it."""
+        """Return the sequence's pool with its runner."""
         lasting = self.runtime.memory()
         if runner is None and lasting is not None and lasting.pool is self.pool:
             return lasting
@@ -103,9 +103,7 @@ def prefill(
     """
     decoder = runtime.decoder
     if runtime.driver is not None:
-        raise UsageError(
-            "measures and prefills outside of the engine run in one process", "leave --tensor-parallel out"
-        )
+        raise UsageError("measurements run in one process", "leave --tensor-parallel out")
     start, report = time.perf_counter(), None
     if request.options.auto:
         request, report = decided(runtime, replace(request, started=start))

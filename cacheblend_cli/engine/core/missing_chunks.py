@@ -1,4 +1,4 @@
-"""Missing chunks: those an answer had to compute because the store had no usable KV. They are stored after it."""
+"""Missing chunks: computed with a prompt, because the store had no usable KV, and stored after the answer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from cacheblend_cli.errors import DeviceError
 
 
 def has_missing(done: PrefillReport) -> bool:
-    """Return whether the prompt had chunks to compute or to take from the tier, and its store takes them."""
+    """Return whether the prompt had chunks that were computed or came from the tier, and the store is writable."""
     request, store = done.request, done.request.store
     can_store = store is not None and store.writable and request.blend.mode != "full"
     return can_store and (request.tiered is not None or any(s.status == "computed" for s in done.plan.chunks))
 
 
 def store_missing(done: PrefillReport) -> Iterator[None]:
-    """Store what came from the tier, then collect and store the prompt's computed chunks, one launch or less between
-    two values; a note says how it went. `has_missing` is true of the prompt."""
+    """Store chunks from the tier, then collect and store computed ones, at most one launch between two values. A note
+    reports the result. Requires `has_missing`."""
     request, store = done.request, done.request.store
     assert store is not None, "has_missing says so"
     keep = {s.key for s in done.plan.chunks if s.key} | {request.collection.prefix_key}
@@ -33,16 +33,16 @@ def store_missing(done: PrefillReport) -> Iterator[None]:
         return
     what = f"the KV of {len(missing)} computed chunk{'s' if len(missing) > 1 else ''}"
     try:
-        # each by itself: other answers go on between two chunks
+        # one by one: other answers continue between two chunks
         for _ in collector.store(_planned(done, store, missing), again=True, every_s=0.0):
             yield
         request.notes.append(f"stored {what}")
-    except (StoreError, DeviceError) as error:  # the answer is there, and stands without
+    except (StoreError, DeviceError) as error:  # the answer does not need it
         request.notes.append(f"{what} could not be stored: {error.message}")
 
 
 def _store_taken(done: PrefillReport, store: ChunkStore, collector: Collector) -> Iterator[None]:
-    """Store the KV that came from the tier under the store's own record of each chunk, one between two values."""
+    """Store KV that came from the tier, one chunk between two values."""
     request, tiered = done.request, done.request.tiered
     if tiered is None:
         return
@@ -60,7 +60,7 @@ def _store_taken(done: PrefillReport, store: ChunkStore, collector: Collector) -
 
 
 def _planned(done: PrefillReport, store: ChunkStore, keys: Set[bytes]) -> list[PlannedChunk]:
-    """Return those of the prompt's chunks, each once. Text and place in the document come from the question, or from
+    """Return the prompt's chunks with these keys, each once. Text and place come from the request's document, or from
     the record that the chunk was resolved to, which can be another model's."""
     planned: dict[bytes, PlannedChunk] = {}
     for segment, of in zip(done.plan.chunks, done.request.chunks, strict=True):

@@ -1,4 +1,4 @@
-"""A prefilled prompt, as it is reported, and the log-probabilities of its tokens."""
+"""Report of a prefilled prompt, and the log-probabilities of its tokens."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class PrefillReport:
 
 
 class PromptLogprobs:
-    """Log-probabilities of a prompt's tokens: called with the logits of its rows, in order, from position 0 on."""
+    """Sink that computes the log-probabilities of a prompt's tokens from its rows' logits, from position 0 on."""
 
     def __init__(self, token_ids: list[int], top: int) -> None:
         self._token_ids, self._top, self.found = token_ids, top, list[TokenLogprob]()
 
     def __call__(self, logits: Tensor) -> None:
-        """Add the log-probabilities that the next rows' logits give the tokens after them; the last row has none."""
+        """Add the log-probabilities of the tokens after these rows; there is none after the last row."""
         begin = len(self.found) + 1
         ids = torch.tensor(self._token_ids[begin : begin + len(logits)], device=logits.device)
         if len(ids):

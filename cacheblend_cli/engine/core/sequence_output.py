@@ -1,4 +1,4 @@
-"""One answer while it is generated: tokens drawn from logits, text streamed, stop conditions."""
+"""Output of one sequence: draws tokens, streams text, and applies stop conditions."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.types import FinishReason, SamplingParams, TokenLogprob
 
 REPEATED_COPIES = 3
-REPEATED_TOKENS = 32  # of all copies: a ruled line or a row of zeros may be long
-REPEATED_PERIOD = 256  # tokens of what is repeated
-REPEATED_EVERY = 4  # tokens between looks
+REPEATED_TOKENS = 32  # all copies together: a ruled line or a row of zeros may be long
+REPEATED_PERIOD = 256  # maximum tokens of one copy
+REPEATED_EVERY = 4  # tokens between checks
 
 
 @dataclass
@@ -52,12 +52,10 @@ class Generation:
 
 
 class SequenceOutput:
-    """Output state of one sequence: `draw` the next token from logits, then `append` it. on_event: called with its
-    Token, Reasoning and Text events. index: of the answer, for these. see: called with the logits that each token is
-    drawn from.
+    """Output state of one sequence: `draw` the next token from logits, then `append` it.
 
-    Where the model may reason and params give its reasoning a budget, the closing tag is inserted once the budget is
-    used up.
+    on_event: callback for Token, Reasoning and Text events, which carry `index`. see: callback for the logits that each
+    token is drawn from. Once the budget for reasoning is used up, the closing tag is inserted.
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class SequenceOutput:
         self._closing, self._thought = deque[int](), 0
         self.max_tokens, self._budget = runtime.max_new_tokens(params), runtime.reasoning_budget(params)
         self.out = Generation()
-        self.watch: AttentionShares | None = None  # adds up the answer's attention
+        self.watch: AttentionShares | None = None  # sums the answer's attention
         self._close_when_used_up()
 
     def draw(self, logits: Tensor) -> Draw:
@@ -89,7 +87,7 @@ class SequenceOutput:
         return draw_next([self], logits[None])[0]
 
     def append(self, draw: Draw) -> bool:
-        """Append the token and stream the text that it completes. Returns whether the answer goes on."""
+        """Append the token, and stream the text that it completes. Returns whether the answer continues."""
         out, reasoning = self.out, self._detokenizer.reasoning
         token_id, logprob = draw.fetch()
         out.token_ids.append(token_id)
@@ -159,17 +157,15 @@ def draw_next(outputs: Sequence[SequenceOutput], logits: Tensor) -> list[Draw]:
 def _grammar_of(runtime: Runtime, params: SamplingParams) -> Grammar:
     if runtime.template.opens_reasoning:
         raise UsageError(
-            f"{runtime.model.name} reasons before it answers, and that has no form",
+            f"{runtime.model.name} reasons before it answers, which a grammar does not allow",
             "leave --json-schema and --regex out",
         )
     return grammar_of(runtime.form_tokenizer, params)
 
 
 def repeats_itself(ids: Sequence[int]) -> bool:
-    """Return whether the tokens end in REPEATED_COPIES or more copies of one run, REPEATED_TOKENS or more in all.
-
-    Looks at every fourth length only. llama.cpp has no such rule; Ollama ends an answer after thirty equal tokens.
-    """
+    """Return whether the tokens end in at least REPEATED_COPIES copies of one run, REPEATED_TOKENS in all. Checks one
+    in REPEATED_EVERY lengths. (Ollama ends an answer after thirty equal tokens.)"""
     if len(ids) % REPEATED_EVERY or len(ids) < REPEATED_TOKENS:
         return False
     return any(
