@@ -22,10 +22,9 @@ from torch import Tensor
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.texts import AddedDocument, Putting, document_of, put_name
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.async_engine import AsyncEngine
+from cacheblend_cli.engine.core.async_engine import AsyncEngine, EngineThread
 from cacheblend_cli.engine.core.controller import decided, kv_bytes
 from cacheblend_cli.engine.core.core import EngineCore
-from cacheblend_cli.engine.core.engine_thread import EngineThread
 from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput

@@ -15,11 +15,10 @@ from cacheblend_store.format.blobs import blob_spec
 from cacheblend_store.format.codecs import DTYPES
 from torch import Tensor
 
-from cacheblend_cli.kv.batch import KVBatch, batches_of
 from cacheblend_cli.kv.load_queue import LoadQueue, num_workers, workers
 from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.kv.source import BadChunk, ChunkReader, KVSource
-from cacheblend_cli.kv.stored_prompt import StoredPrompt, StoredSpan, slots_of, stored_kv
+from cacheblend_cli.kv.stored_prompt import KVBatch, StoredPrompt, StoredSpan, batches_of, slots_of, stored_kv
 from cacheblend_cli.kv.transfer import CudaTransfer, StagedTransfer, Transfer
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.prompt.plan import PromptPlan

@@ -18,7 +18,7 @@ from cacheblend_cli.blend.corrections import Regression
 from cacheblend_cli.collect import prefill as collect
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.worker import slices
+from cacheblend_cli.engine.worker import prefill as worker_prefill
 from cacheblend_cli.engine.worker.memory import MemoryProfile, blocks_that_fit, measure, reserve, warm_up
 from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.kv.pool import KVPool
@@ -159,7 +159,7 @@ def test_what_would_fit_is_said(engine: Engine, monkeypatch: pytest.MonkeyPatch)
         held.append(weakref.ref(activations))
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(slices, "layer_by_layer", out_of_memory)
+    monkeypatch.setattr(worker_prefill, "layer_by_layer", out_of_memory)
     with pytest.raises(DeviceError, match="tokens") as caught:
         engine.run_alone(None, AskRequest("where?", [], BlendParams(), GREEDY))
     assert caught.value.__cause__ is not None

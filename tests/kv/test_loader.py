@@ -21,9 +21,8 @@ from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.kv import loader
-from cacheblend_cli.kv.batch import KVBatch, batches_of
 from cacheblend_cli.kv.load_queue import Workers
-from cacheblend_cli.kv.stored_prompt import StoredPrompt, StoredSpan
+from cacheblend_cli.kv.stored_prompt import KVBatch, StoredPrompt, StoredSpan, batches_of
 from cacheblend_cli.kv.transfer import Transfer
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 

@@ -14,7 +14,7 @@ from cacheblend_cli.blend.cost import AutoReport
 from cacheblend_cli.blend.fidelity import teacher_forced
 from cacheblend_cli.engine.core.controller import controller_of, decided
 from cacheblend_cli.engine.core.core import ALONE, EngineCore
-from cacheblend_cli.engine.core.prefill_report import PrefillReport
+from cacheblend_cli.engine.core.report import PrefillReport
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence, SequenceStatus
 from cacheblend_cli.engine.core.sequence_output import Generation, SequenceOutput
 from cacheblend_cli.engine.events import Failed

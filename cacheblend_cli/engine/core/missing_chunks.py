@@ -9,7 +9,7 @@ from cacheblend_store import ChunkStore, StoreError
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk, prefix_chunk
 from cacheblend_cli.corpus.chunker import Chunk
-from cacheblend_cli.engine.core.prefill_report import PrefillReport
+from cacheblend_cli.engine.core.report import PrefillReport
 from cacheblend_cli.errors import DeviceError
 
 

@@ -23,7 +23,7 @@ from cacheblend_cli.engine.core.sequence import (
     provenance_of,
 )
 from cacheblend_cli.engine.events import EngineStats
-from cacheblend_cli.engine.worker.slices import short_rows
+from cacheblend_cli.engine.worker.prefill import short_rows
 from cacheblend_cli.engine.worker.worker import Swap, Worker
 from cacheblend_cli.kv.block_allocator import Allocation
 from cacheblend_cli.kv.block_table import BlockTable
