@@ -22,7 +22,7 @@ from cacheblend_cli.model.rope import rows_of_tables
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.prompt.plan import PromptPlan, Segment
 
-ALIGNMENT = 512  # bytes, of each chunk's tensors in a buffer
+ALIGNMENT = 512  # bytes, of each tensor in a buffer
 
 
 @dataclass(frozen=True)
