@@ -1,5 +1,4 @@
-"""Engine: a loaded model. Everything that runs one goes through this class: the command line, the server, Python
-programs."""
+"""Engine: a loaded model. The command line, the server and Python programs run models only through this class."""
 
 from __future__ import annotations
 
@@ -126,21 +125,21 @@ class Engine(EngineThread):
 
     @property
     def is_parallel(self) -> bool:
-        """Return whether other processes compute a part of the model."""
+        """Return whether the model is split over several processes."""
         return self.runtime.driver is not None
 
     @property
     def is_lost(self) -> bool:
-        """Return whether its other ranks have ended, so that it answers no more."""
+        """Return whether another rank has ended, so that no request can be answered."""
         return self.runtime.driver is not None and self.runtime.driver.group.is_lost
 
     def when_lost(self, act: Callable[[CacheBlendError], Any]) -> None:
-        """Call `act` from any thread when another rank is lost: an exchange with it may never return."""
+        """Call `act`, from any thread, when another rank is lost: waiting for it may never end."""
         if self.runtime.driver is not None:
             self.runtime.driver.group.on_lost = act
 
     def describe(self) -> dict[str, Any]:
-        """Return facts for `doctor`, with llama.cpp's if it can decode."""
+        """Return facts for `doctor`, with llama.cpp's if it may decode."""
         facts = self.runtime.describe()
         if self.runtime.decode_with.file is not None:
             from cacheblend_cli.engine.connectors.llama_choice import describe
@@ -149,7 +148,7 @@ class Engine(EngineThread):
         return facts
 
     def llama_note(self) -> str | None:
-        """Load llama.cpp if it is to decode, and return a message that says so. None if this engine decodes."""
+        """Load llama.cpp if it decodes, and return a message about it; None if this engine decodes."""
         if self.runtime.decode_with.file is None:
             return None
         from cacheblend_cli.engine.connectors.llama_choice import llama_engine
@@ -162,23 +161,22 @@ class Engine(EngineThread):
         return partial(load_worker_model, self.runtime.worker_config(threads))
 
     def sampling_of_model(self, sampling: SamplingParams, fields: Names[str]) -> SamplingParams:
-        """Return the sampling with these fields from the model's generation_config.json, where it has them. Raises
-        UsageError."""
+        """Return the sampling with these fields from generation_config.json, if it has them. Raises UsageError."""
         return as_the_model(sampling, fields, self.model)
 
     # limits of a request
 
     def reasoning_budget(self, sampling: SamplingParams) -> int | None:
-        """Return how many tokens the model may reason for beside its answer's; None if it does not, or has none of its
-        own."""
+        """Return the maximum tokens of reasoning before an answer; None if the model does not reason, or without a
+        separate budget."""
         return self.runtime.reasoning_budget(sampling)
 
     def max_new_tokens(self, sampling: SamplingParams) -> int:
-        """Return how many tokens an answer takes at most, with its reasoning."""
+        """Return the maximum number of tokens of an answer, with its reasoning."""
         return self.runtime.max_new_tokens(sampling)
 
     def check_characters(self, num_characters: int) -> None:
-        """Raise PromptTooLong for texts that cannot fit the model's context, before anything is done with them."""
+        """Raise PromptTooLong for texts that cannot fit the model's context. Cheap: nothing is tokenised."""
         self.runtime.check_characters(num_characters, 1)
 
     def check_fits(self, request: Request) -> None:
@@ -203,19 +201,19 @@ class Engine(EngineThread):
         *,
         suffix_ids: tuple[int, ...] | None = None,
     ) -> Request:
-        """Look up, or search for, the chunks of a question, and lay its prompt out. say: callback for a message if
-        there is no search by meaning. suffix_ids: token ids after the chunks, None for the template's. Raises
-        NotFoundError for an unknown chunk, UsageError for an empty question, StoreErrors."""
-        self.runtime.memory()  # reserved once: not part of an answer's time
+        """Look up or search for the chunks of a question, and lay out its prompt.
+
+        say: callback for a message if search by meaning is not available. suffix_ids: token ids after the chunks, None
+        for the template's. Raises NotFoundError for an unknown chunk, UsageError for an empty question, StoreErrors.
+        """
+        self.runtime.memory()  # first use allocates a GPU's memory, which is not part of an answer's time
         return resolve(self.runtime, store, ask, say=say, collect=self._collect_settings, suffix_ids=suffix_ids)
 
     def run(self, request: Request, on_event: OnEvent = ignore) -> Answer:
-        """Answer a request with a pool as large as it needs. Blending never changes stored KV. on_event: called with
-        its events.
+        """Answer a request in a pool of the size that it needs. on_event: callback for its events.
 
-        Missing chunks (without usable KV) are computed, and collected and stored afterwards, when the store is open for
-        writing. Used chunks are marked for the store's eviction (`ChunkStore.touch`). Raises UsageError, DeviceError,
-        StoreErrors.
+        Missing chunks (without usable KV) are computed, and stored after the answer if the store is writable. Used
+        chunks are marked as such (`ChunkStore.touch`). Raises UsageError, DeviceError, StoreErrors.
         """
         core, answers = EngineCore.alone(self.runtime, request), list[Answer]()
         try:
@@ -231,17 +229,17 @@ class Engine(EngineThread):
         return answers[0]
 
     def run_alone(self, store: ChunkStore | None, ask: AskRequest, options: AskOptions | None = None) -> Answer:
-        """Resolve and run a question. options: None for its own."""
+        """Resolve and run a question. options: in place of its own."""
         return self.run(self.resolve(store, replace(ask, options=options or ask.options)))
 
     def plan(self, store: ChunkStore | None, ask: AskRequest, say: Say | None = None) -> AskPlan:
-        """Return what running the question would do. Raises what `resolve` raises, and UsageError if it would be
+        """Return a plan of the question without running it. Raises what `resolve` raises, and UsageError if it would be
         refused."""
         return self.planned(self.resolve(store, ask, say))
 
     def planned(self, request: Request) -> AskPlan:
-        """Return what running a resolved request would do. Call it in the engine's thread, if that runs: --ratio auto
-        measures this machine once. Raises UsageError if the request would be refused."""
+        """Return a plan of a resolved request. --ratio auto may measure this machine, so call it in the engine's thread
+        if that runs. Raises UsageError if the request would be refused."""
         request, report = decided(self.runtime, request) if request.options.auto else (request, None)
         prompt = request.plan
         self.check_fits(request)
@@ -260,21 +258,19 @@ class Engine(EngineThread):
         )
 
     def search(self, store: ChunkStore, ask: AskRequest) -> Retrieved:
-        """Return the stored chunks that suit a question best, in the order they are best read.
-
-        Raises NotFoundError, which says why, if there are none.
-        """
+        """Return the best stored chunks for a question, in reading order. Raises NotFoundError with the reason if there
+        are none."""
         with StoredChunks(store) as stored:
             return retrieve(self.runtime, store, stored, ask, {})
 
     def own_blend(self, blend: BlendParams) -> tuple[BlendParams, str]:
-        """Return the blending by the model's profile, as `--ratio model` has it, and where its ratio comes from."""
+        """Return the blend settings of the model's profile (`--ratio model`), and the source of the ratio."""
         collection = self.runtime.collection()
         return own_blend(collection, blend, collection.codec)
 
     def explain(self, request: Request, answer: Answer) -> tuple[list[str], list[list[TokenUse]]]:
-        """Return what the request's options ask to report beside the answer: notes on the model and on where the
-        prompt's token ids decode to other text than the template renders; and the tokens of each chunk."""
+        """Return what the request's options ask for beside the answer: notes on the model, and on differences between
+        the template's text and the decoded prompt; and the tokens of each chunk."""
         notes = [GENERIC_PATH] if request.options.explain and self.model.spec.generic else []
         if request.options.explain and request.store is not None:
             texts = [chunk.text for chunk in request.chunks]
@@ -285,7 +281,7 @@ class Engine(EngineThread):
         texts = token_texts(self.model.tokenizer, answer.prompt_ids[chunk.start : chunk.start + chunk.tokens])
         return [TokenUse(text, kind) for text, kind in zip(texts, answer.kinds(chunk), strict=True)]
 
-    # measures, in the caller's thread
+    # measurements, in the caller's thread
 
     def prefilled(
         self,
@@ -313,9 +309,8 @@ class Engine(EngineThread):
     ) -> PrecomputeReport:
         """Bring the store up to date with the documents under `paths`. store None: a dry run.
 
-        What `options` leaves open is as the store remembers it for the paths. confirm: called before documents are
-        computed again because they are stored with other settings. Raises NotFoundError, UsageError, StoreErrors,
-        DeviceError.
+        Unset options are those that the store remembers for the paths. confirm: called before documents are computed
+        again because of other settings. Raises NotFoundError, UsageError, StoreErrors, DeviceError.
         """
         from cacheblend_cli.collect.paths import Paths
         from cacheblend_cli.collect.precompute import precompute
@@ -329,8 +324,7 @@ class Engine(EngineThread):
         return precompute(collection, store, paths, options, on_event, confirm)
 
     def collection(self, store: ChunkStore | None, salt: str = "", day: date | None = None) -> Collection:
-        """Return the collection that the store's documents are in. day: for the template to print, None for the
-        store's."""
+        """Return the collection of the store's documents. day: date that the template prints, None for the store's."""
         return self.runtime.collection(salt, day=day or self.runtime.day(store, salt))
 
     def usable(self, store: ChunkStore, salt: str = "") -> list[str]:
@@ -358,8 +352,8 @@ class Engine(EngineThread):
         return recheck(self.collection(store, salt), store, count, repair=repair, progress=progress)
 
     def put(self, store: ChunkStore, document: Document, salt: str = "", title: str = "") -> Putting:
-        """Cut a document, and return it on its way into the store: call its `collect` by `between_steps` until it
-        returns False, then `commit`; or `undo`."""
+        """Cut a document to be stored: call the result's `collect` by `between_steps` until it returns False, then
+        `commit`; or `undo`."""
         return Putting(self.collection(store, salt), store, document, self._collect_settings, title)
 
     def add(self, store: ChunkStore, texts: Iterable[tuple[str, str]]) -> list[AddedDocument]:
@@ -389,8 +383,7 @@ class Engine(EngineThread):
     # many requests, in the engine's thread
 
     def outside_answer(self, sampling: SamplingParams, prompt_ids: list[int], on_event: OnEvent) -> SequenceOutput:
-        """Return an answer whose tokens another engine draws (`drawn_outside`): its text, its stop strings and its
-        end."""
+        """Return the output of an answer whose tokens another engine draws (`drawn_outside`)."""
         return SequenceOutput(self.runtime, sampling, prompt_ids, on_event)
 
     def request(self, question: str, *, chunks: Sequence[str] = (), **about: Any) -> AskRequest:

@@ -1,4 +1,4 @@
-"""State that lives as long as an engine: the model, its prompt template, the device's memory, this machine's speeds."""
+"""Runtime: everything that lives as long as an engine: the model, its prompts, the device's memory, other ranks."""
 
 from __future__ import annotations
 
@@ -45,10 +45,9 @@ if TYPE_CHECKING:
 
 
 SLICE_ROWS, GPU_SLICE_ROWS = 256, 2048
-"""Positions of a prefill that one step computes. Fewer let others' tokens come sooner; matrix products with fewer rows
-are less efficient."""
+"""Positions of a prefill per step. Smaller slices delay other answers less; larger matrix products are more efficient."""
 FREE_SHARE = 0.25  # of a CPU's free memory, for a pool that many use
-_SHARE_FROM_S, _SHARE_EVERY_S = 1.0, 0.2  # from when, and how often, the share of the weights that is read is reported
+_SHARE_FROM_S, _SHARE_EVERY_S = 1.0, 0.2  # first and later reports of the share of weights that is read
 
 
 class Runtime(Prompts):
@@ -115,7 +114,7 @@ class Runtime(Prompts):
         return runtime
 
     def worker_config(self, threads: int) -> EngineConfig:
-        """Return the configuration that loads the same model, in the same dtypes, elsewhere with so many CPU
+        """Return the configuration that loads the same model, in the same dtypes, on another machine. threads: its CPU
         threads."""
         name, dtype = self.model.name, str(self.decoder.dtype).removeprefix("torch.")
         name = str(Path(name).absolute()) if Path(name).exists() else name
@@ -126,12 +125,10 @@ class Runtime(Prompts):
         return self.model.decoder
 
     def memory(self, at_once: int = 1) -> DeviceMemory | None:
-        """The GPU's pool and decode graphs, taken when they are first needed; None on CPU. Raises DeviceError.
-
-        at_once: prompts that it holds at a time, where it is taken now.
-        """
+        """Return the GPU's pool and decode graphs, allocated on first use for `at_once` prompts; None on a CPU. Raises
+        DeviceError."""
         if self._memory is None and self.decoder.device.type == "cuda":
-            self.progress("warming the GPU up: a first run on a machine compiles the kernels, later ones find them")
+            self.progress("warming up the GPU: the first run on a machine compiles kernels")
             take = reserve if self.driver is None else self.driver.reserve
             self._memory = take(self.decoder, self.config, at_once=at_once)
         return self._memory
@@ -164,25 +161,24 @@ class Runtime(Prompts):
         return RankedWorker(self.driver, self.decoder, memory)
 
     def new_sequence(self, num_tokens: int) -> PagedSequence:
-        """A sequence in the lasting pool, or in one of its own. Raises DeviceError that says how much would fit."""
+        """Return a sequence in the lasting pool, or in its own. Raises DeviceError, which says how much would fit."""
         memory, size = self.memory(), self.config.block_size
         pool = KVPool.of(self.decoder, -(-num_tokens // size), size) if memory is None else memory.pool
         return pool.new_sequence(num_tokens)
 
     @cached_property
     def form_tokenizer(self) -> LLTokenizer:
-        """Tokenizer of grammars, built once. Raises UsageError if llguidance is not installed."""
+        """Tokenizer of grammars, created once. Raises UsageError if llguidance is not installed."""
         return form_tokenizer(self.model)
 
     @property
     def slice_rows(self) -> int:
-        """Positions of a prefill slice, a multiple of the block size. KV and logits are the same to the bit for prompts
-        cut alike."""
+        """Positions of a prefill slice, a multiple of the block size."""
         rows = SLICE_ROWS if self.decoder.device.type == "cpu" else GPU_SLICE_ROWS
         return max(rows, self.config.block_size)
 
     def describe(self) -> dict[str, Any]:
-        """Facts for `doctor`."""
+        """Return facts for `doctor`."""
         spec, decoder = self.model.spec, self.decoder
         return {
             "name": self.model.name,
@@ -218,7 +214,7 @@ def load_worker_model(config: EngineConfig) -> LoadedModel:
 
 
 def _shares(progress: Say, name: str) -> Callable[[float], None]:
-    """Report the share of a model that is loaded, of one that takes longer than a moment."""
+    """Return a callback that reports the share of a model that is loaded, if loading takes a while."""
     due = time.monotonic() + _SHARE_FROM_S
 
     def update(share: float) -> None:
