@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 SLICE_ROWS, GPU_SLICE_ROWS = 256, 2048
-"""Positions of a prefill per step. Smaller slices delay other answers less; larger matrix products are more efficient."""
+"""Positions of a prefill per step. Smaller slices delay other answers less; larger products are more efficient."""
 FREE_SHARE = 0.25  # of a CPU's free memory, for a pool that many use
 _SHARE_FROM_S, _SHARE_EVERY_S = 1.0, 0.2  # first and later reports of the share of weights that is read
 
