@@ -21,10 +21,10 @@ from cacheblend_cli.model.decoder import Decoder
 
 @dataclass(frozen=True)
 class Divergence:
-    """One entry an answer token. kl: KL(full || ours) in nats; top1: whether both would say the same token next."""
+    """Divergence from a full prefill, one entry per answer token."""
 
-    kl: tuple[float, ...]
-    top1: tuple[bool, ...]
+    kl: tuple[float, ...]  # KL(full || ours) in nats
+    top1: tuple[bool, ...]  # whether the most likely tokens are the same
 
     @property
     def mean_kl(self) -> float:
@@ -36,7 +36,7 @@ class Divergence:
 
     @property
     def first_difference(self) -> int | None:
-        """The first position at which greedy decoding leaves full prefill's answer; None when it never does."""
+        """First position at which greedy decoding differs from full prefill's answer, None if there is none."""
         return self.top1.index(False) if False in self.top1 else None
 
 
@@ -48,7 +48,7 @@ def teacher_forced(
     answer_ids: Sequence[int],
     observer: Steps | None = None,
 ) -> Tensor:
-    """fp32 logits [len(answer_ids), vocab_size]: what the prompt's KV predicts for each token of the answer.
+    """Return the logits that predict each token of an answer after the prompt, fp32 [len(answer_ids), vocab_size].
 
     Computes the prompt's last row again and a row for every answer token but the last, in one pass: the sequence needs
     room for len(prompt_ids) + len(answer_ids) - 1 positions, and their KV is overwritten. Where the RoPE frequencies
@@ -67,8 +67,8 @@ def teacher_forced(
 
 
 def log_distribution(logits: Tensor) -> Tensor:
-    """Log-probabilities in fp64, same shape as the logits [num_positions, vocab_size]; on the CPU where the device has
-    no fp64."""
+    """Return log-probabilities in fp64, shaped like the logits [num_positions, vocab_size]; on the CPU if the device
+    has no fp64."""
     return torch.log_softmax((logits.cpu() if logits.is_mps else logits).double(), -1)
 
 

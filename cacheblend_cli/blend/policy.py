@@ -62,8 +62,8 @@ class BlendPolicy:
         return count + -(count + fresh) % self.row_tile if count else 0
 
     def select(self, ratio: float, total: int, candidates: Candidates, evidence: Evidence, fresh: int = 0) -> Tensor:
-        """Indexes of the candidates to recompute: `ratio` of all `total` candidates, rounded up to fill the row tile
-        together with the `fresh` rows that are computed in any case."""
+        """Return the indexes of the candidates to recompute: `ratio` of all `total` candidates, rounded up to fill the
+        row tile together with the `fresh` rows."""
         count = self._count(ratio, total, fresh)
         if not self.is_scored(ratio, total, len(candidates), fresh):
             return torch.arange(min(count, len(candidates)), device=candidates.positions.device)
