@@ -33,6 +33,7 @@ from cacheblend_cli.engine.ranks.outer_ranks import outer_ranks
 from cacheblend_cli.engine.ranks.rank_worker import serve_rank
 from cacheblend_cli.engine.request.chunks import StoredChunks
 from cacheblend_cli.engine.request.model_sampling import as_the_model
+from cacheblend_cli.engine.request.prompts import Prompts
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.engine.request.retrieval import Retrieved, retrieve
@@ -114,6 +115,11 @@ class Engine(EngineThread):
         return self.runtime.config
 
     @property
+    def prompts(self) -> Prompts:
+        """Templates, collections and limits of the model's prompts."""
+        return self.runtime
+
+    @property
     def template(self) -> PromptTemplate:
         """The prompt's template in the engine's own wording."""
         return self.runtime.template
@@ -163,29 +169,6 @@ class Engine(EngineThread):
     def sampling_of_model(self, sampling: SamplingParams, fields: Names[str]) -> SamplingParams:
         """Return the sampling with these fields from generation_config.json, if it has them. Raises UsageError."""
         return as_the_model(sampling, fields, self.model)
-
-    # limits of a request
-
-    def reasoning_budget(self, sampling: SamplingParams) -> int | None:
-        """Return the maximum tokens of reasoning before an answer; None if the model does not reason, or without a
-        separate budget."""
-        return self.runtime.reasoning_budget(sampling)
-
-    def max_new_tokens(self, sampling: SamplingParams) -> int:
-        """Return the maximum number of tokens of an answer, with its reasoning."""
-        return self.runtime.max_new_tokens(sampling)
-
-    def check_characters(self, num_characters: int) -> None:
-        """Raise PromptTooLong for texts that cannot fit the model's context. Cheap: nothing is tokenised."""
-        self.runtime.check_characters(num_characters, 1)
-
-    def check_fits(self, request: Request) -> None:
-        """Raise PromptTooLong if prompt and answer do not fit the model's context."""
-        self.check_length(request.plan.num_tokens, self.max_new_tokens(request.sampling))
-
-    def check_length(self, num_tokens: int, headroom: int) -> None:
-        """Raise PromptTooLong if a prompt of num_tokens and an answer of `headroom` do not fit the model's context."""
-        self.runtime.check_length(num_tokens, headroom)
 
     def reserve_memory(self) -> None:
         """Take a GPU's KV pool and decode graphs now, not with the first request. Raises DeviceError."""
@@ -242,7 +225,7 @@ class Engine(EngineThread):
         if that runs. Raises UsageError if the request would be refused."""
         request, report = decided(self.runtime, request) if request.options.auto else (request, None)
         prompt = request.plan
-        self.check_fits(request)
+        self.prompts.check_fits(prompt.num_tokens, request.sampling)
         return AskPlan(
             prompt.num_tokens,
             prompt.cached_tokens,

@@ -136,7 +136,7 @@ class _Run:
         self.results.resumed += len(self._settings) - len(missing)
         if missing:
             try:
-                self._engine.check_length(self._prompt_tokens(sample), self._max_tokens)
+                self._engine.prompts.check_length(self._prompt_tokens(sample), self._max_tokens)
             except UsageError as error:
                 self.results.skipped.append((number + 1, error.message))
                 return

@@ -64,7 +64,7 @@ def extract_passages(state: ServerState, body: AskBody, messages: Sequence[Messa
     if not state.find_passages:
         return ExtractedPassages(messages)
     texts = [_text(message) for message in messages]
-    state.engine.check_characters(sum(map(len, texts)))
+    state.engine.prompts.check_characters(sum(map(len, texts)), 1)
     left, documents, found, moved = list(messages), list(body.documents or ()), list[MessagePassage](), list[str]()
     for i, (message, text) in enumerate(zip(messages, texts, strict=True)):
         elements = elements_of(text) if message.role in ("system", "developer", "user") else []

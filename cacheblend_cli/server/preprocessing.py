@@ -89,7 +89,7 @@ def prepare(state: ServerState, parsed: ParsedRequest) -> PreparedRequest:
     except NothingFound as error:
         what = WEAK if error.message == WEAK else "no stored chunk contains a word of the query"
         raise ApiError(404, what, param="search", code="nothing_found") from error
-    state.engine.check_fits(request)
+    state.engine.prompts.check_fits(request.plan.num_tokens, request.sampling)
     sent: dict[str, Origin] = {}
     for i, document in enumerate(ask.documents):
         sent.setdefault(sent_document(document, ask.tenant).source, Origin(document.id or str(i), document.title or ""))

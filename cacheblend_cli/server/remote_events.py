@@ -160,7 +160,7 @@ def can_decode_remotely(engine: Engine, request: Request) -> bool:
         and sampling.logprobs is None
         and sampling.prompt_logprobs is None
         and max(sampling.n, sampling.best_of) == 1
-        and engine.reasoning_budget(sampling) is None
+        and engine.prompts.reasoning_budget(sampling) is None
     )
 
 
@@ -172,7 +172,7 @@ def sampling_fields(engine: Engine, sampling: SamplingParams) -> dict[str, Any]:
     )  # fmt: skip
     return {
         **{name: getattr(sampling, name) for name in names},
-        "max_tokens": engine.max_new_tokens(sampling),
+        "max_tokens": engine.prompts.max_new_tokens(sampling),
         "stop_token_ids": sorted(ends),
         "logit_bias": {str(token): bias for token, bias in sampling.logit_bias} or None,
     }

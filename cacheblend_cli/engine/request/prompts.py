@@ -119,6 +119,10 @@ class Prompts:
                 "ask with fewer or shorter documents, or a shorter question",
             )
 
+    def check_fits(self, num_tokens: int, sampling: SamplingParams) -> None:
+        """Raise PromptTooLong if a prompt of num_tokens and its longest answer do not fit the model's context."""
+        self.check_length(num_tokens, self.max_new_tokens(sampling))
+
     def check_length(self, num_tokens: int, headroom: int) -> None:
         """Raise PromptTooLong if a prompt and the answer's `headroom` do not fit the model's context."""
         if not self.fits(num_tokens, headroom):
