@@ -1,1 +1,1 @@
-"""From an AskRequest to a Request, resolved once, and from what was computed to an Answer."""
+"""From an AskRequest to a Request: chunks resolved once, prompt laid out."""

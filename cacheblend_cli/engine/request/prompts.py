@@ -26,8 +26,8 @@ _TEMPLATES = 64  # templates of other wordings and dates that are kept
 
 
 class Prompts:
-    """What a request is resolved with. Any thread may use it: results depend on the arguments only, and the date that a
-    template prints is one of them."""
+    """Templates and collections that requests are resolved with. Thread-safe: results depend on the arguments only,
+    including the date that a template prints."""
 
     def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
         self.model, self.config = model, config

@@ -21,14 +21,14 @@ from cacheblend_cli.types import AskOptions, BlendParams, SamplingParams
 
 @dataclass(frozen=True)
 class RequestChunk:
-    """A chunk of a request, at the time it was resolved."""
+    """A chunk of a request."""
 
-    named: bytes  # key that it was asked for by, which can be another model's
+    named: bytes  # key in the request, possibly another model's
     input: ChunkInput  # as this model sees it
-    citation: Citation  # the document it stands in
-    manifest: ChunkManifest | None = None  # the record that `input` was made of; None if the store has none
-    planned: PlannedChunk | None = None  # if it is of one of the request's documents
-    rank: int | None = None  # among the chunks that were searched, from 1; None for one that was named
+    citation: Citation  # its document
+    manifest: ChunkManifest | None = None  # its record, None if the store has none
+    planned: PlannedChunk | None = None  # if it is part of a document sent along
+    rank: int | None = None  # in the search results, from 1; None for a named chunk
 
     @property
     def text(self) -> str:
@@ -61,7 +61,7 @@ class Request:
 
     @property
     def named(self) -> tuple[bytes, ...]:
-        """Keys of the chunks as they were asked for."""
+        """Keys of the chunks in the request."""
         return tuple(chunk.named for chunk in self.chunks)
 
     @property
@@ -76,8 +76,8 @@ class Request:
 
     @cached_property
     def plan(self) -> PromptPlan:
-        """The prompt, laid out. Where RoPE gives a prompt of this length other frequencies than chunks are collected
-        under, nothing stored is exact; nor is KV of few bits where all is to be computed again (ratio 1)."""
+        """The prompt's plan. Stored KV is not exact if RoPE has other frequencies at this length than at collecting,
+        nor is KV in few bits at ratio 1."""
         prefix_ids = self.collection.prefix_ids
         total = len(prefix_ids) + sum(len(c.token_ids) for c in self.inputs) + len(self.suffix_ids)
         short = self.collection.model.decoder.rope.regime(total) == 0
@@ -91,8 +91,7 @@ class Request:
         )
 
     def without(self, key: bytes, reason: str) -> Request:
-        """The request with what is stored under the key not used, and a note that says so. What the tier lost goes with
-        it."""
+        """Return the request without the stored KV under the key, and without what the tier lost, with a note."""
         gone = {key} | (self.tiered.lost if self.tiered else set())
         self.notes.append(not_used(key, reason))
         return replace(
@@ -105,11 +104,11 @@ class Request:
         )
 
     def extended(self, token_ids: Sequence[int]) -> Request:
-        """The request with these tokens of its answer behind the prompt."""
+        """Return the request with tokens of its answer after the prompt."""
         return replace(self, suffix_ids=(*self.suffix_ids, *token_ids))
 
     def in_full(self) -> Request:
-        """The same prompt, to be computed without the store, with notes of its own."""
+        """Return the same prompt to be computed without the store, with its own notes."""
         return replace(self, store=None, tiered=None, blend=BlendParams(mode="full"), notes=[], connector=None)
 
     def handed_to(self, connector: Connector) -> Request:

@@ -1,4 +1,4 @@
-"""Resolve a question: chunks looked up or searched for, each record read once, and the prompt laid out."""
+"""Resolving a question: looks up or searches for chunks, each record read once, and lays out the prompt."""
 
 from __future__ import annotations
 
@@ -35,18 +35,17 @@ def resolve(
     collect: CollectSettings = CollectSettings(),
     suffix_ids: tuple[int, ...] | None = None,
 ) -> Request:
-    """Resolve a question: cut its documents, look its chunks up, search, and tokenise. Any thread; nothing is stored.
+    """Resolve a question: cut its documents, look up and search for chunks, tokenise. Thread-safe; stores nothing.
 
-    say: callback for a message if there is no search by meaning. collect: settings for cutting the request's documents.
-    suffix_ids: token ids after the chunks, None for the template's.
+    say: callback for a message if search by meaning is not available. collect: settings for cutting the request's
+    documents. suffix_ids: token ids after the chunks, None for the template's.
 
-    Raises NotFoundError for a chunk whose record is missing or damaged and for a search that finds nothing; UsageError
-    for an empty question, for settings that the model does not have, and for named chunks without a store;
-    PromptTooLong, StoreErrors.
+    Raises NotFoundError for a missing or damaged record and for a search without results; UsageError for an empty
+    question, settings that the model lacks, and named chunks without a store; PromptTooLong, StoreErrors.
     """
     if ask.blend.max_risk is not None and ask.options.stream:
         raise UsageError(
-            "max_risk judges whole answers, and this one is streamed: its tokens would be shown before they are judged",
+            "max_risk judges complete answers, and this one is streamed: its tokens would be shown first",
             "ask with --json or --batch, by Engine.ask or without stream; or use --confirm, which streams a draft",
         )
     sampling = as_the_model(ask.sampling, ask.model_sampling, prompts.model)
@@ -85,7 +84,7 @@ def resolve(
         )
     notes += model_notes(prompts.model, sampling)
     lossless = not converted and all(is_lossless(codec, prompts.model.decoder.dtype) for codec in codecs)
-    policy_of(ask.blend, prompts.model.spec.num_kv_layers, lossless)  # raises for what the model does not have
+    policy_of(ask.blend, prompts.model.spec.num_kv_layers, lossless)  # raises for settings that the model lacks
     return Request(
         question=ask.question,
         collection=collection,
@@ -107,7 +106,7 @@ def resolve(
 
 
 def _check_size(prompts: Prompts, ask: AskRequest) -> None:
-    """Raise PromptTooLong for texts that cannot fit, before anything is done with them."""
+    """Raise PromptTooLong for texts that cannot fit."""
     texts = [ask.question, ask.system or "", *ask.history, *(document.text for document in ask.documents)]
     prompts.check_characters(sum(map(len, texts)), 0)
 

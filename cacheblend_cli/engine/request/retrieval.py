@@ -22,14 +22,13 @@ from cacheblend_cli.types import AskRequest, SearchParams
 
 @dataclass(frozen=True)
 class Retrieved:
-    """Chunks found for a question, in the prompt's order. ranks: rank of each in the search's list, from 1. notes:
-    messages for users. weak: whether even the best chunk matches the question weakly. num_cut: see `SearchResult`."""
+    """Chunks found for a question."""
 
-    keys: Sequence[bytes] = ()
-    ranks: Mapping[bytes, int] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    weak: bool = False
-    num_cut: int = 0
+    keys: Sequence[bytes] = ()  # in the prompt's order
+    ranks: Mapping[bytes, int] = field(default_factory=dict)  # in the search results, from 1
+    notes: list[str] = field(default_factory=list)  # messages for users
+    weak: bool = False  # even the best chunk matches the question weakly
+    num_cut: int = 0  # see `SearchResult`
 
 
 def retrieve(
@@ -40,36 +39,31 @@ def retrieve(
     planned: Mapping[bytes, PlannedChunk],
     say: Say | None = None,
 ) -> Retrieved:
-    """Search for the best chunks for a question, with the last turn of its history. The chunks that it names come
-    before these in the prompt. stored: the store's records. planned: chunks of the request's documents, by key. A weak
-    match is noted.
+    """Search for the best chunks for a question, with the last turn of its history. Named chunks come before these in
+    the prompt. stored: the store's records. planned: chunks of the request's documents, by key.
 
     Raises NotFoundError with the reason if nothing is found for this model and scope, or if all matches are weak, the
     search refuses weak ones and the request names no chunks.
     """
     ask = prompts.dated(store, ask)
     lookup = Lookup.with_weights(ask.search or SearchParams(), say)
-    usable = prompts.collections(ask.salt, ask.day)  # stored with the engine's own wording
+    # stored with the engine's own wording
+    own, usable = prompts.collection(ask.salt, day=ask.day), prompts.collections(ask.salt, ask.day)
     collections = [collection.id for collection in usable]
     query = lookup.query or ask.question
     if not lookup.query:
         lookup = replace(lookup, before=" ".join(ask.history[-2:]))  # the last question and its answer
     found = search(store, query, lookup, collections)
-    hits = found.hits
-    if not hits:
-        own = prompts.collection(ask.salt, day=ask.day)
+    if not found.hits:
         raise found_elsewhere(store, query, lookup, collections) or nothing_found(store, own, usable)
-    weak = found.weak
-    if weak and lookup.on_weak_match == "refuse" and not ask.keys:
+    if found.weak and lookup.on_weak_match == "refuse" and not ask.keys:
         raise NotFoundError(WEAK, "ask in other words, precompute more documents, or --on-weak-match answer")
-    notes = [WEAK] if weak else []
-    own = prompts.collection(ask.salt, day=ask.day)
-    fit, note = _fitting(prompts, own, stored, ask, [hit.key for hit in hits], planned)
-    keys = in_order(stored, hits, fit, lookup.order)
+    fit, notes = _fitting(prompts, own, stored, ask, [hit.key for hit in found.hits], planned)
+    keys = in_order(stored, found.hits, fit, lookup.order)
     exact = exact_where_stored(in_stored_codec(own, prompts, stored, keys), stored, keys)
-    rank_of = {hit.key: rank for rank, hit in enumerate(hits, 1)}
+    rank_of = {hit.key: rank for rank, hit in enumerate(found.hits, 1)}
     ranks = {e: rank_of[key] for e, key in zip(exact, keys, strict=True)}
-    return Retrieved(exact, ranks, [*notes, *note], weak, found.num_cut)
+    return Retrieved(exact, ranks, [*[WEAK] * found.weak, *notes], found.weak, found.num_cut)
 
 
 def _fitting(
@@ -80,9 +74,9 @@ def _fitting(
     found: Sequence[bytes],
     planned: Mapping[bytes, PlannedChunk],
 ) -> tuple[list[bytes], list[str]]:
-    """Return those of the found chunks, in their order, that fit the model's context with the answer and the chunks
-    that the request names, and a note of how many that leaves out. If nothing fits and it names none, the first one
-    stays, to be refused as a named chunk is."""
+    """Return the found chunks that fit the model's context beside the answer and the named chunks, in order, and a note
+    on how many are left out. If nothing fits and none is named, the first one stays, to be refused like a named
+    chunk."""
     headroom = prompts.max_new_tokens(ask.sampling)
 
     def size(key: bytes) -> int:
@@ -123,7 +117,7 @@ def in_order(stored: StoredChunks, hits: Sequence[SearchHit], keys: Keys[bytes],
 
 
 def in_reading_order(hits: Sequence[SearchHit], keys: Keys[bytes]) -> list[list[bytes]]:
-    """Sort keys by document (best hit first), and within a document by place."""
+    """Return the keys by document (best hit first), and within a document by place."""
     places: dict[str, dict[bytes, int]] = {}
     for hit in hits:
         if hit.key in keys:
@@ -147,7 +141,7 @@ def exact_where_stored(collection: Collection, stored: StoredChunks, keys: Seque
     """Return the chunks, each from the context that makes it exact at its place, if that is stored: collected behind
     the chunks that precede it here, whichever context was asked for."""
     found, left = list[bytes](), tuple[int, ...]()
-    right = True  # what comes after a chunk that needs repair is never exact
+    right = True  # nothing after a chunk that needs repair is exact
     for key in keys:
         manifest = stored.get(key)
         ids = manifest.token_ids if manifest else ()

@@ -1,4 +1,4 @@
-"""The tier of a question: which missing chunks it has, how long to wait for them, and how fast it is."""
+"""A request's missing chunks in the store's tier: which it has, and how long to wait for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import ChunkInput
 
 _FASTEST = {"cpu": 2e12, "cuda": 1e15}
-"""FLOP/s that no device exceeds, for a machine that was never measured."""
+"""FLOP/s that no device exceeds, for machines without measured speeds."""
 
 
 def ask_tier(
@@ -33,11 +33,8 @@ def ask_tier(
     *,
     has_prefix: bool,
 ) -> TieredSource | None:
-    """Ask the store's tier for the chunks of a prompt of num_tokens tokens that have no KV in the store. None without a
-    tier, or if nothing is missing.
-
-    Their KV is waited for as long as a full prefill takes at most.
-    """
+    """Ask the store's tier for the chunks of a prompt that have no KV in the store. None without a tier, or if nothing
+    is missing. The longest wait for their KV is the time of a full prefill of num_tokens tokens."""
     tier = store.tier
     if tier is None:
         return None
@@ -60,14 +57,14 @@ def ask_tier(
 
 
 def with_found(chunk: ChunkInput, collection: Collection) -> ChunkInput:
-    """Return a chunk that the tier has, as one with stored KV."""
+    """Return a chunk of the tier as one with stored KV."""
     collected_len = len(collection.prefix_ids) + len(chunk.left_context_ids) + len(chunk.token_ids)
     regular = collection.model.decoder.rope.regime(collected_len) == 0
     return replace(chunk, cached=True, codec=collection.codec, same_regime=regular)
 
 
 def full_prefill_s(prompts: Prompts, codec: str, num_tokens: int) -> float:
-    """Estimate the seconds of a full prefill: as measured on this machine, else what the fastest one would take."""
+    """Estimate the seconds of a full prefill, from this machine's measured speeds, else for the fastest device."""
     speeds = SpeedFile.of(prompts.model, codec).read()
     if speeds is None:
         fastest = _FASTEST.get(prompts.model.decoder.device.type, _FASTEST["cuda"])
@@ -78,7 +75,7 @@ def full_prefill_s(prompts: Prompts, codec: str, num_tokens: int) -> float:
 
 
 def remember_speed(tier: SharedTier) -> None:
-    """Keep what was measured of the tier for the next process."""
+    """Keep the tier's measured speed for the next process."""
     if tier.latency_s and tier.bytes_per_s:
         record = {"latency_s": tier.latency_s, "bytes_per_s": tier.bytes_per_s}
         user_cache.keep(user_cache.place("tier", tier.tier.url), json.dumps(record))
