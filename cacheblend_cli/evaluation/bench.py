@@ -35,11 +35,7 @@ _DECODE = "decode"
 
 @dataclass(frozen=True)
 class Speed:
-    """Medians of one setting over the rounds. ttft_s and kv_load_*: see `FirstToken`.
-
-    speedup: full prefill's ttft_s divided by this one's; ceiling: the cost model's limit; load_bytes_per_s: None if
-    nothing is loaded.
-    """
+    """Medians of one setting over the rounds. ttft_s and kv_load_*: see `FirstToken`."""
 
     setting: str
     mode: str
@@ -47,13 +43,13 @@ class Speed:
     ratio: float
     ttft_s: float
     all_ttft_s: list[float]
-    speedup: float
-    ceiling: float
+    speedup: float  # full prefill's ttft_s divided by this one's
+    ceiling: float  # the cost model's limit
     measured_over_ceiling: float
     kv_bytes_loaded: int
     kv_load_s: float
     kv_load_stall_s: float
-    load_bytes_per_s: float | None
+    load_bytes_per_s: float | None  # None if nothing is loaded
 
 
 @dataclass(frozen=True)

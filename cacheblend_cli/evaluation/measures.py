@@ -22,14 +22,11 @@ _PIECES = 3  # slices of the noise floor's prefill
 
 @dataclass(frozen=True)
 class AnswerLengths:
-    """Answer lengths to measure. tokens: maximum of full prefill's answer, over which settings are teacher-forced.
-    own_tokens: maximum of a setting's own greedy answer, at most tokens. reference_ids: reference answer whose
-    likelihood is measured, or ().
-    """
+    """Answer lengths to measure."""
 
-    tokens: int
-    own_tokens: int
-    reference_ids: tuple[int, ...] = ()
+    tokens: int  # maximum of full prefill's answer, over which settings are teacher-forced
+    own_tokens: int  # maximum of a setting's own greedy answer, up to `tokens`
+    reference_ids: tuple[int, ...] = ()  # reference answer whose likelihood is measured
 
     @property
     def headroom(self) -> int:
@@ -58,19 +55,17 @@ class Reference:
 
 @dataclass(frozen=True)
 class Measured:
-    """A setting's greedy answer, its likelihood of the reference answer, and its distance from full prefill. Errors are
-    relative RMSEs, one per layer: of K and V over the chunks' tokens, of the attention output over the rows that
-    predict the answer's tokens. signals: of these tokens, see blend/risk.py."""
+    """A setting's greedy answer and its distance from full prefill. Errors are relative RMSEs, one per layer."""
 
     prefilled: Prefilled
     ttft_s: float
     text: str
-    likelihood: float | None
+    likelihood: float | None  # of the reference answer, nats per token
     divergence: Divergence
-    k_error: list[float]
+    k_error: list[float]  # over the chunks' tokens
     v_error: list[float]
-    attention_error: list[float]
-    signals: Tensor
+    attention_error: list[float]  # of the output, over the rows that predict the answer's tokens
+    signals: Tensor  # of these tokens, see blend/risk.py
 
 
 @torch.no_grad()

@@ -14,14 +14,7 @@ from cacheblend_cli.json_lines import JsonLines
 
 @dataclass(frozen=True)
 class Record:
-    """Measurement of one setting on one sample.
-
-    Against full prefill (empty or None for full prefill itself): kl and top1 have one entry per token of full prefill's
-    answer, starting with the first; k_error, v_error and attention_error are relative RMSEs, one per layer;
-    same_answer, f1_full and rouge_full compare the answers' texts; signals: one row per token of kl, see
-    blend/risk.py. Against the references (None without any): exact_match, f1, rouge_l, and likelihood, the mean
-    log-probability in nats of the first reference's tokens. ttft_s as in `ask`. rouge_* are None without rouge-score.
-    """
+    """Measurement of one setting on one sample. rouge_* are None without rouge-score."""
 
     key: str
     label: str
@@ -32,22 +25,24 @@ class Record:
     exact_tokens: int
     recomputed_tokens: int
     recompute_fraction: float
-    ttft_s: float
+    ttft_s: float  # as in `ask`
     prefill_s: float
-    kl: tuple[float, ...] = ()
+    # against full prefill's answer, empty or None for full prefill itself
+    kl: tuple[float, ...] = ()  # one entry per token of the answer
     top1: tuple[bool, ...] = ()
-    k_error: tuple[float, ...] = ()
+    k_error: tuple[float, ...] = ()  # relative RMSE, one entry per layer
     v_error: tuple[float, ...] = ()
     attention_error: tuple[float, ...] = ()
     same_answer: bool | None = None
     f1_full: float | None = None
     rouge_full: float | None = None
+    # against the references, None without any
     exact_match: bool | None = None
     f1: float | None = None
     rouge_l: float | None = None
-    likelihood: float | None = None
+    likelihood: float | None = None  # mean log-probability of the first reference's tokens, nats
     tags: dict[str, Any] = field(default_factory=dict)
-    signals: tuple[tuple[float, ...], ...] = ()
+    signals: tuple[tuple[float, ...], ...] = ()  # one row per token of kl, see blend/risk.py
 
 
 class RecordFile:

@@ -27,38 +27,30 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class PromptLayout:
-    """Token ids of a prompt without its prefix, which is the collection's: the chunks, and the suffix, of which
-    question_tokens are the question."""
+    """Token ids of a prompt after the collection's prefix."""
 
     chunks: tuple[Ids, ...]
     suffix_ids: Ids
-    question_tokens: int = 0
+    question_tokens: int = 0  # of the suffix
 
 
 @dataclass(frozen=True)
 class FirstToken:
-    """One run. seconds: from the known question to the first token: plan, KV load, rotation, prefill, argmax.
+    """Timing of one run."""
 
-    load_s: from the loader's start to its last layer; stall_s: time that computing waited for it.
-    """
-
-    seconds: float
-    load_s: float = 0.0
-    stall_s: float = 0.0
+    seconds: float  # from the known question to the first token: plan, KV load, rotation, prefill, argmax
+    load_s: float = 0.0  # from the loader's start to its last layer
+    stall_s: float = 0.0  # time that computing waited for KV
     kv_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class SpeedPrompt:
-    """A prompt with stored chunks, to be prefilled in any way and number of times.
-
-    headroom: number of tokens that can be decoded after it. request.notes: why stored KV was not used; if not empty,
-    the measurement is not of the requested setting.
-    """
+    """A prompt with stored chunks, to be prefilled repeatedly under any setting."""
 
     engine: Engine
-    request: Request
-    headroom: int
+    request: Request  # with notes if stored KV was not used: then the measurement is of another setting
+    headroom: int  # tokens that can be decoded after it
 
     @classmethod
     def stored(cls, engine: Engine, store: ChunkStore, layout: PromptLayout, headroom: int) -> SpeedPrompt:

@@ -15,38 +15,33 @@ from cacheblend_cli.evaluation.settings import Setting
 
 @dataclass(frozen=True)
 class Summary:
-    """One setting over all samples. Intervals are 95 % paired bootstraps over the samples.
-
-    exact_match, f1, rouge_l, f1_difference (to full prefill) and norm_f1 are against the references (None without);
-    norm_f1 also needs a reuse setting. same_answer, f1_full, rouge_full, top1 and KL are against full prefill and None
-    for full prefill itself: top1_first, kl_first at the first answer token; top1, kl over all tokens of its answer;
-    kl_worst: largest KL within each answer, averaged. Errors are mean relative RMSEs, one per layer. ratio: as
-    requested, or the mean that --ratio auto chose. recomputed: recomputed tokens over tokens that are reusable and
-    inexact. budget: fresh token-layers over layers x reusable tokens. Seconds are medians.
-    """
+    """One setting over all samples. Intervals are 95 % paired bootstraps over the samples. Seconds are medians."""
 
     label: str
     setting: dict[str, Any]
     samples: int
+    # against the references, None without any
     exact_match: Interval | None
     f1: Interval | None
     rouge_l: Interval | None
-    f1_difference: Interval | None
-    norm_f1: Interval | None
+    f1_difference: Interval | None  # to full prefill
+    norm_f1: Interval | None  # needs a reuse setting
+    # against full prefill's answer, None for full prefill itself
     same_answer: Interval | None
     f1_full: Interval | None
     rouge_full: Interval | None
-    top1_first: Interval | None
-    top1: Interval | None
+    top1_first: Interval | None  # at the first token
+    top1: Interval | None  # over all tokens
     kl_first: Interval | None
     kl: Interval | None
-    kl_worst: Interval | None
+    kl_worst: Interval | None  # mean of each answer's largest KL
+    # mean relative RMSE, one per layer
     k_error: list[float]
     v_error: list[float]
     attention_error: list[float]
-    ratio: float
-    recomputed: float
-    budget: float
+    ratio: float  # as requested, or the mean of --ratio auto
+    recomputed: float  # recomputed tokens over reusable, inexact ones
+    budget: float  # fresh token-layers over layers x reusable tokens
     ttft_s: float
     prefill_s: float
     ttft_quartiles_s: tuple[float, float] = (0.0, 0.0)

@@ -63,7 +63,7 @@ def retrieve(
     exact = exact_where_stored(in_stored_codec(own, prompts, stored, keys), stored, keys)
     rank_of = {hit.key: rank for rank, hit in enumerate(found.hits, 1)}
     ranks = {e: rank_of[key] for e, key in zip(exact, keys, strict=True)}
-    return Retrieved(exact, ranks, [*[WEAK] * found.weak, *notes], found.weak, found.num_cut)
+    return Retrieved(exact, ranks, [WEAK, *notes] if found.weak else notes, found.weak, found.num_cut)
 
 
 def _fitting(
