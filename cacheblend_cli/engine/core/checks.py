@@ -77,7 +77,7 @@ def _fit_of(request: Request) -> RiskFit | None:
     if request.blend.max_risk is None or not request.plan.inexact_tokens:
         return None
     if max(request.sampling.n, request.sampling.best_of) > 1:
-        raise UsageError("max_risk applies to a single answer", "ask for one answer, or without max_risk")
+        raise UsageError("max_risk applies to one answer", "ask for one, or without max_risk")
     pairs = zip(request.plan.chunks, request.chunks, strict=True)
     contexts = {c.manifest.context for segment, c in pairs if segment.status == "blended" and c.manifest is not None}
     fit = RiskFile.of(request.collection, list(contexts), request.blend).read()
