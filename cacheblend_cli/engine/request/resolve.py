@@ -45,7 +45,7 @@ def resolve(
     """
     if ask.blend.max_risk is not None and ask.options.stream:
         raise UsageError(
-            "max_risk judges complete answers, and this one is streamed: its tokens would be shown first",
+            "max_risk judges whole answers, and this one is streamed: its tokens would be shown first",
             "ask with --json or --batch, by Engine.ask or without stream; or use --confirm, which streams a draft",
         )
     sampling = as_the_model(ask.sampling, ask.model_sampling, prompts.model)
