@@ -37,7 +37,7 @@ _ALONE = 1 << 15  # elements; below this a second thread costs more than it save
 _NORM, _GATE, _ROUNDING = Struct("4P2qf3i0P").pack, Struct("2P2q2i0P").pack, Struct("3P2q3i0P").pack
 _PRODUCT = Struct("6P5q2i0P").pack
 _ATTENTION, _ROPE, _CODES = Struct("7P9qf2i0P").pack, Struct("9P8q2i0P").pack, Struct("12P6q4i0P").pack
-_PREFILL, _BLOCKS = Struct("7P11qf2i0P").pack, Struct("2Pq2i0P").pack
+_PREFILL, _BLOCKS = Struct("7P11q2f2i0P").pack, Struct("2Pq2i0P").pack
 GGUF_BLOCKS = {
     2: (18, 32),
     3: (20, 32),
@@ -188,7 +188,7 @@ def prefill_attention(
     matrices: multiply with AMX; None for wherever the CPU has it.
     """
     code, (num_rows, num_heads, dim), (num_keys, num_kv_heads, v_dim) = library(), q.shape, v.shape
-    if code is None or params.soft_cap is not None or params.alibi is not None or dim % 32 or v_dim % 32:
+    if code is None or params.alibi is not None or dim % 32 or v_dim % 32:
         return None
     if not all(x.is_cpu and x.dtype == torch.bfloat16 for x in (q, k, v)) or num_heads % num_kv_heads:
         return None
@@ -199,7 +199,15 @@ def prefill_attention(
     out, num_keys = q.new_empty(num_rows, num_heads, v_dim), min(num_keys, int(positions[-1]) + 1)
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), positions.data_ptr(), 0 if sinks is None else sinks.data_ptr()
     shape = num_rows, num_heads, num_kv_heads, dim, v_dim, num_keys, q.stride(0), k.stride(0), v.stride(0)
-    sizes = *shape, params.sliding_window or 0, 0, params.scale, torch.get_num_threads(), int(matrices)
+    sizes = (
+        *shape,
+        params.sliding_window or 0,
+        0,
+        params.scale,
+        params.soft_cap or 0.0,
+        torch.get_num_threads(),
+        int(matrices),
+    )
     return None if code.cb_prefill_attention(_PREFILL(*addresses, out.data_ptr(), 0, *sizes)) else out
 
 

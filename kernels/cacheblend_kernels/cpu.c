@@ -1,5 +1,5 @@
-/* What a CPU computes between the products of a decode step, each in one pass: RMSNorm, RoPE with the write to the pool,
-   attention of one row over the paged pool, the gate of an MLP, rounding of activations to 8 bits. Called through ctypes
+/* What a CPU computes between the products of a step, each in one pass: RMSNorm, RoPE with the write to the pool, attention of one
+   row over the paged pool (of many: prefill_attention.h), the gate of an MLP, rounding of activations to 8 bits. Called through ctypes
    (compiled.py) on contiguous arrays, without Python's lock. Sums do not depend on the number of threads or of other rows.
 
    Vectors have LANES floats, as many as a register: a compiler keeps longer ones in memory, and attention then takes ten times as

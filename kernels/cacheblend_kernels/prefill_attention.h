@@ -13,7 +13,7 @@ typedef struct {
     uint16_t *out;            /* [rows, heads, v_dim] */
     uint16_t *values;         /* set here, as first: [kv_heads, blocks of keys from first on, v_dim, KEYS] */
     int64_t rows, heads, kv_heads, dim, v_dim, keys, q_stride, k_stride, v_stride, window, first; /* window: 0 for none */
-    float scale;
+    float scale, cap; /* cap: logits become cap tanh(logit / cap); 0 for none */
     int32_t threads, matrices; /* matrices: multiply by AMX, where the CPU has it */
 } Prefill;
 
@@ -42,6 +42,13 @@ PAIRS INLINE __m512 power(__m512 x) {
     y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.93147207e-1f));
     y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.f));
     return _mm512_scalef_ps(y, n);
+}
+
+/* tanh(x); NaN for NaN. */
+PAIRS INLINE __m512 tangent(__m512 x) {
+    const __m512 one = _mm512_set1_ps(1.f), e = power(_mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(-2 * LOG2_E)));
+    const __m512 y = _mm512_div_ps(_mm512_sub_ps(one, e), _mm512_add_ps(one, e));
+    return _mm512_or_ps(y, _mm512_and_ps(x, _mm512_set1_ps(-0.f)));
 }
 
 /* sums [m, QUERIES] (+)= a [m, n] b [n, QUERIES]; b in pairs: [n / 2, QUERIES, 2]. m, n: multiples of 32. */
@@ -183,7 +190,7 @@ PAIRS static void attend_rows(const Prefill *p, int64_t kv_head, int64_t first, 
     memset(w->sums, 0, v_dim * QUERIES * sizeof(float));
     const int64_t lowest = p->positions[row], highest = p->positions[last_row], window = p->window;
     const int64_t begin = window && lowest >= window ? (lowest - window + 1) / KEYS : 0;
-    const __m512 by = _mm512_set1_ps(p->scale * LOG2_E);
+    const __m512 by = _mm512_set1_ps((p->cap ? p->cap : p->scale) * LOG2_E), by_cap = _mm512_set1_ps(p->cap ? p->scale / p->cap : 1);
     for (int64_t block = begin; block * KEYS <= highest; block++) {
         const int64_t start = block * KEYS, left = p->keys - start;
         const uint16_t *k = p->k + start * p->k_stride + kv_head * dim;
@@ -203,6 +210,10 @@ PAIRS static void attend_rows(const Prefill *p, int64_t kv_head, int64_t first, 
             __m512 top = _mm512_set1_ps(-INFINITY);
             for (int i = 0; i < KEYS; i++) {
                 __m512 x = _mm512_loadu_ps(logits + i * QUERIES);
+                if (p->cap) {
+                    x = tangent(_mm512_mul_ps(x, by_cap));
+                    _mm512_storeu_ps(logits + i * QUERIES, x);
+                }
                 if (hides) {
                     const __m512i key = _mm512_set1_epi32((int)start + i);
                     __mmask16 sees = _mm512_cmple_epi32_mask(key, position);

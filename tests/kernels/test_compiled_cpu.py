@@ -57,17 +57,24 @@ def test_decode_attention(
 
 
 @pytest.mark.parametrize("matrices", [False, True])
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("sinks", "cap"), [(False, None), (True, None), (True, 3.0)])
 @pytest.mark.parametrize("window", [None, 5, 200])
 @pytest.mark.parametrize(
     ("heads", "dim", "v_dim"), [((14, 2), 64, 64), ((9, 3), 96, 96), ((5, 1), 256, 256), ((4, 4), 192, 128)]
 )
 def test_prefill_attention(
-    heads: tuple[int, int], dim: int, v_dim: int, window: int | None, sinks: bool, matrices: bool, threads: None
+    heads: tuple[int, int],
+    dim: int,
+    v_dim: int,
+    window: int | None,
+    sinks: bool,
+    cap: float | None,
+    matrices: bool,
+    threads: None,
 ) -> None:
     num_keys = 700
     k, v = (torch.randn(num_keys, heads[1], width).bfloat16() for width in (dim, v_dim))
-    params = AttentionParams(dim**-0.5, window, sinks=torch.randn(heads[0]) if sinks else None)
+    params = AttentionParams(dim**-0.5, window, cap, torch.randn(heads[0]) if sinks else None)
     for positions in (torch.arange(150), torch.tensor(scattered(150, num_keys)), torch.tensor([num_keys - 1])):
         q = torch.randn(len(positions), heads[0], dim).bfloat16()
         out = compiled.prefill_attention(q, k, v, positions, params, matrices=matrices)
@@ -107,7 +114,6 @@ def test_prefill_attention_over_large_logits_and_nan(matrices: bool) -> None:
 def test_prefill_attention_that_it_does_not_take() -> None:
     q = k = torch.zeros(4, 2, 64, dtype=torch.bfloat16)
     plain, positions = AttentionParams(0.1), torch.arange(4)
-    assert compiled.prefill_attention(q, k, k, positions, replace(plain, soft_cap=5.0)) is None
     assert compiled.prefill_attention(q, k, k, positions, replace(plain, alibi=torch.ones(2))) is None
     assert compiled.prefill_attention(q.float(), k.float(), k.float(), positions, plain) is None
     assert compiled.prefill_attention(q[..., :48], k[..., :48], k, positions, plain) is None
