@@ -33,3 +33,10 @@ def test_store_and_kernels_folders_are_not_importable(tmp_path: Path) -> None:
         [sys.executable, "-c", code], cwd=tmp_path, env=plain, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_engine_is_the_only_door() -> None:
+    """What the import contracts do not see: an attribute that leads into the engine's rooms."""
+    for room in ("cli", "server", "evaluation"):
+        for path in (ROOT / "cacheblend_cli" / room).rglob("*.py"):
+            assert ".runtime" not in path.read_text(encoding="utf-8"), path
