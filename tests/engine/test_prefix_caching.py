@@ -10,7 +10,7 @@ import pytest
 from engine_driver import SAMPLING, CoreDriver, StoredEngine, ids_of, open_stored_engine
 
 from cacheblend_cli.blend.risk import SIGNALS, RiskFile, RiskFit
-from cacheblend_cli.engine.core.checks import FullCheck
+from cacheblend_cli.engine.core.full_check import FullCheck
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.types import Answer, AskOptions, AskRequest, BlendParams

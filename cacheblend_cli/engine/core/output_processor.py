@@ -13,9 +13,9 @@ import torch
 from cacheblend_kernels import KernelError
 from cacheblend_store import StoreError
 
-from cacheblend_cli.engine.core.checks import FullCheck, check_of
 from cacheblend_cli.engine.core.controller import learn_from
 from cacheblend_cli.engine.core.executor import Decoded, StepOutput
+from cacheblend_cli.engine.core.full_check import FullCheck, check_of
 from cacheblend_cli.engine.core.missing_chunks import has_missing, store_missing
 from cacheblend_cli.engine.core.report import PrefillReport, PromptLogprobs, answer_of
 from cacheblend_cli.engine.core.scheduler import Scheduler, Step

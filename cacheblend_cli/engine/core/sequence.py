@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from cacheblend_cli.blend.cost import AutoReport
+from cacheblend_cli.engine.core.checks import Checks
 from cacheblend_cli.engine.core.report import PrefillReport, PromptLogprobs
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
 from cacheblend_cli.engine.events import Early
@@ -22,7 +23,6 @@ from cacheblend_cli.kv.prefix_cache import KVProvenance
 
 if TYPE_CHECKING:
     from cacheblend_cli.engine.connectors.llama_cpp import LlamaSequence
-    from cacheblend_cli.engine.core.checks import Checks
 
 
 class SequenceStatus(Enum):
