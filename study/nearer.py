@@ -138,13 +138,13 @@ def in_two(share: float) -> Callable[..., Pass[PrefillResult]]:
         yield from evidence.probe(steps.candidates)
         steps.choose_before(evidence)
         first = steps.candidates.positions
-        yield from layer_by_layer(prompt.decoder, steps.rows, prompt.token_ids[steps.rows.positions], steps, steps)
+        yield from layer_by_layer(prompt.decoder, steps.rows, prompt.token_ids[steps.rows.positions], steps)
         again = Second(prompt, policy, outputs)
         again.first, again.scores = first, steps.found
         again.count = round(ratio * len(steps.found)) - len(first)
         again.choose_before(evidence)
         rows = again.rows
-        hidden = yield from layer_by_layer(prompt.decoder, rows, prompt.token_ids[rows.positions], again, again)
+        hidden = yield from layer_by_layer(prompt.decoder, rows, prompt.token_ids[rows.positions], again)
         assert hidden is not None
         return PrefillResult(hidden.logits(prompt.decoder), again.candidates.positions, steps.reports + again.reports)
 
