@@ -1,7 +1,7 @@
 """Model families. `read_spec` finds the family of a config.json and reads it.
 
-To add one: write the fields of its transformers config class and how to read the spec from them, in a file or beside
-families like it, name it in FAMILIES, and add configurations of its models to tests/support/hub_models.py.
+To add one: write the fields of its transformers config class, their defaults, and how to read the spec from them, in
+the FAMILIES of a file, and add configurations of its models to tests/support/hub_models.py.
 """
 
 from __future__ import annotations
@@ -11,29 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_cli.errors import NotFoundError, UsageError
-from cacheblend_cli.model.families.alibi import BLOOM, FALCON, MPT
-from cacheblend_cli.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3, YOUTU
-from cacheblend_cli.model.families.gemma import GEMMA, GEMMA2, GEMMA3
-from cacheblend_cli.model.families.gemma3n import GEMMA3N
-from cacheblend_cli.model.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
-from cacheblend_cli.model.families.llama import (
-    COHERE,
-    COHERE2,
-    EXAONE4,
-    GLM,
-    GLM4,
-    GRANITE,
-    LLAMA,
-    OLMO2,
-    OLMO3,
-    PHI3,
-    SMOLLM3,
-    STABLELM,
-    STARCODER2,
-)
-from cacheblend_cli.model.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
-from cacheblend_cli.model.families.moe import GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
-from cacheblend_cli.model.families.qwen import QWEN2, QWEN2_5_VL, QWEN2_VL, QWEN3, QWEN3_VL
+from cacheblend_cli.model.families import alibi, deepseek, gemma, llama, moe, qwen
 from cacheblend_cli.model.families.reader import Family
 from cacheblend_cli.model.families.refusals import UNSUPPORTED, check_weights, refuse_what_is_not_implemented
 from cacheblend_cli.model.families.values import shown
@@ -42,16 +20,7 @@ from cacheblend_cli.model.generic.config import generic_spec
 from cacheblend_cli.model.model_files import read_object, refuse_other_formats
 from cacheblend_cli.model.spec import ModelSpec
 
-FAMILIES = {
-    family.model_type: family
-    for family in (
-        LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, QWEN2, QWEN3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3,
-        OLMO2, OLMO3, GLM, GLM4, STARCODER2, STABLELM, COHERE, COHERE2, EXAONE4,
-        QWEN2_MOE, QWEN3_MOE, MIXTRAL, GPT_OSS, BLOOM, MPT, FALCON,
-        GEMMA3N, GEMMA4, GEMMA4_UNIFIED,
-        DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3, YOUTU,
-    )
-}  # fmt: skip
+FAMILIES = {f.model_type: f for file in (llama, qwen, gemma, moe, alibi, deepseek) for f in file.FAMILIES}
 
 
 def read_spec(model_dir: Path) -> ModelSpec:

@@ -5,29 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.families.qwen import MISSING as QWEN2_MISSING
 from cacheblend_cli.model.families.reader import ConfigFields, Family, plain_decoder, windows_by_pattern, windows_of
 from cacheblend_cli.model.families.values import wrong_value
 from cacheblend_cli.model.spec import ExpertsSpec, ModelSpec
 
-ROUTER_FIELDS = ("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
-QWEN_FIELDS = (
-    *ROUTER_FIELDS, "num_experts", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers",
-    "use_sliding_window", "sliding_window", "max_window_layers",
-)  # fmt: skip
-QWEN2_FIELDS = (*QWEN_FIELDS, "shared_expert_intermediate_size", "qkv_bias", "layer_types")
-QWEN3_FIELDS = (*QWEN_FIELDS, "attention_bias", "num_local_experts")  # num_experts under transformers 5's name
-MIXTRAL_FIELDS = (*ROUTER_FIELDS, "num_local_experts", "sliding_window", "router_jitter_noise")
-MISSING_2 = QWEN2_MISSING | {"num_key_value_heads": 16}
-MISSING_3 = QWEN2_MISSING | {"num_key_value_heads": 4}
-MISSING_MIXTRAL = {
-    "max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0,
+GPT_OSS_ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
 }  # fmt: skip
 
 
 def read_qwen2(fields: ConfigFields) -> ModelSpec:
-    spec = plain_decoder(fields, MISSING_2)
-    experts = _experts(fields, spec.num_layers, count=60, per_token=4, width=1408)
+    spec = plain_decoder(fields)
+    experts = _qwen_experts(fields, spec.num_layers)
     shared = fields.integer("shared_expert_intermediate_size", 5632)
     if fields.flag("use_sliding_window"):
         raise UsageError("use_sliding_window of a qwen2_moe is not implemented", "use another model")
@@ -36,18 +26,35 @@ def read_qwen2(fields: ConfigFields) -> ModelSpec:
 
 
 def read_qwen3(fields: ConfigFields) -> ModelSpec:
-    spec = plain_decoder(fields, MISSING_3)
+    spec = plain_decoder(fields)
     window = fields.optional_integer("sliding_window", 4096) if fields.flag("use_sliding_window") else None
-    experts = _experts(fields, spec.num_layers, count=128, per_token=8, width=768)
+    experts = _qwen_experts(fields, spec.num_layers)
     return replace(spec, qk_norm=True, sliding_windows=(window,) * spec.num_layers, experts=experts)
 
 
+def _qwen_experts(fields: ConfigFields, num_layers: int) -> ExpertsSpec:
+    plain, step = fields.values.get("mlp_only_layers"), fields.integer("decoder_sparse_step", 1)
+    if not isinstance(plain, list | None) or any(not isinstance(layer, int) for layer in plain or []):
+        raise wrong_value("mlp_only_layers", plain, "a list of layers, or null")
+    named = fields.integer("num_local_experts", fields.integer("num_experts"))
+    if fields.values.get("num_experts", named) != named:
+        raise wrong_value("num_local_experts", named, "what num_experts is")
+    return checked(
+        ExpertsSpec(
+            count=named,
+            per_token=fields.integer("num_experts_per_tok"),
+            width=fields.integer("moe_intermediate_size"),
+            layers=tuple(i for i in range(num_layers) if i not in (plain or []) and (i + 1) % step == 0),
+            normed=fields.flag("norm_topk_prob"),
+        )
+    )
+
+
 def read_mixtral(fields: ConfigFields) -> ModelSpec:
-    spec = plain_decoder(fields, MISSING_MIXTRAL)
-    window = fields.optional_integer("sliding_window", None)
+    spec, window = plain_decoder(fields), fields.optional_integer("sliding_window")
     experts = ExpertsSpec(
-        count=fields.integer("num_local_experts", 8),
-        per_token=fields.integer("num_experts_per_tok", 2),
+        count=fields.integer("num_local_experts"),
+        per_token=fields.integer("num_experts_per_tok"),
         width=spec.intermediate_size,
         layers=tuple(range(spec.num_layers)),
         base="block_sparse_moe",
@@ -56,61 +63,14 @@ def read_mixtral(fields: ConfigFields) -> ModelSpec:
     return replace(spec, sliding_windows=(window,) * spec.num_layers, experts=checked(experts))
 
 
-def _experts(fields: ConfigFields, num_layers: int, count: int, per_token: int, width: int) -> ExpertsSpec:
-    """Return the experts. count, per_token, width: defaults of the family's config class."""
-    plain, step = fields.values.get("mlp_only_layers"), fields.integer("decoder_sparse_step", 1)
-    if not isinstance(plain, list | None) or any(not isinstance(layer, int) for layer in plain or []):
-        raise wrong_value("mlp_only_layers", plain, "a list of layers, or null")
-    named = fields.integer("num_local_experts", fields.integer("num_experts", count))
-    if fields.integer("num_experts", named) != named:
-        raise wrong_value("num_local_experts", named, "what num_experts is")
-    return checked(
-        ExpertsSpec(
-            count=named,
-            per_token=fields.integer("num_experts_per_tok", per_token),
-            width=fields.integer("moe_intermediate_size", width),
-            layers=tuple(i for i in range(num_layers) if i not in (plain or []) and (i + 1) % step == 0),
-            normed=fields.flag("norm_topk_prob"),
-        )
-    )
-
-
-def checked(experts: ExpertsSpec, name: str = "num_experts_per_tok") -> ExpertsSpec:
-    """Return the experts after checking per_token. name: the field of per_token."""
-    if experts.per_token > experts.count:
-        raise wrong_value(name, experts.per_token, f"at most {experts.count}, which is all of them")
-    return experts
-
-
-QWEN2_MOE = Family("qwen2_moe", ("Qwen2MoeForCausalLM", "Qwen2MoeModel"), QWEN2_FIELDS, read_qwen2)
-QWEN3_MOE = Family("qwen3_moe", ("Qwen3MoeForCausalLM", "Qwen3MoeModel"), QWEN3_FIELDS, read_qwen3)
-MIXTRAL = Family("mixtral", ("MixtralForCausalLM", "MixtralModel"), MIXTRAL_FIELDS, read_mixtral)
-
-# gpt-oss: experts with a clamped SwiGLU, biases everywhere, sinks in attention, and a window on every other layer.
-
-GPT_OSS_FIELDS = (
-    *ROUTER_FIELDS, "num_local_experts", "attention_bias", "sliding_window", "layer_types", "swiglu_alpha", "swiglu_limit",
-    "experts_per_token",  # another name for num_experts_per_tok
-)  # fmt: skip
-GPT_OSS_MISSING = {
-    "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36, "num_attention_heads": 64,
-    "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
-    "attention_bias": True,
-}  # fmt: skip
-GPT_OSS_ROPE = {
-    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-    "original_max_position_embeddings": 4096,
-}  # fmt: skip
-
-
 def read_gpt_oss(fields: ConfigFields) -> ModelSpec:
-    values = fields.values
-    if not values.get("rope_scaling") and not values.get("rope_parameters"):
-        values = values | {"rope_parameters": dict(GPT_OSS_ROPE)}
-    spec = plain_decoder(ConfigFields(values), GPT_OSS_MISSING)
+    """gpt-oss: experts with a clamped SwiGLU, biases everywhere, sinks in attention, a window on every other layer."""
+    if not fields.values.get("rope_scaling") and not fields.values.get("rope_parameters"):
+        fields = fields.changed(rope_parameters=GPT_OSS_ROPE)
+    spec = plain_decoder(fields)
     experts = ExpertsSpec(
-        count=fields.integer("num_local_experts", 128),
-        per_token=fields.integer("num_experts_per_tok", 4),
+        count=fields.integer("num_local_experts"),
+        per_token=fields.integer("num_experts_per_tok"),
         width=spec.intermediate_size,
         layers=tuple(range(spec.num_layers)),
         router="router",
@@ -121,4 +81,36 @@ def read_gpt_oss(fields: ConfigFields) -> ModelSpec:
     return replace(spec, sinks=True, sliding_windows=windows, experts=checked(experts))
 
 
-GPT_OSS = Family("gpt_oss", ("GptOssForCausalLM", "GptOssModel"), GPT_OSS_FIELDS, read_gpt_oss)
+def checked(experts: ExpertsSpec, name: str = "num_experts_per_tok") -> ExpertsSpec:
+    """Return the experts after checking per_token. name: the field of per_token."""
+    if experts.per_token > experts.count:
+        raise wrong_value(name, experts.per_token, f"at most {experts.count}, which is all of them")
+    return experts
+
+
+_ROUTER = ("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
+_QWEN = (
+    *_ROUTER, "num_experts", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers",
+    "use_sliding_window", "sliding_window", "max_window_layers",
+)  # fmt: skip
+FAMILIES = (
+    Family("qwen2_moe", ("Qwen2MoeForCausalLM", "Qwen2MoeModel"),
+           (*_QWEN, "shared_expert_intermediate_size", "qkv_bias", "layer_types"), read_qwen2,
+           {"max_position_embeddings": 32768, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408}),
+    Family("qwen3_moe", ("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
+           (*_QWEN, "attention_bias", "num_local_experts"), read_qwen3,  # num_experts under transformers 5's name
+           {"max_position_embeddings": 32768, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768}),
+    Family("mixtral", ("MixtralForCausalLM", "MixtralModel"),
+           (*_ROUTER, "num_local_experts", "sliding_window", "router_jitter_noise"), read_mixtral,
+           {"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0,
+            "num_local_experts": 8, "num_experts_per_tok": 2}),
+    Family("gpt_oss", ("GptOssForCausalLM", "GptOssModel"),
+           (*_ROUTER, "num_local_experts", "attention_bias", "sliding_window", "layer_types", "swiglu_alpha", "swiglu_limit",
+            "experts_per_token"), read_gpt_oss,  # experts_per_token: another name for num_experts_per_tok
+           {"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
+            "num_attention_heads": 64, "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64,
+            "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "attention_bias": True, "num_local_experts": 128,
+            "num_experts_per_tok": 4}),
+)  # fmt: skip

@@ -13,50 +13,37 @@ from typing import Any
 from cacheblend_cli.model.families.reader import ConfigFields, Family, plain_decoder, windows_of
 from cacheblend_cli.model.spec import ModelSpec
 
-WINDOW_FIELDS = ("use_sliding_window", "sliding_window", "layer_types", "max_window_layers")
-MISSING = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
-MISSING_3 = MISSING | {"head_dim": 128}
-MISSING_VL = {
-    "max_position_embeddings": 32768, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0,
-}  # fmt: skip
-MISSING_3_VL = {
-    "max_position_embeddings": 128000, "num_key_value_heads": 32, "head_dim": 128, "rope_theta": 500000.0,
-}  # fmt: skip
-
 
 def read_2(fields: ConfigFields) -> ModelSpec:
-    spec = plain_decoder(fields, MISSING)
-    return replace(spec, qkv_bias=True, sliding_windows=_later_windows(fields, spec.num_layers, first=28))
+    return replace(_with_later_windows(plain_decoder(fields), fields), qkv_bias=True)
 
 
 def read_3(fields: ConfigFields) -> ModelSpec:
-    spec = plain_decoder(fields, MISSING_3)
-    return replace(spec, qk_norm=True, sliding_windows=_later_windows(fields, spec.num_layers, first=28))
+    return replace(_with_later_windows(plain_decoder(fields), fields), qk_norm=True)
 
 
 def read_vl(fields: ConfigFields) -> ModelSpec:
-    spec = plain_decoder(_of_text(fields), MISSING_VL)
-    return replace(spec, qkv_bias=True, sliding_windows=_later_windows(fields, spec.num_layers, first=80))
+    return read_2(_of_text(fields))
 
 
 def read_3_vl(fields: ConfigFields) -> ModelSpec:
-    return replace(plain_decoder(_of_text(fields), MISSING_3_VL), qk_norm=True)
+    return replace(plain_decoder(_of_text(fields)), qk_norm=True)
 
 
-def _later_windows(fields: ConfigFields, num_layers: int, first: int) -> tuple[int | None, ...]:
-    """Return the window of each layer: by layer_types, else from layer max_window_layers (default `first`) on."""
+def _with_later_windows(spec: ModelSpec, fields: ConfigFields) -> ModelSpec:
+    """Return the spec with the window of each layer: by layer_types, else from layer max_window_layers on."""
     window = fields.optional_integer("sliding_window", 4096) if fields.flag("use_sliding_window") else None
-    types = fields.layer_types(num_layers)
+    types = fields.layer_types(spec.num_layers)
     if types is None:
-        first = num_layers if window is None else fields.integer("max_window_layers", first, least=0)
-        types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
-    return windows_of(types, window)
+        first = spec.num_layers if window is None else fields.integer("max_window_layers", 28, least=0)
+        types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(spec.num_layers)]
+    return replace(spec, sliding_windows=windows_of(types, window))
 
 
 def _of_text(fields: ConfigFields) -> ConfigFields:
     """Reduce multimodal RoPE to its form over text alone."""
     ropes = {name: fields.values[name] for name in ("rope_parameters", "rope_scaling") if name in fields.values}
-    return ConfigFields(fields.values | {name: _without_sections(rope) for name, rope in ropes.items()})
+    return fields.changed(**{name: _without_sections(rope) for name, rope in ropes.items()})
 
 
 def _without_sections(rope: Any) -> Any:
@@ -66,8 +53,15 @@ def _without_sections(rope: Any) -> Any:
     return rest | {name: "default" for name in ("type", "rope_type") if rest.get(name) == "mrope"}
 
 
-QWEN2 = Family("qwen2", ("Qwen2ForCausalLM", "Qwen2Model"), WINDOW_FIELDS, read_2)
-QWEN3 = Family("qwen3", ("Qwen3ForCausalLM", "Qwen3Model"), (*WINDOW_FIELDS, "attention_bias"), read_3)
-QWEN2_VL = Family("qwen2_vl_text", ("Qwen2VLTextModel",), WINDOW_FIELDS, read_vl)
-QWEN2_5_VL = Family("qwen2_5_vl_text", ("Qwen2_5_VLTextModel",), WINDOW_FIELDS, read_vl)
-QWEN3_VL = Family("qwen3_vl_text", ("Qwen3VLTextModel",), ("attention_bias",), read_3_vl)
+_WINDOWS = ("use_sliding_window", "sliding_window", "layer_types", "max_window_layers")
+_2 = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
+_VL = {"max_position_embeddings": 32768, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0,
+       "max_window_layers": 80}  # fmt: skip
+FAMILIES = (
+    Family("qwen2", ("Qwen2ForCausalLM", "Qwen2Model"), _WINDOWS, read_2, _2),
+    Family("qwen3", ("Qwen3ForCausalLM", "Qwen3Model"), (*_WINDOWS, "attention_bias"), read_3, _2 | {"head_dim": 128}),
+    Family("qwen2_vl_text", ("Qwen2VLTextModel",), _WINDOWS, read_vl, _VL),
+    Family("qwen2_5_vl_text", ("Qwen2_5_VLTextModel",), _WINDOWS, read_vl, _VL),
+    Family("qwen3_vl_text", ("Qwen3VLTextModel",), ("attention_bias",), read_3_vl,
+           {"max_position_embeddings": 128000, "num_key_value_heads": 32, "head_dim": 128, "rope_theta": 500000.0}),
+)  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cacheblend_cli.errors import UsageError
@@ -50,61 +50,71 @@ class Family:
     # its config's fields besides SHAPE_FIELDS and OTHER_FIELDS: all are implemented or do not affect the forward pass
     fields: Collection[str]
     read: Callable[[ConfigFields], ModelSpec]  # returns the spec without `architecture` and `config`
+    missing: Mapping[str, Any] = field(default_factory=dict)  # defaults of transformers' config class
 
-    def knows(self, field: str) -> bool:
-        return field in self.fields or field in SHAPE_FIELDS or field in OTHER_FIELDS
+    def knows(self, name: str) -> bool:
+        return name in self.fields or name in SHAPE_FIELDS or name in OTHER_FIELDS
 
     def spec(self, config: dict[str, Any]) -> ModelSpec:
         """Return the spec of a config. Raises UsageError naming the field."""
-        return replace(self.read(ConfigFields(config)), architecture=self.architectures[0], config=config)
+        fields = ConfigFields(config, self.missing)
+        return replace(self.read(fields), architecture=self.architectures[0], config=config)
 
 
 class ConfigFields:
-    """Typed fields of a config.json. A missing field has its default, which is the one of transformers' config class;
-    null is not missing. Raises UsageError naming the field."""
+    """Typed fields of a config.json. A missing field has the family's default, else the one given here; null is not
+    missing. Raises UsageError naming the field."""
 
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.values = values
+    def __init__(self, values: Mapping[str, Any], missing: Mapping[str, Any]) -> None:
+        self.values, self.missing = values, missing
+
+    def changed(self, **values: Any) -> ConfigFields:
+        """Return the fields with other values."""
+        return ConfigFields({**self.values, **values}, self.missing)
 
     def without_rope(self) -> ConfigFields:
         """Return the fields without RoPE's, for families that give RoPE by kind of layer, see `rope_by_kind`."""
-        return ConfigFields(self.values | {"rope_parameters": None, "rope_scaling": None})
+        return self.changed(rope_parameters=None, rope_scaling=None)
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """Return a field of any type."""
+        return self.values.get(name, self.missing.get(name, default))
 
     def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """Return a whole number of `least` or more. default None: the field is required."""
-        if name not in self.values and default is None:
+        """Return a whole number of `least` or more. Without any default the field is required."""
+        value = self.value(name, default)
+        if value is None and name not in self.values:
             raise UsageError(f"config.json lacks {name!r}", "fetch the checkpoint again")
-        value = self.values.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise wrong_value(name, value, f"a whole number of {least} or more")
         return value
 
-    def optional_integer(self, name: str, default: int | None) -> int | None:
+    def optional_integer(self, name: str, default: int | None = None) -> int | None:
         """Return a whole number of 1 or more, or None for null."""
-        return None if self.values.get(name, default) is None else self.integer(name, default)
+        return None if self.value(name, default) is None else self.integer(name, default)
 
     def number(self, name: str, default: float) -> float:
         """Return a finite number of 0 or more."""
-        value = self.values.get(name, default)
+        value = self.value(name, default)
         if not is_number(value) or value < 0:
             raise wrong_value(name, value, "a number of 0 or more")
         return float(value)
 
     def factor(self, name: str, default: float) -> float:
         """Return a finite number above 0."""
-        value: Any = self.values.get(name, default)
+        value = self.value(name, default)
         if not is_number(value) or value <= 0:
             raise wrong_value(name, value, "a number above 0")
         return float(value)
 
-    def optional_factor(self, name: str, default: float | None) -> float | None:
+    def optional_factor(self, name: str, default: float | None = None) -> float | None:
         """Return a finite number above 0, or None for null."""
-        value = self.values.get(name, default)
+        value = self.value(name, default)
         return None if value is None else self.factor(name, value)
 
     def flag(self, name: str, default: bool = False) -> bool:
         """Return true or false; null is false."""
-        value = self.values.get(name, default)
+        value = self.value(name, default)
         if not isinstance(value, bool | None):
             raise wrong_value(name, value, "true or false")
         return bool(value)
@@ -125,49 +135,44 @@ class ConfigFields:
         return [LAYER_TYPES[kind] for kind in types]
 
 
-def plain_decoder(
-    fields: ConfigFields, missing: Mapping[str, Any], eps: str = "rms_norm_eps", activation: str = "hidden_act"
-) -> ModelSpec:
+def plain_decoder(fields: ConfigFields, eps: str = "rms_norm_eps", activation: str = "hidden_act") -> ModelSpec:
     """Return the decoder with full attention and without a norm on heads, from config.json.
 
-    missing: the family's defaults for max_position_embeddings and other fields; if it has partial_rotary_factor, the
-    family can rotate a part of the head. eps, activation: the fields' names. attention_bias and mlp_bias apply to all
-    projections; families without these fields refuse them before.
+    eps, activation: the fields' names. A family whose defaults have partial_rotary_factor can rotate a part of the
+    head. attention_bias and mlp_bias apply to all projections; families without these fields refuse them before.
     """
-    hidden = fields.integer("hidden_size", missing.get("hidden_size"))
-    heads = fields.integer("num_attention_heads", missing.get("num_attention_heads"))
-    layers = fields.integer("num_hidden_layers", missing.get("num_hidden_layers"))
-    kv_heads = fields.optional_integer("num_key_value_heads", missing.get("num_key_value_heads")) or heads
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    layers = fields.integer("num_hidden_layers")
+    kv_heads = fields.optional_integer("num_key_value_heads") or heads
     if heads % kv_heads:
         raise UsageError(f"{heads} attention heads do not divide into {kv_heads} KV heads", "check config.json")
-    head_dim = fields.optional_integer("head_dim", missing.get("head_dim")) or hidden // heads
+    head_dim = fields.optional_integer("head_dim") or hidden // heads
     if head_dim % 2:
         raise wrong_value("head_dim", head_dim, "even: RoPE rotates pairs")
-    act = fields.values.get(activation, missing.get(activation, "silu"))
+    act = fields.value(activation, "silu")
     if not isinstance(act, str) or act not in ACTIVATIONS:
         raise UsageError(f"unknown activation {act!r} ({activation})", f"known: {', '.join(ACTIVATIONS)}")
-    max_positions = fields.integer("max_position_embeddings", missing["max_position_embeddings"])
-    attention_bias = fields.flag("attention_bias", missing.get("attention_bias", False))
+    max_positions, attention_bias = fields.integer("max_position_embeddings"), fields.flag("attention_bias")
     return ModelSpec(
         architecture="",
-        vocab_size=fields.integer("vocab_size", missing.get("vocab_size")),
+        vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size", missing.get("intermediate_size")),
+        intermediate_size=fields.integer("intermediate_size"),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         activation=ACTIVATIONS[act],
-        rms_norm_eps=fields.number(eps, missing.get(eps, 1e-6)),
+        rms_norm_eps=fields.number(eps, 1e-6),
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         mlp_bias=fields.flag("mlp_bias"),
         qk_norm=False,
-        tied=fields.flag("tie_word_embeddings", missing.get("tie_word_embeddings", False)),
+        tied=fields.flag("tie_word_embeddings"),
         max_position_embeddings=max_positions,
         sliding_windows=(None,) * layers,
-        rope=rope_parameters(fields.values, max_positions, head_dim, missing),
-        config=fields.values,
+        rope=rope_parameters(fields.values, max_positions, head_dim, fields.missing),
+        config={},
     )
 
 
