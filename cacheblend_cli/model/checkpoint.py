@@ -25,7 +25,7 @@ def tensor_source(model_dir: Path, experts: ExpertsSpec | None = None) -> Tensor
         from cacheblend_cli.model.split_experts import SplitExperts
 
         return SplitExperts(files, stacked=experts is not None and experts.beside)
-    from cacheblend_cli.model.quantised.source import DequantisedTensors
+    from cacheblend_cli.model.quantised import DequantisedTensors
 
     return DequantisedTensors(files, quantisation)
 

@@ -93,7 +93,7 @@ def test_it_is_transformers_with_the_dequantised_weights(
     original = load_file(tmp_path / "m" / "model.safetensors")
     weights = write_quantised(tmp_path / "m", quantise, config, plain=("layers.1.",))
     logits, ids = logits_of(tmp_path / "m")
-    monkeypatch.setattr("cacheblend_cli.model.quantised.source.DequantisedTensors.block_bytes", 3000)  # 7 to 11 rows
+    monkeypatch.setattr("cacheblend_cli.model.quantised.DequantisedTensors.block_bytes", 3000)  # 7 to 11 rows
     assert torch.equal(logits_of(tmp_path / "m")[0], logits), "read in parts"
     there = of_transformers(tmp_path / "m", weights, ids)
     assert (logits - there).abs().max() <= TOLERANCE

@@ -14,7 +14,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.families.quantisation import read_quantisation
-from cacheblend_cli.model.quantised.source import DequantisedTensors
+from cacheblend_cli.model.quantised import DequantisedTensors
 from cacheblend_cli.model.tensor_source import SafetensorsFiles
 
 SAMPLES = Path(__file__).parent / "quantised_samples.safetensors"
