@@ -15,14 +15,13 @@ from torch import Tensor
 from cacheblend_cli import user_cache
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.adapter import Delta, LoraAdapter
-from cacheblend_cli.model.checkpoint import tensor_source
 from cacheblend_cli.model.kv_scales import is_kv_scale
 from cacheblend_cli.model.linear import can_pack
 from cacheblend_cli.model.model_files import checkpoint_files
 from cacheblend_cli.model.parallel import Shard
 from cacheblend_cli.model.sharded import ShardedTensors, cut_deltas
 from cacheblend_cli.model.spec import LatentSpec, ModelSpec
-from cacheblend_cli.model.tensor_source import TensorSource
+from cacheblend_cli.model.tensor_source import TensorSource, tensor_source
 from cacheblend_cli.model.weight_map import HEAD, TOKEN_EMBEDDING, Shape, embedding_name, expected_shapes, name_in
 
 # Parts of the names of tensors that the language model does not use: RoPE's frequencies, and the heads of reward

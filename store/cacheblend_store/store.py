@@ -35,8 +35,7 @@ from cacheblend_store.format.records import (
 )
 from cacheblend_store.format.summaries import DocumentSummary
 from cacheblend_store.lmdb_file.directory import check_directory, check_space
-from cacheblend_store.lmdb_file.environment import Environment
-from cacheblend_store.lmdb_file.opened import acquire, release
+from cacheblend_store.lmdb_file.environment import Environment, acquire, release
 from cacheblend_store.reader import StoreReader
 from cacheblend_store.state import read_identity, write_identity
 from cacheblend_store.writer import Blob, PutStatus, StoreWriter, with_digests

@@ -188,7 +188,7 @@ def _place(runtime: Runtime) -> Path:
 def _probe(file: str, num_threads: int) -> float:
     """Seconds of a token decoded by llama.cpp. Raises LlamaError where it cannot, or its process dies, NotTried where
     the process did not start or end."""
-    command = [sys.executable, "-P", "-m", "cacheblend_cli.engine.connectors.llama_probe", file, str(num_threads)]
+    command = [sys.executable, "-P", "-m", "cacheblend_cli.engine.connectors.llama_cpp", file, str(num_threads)]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

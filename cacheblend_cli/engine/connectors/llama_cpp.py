@@ -1,8 +1,15 @@
 """llama.cpp as the engine that decodes: it takes a prompt's KV as its own state, and gives logits for each token after
-it."""
+it.
+
+Run as a program, FILE THREADS, it times llama.cpp and prints {"decode_s"} (seconds per token, the best of a few) or
+{"error"}. Code that the machine cannot run ends this process and not the engine's (ggml's AMX code dies with SIGILL on
+some virtual machines).
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cacheblend_cli.engine.connectors.llama_library import LEAST_BATCH, Batch, Library, LlamaError
+from cacheblend_cli.engine.connectors.llama_library import LEAST_BATCH, Batch, Library, LlamaError, library
 from cacheblend_cli.engine.connectors.llama_state import StateLayout
 from cacheblend_cli.kv.export import KVReader
 
@@ -193,3 +200,10 @@ class LlamaCpp:
     def _put(self, context: int, index: int, state: np.ndarray) -> None:
         if self.library.llama_state_seq_set_data(context, state.ctypes.data, len(state), index) != len(state):
             raise self.library.error("llama.cpp refuses the prompt's KV")
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps({"decode_s": LlamaCpp(library(), Path(sys.argv[1]), int(sys.argv[2])).decode_s()}))
+    except LlamaError as error:
+        print(json.dumps({"error": error.message}))

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 from cacheblend_store.errors import BadBlob, StoreError, TierNotFound
 from cacheblend_store.format.records import ChunkManifest, Memo
 from cacheblend_store.tier.layout import ObjectLayout
 from cacheblend_store.tier.objects import Tier
-from cacheblend_store.tier.threads import Threads
 
 READERS, WRITERS = 32, 4
 FAILURES, REST_S = 3, 30.0
@@ -267,3 +267,36 @@ class SharedTier:
 
 def _average(old: float, new: float) -> float:
     return new if not old else (1 - _NEW) * old + _NEW * new
+
+
+class Threads:
+    """Up to `count` daemon threads, started on demand. Process exit does not wait for them."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._most, self._name, self._started, self._idle = count, name, 0, 0
+        self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._lock = threading.Lock()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Run `work` in one of the threads."""
+        future: Future[T] = Future()
+        self._work.put((work, future))
+        with self._lock:
+            if self._idle:
+                self._idle -= 1
+            elif self._started < self._most:
+                self._started += 1
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            work, future = self._work.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except BaseException as error:
+                    future.set_exception(error)
+            del work, future  # release references while waiting for the next job
+            with self._lock:
+                self._idle += 1
