@@ -9,20 +9,10 @@ from cacheblend_kernels.interface import (
     LayerCache,
     Slots,
     StoredKV,
-)
+)  # fmt: skip
 from cacheblend_kernels.registry import BACKENDS, fallback_reason, missing_for, select_backend
 
 __all__ = [
-    "BACKENDS",
-    "AttentionMetadata",
-    "AttentionParams",
-    "KernelBackend",
-    "KernelError",
-    "LatentHeads",
-    "LayerCache",
-    "Slots",
-    "StoredKV",
-    "fallback_reason",
-    "missing_for",
-    "select_backend",
-]
+    "BACKENDS", "AttentionMetadata", "AttentionParams", "KernelBackend", "KernelError", "LatentHeads", "LayerCache",
+    "Slots", "StoredKV", "fallback_reason", "missing_for", "select_backend",
+]  # fmt: skip

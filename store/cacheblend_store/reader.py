@@ -8,21 +8,11 @@ from contextlib import suppress
 from itertools import takewhile
 
 from cacheblend_store.errors import BadBlob, StoreCorrupt, StoreError
+from cacheblend_store.format import records
 from cacheblend_store.format.blobs import blob_prefix, blob_size, encode_blob
 from cacheblend_store.format.changes import LOG, Changes, changes_between
 from cacheblend_store.format.keys import KEY_BYTES, blob_key
-from cacheblend_store.format.records import (
-    MEMO_KEYS,
-    ChunkManifest,
-    DocumentRecord,
-    Memo,
-    blob_hasher,
-    decode_document,
-    decode_manifest,
-    decode_memo,
-    layer_spec,
-    unseal,
-)
+from cacheblend_store.format.records import ChunkManifest, DocumentRecord, Memo
 from cacheblend_store.format.summaries import SUMMARY_KEYS, DocumentSummary, decode_summary, stamped
 from cacheblend_store.lmdb_file.pages.layout import Node
 from cacheblend_store.lmdb_file.pages.reader import PageReader
@@ -42,7 +32,7 @@ class StoreReader:
     def manifest(self, key: bytes) -> ChunkManifest | None:
         """Return the manifest of a chunk, or None if it is not stored. Raises BadBlob if the record is damaged."""
         value = self.get("chunks", key)
-        return None if value is None else decode_manifest(key, value)
+        return None if value is None else records.decode_manifest(key, value)
 
     def has_kv(self, key: bytes) -> bool:
         """Return whether an undamaged record says that the chunk has KV. Blobs are not checked."""
@@ -65,20 +55,21 @@ class StoreReader:
     def layer(self, manifest: ChunkManifest, layer: int) -> dict[str, memoryview]:
         """Return a layer's tensors by name, as bytes. Raises BadBlob if it is missing, damaged or of wrong shape."""
         self._blob_node(manifest, layer)  # check the size before allocating memory
-        parts = {name: memoryview(bytearray(tensor.num_bytes)) for name, tensor in layer_spec(manifest, layer).items()}
+        spec = records.layer_spec(manifest, layer)
+        parts = {name: memoryview(bytearray(tensor.num_bytes)) for name, tensor in spec.items()}
         self.copy_layer(manifest, layer, parts)
         return parts
 
     def copy_layer(self, manifest: ChunkManifest, layer: int, targets: Mapping[str, memoryview]) -> None:
         """Copy the tensors of a layer's blob to `targets`, buffers of exactly their sizes. Raises BadBlob like `layer`.
         The digest is computed over the copy, with one read and one digest update per tensor, without the GIL."""
-        node, spec = self._blob_node(manifest, layer), layer_spec(manifest, layer)
+        node, spec = self._blob_node(manifest, layer), records.layer_spec(manifest, layer)
         prefix = blob_prefix(spec)
         parts = [memoryview(bytearray(len(prefix))), *(targets[name].cast("B") for name in spec)]
         self.pages.read_into(node, parts)
         if parts[0] != prefix:
             raise bad_blob(manifest, layer, "has a header that does not match its tensors")
-        digest = blob_hasher(manifest.key, layer, manifest.num_tokens)
+        digest = records.blob_hasher(manifest.key, layer, manifest.num_tokens)
         for part in parts:
             digest.update(part)
         if digest.digest() != manifest.blob_digests[layer]:
@@ -86,7 +77,7 @@ class StoreReader:
 
     def blob(self, manifest: ChunkManifest, layer: int) -> bytes:
         """Return a layer's blob in its stored encoding. Raises BadBlob like `layer`."""
-        return encode_blob(layer_spec(manifest, layer), self.layer(manifest, layer))
+        return encode_blob(records.layer_spec(manifest, layer), self.layer(manifest, layer))
 
     def _blob_node(self, manifest: ChunkManifest, layer: int) -> Node:
         if not manifest.has_kv:
@@ -94,7 +85,7 @@ class StoreReader:
         node = self.pages.get("blobs", blob_key(manifest.key, layer))
         if node is None:
             raise bad_blob(manifest, layer, "is missing")
-        wanted = blob_size(layer_spec(manifest, layer))
+        wanted = blob_size(records.layer_spec(manifest, layer))
         if node.size != wanted or manifest.blob_sizes[layer] != wanted:
             raise bad_blob(manifest, layer, f"has {node.size} bytes instead of {wanted}")
         return node
@@ -117,7 +108,7 @@ class StoreReader:
         """Return a document record, or None if it is missing or damaged."""
         value = self.get("documents", key)
         try:
-            return None if value is None else decode_document(key, value)
+            return None if value is None else records.decode_document(key, value)
         except BadBlob:
             return None
 
@@ -145,17 +136,17 @@ class StoreReader:
         """Return whether a record exists and matches its digest. The record is not decoded."""
         with suppress(StoreError):
             value = self.get(database, key)
-            return value is not None and bool(unseal(key, value))
+            return value is not None and bool(records.unseal(key, value))
         return False
 
     def memo(self, key: bytes) -> Memo | None:
         """Return a memo, or None if it is missing, damaged or of an unknown version."""
         with suppress(BadBlob):
-            return decode_memo(key, self.get("meta", key) or b"")
+            return records.decode_memo(key, self.get("meta", key) or b"")
         return None
 
     def memos(self) -> Iterator[Memo]:
-        return filter(None, map(self.memo, self.keys_with(MEMO_KEYS, "meta")))
+        return filter(None, map(self.memo, self.keys_with(records.MEMO_KEYS, "meta")))
 
     def state(self) -> State:
         return read_state(self.get, self.pages)

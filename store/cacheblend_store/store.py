@@ -22,17 +22,9 @@ from cacheblend_store.errors import (
     StoreNoSpace,
     StorePermission,
 )
+from cacheblend_store.format import records
 from cacheblend_store.format.keys import KEY_BYTES
-from cacheblend_store.format.records import (
-    COLLECTION,
-    ChunkManifest,
-    DocumentRecord,
-    Memo,
-    document_key,
-    encode_manifest,
-    encode_memo,
-    memo_key,
-)
+from cacheblend_store.format.records import ChunkManifest, DocumentRecord, Memo
 from cacheblend_store.format.summaries import DocumentSummary
 from cacheblend_store.lmdb_file.directory import check_directory, check_space
 from cacheblend_store.lmdb_file.environment import Environment, acquire, release
@@ -135,7 +127,7 @@ class ChunkStore:
         """Upload newly stored chunks to a tier in the background, until the store is closed. A store used as a context
         manager waits up to FLUSH_S for pending uploads."""
         self.tier = tier
-        tier.start(self.get_blobs, partial(self.memo, COLLECTION))
+        tier.start(self.get_blobs, partial(self.memo, records.COLLECTION))
 
     @property
     def generation(self) -> int:
@@ -229,7 +221,7 @@ class ChunkStore:
     def get_document(self, collection: str, source: str, context: str = "sink") -> DocumentRecord | None:
         """Return a document record, or None if it is missing or damaged (the next precompute then stores it again)."""
         with self.read() as reader:
-            return reader.document(document_key(collection, source, context))
+            return reader.document(records.document_key(collection, source, context))
 
     def documents(self, collection: str | None = None) -> list[DocumentRecord]:
         """Return the document records of one collection, or of all, sorted by source."""
@@ -266,7 +258,7 @@ class ChunkStore:
         def put(writer: StoreWriter) -> list[PutStatus]:
             if writer.state.max_bytes:
                 whole = [with_digests(*chunk) for chunk in given]
-                sizes = {m.key: m.num_bytes + len(encode_manifest(m)) for m in whole}
+                sizes = {m.key: m.num_bytes + len(records.encode_manifest(m)) for m in whole}
                 writer.make_room(sum(sizes.values()) - sum(map(writer.size_of, sizes)), sizes, keep)
             # adjacent keys share pages, checked once
             in_order = sorted(range(len(given)), key=lambda i: given[i][0].key)
@@ -341,14 +333,14 @@ class ChunkStore:
     def memo(self, kind: str, name: str) -> Memo | None:
         """Return a memo, or None if it is missing or damaged."""
         with self.read() as reader:
-            return reader.memo(memo_key(kind, name))
+            return reader.memo(records.memo_key(kind, name))
 
     def put_memos(self, memos: Sequence[Memo]) -> None:
         """Store memos in one transaction. A memo replaces the one with the same kind and name."""
 
         def put(writer: StoreWriter) -> None:
             for memo in memos:
-                writer.put("meta", memo.key, encode_memo(memo))
+                writer.put("meta", memo.key, records.encode_memo(memo))
 
         if memos:
             self.transact(put)
@@ -422,5 +414,7 @@ class ChunkStore:
 def _make_room_for_texts(writer: StoreWriter, manifests: Sequence[ChunkManifest], keep: Container[bytes]) -> None:
     """Make room for the records of missing chunks. Raises StoreFull."""
     if writer.state.max_bytes:
-        sizes = {m.key: 0 if writer.manifest(m.key) else len(encode_manifest(m.without_kv())) for m in manifests}
+        sizes = {
+            m.key: 0 if writer.manifest(m.key) else len(records.encode_manifest(m.without_kv())) for m in manifests
+        }
         writer.make_room(sum(sizes.values()), sizes, keep)

@@ -9,21 +9,10 @@ from itertools import takewhile
 from typing import Any, Literal
 
 from cacheblend_store.errors import BadBlob, StoreFull
+from cacheblend_store.format import records
 from cacheblend_store.format.changes import LOG, Changes, append
 from cacheblend_store.format.keys import KEY_BYTES, blob_key
-from cacheblend_store.format.records import (
-    ChunkManifest,
-    DocumentRecord,
-    blob_digest,
-    decode_document,
-    decode_manifest,
-    encode_document,
-    encode_manifest,
-    has_blobs,
-    is_text_of,
-    use_record,
-    used_at,
-)
+from cacheblend_store.format.records import ChunkManifest, DocumentRecord
 from cacheblend_store.format.summaries import STAMP, SUMMARY_KEYS, DocumentSummary, encode_summary, stamp, stamped
 from cacheblend_store.lmdb_file.pages.reader import PageReader
 from cacheblend_store.state import count_bytes, read_state, write_state
@@ -127,7 +116,7 @@ class StoreWriter:
         """Return the manifest of a chunk, or None if it is missing or damaged."""
         value = self.get("chunks", key)
         try:
-            return None if value is None else decode_manifest(key, value)
+            return None if value is None else records.decode_manifest(key, value)
         except BadBlob:
             return None
 
@@ -135,7 +124,7 @@ class StoreWriter:
         """Return a document record, or None if it is missing or damaged."""
         value = self.get("documents", key)
         try:
-            return None if value is None else decode_document(key, value)
+            return None if value is None else records.decode_document(key, value)
         except BadBlob:
             return None
 
@@ -145,7 +134,7 @@ class StoreWriter:
         """Store a chunk: the manifest, with sizes and digests filled in, and one blob per layer. used_s: time of last
         use, seconds since the epoch. The earliest is evicted first."""
         whole, record = with_digests(manifest, blobs), self.get("chunks", manifest.key)
-        is_text = record is not None and is_text_of(manifest, record)
+        is_text = record is not None and records.is_text_of(manifest, record)
         old = None if is_text else self.manifest(manifest.key)
         if old is not None and old.token_ids == manifest.token_ids:
             if old.has_kv and self._holds(whole):
@@ -153,8 +142,8 @@ class StoreWriter:
             is_text = not old.has_kv
         for layer, blob in enumerate(blobs):  # overwrites all old blobs, because a key implies the number of layers
             self.put("blobs", blob_key(manifest.key, layer), blob)
-        self.put("chunks", manifest.key, encode_manifest(whole))
-        self.put("lru", manifest.key, use_record(manifest.key, used_s))
+        self.put("chunks", manifest.key, records.encode_manifest(whole))
+        self.put("lru", manifest.key, records.use_record(manifest.key, used_s))
         if is_text:
             return "new"  # the set of chunks is unchanged: no new generation
         self.changed(chunk=manifest.key)
@@ -169,9 +158,9 @@ class StoreWriter:
         if self.get("chunks", manifest.key) is not None:  # damaged
             self._delete_blobs(manifest.key)
             self._drop_summaries_with(manifest.key)
-        self.put("chunks", manifest.key, encode_manifest(manifest.without_kv()))
+        self.put("chunks", manifest.key, records.encode_manifest(manifest.without_kv()))
         if not owned:
-            self.put("lru", manifest.key, use_record(manifest.key, time.time()))
+            self.put("lru", manifest.key, records.use_record(manifest.key, time.time()))
         self.changed(chunk=manifest.key)
         return True
 
@@ -192,7 +181,7 @@ class StoreWriter:
             return self.delete_chunk(key)
         existed = self._delete_blobs(key)
         if manifest.has_kv:
-            self.put("chunks", key, encode_manifest(manifest.without_kv()))
+            self.put("chunks", key, records.encode_manifest(manifest.without_kv()))
         self.delete("lru", key)
         self._drop_summaries_with(key)
         return existed or manifest.has_kv
@@ -222,7 +211,7 @@ class StoreWriter:
             key = blob_key(manifest.key, layer)
             self._pages.get("blobs", key)
             blob = self._txn.get(key, db=self._dbs["blobs"])
-            if blob is None or blob_digest(manifest.key, layer, manifest.num_tokens, blob) != digest:
+            if blob is None or records.blob_digest(manifest.key, layer, manifest.num_tokens, blob) != digest:
                 return False
         return True
 
@@ -259,7 +248,7 @@ class StoreWriter:
 
     def _by_last_use(self) -> Iterator[bytes]:
         """Yield keys of chunks to free: least recently used first, then chunks with KV but no recorded use."""
-        used = {node.key: used_at(node.key, node.inline) for node in self._pages.nodes("lru")}
+        used = {node.key: records.used_at(node.key, node.inline) for node in self._pages.nodes("lru")}
         yield from sorted(used, key=lambda key: (used[key], key))
         yield from sorted({node.key[:KEY_BYTES] for node in self._pages.nodes("blobs")} - used.keys())
 
@@ -267,19 +256,19 @@ class StoreWriter:
         """Record last uses (seconds since the epoch) of chunks with KV. A later recorded use stays."""
         for key, moment in uses.items():
             manifest = self.manifest(key)
-            if manifest is not None and manifest.has_kv and moment > used_at(key, self.get("lru", key) or b""):
-                self.put("lru", key, use_record(key, moment))
+            if manifest is not None and manifest.has_kv and moment > records.used_at(key, self.get("lru", key) or b""):
+                self.put("lru", key, records.use_record(key, moment))
 
     # documents
 
-    def put_documents(self, records: Sequence[DocumentRecord], removed: Collection[bytes] = ()) -> list[bytes]:
+    def put_documents(self, documents: Sequence[DocumentRecord], removed: Collection[bytes] = ()) -> list[bytes]:
         """Store document records and remove those in `removed`. Return the keys of the chunks that were removed with
         them. A chunk that moved from one of these documents to another stays."""
         dropped, refs = list[bytes](), set[bytes]()
-        for record in records:
+        for record in documents:
             key = record.key
             dropped += self._unrefer(key, keep={c.key for c in record.chunks})
-            self.put("documents", key, encode_document(record))
+            self.put("documents", key, records.encode_document(record))
             refs |= {chunk.key + key for chunk in record.chunks}
             self.changed(document=key)
         for name in sorted(refs):  # adjacent keys share pages, which are then checked once
@@ -315,7 +304,7 @@ class StoreWriter:
             return False
         for key in sorted({chunk.key for chunk in record.chunks}):  # in storage order
             found = self.get("chunks", key)
-            if found is None or not has_blobs(key, found):
+            if found is None or not records.has_blobs(key, found):
                 return False
         self._has_summaries = True
         self.put("meta", SUMMARY_KEYS + summary.document, encode_summary(replace(summary, updated=record.updated)))
@@ -342,7 +331,7 @@ class StoreWriter:
         wanted = set()
         for name, value in self._txn.cursor(db=self._dbs["documents"]):
             try:
-                wanted |= {c.key + bytes(name) for c in decode_document(bytes(name), value).chunks}
+                wanted |= {c.key + bytes(name) for c in records.decode_document(bytes(name), value).chunks}
             except BadBlob:
                 continue
         there = {bytes(name) for name in self._txn.cursor(db=self._dbs["refs"]).iternext(values=False)}
@@ -359,5 +348,5 @@ class StoreWriter:
 def with_digests(manifest: ChunkManifest, blobs: Sequence[Blob]) -> ChunkManifest:
     """Return the manifest with the sizes and digests of its blobs."""
     assert len(blobs) == manifest.num_layers
-    digests = tuple(blob_digest(manifest.key, i, manifest.num_tokens, blob) for i, blob in enumerate(blobs))
+    digests = tuple(records.blob_digest(manifest.key, i, manifest.num_tokens, blob) for i, blob in enumerate(blobs))
     return replace(manifest, blob_sizes=tuple(memoryview(blob).nbytes for blob in blobs), blob_digests=digests)

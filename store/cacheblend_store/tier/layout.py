@@ -17,25 +17,10 @@ from typing import NamedTuple
 import msgspec
 
 from cacheblend_store.errors import BadBlob
+from cacheblend_store.format import records
 from cacheblend_store.format.blobs import CODECS, blob_prefix, blob_size
 from cacheblend_store.format.keys import KEY_BYTES, blob_key, pack_ids
-from cacheblend_store.format.records import (
-    COLLECTION,
-    MAX_DOCUMENT_BYTES,
-    MAX_MANIFEST_BYTES,
-    ChunkManifest,
-    DocumentRecord,
-    Memo,
-    blob_digest,
-    decode_manifest,
-    decode_memo,
-    encode_manifest,
-    encode_memo,
-    layer_spec,
-    memo_key,
-    seal,
-    unseal,
-)
+from cacheblend_store.format.records import ChunkManifest, DocumentRecord, Memo
 from cacheblend_store.tier.cipher import SALT_BYTES, TAG_BYTES, Cipher
 
 VERSION = 1
@@ -68,10 +53,10 @@ class ObjectLayout:
         tag = TAG_BYTES if encrypted else 0
         if chunk.num_layers > MAX_LAYERS or chunk.codec not in CODECS:
             raise BadBlob("no chunk can have its shape")
-        sizes = (blob_size(layer_spec(chunk, layer)) + tag for layer in range(chunk.num_layers))
+        sizes = (blob_size(records.layer_spec(chunk, layer)) + tag for layer in range(chunk.num_layers))
         bounds = tuple(accumulate(sizes, initial=0))
         head = size - bounds[-1]
-        if not HEAD.size + KEY_BYTES + tag < head <= HEAD.size + KEY_BYTES + MAX_MANIFEST_BYTES + tag:
+        if not HEAD.size + KEY_BYTES + tag < head <= HEAD.size + KEY_BYTES + records.MAX_MANIFEST_BYTES + tag:
             raise BadBlob(f"its object has {size:,} bytes instead of {bounds[-1]:,} plus a manifest")
         return cls(head, bounds)
 
@@ -115,16 +100,16 @@ class Head:
         chunk = self.manifest
         if self._cipher is not None:
             data = self._cipher.open(self._salt, layer + 1, data, _about(chunk, layer))
-        if bytes(data[: len(prefix := blob_prefix(layer_spec(chunk, layer)))]) != prefix:
+        if bytes(data[: len(prefix := blob_prefix(records.layer_spec(chunk, layer)))]) != prefix:
             raise BadBlob(f"layer {layer} has a header that does not match its tensors", key=chunk.key, layer=layer)
-        if blob_digest(chunk.key, layer, chunk.num_tokens, data) != chunk.blob_digests[layer]:
+        if records.blob_digest(chunk.key, layer, chunk.num_tokens, data) != chunk.blob_digests[layer]:
             raise BadBlob(f"layer {layer} does not match its digest", key=chunk.key, layer=layer)
         return data
 
 
 def encode_chunk(manifest: ChunkManifest, blobs: Sequence[bytes], name: str, cipher: Cipher | None) -> bytes:
     """Return the object of a chunk. manifest: includes sizes and digests of the blobs."""
-    salt, body = _salt(cipher), manifest.key + encode_manifest(manifest)
+    salt, body = _salt(cipher), manifest.key + records.encode_manifest(manifest)
     head = _encode_head(body, salt, name, cipher)
     if cipher is not None:
         blobs = [cipher.seal(salt, layer + 1, blob, _about(manifest, layer)) for layer, blob in enumerate(blobs)]
@@ -133,8 +118,8 @@ def encode_chunk(manifest: ChunkManifest, blobs: Sequence[bytes], name: str, cip
 
 def decode_head(data: memoryview, name: str, cipher: Cipher | None) -> Head:
     """Open the head of a chunk's object. data: the object from its start. Raises BadBlob."""
-    body, salt, num_bytes = _decode_head(data, name, cipher, MAX_MANIFEST_BYTES + KEY_BYTES)
-    manifest = decode_manifest(body[:KEY_BYTES], body[KEY_BYTES:])
+    body, salt, num_bytes = _decode_head(data, name, cipher, records.MAX_MANIFEST_BYTES + KEY_BYTES)
+    manifest = records.decode_manifest(body[:KEY_BYTES], body[KEY_BYTES:])
     if not manifest.has_kv or not manifest.token_ids:
         raise BadBlob("its object is of a chunk without KV")
     return Head(manifest, cipher, salt, num_bytes)
@@ -142,28 +127,28 @@ def decode_head(data: memoryview, name: str, cipher: Cipher | None) -> Head:
 
 def encode_bundle(parts: tuple[bytes, bytes, list[bytes]], name: str, cipher: Cipher | None) -> bytes:
     """Return the object of a document. parts: its record, the prefix key, and for each chunk its key + record."""
-    return _encode_head(seal(name.encode(), msgspec.msgpack.encode(parts)), _salt(cipher), name, cipher)
+    return _encode_head(records.seal(name.encode(), msgspec.msgpack.encode(parts)), _salt(cipher), name, cipher)
 
 
 def decode_bundle(data: memoryview, name: str, cipher: Cipher | None) -> tuple[bytes, bytes, list[bytes]]:
     """Invert `encode_bundle`. Raises BadBlob."""
-    body, _, _ = _decode_head(data, name, cipher, MAX_DOCUMENT_BYTES)
+    body, _, _ = _decode_head(data, name, cipher, records.MAX_DOCUMENT_BYTES)
     try:
-        return msgspec.msgpack.decode(unseal(name.encode(), body), type=tuple[bytes, bytes, list[bytes]])
+        return msgspec.msgpack.decode(records.unseal(name.encode(), body), type=tuple[bytes, bytes, list[bytes]])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadBlob(f"the document cannot be decoded: {error}") from error
 
 
 def encode_collection(memo: Memo, name: str, cipher: Cipher | None) -> bytes:
     """Return the object of a collection's memo."""
-    return _encode_head(encode_memo(memo), _salt(cipher), name, cipher)
+    return _encode_head(records.encode_memo(memo), _salt(cipher), name, cipher)
 
 
 def decode_collection(data: memoryview, collection: str, name: str, cipher: Cipher | None) -> Memo:
     """Return the memo. Raises BadBlob if it is damaged or belongs to another collection."""
     body, _, _ = _decode_head(data, name, cipher, MAX_COLLECTION_BYTES)
-    memo = decode_memo(memo_key(COLLECTION, collection), body)
-    if (memo.kind, memo.name) != (COLLECTION, collection):
+    memo = records.decode_memo(records.memo_key(records.COLLECTION, collection), body)
+    if (memo.kind, memo.name) != (records.COLLECTION, collection):
         raise BadBlob("its object is another collection's")
     return memo
 

@@ -23,36 +23,16 @@ from cacheblend_store.errors import (
     TierNotFound,
     TierUsage,
 )
+from cacheblend_store.format import records
 from cacheblend_store.format.keys import KEY_BYTES
-from cacheblend_store.format.records import (
-    DIGEST_BYTES,
-    MAX_DOCUMENT_BYTES,
-    ChunkManifest,
-    Memo,
-    blob_digest,
-    decode_document,
-    decode_manifest,
-    encode_document,
-    encode_manifest,
-)
+from cacheblend_store.format.records import ChunkManifest, Memo
+from cacheblend_store.tier import layout
 from cacheblend_store.tier.cipher import Cipher
-from cacheblend_store.tier.layout import (
-    MAX_COLLECTION_BYTES,
-    VERSION,
-    DocumentBundle,
-    Head,
-    ObjectLayout,
-    decode_bundle,
-    decode_collection,
-    decode_head,
-    encode_bundle,
-    encode_chunk,
-    encode_collection,
-)
+from cacheblend_store.tier.layout import DocumentBundle, Head, ObjectLayout
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "file", "memory")
 MAX_CHUNK_BYTES = 16 << 30
-_ROOT, _DOCUMENTS, _COLLECTION, _MARKER = f"v{VERSION}", "documents", "collection", "cacheblend-tier.json"
+_ROOT, _DOCUMENTS, _COLLECTION, _MARKER = f"v{layout.VERSION}", "documents", "collection", "cacheblend-tier.json"
 _CONNECT_S, _REQUEST_S = 2, 30
 _PIECE_BYTES = 8 << 20  # bytes per request, so that the timeout does not depend on the object size
 _LISTED = 1000  # objects per listing request
@@ -147,9 +127,9 @@ class Tier:
             version, key = marker["version"], marker["key"]
         except (ValueError, KeyError, TypeError) as error:
             raise StoreFormat(f"{_MARKER} at {self.url} is not a tier's", "use another prefix") from error
-        if version != VERSION:
+        if version != layout.VERSION:
             raise StoreFormat(
-                f"the tier at {self.url} has format {str(version)[:20]}, this version reads {VERSION}",
+                f"the tier at {self.url} has format {str(version)[:20]}, this version reads {layout.VERSION}",
                 "use another prefix, or the version of cacheblend that wrote it",
             )
         if key != self._key_check:
@@ -206,17 +186,17 @@ class Tier:
         return self._head(self.name(collection, key), data)
 
     def _head(self, name: str, data: memoryview) -> Head:
-        head = decode_head(data, name, self._cipher)
+        head = layout.decode_head(data, name, self._cipher)
         if self.name(head.manifest.collection, head.manifest.key) != name:
             raise BadBlob("its object belongs to another chunk", key=head.manifest.key)
         return head
 
     def put_chunk(self, manifest: ChunkManifest, blobs: Sequence[bytes]) -> int:
         """Write a chunk with one blob per layer, replacing an existing object. Return the size of the object."""
-        digests = tuple(blob_digest(manifest.key, i, manifest.num_tokens, blob) for i, blob in enumerate(blobs))
+        digests = tuple(records.blob_digest(manifest.key, i, manifest.num_tokens, blob) for i, blob in enumerate(blobs))
         whole = replace(manifest, blob_sizes=tuple(map(len, blobs)), blob_digests=digests)
         name = self.name(manifest.collection, manifest.key)
-        return self._put(name, encode_chunk(whole, blobs, name, self._cipher))
+        return self._put(name, layout.encode_chunk(whole, blobs, name, self._cipher))
 
     def get_chunk(self, name: str, size: int) -> tuple[ChunkManifest, list[bytes]]:
         """Return the chunk of an object from `chunks`, checked. Raises BadBlob."""
@@ -240,19 +220,19 @@ class Tier:
         """Write a document and the texts of its chunks, replacing an existing object."""
         record = bundle.record
         name = self._document_name(record.collection, record.key)
-        texts = [m.key + encode_manifest(m.without_kv()) for m in bundle.texts]
-        self._put(
-            name, encode_bundle((record.key + encode_document(record), bundle.prefix_key, texts), name, self._cipher)
-        )
+        texts = [m.key + records.encode_manifest(m.without_kv()) for m in bundle.texts]
+        parts = record.key + records.encode_document(record), bundle.prefix_key, texts
+        self._put(name, layout.encode_bundle(parts, name, self._cipher))
 
     def get_document(self, name: str, size: int) -> DocumentBundle:
         """Return the document of an object from `documents`, checked. Raises BadBlob."""
-        if size > MAX_DOCUMENT_BYTES:
+        if size > records.MAX_DOCUMENT_BYTES:
             raise BadBlob(f"a document of {size:,} bytes")
-        raw, prefix_key, texts = decode_bundle(self._read(name, 0, size), name, self._cipher)
-        record = decode_document(raw[:DIGEST_BYTES], raw[DIGEST_BYTES:])
+        raw, prefix_key, texts = layout.decode_bundle(self._read(name, 0, size), name, self._cipher)
+        record = records.decode_document(raw[: records.DIGEST_BYTES], raw[records.DIGEST_BYTES :])
         manifests = tuple(
-            replace(decode_manifest(text[:KEY_BYTES], text[KEY_BYTES:]), blob_digests=()).without_kv() for text in texts
+            replace(records.decode_manifest(text[:KEY_BYTES], text[KEY_BYTES:]), blob_digests=()).without_kv()
+            for text in texts
         )
         known = {m.key for m in manifests if m.collection == record.collection}
         if self._document_name(record.collection, record.key) != name or not {c.key for c in record.chunks} <= known:
@@ -268,16 +248,16 @@ class Tier:
     def put_collection(self, memo: Memo) -> None:
         """Write a collection's memo, replacing an existing object."""
         name = self._collection_name(memo.name)
-        self._put(name, encode_collection(memo, name, self._cipher))
+        self._put(name, layout.encode_collection(memo, name, self._cipher))
 
     def get_collection(self, collection: str) -> Memo | None:
         """Return a collection's memo, checked; None if it does not exist. Raises BadBlob."""
         name = self._collection_name(collection)
         if (size := self._size(name)) is None:
             return None
-        if size > 2 * MAX_COLLECTION_BYTES:
+        if size > 2 * layout.MAX_COLLECTION_BYTES:
             raise BadBlob(f"a collection's record of {size:,} bytes")
-        return decode_collection(self._read(name, 0, size), collection, name, self._cipher)
+        return layout.decode_collection(self._read(name, 0, size), collection, name, self._cipher)
 
     def _collection_name(self, collection: str) -> str:
         return f"{self._folder(collection)}/{_COLLECTION}"
@@ -299,7 +279,7 @@ class Tier:
     def _put(self, name: str, data: bytes) -> int:
         with _errors(self.url):
             if not self._marked:
-                marker = json.dumps({"version": VERSION, "key": self._key_check}).encode()
+                marker = json.dumps({"version": layout.VERSION, "key": self._key_check}).encode()
                 self._api.put(self._store, _MARKER, marker)
                 self._marked = True
             self._api.put(self._store, name, data)
