@@ -371,7 +371,7 @@ def test_copying_a_layer_lets_go_of_the_gil_four_times(store: ChunkStore, monkey
         return plain(*of)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    monkeypatch.setattr(store_reader, "blob_hasher", Counted)
+    monkeypatch.setattr(store_reader.records, "blob_hasher", Counted)
     with store.read() as reader:
         found = reader.manifest(manifest.key)
         assert found is not None
