@@ -20,31 +20,30 @@ class LayerStatus(IntEnum):
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer of a blended prefill. fresh: reusable tokens whose KV or hidden state was computed at this layer."""
+    """One layer of a blended prefill."""
 
     layer: int
     status: LayerStatus
     rows: int
-    fresh: int
+    fresh: int  # reusable tokens whose KV or hidden state was computed at this layer
 
 
 @dataclass(frozen=True)
 class ChunkUse:
-    """Use of one chunk of the prompt. recomputed: its tokens whose KV was computed in the last layers. start: its first
-    position. place, headings: where in the source a reader finds it, see the store's Locator. rank: its place among the
-    chunks that were searched, from 1, None if it was named. attention: its share of the answer's attention to all
-    chunks, None if that was not watched (see engine/worker/attention.py)."""
+    """Use of one chunk of the prompt."""
 
     id: str
     source: str
     tokens: int
     status: str
-    recomputed: int
-    start: int = 0
-    place: str = ""
+    recomputed: int  # tokens whose KV was computed in the last layers
+    start: int = 0  # first position
+    place: str = ""  # in the source, for readers; see the store's Locator
     headings: tuple[str, ...] = ()
-    rank: int | None = None
-    attention: float | None = None
+    rank: int | None = None  # among the chunks that were found, from 1; None for a named chunk
+    attention: float | None = (
+        None  # share of the answer's attention to all chunks (engine/worker/attention.py), if watched
+    )
 
 
 @dataclass(frozen=True)
@@ -57,15 +56,14 @@ class TokenUse:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds. process_s: from the start of the process to the first token; ttft_s: to it from the loaded model and the
-    known question."""
+    """Durations in seconds."""
 
-    process_s: float
+    process_s: float  # from the start of the process to the first token
     model_load_s: float
     kv_load_s: float
     kv_load_stall_s: float
     prefill_s: float
-    ttft_s: float
+    ttft_s: float  # from the loaded model and the known question to the first token
     decode_tokens_per_s: float
 
 
@@ -86,15 +84,13 @@ class Verification:
 
 @dataclass(frozen=True)
 class Confirmation:
-    """The answer from blended KV beside the one a full prefill gives, drawn with the same seed. first_difference: the
-    number of its first token that is another, None where there is none. blended_answer: the text that was streamed.
-    full_ttft_s: of the full prefill; seconds: of all that confirming took."""
+    """The answer from blended KV beside the one that a full prefill gives, drawn with the same seed."""
 
     confirmed: bool
-    first_difference: int | None
-    blended_answer: str
+    first_difference: int | None  # index of the first token that differs, None if all are the same
+    blended_answer: str  # the text that was streamed
     full_ttft_s: float
-    seconds: float
+    seconds: float  # duration of confirming
 
 
 @dataclass(frozen=True)
@@ -109,17 +105,17 @@ class Risk:
     seconds: float = 0.0  # time that it took
 
 
+_REPORTED = (
+    "finish_reason", "model", "mode", "selector", "ratio", "ratio_from", "prompt_tokens", "cached_tokens", "exact_tokens",
+    "recomputed_tokens",
+)  # fmt: skip
+
+
 @dataclass
 class Answer:
-    """text: what was streamed of the answer; reasoning: what stood between think tags before it. notes: messages for
-    people. weak_match: whether even the best chunk that was found matches the question weakly. hits_cut: number of hits
-    left out because they match far less well than the best one. layers: the per-layer report. auto: what the loading
-    controller decided, with --ratio auto. prefix_cache_tokens: those at the beginning of the prompt whose KV the engine
-    still held from another one. prompt_logprobs: of the prompt's tokens from the second on, where they were asked for.
-    tier: what a shared tier did for the prompt, if it was asked. chosen: positions of the prompt whose stored KV was
-    computed again. ratio_from: "given", "auto", or "model" or "default" with the reason, see engine/profile.py."""
+    """An answer. Its JSON form (`to_dict`) is that of `ask --json`."""
 
-    text: str
+    text: str  # the streamed part of the answer
     finish_reason: str
     model: str
     mode: str
@@ -137,20 +133,20 @@ class Answer:
     generated_ids: list[int]
     verify: Verification | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # from the prompt's second token on, if requested
+    notes: list[str] = field(default_factory=list)  # messages for people
     layers: list[LayerReport] = field(default_factory=list)
-    auto: Any = None
+    auto: Any = None  # decision of the loading controller, with --ratio auto
     confirmation: Confirmation | None = None
     risk: Risk | None = None
-    reasoning: str = ""
+    reasoning: str = ""  # text between think tags before the answer
     reasoning_tokens: int = 0
-    prefix_cache_tokens: int = 0
-    chosen: list[int] = field(default_factory=list)
-    tier: Any = None
-    weak_match: bool = False
-    hits_cut: int = 0
-    ratio_from: str = "given"
+    prefix_cache_tokens: int = 0  # first tokens of the prompt whose KV the engine still held from another prompt
+    chosen: list[int] = field(default_factory=list)  # positions of the prompt whose stored KV was computed again
+    tier: Any = None  # use of a shared tier, if it was asked
+    weak_match: bool = False  # even the best chunk found matches the question weakly
+    hits_cut: int = 0  # hits left out because they match far less well than the best one
+    ratio_from: str = "given"  # "given", "auto", or "model" or "default" with the reason, see engine/profile.py
 
     def kinds(self, chunk: ChunkUse) -> list[str]:
         """Return the kind of each token of a chunk, see TokenUse."""
@@ -161,19 +157,9 @@ class Answer:
         return ["recomputed" if place in chosen else "reused" for place in places]
 
     def to_dict(self, *, ids: bool = False, explain: bool = False) -> dict[str, Any]:
-        """The JSON object of `ask --json`."""
-        out: dict[str, Any] = {
-            "answer": self.text,
-            "finish_reason": self.finish_reason,
-            "model": self.model,
-            "mode": self.mode,
-            "selector": self.selector,
-            "ratio": self.ratio,
-            "ratio_from": self.ratio_from,
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "exact_tokens": self.exact_tokens,
-            "recomputed_tokens": self.recomputed_tokens,
+        """Return the JSON object of `ask --json`."""
+        out: dict[str, Any] = {"answer": self.text} | {name: getattr(self, name) for name in _REPORTED}
+        out |= {
             "recompute_fraction": round(self.recompute_fraction, 6),
             "generated_tokens": len(self.generated_ids),
             "chunks": [vars(c) for c in self.chunks],
@@ -191,19 +177,16 @@ class Answer:
             out["tier"] = self.tier._asdict()
         if self.auto:
             out["auto"] = self.auto.to_dict()
-        if self.verify:
-            out["verify"] = vars(self.verify)
-        if self.confirmation:
-            out["confirm"] = vars(self.confirmation)
-        if self.risk:
-            out["risk"] = vars(self.risk)
+        for name, report in (("verify", self.verify), ("confirm", self.confirmation), ("risk", self.risk)):
+            if report:
+                out[name] = vars(report)
         for name, found in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if found:
                 out[name] = [{"id": p.token_id, "logprob": p.logprob, "top": list(p.top)} for p in found]
         if ids:
             out |= {"prompt_ids": self.prompt_ids, "generated_ids": self.generated_ids}
         if explain:
-            out["layers"] = [{**vars(report), "status": report.status.name} for report in self.layers]
+            out["layers"] = [{**vars(layer), "status": layer.status.name} for layer in self.layers]
         return out
 
 

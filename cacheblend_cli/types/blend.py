@@ -13,26 +13,20 @@ DEVIATIONS = ("v", "k", "kv")
 
 @dataclass(frozen=True)
 class BlendParams:
-    """Use of stored KV. mode: blend, full or reuse. ratio: share of the reusable, inexact tokens to recompute; (layer,
-    ratio) pairs in `checks` replace ratio and check_layer (gradual filtering). probe_layers: first and last layer whose
-    attention `query` observes, None for the middle half. correction: of KV that is not recomputed, see
-    blend/corrections.py, or "none". max_risk: limit of the estimated risk of another answer than a full prefill's, see
-    docs/gate.md; None for no limit.
+    """Use of stored KV. Names of selectors and corrections, and layers, are checked against the model, see
+    blend/policy.py: policy_of."""
 
-    Names of selectors and corrections, and layers, are checked against the model, see blend/policy.py: policy_of.
-    """
-
-    mode: str = "blend"
-    ratio: float = 0.15
+    mode: str = "blend"  # one of MODES
+    ratio: float = 0.15  # share of the reusable, inexact tokens to recompute
     selector: str = "query"
     deviation: str = "k"
     check_layer: int = 1
     block: int = 1
     seed: int = 0
-    checks: tuple[tuple[int, float], ...] = ()
-    probe_layers: tuple[int, int] | None = None
-    correction: str = "regression"
-    max_risk: float | None = None
+    checks: tuple[tuple[int, float], ...] = ()  # (layer, ratio), in place of ratio and check_layer (gradual filtering)
+    probe_layers: tuple[int, int] | None = None  # first and last layer that `query` observes, None for the middle half
+    correction: str = "regression"  # of KV that is not recomputed, see blend/corrections.py, or "none"
+    max_risk: float | None = None  # limit of the risk that the answer differs from a full prefill's (docs/gate.md)
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

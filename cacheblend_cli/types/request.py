@@ -32,35 +32,26 @@ class Scope:
 
 
 EVERYTHING = Scope()
-
-
 NUM_HITS = 5
 """Chunks that a search returns at most, unless a number is given."""
 
 
 @dataclass(frozen=True)
 class SearchParams:
-    """Search for chunks. k: number of chunks. cut: leave out those whose match is far below the best one's (see
-    corpus/search.py: MAX_DROP). scope: documents to search. by: "words", "meaning", "both", or "auto":
-    both if there are embedding weights. embeddings: these weights, "" for the installed ones. min_score: drop hits
-    below it (see corpus/search.py). on_weak_match: "answer", or "refuse" to raise NotFoundError. expand: chunks to
-    add before and after each hit. context: the one to take of a document that is stored in several, see
-    corpus/contexts.py. order: of the chunks in the prompt, see engine/request/retrieval.py: in_order. query: text to
-    search for, "" for the question. optional: answer without chunks if nothing is found.
-    """
+    """Search for chunks."""
 
-    k: int = NUM_HITS
-    cut: bool = False
-    scope: Scope = EVERYTHING
-    by: str = "auto"
-    embeddings: str = ""
-    min_score: float = 0.0
-    on_weak_match: str = "answer"
-    expand: int = 0
-    context: str = "document"
-    order: str = "exact"
-    query: str = ""
-    optional: bool = False
+    k: int = NUM_HITS  # number of chunks
+    cut: bool = False  # leave out chunks whose match is far below the best one's (corpus/search.py: MAX_DROP)
+    scope: Scope = EVERYTHING  # documents to search
+    by: str = "auto"  # "words", "meaning", "both", or "auto": both if there are embedding weights
+    embeddings: str = ""  # these weights, "" for the installed ones
+    min_score: float = 0.0  # drop hits below it (see corpus/search.py)
+    on_weak_match: str = "answer"  # or "refuse", to raise NotFoundError
+    expand: int = 0  # chunks to add before and after each hit
+    context: str = "document"  # the one to take of a document that is stored in several, see corpus/contexts.py
+    order: str = "exact"  # of the chunks in the prompt, see engine/request/retrieval.py: in_order
+    query: str = ""  # text to search for, "" for the question
+    optional: bool = False  # answer without chunks if nothing is found
 
     @classmethod
     def of(cls, settings: Settings, scope: Scope = EVERYTHING) -> SearchParams:
@@ -71,37 +62,28 @@ class SearchParams:
 
 @dataclass(frozen=True)
 class TextDocument:
-    """A document that comes with a question. id: its name on the wire."""
+    """A document that comes with a question."""
 
     text: str
     title: str | None = None
-    id: str | None = None
+    id: str | None = None  # name on the wire
 
 
 @dataclass(frozen=True)
 class AskOptions:
-    """Options of running a request and of its report.
+    """Options of running a request and of its report."""
 
-    verify: compare with a full prefill. confirm: the answer is a full prefill's, after the blended one was streamed.
-    auto: the loading controller chooses the ratio, at least `BlendParams.ratio`, or a full prefill. own_ratio: the
-    model's profile chooses ratio and correction, see engine/profile.py. save: store the KV of chunks that had to be
-    computed, if the store is open for writing. priority: lower runs first; among equals, in order of arrival.
-    deadline_s: seconds from submission after which the request ends with finish_reason "deadline". stream: the answer
-    is read while it is generated. ids, explain, tokens: report token ids, layers and the prompt's text, and each token
-    of the chunks.
-    """
-
-    verify: bool = False
-    confirm: bool = False
-    auto: bool = False
-    own_ratio: bool = False
-    save: bool = True
-    priority: int = 0
-    deadline_s: float | None = None
-    stream: bool = True
-    ids: bool = False
-    explain: bool = False
-    tokens: bool = False
+    verify: bool = False  # compare with a full prefill
+    confirm: bool = False  # the answer is a full prefill's, after the blended one was streamed
+    auto: bool = False  # the loading controller chooses the ratio, at least `BlendParams.ratio`, or a full prefill
+    own_ratio: bool = False  # the model's profile chooses ratio and correction, see engine/profile.py
+    save: bool = True  # store the KV of chunks that had to be computed, if the store is open for writing
+    priority: int = 0  # lower runs first; among equals, in order of arrival
+    deadline_s: float | None = None  # seconds from submission to the end, with finish_reason "deadline"
+    stream: bool = True  # the answer is read while it is generated
+    ids: bool = False  # report token ids
+    explain: bool = False  # report layers and the prompt's text
+    tokens: bool = False  # report each token of the chunks
 
     def __post_init__(self) -> None:
         if self.deadline_s is not None and self.deadline_s <= 0:
@@ -111,32 +93,26 @@ class AskOptions:
 @dataclass(frozen=True)
 class AskRequest:
     """A question, and all that its answer depends on. The prompt has the chunks of its documents first, then those with
-    these keys, then those that are found.
-
-    salt: keeps the chunks of a tenant separate. history: earlier messages, of user and model in turn. documents: cut
-    and collected when they are first seen. tenant: owner of these documents. search: None to search for nothing.
-    system: system prompt, None for the engine's. prompt: the user's message with {chunks} and {question}, None for the
-    engine's; PLAIN does not mention documents. raw: no chat template. day: date that the template prints, None for the
-    store's (see `Runtime.day`). model_sampling: fields of `sampling` that the model's generation_config.json decides.
-    cite_first: documents to cite where several have a chunk, None for those of the current project.
-    """
+    these keys, then those that are found."""
 
     question: str
     keys: Sequence[bytes] = ()
     blend: BlendParams = field(default_factory=BlendParams)
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    salt: str = ""
-    history: tuple[str, ...] = ()
-    documents: tuple[TextDocument, ...] = ()
-    tenant: str = ""
-    search: SearchParams | None = None
-    system: str | None = None
-    prompt: str | None = None
-    raw: bool = False
-    day: date | None = None
-    model_sampling: tuple[str, ...] = ()
+    salt: str = ""  # separates the chunks of tenants
+    history: tuple[str, ...] = ()  # earlier messages, of user and model in turn
+    documents: tuple[TextDocument, ...] = ()  # cut and collected when they are first seen
+    tenant: str = ""  # owner of these documents
+    search: SearchParams | None = None  # None: no search
+    system: str | None = None  # system prompt, None for the engine's
+    prompt: str | None = (
+        None  # message with {chunks} and {question}, None for the engine's; PLAIN mentions no documents
+    )
+    raw: bool = False  # no chat template
+    day: date | None = None  # date that the template prints, None for the store's (see `Runtime.day`)
+    model_sampling: tuple[str, ...] = ()  # fields of `sampling` that the model's generation_config.json decides
     options: AskOptions = AskOptions()
-    cite_first: Scope | None = None
+    cite_first: Scope | None = None  # documents to cite first if several have a chunk, None for the current project's
 
     def __post_init__(self) -> None:
         if self.options.confirm and max(self.sampling.n, self.sampling.best_of) > 1:

@@ -9,22 +9,13 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Resolved, Settings, of_settings
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
-MOST = 1_000_000  # of what is added to logits, or divides them: in fp32 what is far above makes NaN of 0
+MOST = 1_000_000  # limit of addends and divisors of logits: far larger ones turn 0 into NaN in fp32
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch the filters off, and so do 1
-    and twice 0 the penalties (see `Penalties`), which greedy choices heed, too.
-
-    logprobs: how many alternatives to report a token (0: the chosen one only), None: none at all. reasoning_tokens:
-    what a model that reasons may say between think tags, beside max_tokens; None: its reasoning is a part of those. n:
-    answers to give, each with a seed of its own: seed, seed + 1 and so on. best_of: answers to make, of which the n
-    likeliest by token are given; 0: just n. stop_ids: tokens that end the answer as its end does. logit_bias: (token,
-    what is added to its logit). json_schema, regex: the form of the answer, which then has no reasoning before it.
-    prompt_logprobs: as logprobs, of the prompt's tokens, which is then computed in full, whatever is stored.
-    stop_repetition: end an answer that repeats itself (see `engine.repetition`), unless ignore_eos.
-    """
+    """Sampling parameters. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch the filters off, and so do
+    penalties of 1, 0 and 0 (see `Penalties`), which also apply to greedy choices."""
 
     max_tokens: int = 128
     temperature: float = 0.0
@@ -36,19 +27,20 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    logprobs: int | None = None
+    logprobs: int | None = None  # alternatives to report per token (0: only the chosen one), None for no report
     ignore_eos: bool = False
-    reasoning_tokens: int | None = None
-    n: int = 1
-    best_of: int = 0
-    stop_ids: tuple[int, ...] = ()
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    json_schema: str | None = None
-    regex: str | None = None
-    prompt_logprobs: int | None = None
-    stop_repetition: bool = True
+    reasoning_tokens: int | None = None  # limit between think tags, besides max_tokens; None: counted in max_tokens
+    n: int = 1  # number of answers, with the seeds seed, seed + 1, ...
+    best_of: int = 0  # answers to generate, of which the n likeliest per token are returned; 0: n
+    stop_ids: tuple[int, ...] = ()  # tokens that end the answer
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, addend to its logit)
+    json_schema: str | None = None  # form of the answer, which then has no reasoning before it
+    regex: str | None = None  # as json_schema
+    prompt_logprobs: int | None = None  # logprobs of the prompt's tokens; the prompt is then computed in full
+    stop_repetition: bool = True  # end an answer that repeats itself (see `engine.repetition`), unless ignore_eos
 
     def __post_init__(self) -> None:
+        added = self.temperature, self.repetition_penalty, self.presence_penalty, self.frequency_penalty
         for ok, what in (
             (self.max_tokens >= 1, "--max-tokens is at least 1"),
             (self.temperature >= 0, "--temperature is 0 or more"),
@@ -67,16 +59,12 @@ class SamplingParams:
             ),
             (self.json_schema is None or self.regex is None, "an answer has one form: --json-schema or --regex"),
             (1 <= self.n <= 64, "n is from 1 to 64"),
-            (all(abs(x) < MOST for x in self._added), f"temperature and penalties are numbers below {MOST:,}"),
+            (all(abs(x) < MOST for x in added), f"temperature and penalties are numbers below {MOST:,}"),
             (all(bias < MOST for _, bias in self.logit_bias), f"a logit_bias is a number below {MOST:,}"),
             (self.best_of == 0 or self.n <= self.best_of <= 64, "best_of is at least n and at most 64"),
         ):
             if not ok:
                 raise UsageError(what, "see cacheblend ask --help")
-
-    @property
-    def _added(self) -> tuple[float, ...]:
-        return self.temperature, self.repetition_penalty, self.presence_penalty, self.frequency_penalty
 
     @property
     def has_form(self) -> bool:
