@@ -7,28 +7,25 @@ corrected by the change of the active one. Every step is per token: a row never 
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-
 import torch
-from cacheblend_kernels import KernelBackend
 from torch import Tensor
 
+from cacheblend_cli.model.layer_weights import LayerWeights, Norm
 from cacheblend_cli.model.linear import Linear, linear
-from cacheblend_cli.model.spec import ModelSpec, StreamsSpec
+from cacheblend_cli.model.spec import StreamsSpec
 
 LEAST_MAGNITUDE = 1e-5  # minimum of a stream's mean square
 
 
 class Streams:
-    """Expand the embedding to the streams, and merge the streams to the input of the final norm. Takes its weights out
-    of `weights`."""
+    """Expand the embedding to the streams, and merge the streams to the input of the final norm. of: the weights
+    outside the layers; the streams' are taken out of them."""
 
-    def __init__(self, spec: ModelSpec, weights: MutableMapping[str, Tensor], weight_dtype: str) -> None:
-        assert spec.streams is not None
-        others = range(1, spec.streams.count)
-        split, merge = ([weights.pop(f"{name}.{i}.weight") for i in others] for name in ("streams_in", "streams_out"))
-        self._split = [linear(weight, weight_dtype=weight_dtype) for weight in split]
-        self._merge = [linear(weight, weight_dtype=weight_dtype) for weight in merge]
+    def __init__(self, of: LayerWeights, streams: StreamsSpec) -> None:
+        self._split, self._merge = (
+            [linear(of.weights.pop(f"{n}.{i}.weight"), weight_dtype=of.weight_dtype) for i in range(1, streams.count)]
+            for n in ("streams_in", "streams_out")
+        )
 
     def split(self, h: Tensor) -> Tensor:
         """Return [num_rows, streams, hidden_size] of h [num_rows, hidden_size], all of the first stream's magnitude."""
@@ -44,18 +41,16 @@ class Streams:
 
 
 class AltUp:
-    """Prediction of the streams before a layer, and their correction after it. weights: the layer's weights."""
+    """Prediction of the streams before a layer, and their correction after it."""
 
-    def __init__(
-        self, spec: ModelSpec, streams: StreamsSpec, weights: MutableMapping[str, Tensor], kernels: KernelBackend
-    ) -> None:
+    def __init__(self, of: LayerWeights, streams: StreamsSpec) -> None:
         self.active, self._count = streams.active, streams.count
-        self._kernels, self._eps = kernels, spec.rms_norm_eps
-        self._router_norm = weights["streams_norm.weight"].float() / spec.hidden_size
+        norm = of.weights["streams_norm.weight"].float() / of.spec.hidden_size
+        self._norm = Norm(of.kernels, norm, of.spec.rms_norm_eps)
         self._router, self._predict, self._correct = (
-            Linear(weights[f"streams_{name}.weight"]) for name in ("router", "predict", "correct")
+            Linear(of.weights[f"streams_{name}.weight"]) for name in ("router", "predict", "correct")
         )
-        self._scale = weights["streams_scale"] if streams.scaled else None
+        self._scale = of.weights["streams_scale"] if streams.scaled else None
 
     def predict(self, streams: Tensor) -> Tensor:
         """Return each stream plus a mixture of all, weighted by the active one: [num_rows, streams, hidden_size]."""
@@ -75,23 +70,19 @@ class AltUp:
 
     def _modalities(self, h: Tensor) -> Tensor:
         """Return the router's output [num_rows, streams]. h: [num_rows, hidden_size]."""
-        normed = self._kernels.rms_norm(h.contiguous(), self._router_norm, self._eps)
-        return torch.tanh(self._router(normed).float()).to(h.dtype)
+        return torch.tanh(self._router(self._norm(h.contiguous())).float()).to(h.dtype)
 
 
 class LowRank:
-    """x + norm(right(left(x))). weights: the layer's weights."""
+    """x + norm(right(left(x)))."""
 
-    def __init__(
-        self, spec: ModelSpec, weights: MutableMapping[str, Tensor], kernels: KernelBackend, weight_dtype: str
-    ) -> None:
-        self._left = linear(weights["laurel_left.weight"], weight_dtype=weight_dtype)
-        self._right = linear(weights["laurel_right.weight"], weight_dtype=weight_dtype)
-        self._norm, self._kernels, self._eps = weights["laurel_norm.weight"], kernels, spec.rms_norm_eps
+    def __init__(self, of: LayerWeights) -> None:
+        self._left, self._right = of.product("laurel_left"), of.product("laurel_right")
+        self._norm = of.norm("laurel_norm")
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_rows, hidden_size]. Returns the same shape."""
-        return x + self._kernels.rms_norm(self._right(self._left(x)), self._norm, self._eps)
+        return x + self._norm(self._right(self._left(x)))
 
 
 def _as_large(h: Tensor, model: Tensor) -> Tensor:

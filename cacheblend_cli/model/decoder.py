@@ -13,6 +13,7 @@ from cacheblend_cli.model.altup import AltUp, LowRank, Streams
 from cacheblend_cli.model.experts import Experts, ExpertsBeside
 from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.model.latent import Latent
+from cacheblend_cli.model.layer_weights import LayerWeights, Norm
 from cacheblend_cli.model.linear import STEADY_ROWS, Product, linear, may_give_rows
 from cacheblend_cli.model.mlp import MLP
 from cacheblend_cli.model.packed_file import members_of
@@ -22,27 +23,6 @@ from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.token_input import TokenInput, TokenInputs
 from cacheblend_cli.model.weight_map import num_parameters
 from cacheblend_cli.model.weights import IN_FILE
-
-
-class Norm:
-    """RMSNorm by the kernels, or LayerNorm by torch, per the spec. bias: the bias of a LayerNorm, or None."""
-
-    def __init__(self, spec: ModelSpec, kernels: KernelBackend, weight: Tensor, bias: Tensor | None) -> None:
-        self._eps, self._layer_norm, self._kernels = spec.rms_norm_eps, spec.layer_norm, kernels
-        self.weight, self.bias = weight, bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [num_rows, hidden_size]."""
-        if self._layer_norm:
-            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self._eps)
-        return self._kernels.rms_norm(x, self.weight, self._eps)
-
-    def add(self, delta: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (norm of delta + residual, delta + residual); residual may be updated in place."""
-        if self._layer_norm:
-            residual = residual.add_(delta)
-            return self(residual), residual
-        return self._kernels.add_rms_norm(delta, residual, self.weight, self._eps)
 
 
 def add_and_norm(norm: Norm | None, delta: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,53 +43,42 @@ class DecoderLayer:
     (after QK-norm, where the family has one): the form that is stored. With latent attention k is the position key and
     v the latent, both as one head.
 
-    rope: index of the decoder's RoPE for q and k. weight_dtype: storage of the weights, see `linear`; experts stay in
-    the compute dtype.
+    of: the model's weights; the layer's are taken out of them. rope: index of the decoder's RoPE for q and k.
     """
 
     shard: Shard | None = None
     _latent: Latent | None = None
 
-    def __init__(
-        self,
-        index: int,
-        spec: ModelSpec,
-        weights: dict[str, Tensor],
-        kernels: KernelBackend,
-        rope: int,
-        weight_dtype: str = "auto",
-    ) -> None:
-        self.index, self.spec, self.kernels, self.rope = index, spec, kernels, rope
+    def __init__(self, index: int, of: LayerWeights, rope: int) -> None:
+        spec, of = of.spec, of.layer(index)
+        self.index, self.spec, self.kernels, self.rope = index, spec, of.kernels, rope
         self.token_inputs: TokenInputs | None = None
-        own = [name for name in weights if name.startswith(f"{index}.")]
-        get = {name.split(".", 1)[1]: weights.pop(name) for name in own}  # popped: once packed, the original is freed
+        get, latent = of.weights, spec.latent
         self.num_kv_heads, self.head_dim = spec.heads_of(index)
         self.own_kv = spec.kv_layer(index) == index
-        q_size = spec.num_heads * self.head_dim
-        if spec.latent is not None:
-            self._latent, q_size = (
-                Latent(spec, spec.latent, get, kernels, weight_dtype),
-                spec.latent.query_rank or spec.q_size,
-            )
-        self._qkv = _ByRows(get["qkv_proj.weight"], get.get("qkv_proj.bias"), q_size, weight_dtype)
+        q_size = spec.num_heads * self.head_dim if latent is None else latent.query_rank or spec.q_size
+        if latent is not None:
+            self._latent = Latent(of, latent)
+        self._qkv = _ByRows(get["qkv_proj.weight"], get.get("qkv_proj.bias"), q_size, of.weight_dtype)
         self._values_of_keys = spec.shapes is not None and spec.shapes.values_of_keys[index]
-        self._v_norm = get["q_norm"].new_ones(self.head_dim) if spec.v_norm else None
+        ones = get["q_norm"].new_ones(self.head_dim) if spec.v_norm else None
+        self._v_norm = None if ones is None else Norm(of.kernels, ones, spec.rms_norm_eps)
         self._scalar = get.get("layer_scalar")
-        self._token_input = TokenInput(spec, get, kernels, weight_dtype) if spec.token_width else None
-        self._o = linear(get["o_proj.weight"], get.get("o_proj.bias"), weight_dtype=weight_dtype)
+        self._token_input = TokenInput(of) if spec.token_width else None
+        self._o = of.product("o_proj")
         experts = spec.experts if spec.experts is not None and index in spec.experts.layers else None
-        norms = {p: Norm(spec, kernels, get[f"{p}.weight"], get.get(f"{p}.bias")) for p, _ in spec.norms}
+        norms = {part: of.norm(part) for part, _ in spec.norms}
         sparsity = spec.sparsity[index] if spec.sparsity else 0.0
         self._beside: ExpertsBeside | None = None
         self.mlp: MLP | Experts
         if experts is None or experts.beside:
-            self.mlp = MLP(spec, get, kernels, weight_dtype, sparsity)
+            self.mlp = MLP(of, sparsity)
         else:
-            self.mlp = Experts(spec, experts, get, kernels)
+            self.mlp = Experts(of, experts)
         if experts is not None and experts.beside:
-            self._beside = ExpertsBeside(spec, experts, get, kernels, norms)
-        self.altup = AltUp(spec, spec.streams, get, kernels) if spec.streams is not None else None
-        self._low_rank = LowRank(spec, get, kernels, weight_dtype) if spec.streams is not None else None
+            self._beside = ExpertsBeside(of, experts, norms)
+        self.altup = AltUp(of, spec.streams) if spec.streams is not None else None
+        self._low_rank = LowRank(of) if spec.streams is not None else None
         self.attention_in, self._attention_out = norms.get("attention_in"), norms.get("attention_out")
         self._mlp_in, self._mlp_out = norms.get("mlp_in"), norms.get("mlp_out")
         self.q_norm, self.k_norm = get.get("q_norm"), get.get("k_norm")
@@ -151,7 +120,7 @@ class DecoderLayer:
         k, v = (kv, kv) if self._values_of_keys else kv.chunk(2, -1)
         values = self._heads(v)
         if self._v_norm is not None:
-            values = self.kernels.rms_norm(values.contiguous(), self._v_norm, self.spec.rms_norm_eps)
+            values = self._v_norm(values.contiguous())
         return self._normed_heads(k, self.k_norm), values
 
     def scale_queries(self, q: Tensor, positions: Tensor) -> Tensor:
@@ -257,12 +226,8 @@ class Decoder:
         in_file = weights.get(IN_FILE)
         self.embedding: Tensor | None = weights.pop("embed") if in_file is None else in_file
         """Embedding; None where the packed head holds it."""
-        self.norm = Norm(spec, kernels, weights["norm.weight"], weights.get("norm.bias"))
-        self._embedding_norm = (
-            Norm(spec, kernels, weights["embedding_norm.weight"], weights.get("embedding_norm.bias"))
-            if spec.embedding_norm
-            else None
-        )
+        of = LayerWeights(self.own_spec, weights, kernels, weight_dtype)
+        self.norm, self._embedding_norm = of.norm("norm"), of.norm("embedding_norm") if spec.embedding_norm else None
         head = weights.pop("lm_head")
         self.device, self.dtype = self.norm.weight.device, head.dtype
         apart = in_file is not None or head.data_ptr() != self.embedding.data_ptr()
@@ -275,19 +240,16 @@ class Decoder:
             self._head = linear(head, weight_dtype=weight_dtype, pack=False)
         del head
         self.rope = LayerRotations(spec, self.device)
-        self.layers = [
-            DecoderLayer(i, self.own_spec, weights, kernels, rope, weight_dtype)
-            for i, rope in enumerate(self.rope.of_layer)
-        ]
+        self.layers = [DecoderLayer(i, of, rope) for i, rope in enumerate(self.rope.of_layer)]
         for layer in self.layers:
             layer.shard = shard
             if shard is not None and isinstance(layer.mlp, MLP):
                 layer.mlp.summed = shard.ranks.sum
         if spec.token_width:
-            inputs = TokenInputs(spec, weights, kernels, self.embed, weight_dtype)
+            inputs = TokenInputs(of, self.embed)
             for layer in self.layers:
                 layer.token_inputs = inputs
-        self._streams = Streams(spec, weights, weight_dtype) if spec.streams is not None else None
+        self._streams = Streams(of, spec.streams) if spec.streams is not None else None
         self.kv_scales: KVScales | None = None  # scales of float8 pools; None: pools of the compute dtype
 
     @cached_property

@@ -3,35 +3,35 @@ experts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from cacheblend_kernels import KernelBackend
 from torch import Tensor
 
+from cacheblend_cli.model.layer_weights import LayerWeights, Norm
 from cacheblend_cli.model.linear import STEADY_ROWS, Linear
 from cacheblend_cli.model.mlp import MLP
-from cacheblend_cli.model.spec import ExpertsSpec, ModelSpec
+from cacheblend_cli.model.spec import ExpertsSpec
 
 MOST_ROWS = 4096  # rows per pass: with fewer, an expert's weights are read for few rows each time
 
 
 class Experts:
     """A router chooses per_token experts for each row. Rows are sorted by expert, and each chosen expert computes its
-    rows in one product. The row counts are read from the device, so a CUDA graph cannot capture it."""
+    rows in one product. The row counts are read from the device, so a CUDA graph cannot capture it. of: the layer's
+    weights; the experts' are taken out of them, and all stay in the compute dtype."""
 
-    def __init__(
-        self, spec: ModelSpec, experts: ExpertsSpec, weights: dict[str, Tensor], kernels: KernelBackend
-    ) -> None:
-        """weights: the layer's weights; the experts' are taken out of them."""
-        self._spec, self._activation, self._kernels = experts, spec.activation, kernels
+    def __init__(self, of: LayerWeights, experts: ExpertsSpec) -> None:
+        weights = of.weights
+        self._spec, self._activation, self._kernels = experts, of.spec.activation, of.kernels
         self._router = Linear(weights["router.weight"], weights.get("router.bias"), pack=False)
         routed, correction = experts.routing is not None, weights.get("router_correction")
         self._routing = Router(experts, weights["router.weight"], correction) if routed else None
         self._shared_gate = weights.get("shared_gate.weight")
         self._up, self._down = (_each(len(experts.on_rank), weights, name) for name in ("experts_up", "experts_down"))
-        self._shared = MLP(spec, weights, kernels) if experts.shared_width else None
+        self._shared = MLP(replace(of, weight_dtype="auto")) if experts.shared_width else None
         self._expert_scale = weights.get("expert_scale")
 
     def __call__(self, h: Tensor, router_input: Tensor | None = None) -> Tensor:
@@ -111,16 +111,9 @@ class ExpertsBeside:
     """Experts beside a layer's MLP (Gemma 4): norm(MLP's output) + norm(experts of the normed residual stream). norms:
     "dense_out", "experts_in" and "experts_out" of the layer."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        experts: ExpertsSpec,
-        weights: dict[str, Tensor],
-        kernels: KernelBackend,
-        norms: Mapping[str, Callable[[Tensor], Tensor]],
-    ) -> None:
-        self._experts, self._kernels, self._eps = Experts(spec, experts, weights, kernels), kernels, spec.rms_norm_eps
-        self._router_norm = weights["router_scale"].float() * spec.hidden_size**-0.5
+    def __init__(self, of: LayerWeights, experts: ExpertsSpec, norms: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
+        scale = of.weights["router_scale"].float() * of.spec.hidden_size**-0.5
+        self._experts, self._router_norm = Experts(of, experts), Norm(of.kernels, scale, of.spec.rms_norm_eps)
         self._dense_out, self._in, self._out = (norms[n] for n in ("dense_out", "experts_in", "experts_out"))
 
     def __call__(
@@ -128,8 +121,8 @@ class ExpertsBeside:
     ) -> Tensor:
         """dense: the MLP's output; residual: its input before the norm; both [num_rows, hidden_size]. summed: sums the
         experts' results over ranks."""
-        routed = self._kernels.rms_norm(residual, self._router_norm, self._eps)
-        return self._dense_out(dense) + self._out(summed(self._experts(self._in(residual), routed)))
+        routed = self._experts(self._in(residual), self._router_norm(residual))
+        return self._dense_out(dense) + self._out(summed(routed))
 
 
 def _steady(own: Tensor, num_rows: int) -> Tensor:
@@ -138,7 +131,7 @@ def _steady(own: Tensor, num_rows: int) -> Tensor:
     return F.pad(own, (0, 0, 0, missing)) if missing > 0 and num_rows >= STEADY_ROWS and not own.is_cuda else own
 
 
-def _each(count: int, weights: dict[str, Tensor], name: str) -> list[Linear]:
+def _each(count: int, weights: MutableMapping[str, Tensor], name: str) -> list[Linear]:
     """Return one product per expert, packed separately."""
     biases = weights.pop(f"{name}.bias", None)
     of_each = weights.pop(f"{name}.weight").unflatten(0, (count, -1))

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import torch
-from cacheblend_kernels import KernelBackend, LatentHeads
+from cacheblend_kernels import LatentHeads
 from torch import Tensor
 
-from cacheblend_cli.model.linear import linear
-from cacheblend_cli.model.spec import LatentSpec, ModelSpec
+from cacheblend_cli.model.layer_weights import LayerWeights, Norm
+from cacheblend_cli.model.spec import LatentSpec
 
 EPS = 1e-6  # of the latents' norms: transformers uses its class's default, whatever rms_norm_eps is
 
 
 class Latent:
-    """Latent projections between a layer's input projections and its attention. weights: the layer's weights. `heads`
-    stays in the compute dtype: attention multiplies with slices of it."""
+    """Latent projections between a layer's input projections and its attention. `heads` stays in the compute dtype:
+    attention multiplies with slices of it."""
 
-    def __init__(
-        self, spec: ModelSpec, latent: LatentSpec, weights: dict[str, Tensor], kernels: KernelBackend, weight_dtype: str
-    ) -> None:
-        self._latent, self._num_heads, self._kernels = latent, spec.num_heads, kernels
-        self._kv_norm, self._q_norm = weights["kv_a_norm"], weights.get("q_a_norm")
-        of_queries = weights.get("q_b_proj.weight")
-        self._queries = None if of_queries is None else linear(of_queries, weight_dtype=weight_dtype)
-        made = weights["kv_b_proj.weight"].unflatten(0, (spec.num_heads, -1))
+    def __init__(self, of: LayerWeights, latent: LatentSpec) -> None:
+        self._latent, self._num_heads = latent, of.spec.num_heads
+        self._kv_norm = Norm(of.kernels, of.weights["kv_a_norm"], EPS)
+        self._queries = of.product("q_b_proj") if latent.query_rank else None
+        self._q_norm = Norm(of.kernels, of.weights["q_a_norm"], EPS) if latent.query_rank else None
+        made = of.weights["kv_b_proj.weight"].unflatten(0, (of.spec.num_heads, -1))
         keys, values = made.split((latent.nope_dim, latent.value_dim), 1)
         self.heads = LatentHeads(keys.contiguous(), values.contiguous())
 
@@ -31,13 +29,13 @@ class Latent:
         """Return q [num_rows, num_heads, nope_dim + rope_dim] of the first rows of the layer's product."""
         if self._queries is not None:
             assert self._q_norm is not None
-            projected = self._queries(self._kernels.rms_norm(projected.contiguous(), self._q_norm, EPS))
+            projected = self._queries(self._q_norm(projected.contiguous()))
         return projected.unflatten(-1, (self._num_heads, -1))
 
     def keys_and_values(self, projected: Tensor) -> tuple[Tensor, Tensor]:
         """Return position keys before RoPE [num_rows, 1, rope_dim] and normed latents [num_rows, 1, rank]."""
         latents, k = projected.split((self._latent.rank, projected.shape[-1] - self._latent.rank), -1)
-        return k[:, None], self._kernels.rms_norm(latents.contiguous(), self._kv_norm, EPS)[:, None]
+        return k[:, None], self._kv_norm(latents.contiguous())[:, None]
 
     def absorbed(self, q: Tensor) -> Tensor:
         """Return q ready to be multiplied with (position key, latent), [num_rows, num_heads, rope_dim + rank]."""

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from statistics import NormalDist
 
 import torch
 import torch.nn.functional as F
-from cacheblend_kernels import KernelBackend
 from cacheblend_kernels.torch_backend import ACTIVATIONS
 from torch import Tensor
 
-from cacheblend_cli.model.linear import linear
-from cacheblend_cli.model.spec import ModelSpec
+from cacheblend_cli.model.layer_weights import LayerWeights
 
 MLP_ROWS = 256
-
 GPU_MLP_ROWS = 4096  # every slice reads all weights, and with few rows a GPU is memory-bound
 
 
@@ -23,28 +20,19 @@ class MLP:
     """Gate, up, activation and down; or up, activation and down if the spec has no gate. sparsity: share of the gate's
     channels that is cut off, see `sparse`."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        weights: Mapping[str, Tensor],
-        kernels: KernelBackend,
-        weight_dtype: str = "auto",
-        sparsity: float = 0.0,
-    ) -> None:
+    def __init__(self, of: LayerWeights, sparsity: float = 0.0) -> None:
         self.summed: Callable[[Tensor], Tensor] | None = None  # over the ranks that share the MLP
         self._deviations = NormalDist().inv_cdf(sparsity) if sparsity else None
-        self._gated, self._activation, self._kernels = spec.gated_mlp, spec.activation, kernels
-        self._up = linear(weights["gate_up_proj.weight"], weights.get("gate_up_proj.bias"), weight_dtype=weight_dtype)
-        self._down = linear(weights["down_proj.weight"], weights.get("down_proj.bias"), weight_dtype=weight_dtype)
+        self._gated, self._activation, self._kernels = of.spec.gated_mlp, of.spec.activation, of.kernels
+        self._up, self._down = of.product("gate_up_proj"), of.product("down_proj")
 
     def __call__(self, h: Tensor) -> Tensor:
         """h: [num_rows, hidden_size]. Returns the same shape. Slices of rows keep the widest activations small."""
         most = MLP_ROWS if h.device.type == "cpu" else GPU_MLP_ROWS
         if h.shape[0] <= most:
             return self._rows(h)
-        step = -(
-            -h.shape[0] // -(-h.shape[0] // most)
-        )  # slices of about equal size: a small last one is the least efficient
+        # slices of about equal size: a small last one is the least efficient
+        step = -(-h.shape[0] // -(-h.shape[0] // most))
         out = torch.empty_like(h)
         for start in range(0, h.shape[0], step):
             out[start : start + step] = self._rows(h[start : start + step])
