@@ -230,11 +230,11 @@ def clear(json: options.Json = False) -> None:
 
 def _facts(model: str, output: Output, settings: Settings) -> dict[str, Any]:
     """Describe the model without reading its weights. Raises errors of loading it."""
+    from cacheblend_cli.model.checkpoint import quantisation_of
     from cacheblend_cli.model.families import read_spec
     from cacheblend_cli.model.generic import GENERIC_PATH
     from cacheblend_cli.model.loading import resolve_model
     from cacheblend_cli.model.model_files import checkpoint_files
-    from cacheblend_cli.model.tensor_source import quantisation_of
     from cacheblend_cli.model.tokenizer import Tokenizer
     from cacheblend_cli.model.tokenizer_probes import text_check
 

@@ -15,7 +15,7 @@ from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.demo import handbook_dir
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.model.adapter import LoraAdapter
-from cacheblend_cli.model.tensor_source import quantisation_of, tensor_source
+from cacheblend_cli.model.checkpoint import quantisation_of, tensor_source
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 PAGES, CHUNKS, CHUNK_TOKENS = 3, 4, 128  # of the prompt: documents, and what is taken of them

@@ -29,7 +29,7 @@ class HubName:
         """Parse a hub id. Raises NotFoundError for text that cannot be one."""
         match = NAME.fullmatch(text)
         if match is None:
-            raise NotFoundError(f"{text} is neither a directory nor a hub id", "check the path")
+            raise _no_id(text)
         return cls(text, match["id"], match["revision"], match["file"])
 
     def at(self, revision: str | None) -> HubName:
@@ -37,6 +37,10 @@ class HubName:
         if revision is None:
             return self
         return HubName.parse(f"{self.id}@{revision}" + (f":{self.file}" if self.file else ""))
+
+
+def _no_id(text: str) -> NotFoundError:
+    return NotFoundError(f"{text} is neither a directory nor a hub id", "check the path")
 
 
 def cached(name: HubName) -> Path | None:
@@ -48,7 +52,7 @@ def cached(name: HubName) -> Path | None:
     try:
         path = Path(snapshot_download(name.id, revision=name.revision, allow_patterns=patterns, local_files_only=True))
     except HFValidationError as error:
-        raise NotFoundError(f"{name.text} is neither a directory nor a hub id", "check the path") from error
+        raise _no_id(name.text) from error
     except LocalEntryNotFoundError:
         return None
     if name.file:
@@ -63,7 +67,7 @@ def fetch(name: HubName) -> Path:
     try:
         return _fetch_gguf(name) if name.file else _fetch_checkpoint(name)
     except HFValidationError as error:
-        raise NotFoundError(f"{name.text} is neither a directory nor a hub id", "check the path") from error
+        raise _no_id(name.text) from error
     except (HTTPError, OSError) as error:
         raise _explained(name, error) from error
 

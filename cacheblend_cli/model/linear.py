@@ -154,11 +154,8 @@ class Int8Linear(Product):
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__((weight.shape[0], weight.shape[1]), weight.dtype, bias)
         self._from = self.dtype if onednn_multiplies(self.dtype) else torch.float32  # dtype of the product's result
-        place = weight.device
-        whole, scales = (
-            torch.empty(weight.shape, dtype=torch.int8, device=place),
-            torch.empty(len(weight), device=place),
-        )
+        whole = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
+        scales = torch.empty(len(weight), device=weight.device)
         at_once = max(1, NUMBERS_AT_ONCE // weight.shape[1])
         for part, ints, scale in zip(*(t.split(at_once) for t in (weight, whole, scales)), strict=True):
             if weight.is_meta:
@@ -209,8 +206,6 @@ def check_weight_dtype(name: str, device: torch.device) -> None:
 
 def linear(weight: Tensor, bias: Tensor | None = None, *, weight_dtype: str, pack: bool = True) -> Linear | Int8Linear:
     """Return the product with this weight, stored as `weight_dtype`: one of WEIGHT_DTYPES, or "plain", never packed."""
-    return (
-        Int8Linear(weight, bias)
-        if weight_dtype == "int8"
-        else Linear(weight, bias, pack=pack and weight_dtype != "plain")
-    )
+    if weight_dtype == "int8":
+        return Int8Linear(weight, bias)
+    return Linear(weight, bias, pack=pack and weight_dtype != "plain")

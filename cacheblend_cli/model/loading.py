@@ -15,6 +15,7 @@ from cacheblend_kernels import BACKENDS, KernelError, select_backend
 
 from cacheblend_cli.errors import DeviceError, NotFoundError, UsageError
 from cacheblend_cli.model.adapter import LoraAdapter
+from cacheblend_cli.model.checkpoint import quantisation_of
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.device import check_room, make_current
 from cacheblend_cli.model.families import read_spec
@@ -30,7 +31,7 @@ from cacheblend_cli.model.packed_cache import PackedCache
 from cacheblend_cli.model.parallel import Shard
 from cacheblend_cli.model.ranks import Ranks
 from cacheblend_cli.model.spec import ModelSpec
-from cacheblend_cli.model.tensor_source import SafetensorsFiles, quantisation_of
+from cacheblend_cli.model.tensor_source import SafetensorsFiles
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.model.tokenizer_probes import turn_end
 from cacheblend_cli.model.weights import load_weights, weights_digest

@@ -74,20 +74,19 @@ def write(path: Path, products: Mapping[str, Product], stopped: Callable[[], boo
     for name, product in products.items():
         weight, scales = product.weight, product.scales
         size, layout = _num_bytes(weight), bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(weight).tolist())
+        address = torch.ops.mkldnn.data_ptr(weight)
         if not header:  # find out before writing whether this torch can map the file
-            _packed(
-                torch.ops.mkldnn.data_ptr(weight), torch.empty(weight.shape, dtype=weight.dtype, device="meta"), layout
-            )
+            _packed(address, torch.empty(weight.shape, dtype=weight.dtype, device="meta"), layout)
         entry = header[name] = {
             "shape": list(weight.shape), "dtype": str(weight.dtype).removeprefix("torch."), "layout": layout.hex(),
         }  # fmt: skip
-        for key, address, count in (
-            ("weight", torch.ops.mkldnn.data_ptr(weight), size),
+        for key, start, count in (
+            ("weight", address, size),
             ("scales", 0 if scales is None else scales.data_ptr(), 0 if scales is None else scales.nbytes),
         ):
             if count:
                 entry[key], end = end, -(-(end + count) // ALIGNMENT) * ALIGNMENT
-                blobs.append((address, count))
+                blobs.append((start, count))
     text = json.dumps(header).encode()
     text += b" " * (-(len(MAGIC) + 8 + len(text)) % ALIGNMENT)
     digest = xxhash.xxh3_128()
@@ -140,10 +139,8 @@ class PackedFile:
             own = list(product.weight.shape), str(product.weight.dtype).removeprefix("torch.")
             if entry is None or (entry["shape"], entry["dtype"]) != own:
                 raise PackedMismatch(name)
-            weight = _packed(
-                self._address + self._start + entry["weight"], product.weight, bytes.fromhex(entry["layout"])
-            )
-            scales = None
+            address, scales = self._address + self._start + entry["weight"], None
+            weight = _packed(address, product.weight, bytes.fromhex(entry["layout"]))
             if product.scales is not None:
                 start = self._start + entry["scales"]
                 scales = torch.frombuffer(self._map, dtype=torch.float32, count=len(product.scales), offset=start)
@@ -162,10 +159,8 @@ def _num_bytes(packed: Tensor) -> int:
 def _packed(address: int, like: Tensor, layout: bytes) -> Tensor:
     """Return a tensor in oneDNN's layout over that memory, as torch's compiled models do. Raises PackedMismatch."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    sizes, strides = (
-        (ctypes.c_int64 * like.ndim)(*like.shape),
-        (ctypes.c_int64 * like.ndim)(*torch.empty_like(like, memory_format=torch.contiguous_format).stride()),
-    )
+    contiguous = torch.empty_like(like, memory_format=torch.contiguous_format)
+    sizes, strides = ((ctypes.c_int64 * like.ndim)(*numbers) for numbers in (like.shape, contiguous.stride()))
     handle, integer = ctypes.c_void_p(), ctypes.c_int64
     dtype = getattr(library, f"aoti_torch_dtype_{str(like.dtype).removeprefix('torch.')}")()
     failed = library.aoti_torch_create_tensor_from_blob_v2(

@@ -65,21 +65,14 @@ class Shard:
         check_divisible(spec, ranks.size)
         self.whole, self.ranks = spec, ranks
         rank, size = ranks.rank, ranks.size
-        heads = spec.num_heads // size
-        shapes = None
-        if spec.shapes is not None:
-            shapes = replace(
-                spec.shapes,
-                kv_heads=tuple(max(1, n // size) for n in spec.shapes.kv_heads),
-                mlp_widths=tuple(n // size for n in spec.shapes.mlp_widths),
-            )
-        experts = None
-        if spec.experts is not None:
-            held = spec.experts.count // size
-            experts = replace(
-                spec.experts, held=(rank * held, held), shared_width=spec.experts.shared_width // size
-            )  # fmt: skip
-        first, end = self.vocabulary
+        heads, (first, end) = spec.num_heads // size, self.vocabulary
+        shapes, experts = spec.shapes, spec.experts
+        if shapes is not None:
+            kv_heads, widths = (max(1, n // size) for n in shapes.kv_heads), (n // size for n in shapes.mlp_widths)
+            shapes = replace(shapes, kv_heads=tuple(kv_heads), mlp_widths=tuple(widths))
+        if experts is not None:
+            held = experts.count // size
+            experts = replace(experts, held=(rank * held, held), shared_width=experts.shared_width // size)
         self.own = replace(
             spec,
             vocab_size=end - first,
@@ -164,9 +157,8 @@ class Shard:
             return Cut(_within(self._qkv_rows(layer), start, start + shape[0]))
         if name == "gate_up_proj":
             width = full[0] // 2 if spec.gated_mlp else full[0]
-            runs = tuple(
-                (at + rank * width // size, at + (rank + 1) * width // size) for at in range(0, full[0], width)
-            )
+            low, high = rank * width // size, (rank + 1) * width // size
+            runs = tuple((at + low, at + high) for at in range(0, full[0], width))
             return Cut(_within(runs, start, start + shape[0]))
         if name in ("o_proj", "down_proj"):
             if kind == "bias":
@@ -213,13 +205,11 @@ def check_divisible(spec: ModelSpec, size: int) -> None:
         )
     other = [f.name for f in fields(spec) if f.name not in {*_KNOWN, "generic"} and getattr(spec, f.name) != f.default]
     if (experts := spec.experts) is not None:
-        other += [
-            f.name for f in fields(experts) if f.name not in _KNOWN_OF_EXPERTS and getattr(experts, f.name) != f.default
-        ]
+        unknown = (f for f in fields(experts) if f.name not in _KNOWN_OF_EXPERTS)
+        other += [f.name for f in unknown if getattr(experts, f.name) != f.default]
     if other:
-        raise UsageError(
-            f"--tensor-parallel is not implemented for {kind!r} ({other[0]})", "leave --tensor-parallel out"
-        )
+        reason = f"--tensor-parallel is not implemented for {kind!r} ({other[0]})"
+        raise UsageError(reason, "leave --tensor-parallel out")
     if reason := _indivisible(spec, size):
         fits = [str(n) for n in range(2, spec.num_heads + 1) if not _indivisible(spec, n)]
         hint = f"sizes that fit: {', '.join(fits[:8])}" if fits else "leave --tensor-parallel out"
@@ -237,8 +227,7 @@ def _indivisible(spec: ModelSpec, size: int) -> str:
         sparse = spec.experts is not None and layer in spec.experts.layers and not spec.experts.beside
         if width % size and not sparse:
             return f"an MLP of width {width}"
-    if spec.experts is not None and (spec.experts.count % size or spec.experts.shared_width % size):
-        return f"{spec.experts.count} experts" + (
-            f" and one of width {spec.experts.shared_width}" if spec.experts.shared_width else ""
-        )
+    if (experts := spec.experts) is not None and (experts.count % size or experts.shared_width % size):
+        shared = f" and one of width {experts.shared_width}" if experts.shared_width else ""
+        return f"{experts.count} experts{shared}"
     return ""

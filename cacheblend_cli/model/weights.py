@@ -15,13 +15,14 @@ from torch import Tensor
 from cacheblend_cli import user_cache
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.adapter import Delta, LoraAdapter
+from cacheblend_cli.model.checkpoint import tensor_source
 from cacheblend_cli.model.kv_scales import is_kv_scale
 from cacheblend_cli.model.linear import can_pack
 from cacheblend_cli.model.model_files import checkpoint_files
 from cacheblend_cli.model.parallel import Shard
 from cacheblend_cli.model.sharded import ShardedTensors, cut_deltas
 from cacheblend_cli.model.spec import LatentSpec, ModelSpec
-from cacheblend_cli.model.tensor_source import TensorSource, tensor_source
+from cacheblend_cli.model.tensor_source import TensorSource
 from cacheblend_cli.model.weight_map import HEAD, TOKEN_EMBEDDING, Shape, embedding_name, expected_shapes, name_in
 
 # Parts of the names of tensors that the language model does not use: RoPE's frequencies, and the heads of reward
@@ -41,17 +42,13 @@ class Weights(dict[str, Tensor]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._rest: dict[str, list[Tensor]] = {}
+        self.rest: dict[str, list[Tensor]] = {}  # further blocks of rows of a tensor
         self._rooms: dict[tuple[str, Shape], Tensor] = {}
-
-    def put_parts(self, name: str, parts: Mapping[int, Tensor]) -> None:
-        """Add a tensor as blocks of rows, by first row."""
-        self[name], *self._rest[name] = (parts[start] for start in sorted(parts))
 
     def pop(self, name: str) -> Tensor:  # type: ignore[override]
         """Remove and return a tensor. If it is assembled from several parts to be packed, it is valid until the same
         tensor of another layer is popped."""
-        first, rest = super().pop(name), self._rest.pop(name, ())
+        first, rest = super().pop(name), self.rest.pop(name, ())
         if not rest:
             return first
         parts, kind = (first, *rest), name.split(".", 1)[-1]
@@ -112,21 +109,15 @@ def load_weights(
         done += math.prod(found)
         name = name_in(shapes, stored)
         if name is None:
-            if (
-                any(part in stored for part in NOT_THE_MODEL)
-                or stored.startswith(spec.other_parts)
-                or is_kv_scale(stored)
-            ):
+            other = any(part in stored for part in NOT_THE_MODEL) or stored.startswith(spec.other_parts)
+            if other or is_kv_scale(stored):
                 continue
             if stored.endswith(".bias") and not source.read(stored, 0, found[0] if found else 0).any():
                 continue  # GPTQ's tools write a bias for every layer
-            quantised = stored.endswith(QUANTISED)
-            raise UsageError(
-                f"unexpected tensor {stored} in {model_dir}",
-                "the weights are quantised: use the checkpoint they were made from"
-                if quantised
-                else f"it is not part of a {spec.architecture}",
-            )
+            hint = f"it is not part of a {spec.architecture}"
+            if stored.endswith(QUANTISED):
+                hint = "the weights are quantised: use the checkpoint they were made from"
+            raise UsageError(f"unexpected tensor {stored} in {model_dir}", hint)
         if kind not in FLOATS:
             raise UsageError(
                 f"tensor {stored} in {model_dir} is stored as {kind}: the weights are quantised",
@@ -147,10 +138,11 @@ def load_weights(
             if in_file is not None:
                 weights[kept_as] = in_file
                 continue
-        if hollow and _may_be_hollow(spec, name, target) and _is_large(full_shape, dtype):
+        is_large = math.prod(full_shape) * dtype.itemsize >= OWN_MAPPING
+        if hollow and is_large and len(full_shape) == 2 and _may_be_hollow(spec, name, target):
             weights.setdefault(target, torch.empty(full_shape, dtype=dtype, device="meta"))
             continue
-        part = source.whole(stored) if stays and math.prod(full_shape) * dtype.itemsize >= OWN_MAPPING else None
+        part = source.whole(stored) if stays and is_large else None
         if part is not None and part.dtype == dtype:
             mapped.setdefault(target, {})[start] = part
             continue
@@ -162,7 +154,7 @@ def load_weights(
         _copy(source, stored, weights[target][start : start + shape[0]], deltas.get(name))
     for target, parts in mapped.items():
         if target not in weights:
-            weights.put_parts(target, parts)
+            weights[target], *weights.rest[target] = (parts[start] for start in sorted(parts))
             continue
         for start, part in parts.items():  # other parts have another dtype
             weights[target][start : start + len(part)] = part
@@ -186,10 +178,6 @@ def _may_be_hollow(spec: ModelSpec, name: str, target: str) -> bool:
     """Return whether only products use this weight. Latent attention multiplies with slices of kv_b_proj."""
     elsewhere = target in ("embed", TOKEN_EMBEDDING) or target.endswith(".kv_b_proj.weight")
     return not elsewhere and not (spec.tied and name == HEAD)
-
-
-def _is_large(shape: Shape, dtype: torch.dtype) -> bool:
-    return len(shape) == 2 and math.prod(shape) * dtype.itemsize >= OWN_MAPPING
 
 
 def _room(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:

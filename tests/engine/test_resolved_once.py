@@ -43,7 +43,7 @@ def test_an_ask_reads_each_record_once(stored: StoredEngine, monkeypatch: pytest
         ask = AskRequest(question, search=SearchParams(k=5), sampling=params)
     stored.engine.run_alone(stored.store, ask)
     records, others = Counter[bytes](), Counter[str]()
-    counted(monkeypatch, records, reader, "decode_manifest", lambda key, value: key)
+    counted(monkeypatch, records, reader.records, "decode_manifest", lambda key, value: key)
     counted(monkeypatch, others, Citations, "all_of", lambda *_: "citation")
     counted(monkeypatch, others, Runtime, "template_of", lambda *_: "template")
     counted(monkeypatch, others, ChunkStore, "read", lambda *_: "transaction")
