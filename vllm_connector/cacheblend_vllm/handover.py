@@ -12,10 +12,11 @@ import mmap
 import re
 import urllib.request
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from torch import Tensor
 NAME = "cacheblend"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 MAX_HEADER = 16 << 20
+TIMEOUT_S = 30.0
 _ID = re.compile("[0-9a-f]{32}")
 
 
@@ -55,47 +57,38 @@ class HandOver:
 
 
 def digest_of(token_ids: Sequence[int]) -> str:
-    """blake2b-128 of the ids as little-endian int64, hex."""
+    """Return blake2b-128 of the ids as little-endian int64, hex."""
     ids = array("q", token_ids)
     return hashlib.blake2b(ids.tobytes(), digest_size=16).hexdigest()
 
 
-class Source(Protocol):
-    """Bytes of one hand-over."""
-
-    def read(self, start: int, end: int) -> bytearray | memoryview:
-        """Writable bytes start to end. Raises OSError, or HandOverError where there are fewer."""
-        ...
+Read = Callable[[int, int], bytearray | memoryview]
+"""Returns writable bytes start to end of a hand-over. Raises OSError, or HandOverError if there are fewer."""
 
 
-class FileSource:
-    """A file, mapped. It stays readable after the producer has removed it."""
+def file_reader(path: Path) -> Read:
+    """Map a file. It stays readable after the producer has removed it."""
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    def read(start: int, end: int) -> memoryview:
+        if end > len(mapped):
+            raise HandOverError(f"the file has {len(mapped)} bytes, and {end} are expected")
+        return memoryview(mapped)[start:end]
 
-    def read(self, start: int, end: int) -> memoryview:
-        if end > len(self._map):
-            raise HandOverError(f"the file has {len(self._map)} bytes, and {end} are expected")
-        return memoryview(self._map)[start:end]
+    return read
 
 
-class UrlSource:
-    """A resource that answers HTTP range requests. Every read is one request."""
-
-    def __init__(self, url: str, timeout_s: float = 30.0) -> None:
-        self._url, self._timeout_s = url, timeout_s
-
-    def read(self, start: int, end: int) -> bytearray:
-        request = urllib.request.Request(self._url, headers={"Range": f"bytes={start}-{end - 1}"})
-        with urllib.request.urlopen(request, timeout=self._timeout_s) as reply:
-            if reply.status != 206:
-                raise HandOverError(f"the server answers {reply.status} to a range request")
-            data = bytearray(reply.read(end - start + 1))
-        if len(data) != end - start:
-            raise HandOverError(f"{len(data)} of {end - start} bytes arrived")
-        return data
+def read_url(url: str, start: int, end: int) -> bytearray:
+    """Read by one HTTP range request."""
+    request = urllib.request.Request(url, headers={"Range": f"bytes={start}-{end - 1}"})
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+        if reply.status != 206:
+            raise HandOverError(f"the server answers {reply.status} to a range request")
+        data = bytearray(reply.read(end - start + 1))
+    if len(data) != end - start:
+        raise HandOverError(f"{len(data)} of {end - start} bytes arrived")
+    return data
 
 
 class HandOverSource:
@@ -111,28 +104,25 @@ class HandOverSource:
         return self._directory is None or self._file(name).is_file()
 
     def open(self, hand_over: HandOver) -> KVFile:
-        """Raises OSError or HandOverError."""
-        source: Source
+        """Open a hand-over. Raises OSError or HandOverError."""
         if self._directory is not None:
-            source = FileSource(self._file(hand_over.id))
-        else:
-            source = UrlSource(f"{str(self._url).rstrip('/')}/handovers/{hand_over.id}")
-        return KVFile(source, hand_over)
+            return KVFile(file_reader(self._file(hand_over.id)), hand_over)
+        return KVFile(partial(read_url, f"{str(self._url).rstrip('/')}/handovers/{hand_over.id}"), hand_over)
 
     def _file(self, name: str) -> Path:
         return Path(str(self._directory)) / f"{name}.safetensors"
 
 
 class KVFile:
-    """K and V of a hand-over. Raises HandOverError for another prompt's, and for what is not a safetensors file."""
+    """K and V of a hand-over. Raises HandOverError for another prompt's file, and for a file of another format."""
 
-    def __init__(self, source: Source, hand_over: HandOver) -> None:
-        self._source = source
-        size = int.from_bytes(source.read(0, 8), "little")
+    def __init__(self, read: Read, hand_over: HandOver) -> None:
+        self._read = read
+        size = int.from_bytes(read(0, 8), "little")
         if size > MAX_HEADER:
             raise HandOverError("the file is not a hand-over")
         try:
-            header = json.loads(bytes(source.read(8, 8 + size)))
+            header = json.loads(bytes(read(8, 8 + size)))
             own = header.pop("__metadata__")["digest"]
         except (ValueError, KeyError, TypeError) as error:
             raise HandOverError(f"the file's header cannot be read: {error}") from error
@@ -141,15 +131,15 @@ class KVFile:
         self._tensors, self._start = header, 8 + size
 
     def read(self, layer: int, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """K and V of positions start to end of a layer, [end - start, num_kv_heads, head_dim]."""
+        """Return K and V of positions start to end of a layer, [end - start, num_kv_heads, head_dim]."""
         return self._rows(f"k.{layer}", start, end), self._rows(f"v.{layer}", start, end)
 
     def _rows(self, name: str, start: int, end: int) -> Tensor:
-        told = self._tensors.get(name)
-        if told is None or told["dtype"] not in DTYPES or not 0 <= start < end <= told["shape"][0]:
+        entry = self._tensors.get(name)
+        if entry is None or entry["dtype"] not in DTYPES or not 0 <= start < end <= entry["shape"][0]:
             raise HandOverError(f"the file lacks positions {start} to {end} of {name}")
-        dtype, shape = DTYPES[told["dtype"]], told["shape"]
+        dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
         row = math.prod(shape[1:]) * dtype.itemsize
-        first = self._start + told["data_offsets"][0]
-        data = self._source.read(first + start * row, first + end * row)
+        first = self._start + entry["data_offsets"][0]
+        data = self._read(first + start * row, first + end * row)
         return torch.frombuffer(data, dtype=dtype).view(end - start, *shape[1:])
