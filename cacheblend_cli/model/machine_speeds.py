@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import msgspec
@@ -21,7 +21,7 @@ from cacheblend_kernels import compiled
 from torch import Tensor
 
 from cacheblend_cli import user_cache
-from cacheblend_cli.model.linear import STEADY_ROWS, Int8Linear, Linear
+from cacheblend_cli.model.linear import STEADY_ROWS, Int8Linear, Linear, Product
 from cacheblend_cli.model.spec import ModelSpec
 
 FORMAT = 1
@@ -37,6 +37,7 @@ LEAST_WEIGHTS = 1 << 20  # minimum elements of the widest product for measuring 
 _VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
 Run = Callable[[], object]
+Candidates = Mapping[str, tuple[Run, Run]]
 _RECORD = msgspec.json.Decoder(dict[str, tuple[float, float]])
 
 
@@ -82,10 +83,8 @@ def cpu_dtype(spec: ModelSpec, stated: torch.dtype) -> torch.dtype:
 def product_speeds(spec: ModelSpec) -> CandidateSpeeds:
     """Measure products with the model's widest weights in fp32 and bf16."""
 
-    def candidates() -> Mapping[str, tuple[Run, Run]]:
-        weight, x = _weight(spec), torch.ones(ROWS, spec.hidden_size)
-        dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-        return {name: _rows(Linear(weight.to(d)), x.to(d), 1) for name, d in dtypes.items()}
+    def candidates() -> Candidates:
+        return {_name(dtype): _rows(Linear, *_widest(spec, dtype), 1) for dtype in (torch.float32, torch.bfloat16)}
 
     return _kept("products", (f"{ROWS} rows", "one row"), ("float32", "bfloat16"), _width(spec), candidates)
 
@@ -93,9 +92,9 @@ def product_speeds(spec: ModelSpec) -> CandidateSpeeds:
 def layout_speeds(spec: ModelSpec, dtype: torch.dtype) -> CandidateSpeeds:
     """Measure the products of `product_speeds` with weights in oneDNN's layout and in the file's layout."""
 
-    def candidates() -> Mapping[str, tuple[Run, Run]]:
-        weight, x = _weight(spec).to(dtype), torch.ones(ROWS, spec.hidden_size, dtype=dtype)
-        return {n: _rows(Linear(weight, pack=n == "packed"), x, STEADY_ROWS) for n in ("packed", "plain")}
+    def candidates() -> Candidates:
+        weight, x = _widest(spec, dtype)
+        return {n: _rows(partial(Linear, pack=n == "packed"), weight, x, STEADY_ROWS) for n in ("packed", "plain")}
 
     cases = (f"{ROWS} rows", f"{STEADY_ROWS} rows")
     return _kept("layouts", cases, ("packed", "plain"), (*_width(spec), dtype), candidates)
@@ -104,16 +103,10 @@ def layout_speeds(spec: ModelSpec, dtype: torch.dtype) -> CandidateSpeeds:
 def int8_speeds(spec: ModelSpec, dtype: torch.dtype) -> CandidateSpeeds:
     """Measure the same products with int8 weights. Few rows, as in decoding, read their weights from memory."""
 
-    def candidates() -> Mapping[str, tuple[Run, Run]]:
-        weight, x = _weight(spec).to(dtype), torch.ones(ROWS, spec.hidden_size, dtype=dtype)
-        products = {
-            _name(dtype): [Linear(weight) for _ in range(COLD)],
-            "int8": [Int8Linear(weight) for _ in range(COLD)],
-        }
-        few = x[:STEADY_ROWS]
+    def candidates() -> Candidates:
+        weight, x = _widest(spec, dtype)
         return {
-            name: (lambda each=each: each[0](x), lambda each=each: [product(few) for product in each])  # type: ignore[misc]
-            for name, each in products.items()
+            n: _rows(make, weight, x, STEADY_ROWS, COLD) for n, make in ((_name(dtype), Linear), ("int8", Int8Linear))
         }
 
     shape = *_width(spec), dtype, compiled.ABI
@@ -181,7 +174,7 @@ def _kept(
     cases: tuple[str, str],
     names: tuple[str, ...],
     shape: tuple[object, ...],
-    candidates: Callable[[], Mapping[str, tuple[Run, Run]]],
+    candidates: Callable[[], Candidates],
 ) -> CandidateSpeeds:
     """Return the stored record of this kind and shape, or measure and store it. The first process's record counts."""
     machine = cpu_name(), *cpu_features(), os.cpu_count(), torch.__version__
@@ -206,7 +199,7 @@ def _read(text: str, names: tuple[str, ...]) -> dict[str, tuple[float, float]] |
 
 
 @torch.inference_mode()
-def measure(candidates: Mapping[str, tuple[Run, Run]]) -> dict[str, tuple[float, float]]:
+def measure(candidates: Candidates) -> dict[str, tuple[float, float]]:
     """Return the best CPU seconds of one thread for each candidate in both cases. CPU time is independent of other
     programs on the cores and of the number of threads. Candidates take turns until the best two times of each agree."""
     times: dict[tuple[str, int], list[float]] = {(name, case): [] for name in candidates for case in range(2)}
@@ -230,13 +223,17 @@ def _agree(times: list[float]) -> bool:
     return second <= AGREE * best
 
 
-def _rows(linear: Linear, x: Tensor, few: int) -> tuple[Run, Run]:
-    return lambda: linear(x), lambda: linear(x[:few])
+def _rows(make: Callable[[Tensor], Product], weight: Tensor, x: Tensor, few: int, count: int = 1) -> tuple[Run, Run]:
+    """Return runs of a product with all rows, and of `count` products, which have own copies, with few rows."""
+    products = [make(weight) for _ in range(count)]
+    return lambda: products[0](x), lambda: [product(x[:few]) for product in products]
 
 
-def _weight(spec: ModelSpec) -> Tensor:
+def _widest(spec: ModelSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return random weights of the widest product, and its input of ROWS rows."""
     inputs, outputs = _width(spec)
-    return torch.empty(outputs, inputs).uniform_(-1, 1, generator=torch.Generator().manual_seed(0))
+    weight = torch.empty(outputs, inputs).uniform_(-1, 1, generator=torch.Generator().manual_seed(0))
+    return weight.to(dtype), torch.ones(ROWS, inputs, dtype=dtype)
 
 
 def _width(spec: ModelSpec) -> tuple[int, int]:
