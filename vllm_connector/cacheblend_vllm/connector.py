@@ -31,18 +31,18 @@ _THREADS = 4  # that read hand-overs, one each
 
 @dataclass(frozen=True)
 class Load:
-    """Positions start to end of a hand-over, and vLLM's blocks of the request, a list for each KV cache group."""
+    """Positions start:end of a hand-over to load."""
 
     request_id: str
     hand_over: HandOver
     start: int
     end: int
-    block_ids: tuple[list[int], ...]
+    block_ids: tuple[list[int], ...]  # vLLM's blocks of the request, per KV cache group
 
 
 @dataclass
 class Loads(KVConnectorMetadata):
-    """Loads that the worker begins in a step."""
+    """Loads that the worker starts in a step."""
 
     loads: list[Load] = field(default_factory=list)
 
@@ -59,12 +59,12 @@ class Fetched:
 
 
 class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):
-    """Requests whose kv_transfer_params name a hand-over start with its KV. Every other request is left alone.
+    """Requests whose kv_transfer_params name a hand-over start with its KV. Other requests are unaffected.
 
-    Scheduler: says how many tokens can be loaded, again after a preemption. Worker: reads in threads of its own while
-    others decode, and writes between two steps, by the attention implementation's own update, so that the layout is
-    vLLM's business. A request whose hand-over cannot be read is reported: with kv_load_failure_policy "recompute" vLLM
-    computes its prompt.
+    The scheduler side returns how many tokens can be loaded, again after a preemption. The worker side reads in its own
+    threads while others decode, and writes between two steps, by the attention implementation's own update, so that
+    vLLM determines the layout. A request whose hand-over cannot be read is reported: with kv_load_failure_policy
+    "recompute" vLLM computes its prompt.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -108,7 +108,7 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):
         return loads
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Requests that failed are not tried again: they are computed."""
+        """Failed requests are not tried again but computed."""
         self._failed |= connector_output.failed_recving or set()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -146,19 +146,19 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):
         return results
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """A request runs after it is loaded."""
+        """Do nothing: a request runs after it is loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing is handed back."""
+        """Do nothing: no KV is handed back."""
 
     def wait_for_save(self) -> None:
-        """Nothing is handed back."""
+        """Do nothing: no KV is handed back."""
 
     def shutdown(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _fetch(self, load: Load) -> list[Fetched]:
-        """Read what this rank's layers keep. Raises OSError or HandOverError."""
+        """Read the KV of this rank's layers. Raises OSError or HandOverError."""
         file, fetched = self._place.open(load.hand_over), list[Fetched]()
         for group, (names, _) in enumerate(self._groups):
             positions, slots = self._slots(load, group)
@@ -175,7 +175,8 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):
         return fetched
 
     def _slots(self, load: Load, group: int) -> tuple[Tensor, Tensor]:
-        """Positions that the group keeps, and their slots. Blocks behind a sliding window are vLLM's null block, 0."""
+        """Return the positions that the group keeps, and their slots. Blocks behind a sliding window are vLLM's null
+        block, 0."""
         block_size = self._groups[group][1]
         positions = torch.arange(load.start, load.end)
         blocks = torch.tensor(load.block_ids[group])[positions // block_size]
@@ -189,8 +190,8 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def heads_of_rank(heads: Tensor, count: int) -> Tensor:
-    """The `count` KV heads that this tensor-parallel rank holds, of [n, num_kv_heads, head_dim]. With fewer heads than
-    ranks each is replicated on neighbouring ranks."""
+    """Return the `count` KV heads of this tensor-parallel rank, from [n, num_kv_heads, head_dim]. With fewer heads than
+    ranks, neighbouring ranks have the same head."""
     total = heads.shape[1]
     if count == total:
         return heads

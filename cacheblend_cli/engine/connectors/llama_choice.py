@@ -39,18 +39,17 @@ PROBE_TIMEOUT_S = 600
 
 @dataclass(frozen=True)
 class DecodeSpeeds:
-    """Seconds of a decoded token after a short prompt, alone: here, and in llama.cpp. error: why llama.cpp cannot run.
-    load_s: seconds to load and check llama.cpp's weights, 0 until they were loaded once."""
+    """Seconds per decoded token after a short prompt."""
 
-    own_s: float
+    own_s: float  # this engine's
     llama_cpp_s: float
-    error: str | None = None
-    load_s: float = 0.0
+    error: str | None = None  # why llama.cpp cannot run
+    load_s: float = 0.0  # seconds to load and check llama.cpp's weights, 0 before the first time
 
     @property
     def worth_after(self) -> float:
-        """Tokens whose decoding here takes as much longer as llama.cpp takes to load; 0 where it is not faster. Loading
-        it after so many costs at most twice what the better choice would have, however long the answer gets."""
+        """Number of tokens over which llama.cpp gains its loading time; 0 if it is not faster. Loading it after so many
+        costs at most twice the better choice, whatever the length of the answer."""
         saved_s = self.own_s - self.llama_cpp_s
         return self.load_s / saved_s if saved_s > 0 and self.error is None else 0.0
 
@@ -61,12 +60,12 @@ class DecodeSpeeds:
 
 
 class NotTried(LlamaError):
-    """llama.cpp could not be tried: no memory for a process, or it took too long."""
+    """llama.cpp could not be tried: its process did not start, or took too long."""
 
 
 def llama_engine(runtime: Runtime) -> LlamaCpp | None:
-    """The engine that decodes for this runtime, loaded when it is first asked for; None where this one does, with a
-    message where llama.cpp was wanted and refused."""
+    """Return llama.cpp if it decodes for this runtime, loaded on first use; else None, with a message if it was
+    requested and refused."""
     choice = runtime.decode_with
     if not choice.decided:
         choice.decided = True
@@ -79,7 +78,7 @@ def llama_engine(runtime: Runtime) -> LlamaCpp | None:
 
 
 def _loaded(runtime: Runtime, file: Path, *, measured: bool) -> LlamaCpp | None:
-    """llama.cpp with the file, whose KV is this model's; None where it is `measured` and slower. Raises LlamaError."""
+    """Return llama.cpp with a file whose KV is this model's; None if it is `measured` and slower. Raises LlamaError."""
     speeds = decode_speeds(runtime)
     if speeds.error is not None:
         raise LlamaError(f"llama.cpp does not run here: {speeds.error}")
@@ -89,16 +88,14 @@ def _loaded(runtime: Runtime, file: Path, *, measured: bool) -> LlamaCpp | None:
     llama = LlamaCpp(library(), file, torch.get_num_threads())
     with _ShortPrompt(runtime) as prompt:
         llama.check(prompt.token_ids, export(runtime.decoder, prompt.sequence, TOKENS))
-    if (
-        measured and not speeds.load_s
-    ):  # the file was read just now, by the measurement: this is the time of a later start
+    if measured and not speeds.load_s:  # the measurement has just read the file, as for later starts
         _keep(runtime, replace(speeds, load_s=time.perf_counter() - start))
     return llama
 
 
 def hand_over(runtime: Runtime, worker: Worker, sequence: Sequence) -> bool:
-    """Return whether llama.cpp decodes this sequence, its KV being handed over before the first token there. What is
-    compared with a full prefill (--verify), and the full prefill, are decoded here: both are this engine's."""
+    """Return whether llama.cpp decodes this sequence, and hand its KV over before the first token. An answer that is
+    compared with a full prefill (--verify), and the full prefill, are decoded by this engine."""
     state, paged = sequence.state, sequence.paged
     if state.parent is not None or state.request.options.verify:
         return False
@@ -120,7 +117,7 @@ def hand_over(runtime: Runtime, worker: Worker, sequence: Sequence) -> bool:
 
 
 def _loads_later(runtime: Runtime, sequence: Sequence) -> bool:
-    """Return whether llama.cpp is not loaded yet, and the answer is still too short for that to pay."""
+    """Return whether llama.cpp is not loaded yet, and the answer is still too short for loading it to pay."""
     choice = runtime.decode_with
     if choice.decided or not choice.measured:
         return False
@@ -131,7 +128,7 @@ def _loads_later(runtime: Runtime, sequence: Sequence) -> bool:
 
 
 def describe(runtime: Runtime) -> dict[str, str | int]:
-    """Facts for `doctor`, which it settles."""
+    """Return facts for `doctor`; this makes the choice."""
     refused = list[str]()
     say, runtime.say = runtime.say, refused.append
     try:
@@ -150,15 +147,15 @@ def describe(runtime: Runtime) -> dict[str, str | int]:
 
 
 def decode_speeds(runtime: Runtime) -> DecodeSpeeds:
-    """Measured speeds for this machine, model, file and number of threads: kept on disk after the first call. Raises
-    LlamaError where llama.cpp's library is missing."""
+    """Return the speeds for this machine, model, file and number of threads, measured once and cached. Raises
+    LlamaError if llama.cpp's library is missing."""
     path, threads = _place(runtime), torch.get_num_threads()
     with suppress(ValueError, TypeError):
         return DecodeSpeeds(**json.loads(user_cache.recall(path)))
     runtime.progress("measuring which decodes faster, cacheblend or llama.cpp: once on this machine")
     try:
         llama_cpp_s = _probe(str(runtime.decode_with.file), threads)
-    except NotTried as error:  # this time: nothing is known of the machine
+    except NotTried as error:  # nothing was learnt about the machine
         return DecodeSpeeds(0.0, 0.0, error.message)
     except LlamaError as error:
         speeds = DecodeSpeeds(0.0, 0.0, error.message)
@@ -174,7 +171,7 @@ def _keep(runtime: Runtime, speeds: DecodeSpeeds) -> None:
 
 
 def _place(runtime: Runtime) -> Path:
-    """Return where the speeds are kept. Raises LlamaError where llama.cpp's library is missing."""
+    """Return the cache file of the speeds. Raises LlamaError if llama.cpp's library is missing."""
     found, file = installed(), runtime.decode_with.file
     if found is None or file is None:
         raise LlamaError("llama.cpp's library is missing")
@@ -186,8 +183,8 @@ def _place(runtime: Runtime) -> Path:
 
 
 def _probe(file: str, num_threads: int) -> float:
-    """Seconds of a token decoded by llama.cpp. Raises LlamaError where it cannot, or its process dies, NotTried where
-    the process did not start or end."""
+    """Return llama.cpp's seconds per decoded token. Raises LlamaError if it fails or its process dies, NotTried if the
+    process does not start or end."""
     command = [sys.executable, "-P", "-m", "cacheblend_cli.engine.connectors.llama_cpp", file, str(num_threads)]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
@@ -205,7 +202,7 @@ def _probe(file: str, num_threads: int) -> float:
 
 
 class _ShortPrompt:
-    """A few tokens, prefilled here while the context lasts. token_ids: spread over the vocabulary."""
+    """A few tokens, spread over the vocabulary, prefilled within the context."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._decoder, self._memory = runtime.decoder, runtime.pool(1)
@@ -224,7 +221,7 @@ class _ShortPrompt:
         self.sequence.release()
 
     def decode_s(self) -> float:
-        """Seconds of a decoded token, the best of a few steps."""
+        """Return the seconds per decoded token, the best of a few steps."""
         token, best = upload(self.token_ids[:1], self._decoder.device), float("inf")
         for step in range(STEPS):
             start = time.perf_counter()

@@ -1,5 +1,4 @@
-"""llama.cpp as the engine that decodes: it takes a prompt's KV as its own state, and gives logits for each token after
-it.
+"""llama.cpp as the decoding engine: it takes a prompt's KV as its own state, and returns logits of later tokens.
 
 Run as a program, FILE THREADS, it times llama.cpp and prints {"decode_s"} (seconds per token, the best of a few) or
 {"error"}. Code that the machine cannot run ends this process and not the engine's (ggml's AMX code dies with SIGILL on
@@ -24,28 +23,27 @@ from cacheblend_cli.engine.connectors.llama_state import StateLayout
 from cacheblend_cli.kv.export import KVReader
 
 PROBED = 8
-"""Tokens of a trial. A batch of so many is what takes ggml's code for many rows."""
+"""Tokens of a trial. A batch of this size uses ggml's code for many rows."""
 CELLS = 256  # llama.cpp rounds a context up to multiples of this
 
 
 @dataclass(eq=False)
 class LlamaSequence:
-    """A sequence that llama.cpp holds KV of. num_tokens: positions it has KV for."""
+    """A sequence with KV in llama.cpp."""
 
     engine: LlamaCpp
     index: int
-    num_tokens: int
+    num_tokens: int  # positions with KV
 
     def release(self) -> None:
-        """Drop its KV."""
         self.engine.drop(self)
 
 
 class LlamaCpp:
-    """A GGUF file loaded by llama.cpp, and the sequences that it decodes together. Used in one thread.
+    """A GGUF file loaded by llama.cpp, and the sequences that it decodes together. Not thread-safe.
 
-    One context holds all sequences; it is replaced by a larger one when tokens or sequences no longer fit. Logits of a
-    sequence depend on what is decoded beside it by rounding only."""
+    One context holds all sequences; it is replaced by a larger one when tokens or sequences no longer fit. Sequences
+    that are decoded together affect each other's logits by rounding only."""
 
     def __init__(self, library: Library, file: Path, num_threads: int) -> None:
         self.library, self.file, self._num_threads = library, file, num_threads
@@ -59,7 +57,7 @@ class LlamaCpp:
         self._live: dict[int, LlamaSequence] = {}
 
     def check(self, token_ids: Sequence[int], kv: KVReader) -> None:
-        """Compare KV of some tokens with llama.cpp's own. Raises LlamaError, which says what differs."""
+        """Compare KV of some tokens with llama.cpp's own. Raises LlamaError, naming the difference."""
         spec = kv.decoder.spec
         if self.vocab_size != spec.vocab_size:
             raise LlamaError(
@@ -76,7 +74,7 @@ class LlamaCpp:
         self._fit(count, 1)
         memory = self.library.llama_get_memory(self._context)
         self._run(token_ids, range(count), [0] * count)
-        own = [self._state(0)]  # of all tokens, and of half of them: what is taken for a constant is one
+        own = [self._state(0)]  # of all tokens, and of half of them, to verify what is taken for a constant
         self.library.llama_memory_seq_rm(memory, 0, count // 2, -1)
         own.append(self._state(0))
         self.library.llama_memory_seq_rm(memory, 0, -1, -1)
@@ -90,8 +88,7 @@ class LlamaCpp:
         self._layout = layout
 
     def hand_over(self, token_ids: Sequence[int], kv: KVReader, headroom: int = 0) -> LlamaSequence:
-        """A sequence that holds this KV. headroom: tokens that are decoded after it. Raises LlamaError where llama.cpp
-        refuses."""
+        """Return a sequence with this KV. headroom: tokens to decode after it. Raises LlamaError."""
         if kv.num_tokens + headroom > self.max_context:
             raise LlamaError(
                 f"prompt and answer take {kv.num_tokens + headroom} tokens, and {self.file.name} has a context of {self.max_context}"
@@ -118,7 +115,7 @@ class LlamaCpp:
             self.library.llama_memory_seq_rm(self.library.llama_get_memory(self._context), sequence.index, -1, -1)
 
     def decode_s(self) -> float:
-        """Seconds of a token after a few, the best of a few. Before the first sequence only."""
+        """Return the seconds per token, the best of a few. Only before the first sequence."""
         assert not self._live
         token_ids = [i * self.vocab_size // PROBED for i in range(PROBED)]
         self._fit(2 * PROBED, 1)
@@ -136,7 +133,7 @@ class LlamaCpp:
         return len(self._live)
 
     def close(self) -> None:
-        """Free context and model. Sequences are gone."""
+        """Free context and model, and with them all sequences."""
         self._live.clear()
         self._free(self._context, self._batch)
         if self._model:
@@ -161,7 +158,7 @@ class LlamaCpp:
         return logits
 
     def _fit(self, num_tokens: int, num_sequences: int) -> None:
-        """Make room for more tokens and sequences. Raises LlamaError where memory is short; what is held stays."""
+        """Make room for more tokens and sequences. Raises LlamaError if memory is short; existing sequences stay."""
         cells = sum(s.num_tokens for s in self._live.values()) + num_tokens
         places = len(self._live) + num_sequences
         if cells <= self._num_cells and places <= self._num_places:
@@ -170,7 +167,7 @@ class LlamaCpp:
             cells, places = max(cells, 2 * self._num_cells), max(places, 2 * self._num_places)
         cells, places = -(-max(cells, self._num_cells) // CELLS) * CELLS, max(places, self._num_places)
         held = {index: self._state(index) for index in self._live}
-        if not held:  # nothing is lost: the old one need not stand beside the new
+        if not held:  # free the old context before creating the new one
             self._free(self._context, self._batch)
             self._context = self._num_cells = self._num_places = 0
         context = self.library.new_context(self._model, cells, places, self._num_threads)

@@ -1,9 +1,9 @@
-"""llama.cpp's C library, loaded by ctypes from the package that brings it: llama-cpp-python or xllamacpp. Imports
-neither of them.
+"""llama.cpp's C library, loaded by ctypes from an installed package, llama-cpp-python or xllamacpp, without importing
+it.
 
 Parameter structs change from version to version. They are taken from the library's own `*_default_params` as opaque
-bytes, larger than any version's, and passed back by value: a callee reads its own part. A field is changed only where
-its place is recognised by its defaults, and what the library reports afterwards is compared with what was set.
+bytes, larger than any version's, and passed back by value: a callee reads its own part. A field is changed only if its
+place is recognised by its defaults, and the library's later reports are compared with the values that were set.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 from cacheblend_cli.errors import DeviceError
 
 PACKAGES = {"llama-cpp-python": ("llama_cpp", "lib/libllama.[sd]*"), "xllamacpp": ("xllamacpp", "xllamacpp*.so")}
-"""Distributions: import name, and where below it the library is. llama-cpp-python comes first: no extra brings it, so
-whoever has it chose it, and may have built it for this CPU; xllamacpp's wheels are built for AVX2."""
-PARAMS_BYTES = 1024  # of the largest struct that is passed by value; llama_context_params has about 170
+"""Distribution: import name, and place of the library below it. llama-cpp-python comes first: no extra installs it, so
+the user chose it, and may have built it for this CPU; xllamacpp's wheels are built for AVX2."""
+PARAMS_BYTES = 1024  # maximum size of a struct that is passed by value; llama_context_params has about 170
 N_CTX, N_BATCH, N_UBATCH, N_SEQ_MAX = range(4)  # uint32 at the beginning of llama_context_params
 CONTEXT_DEFAULTS = (512, 2048, 512, 1)
 CONTEXT_FLAGS = bytes((0, 1, 1, 1, 1, 0))  # embeddings, offload_kqv, no_perf, op_offload, swa_full, kv_unified
@@ -82,12 +82,12 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 class LlamaError(DeviceError):
-    """llama.cpp cannot do what it is asked. Decoding goes on without it."""
+    """llama.cpp failed or cannot be used. Decoding goes on without it."""
 
 
 class Library:
-    """name: of the package and its version. Errors that llama.cpp logs are kept for messages; its other output is
-    dropped."""
+    """The loaded library. name: package and version. Errors that llama.cpp logs are kept for messages; its other output
+    is dropped."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
@@ -112,10 +112,10 @@ class Library:
             self._errors.append(text.decode(errors="replace").strip())
 
     def error(self, message: str, hint: str = "use --decode-with torch") -> LlamaError:
-        """The error, with what llama.cpp logged since the last one."""
-        logged, said = "; ".join(self._errors), list(self._errors)
+        """Return the error, with llama.cpp's log since the last one."""
+        logged = "; ".join(self._errors)
         self._errors.clear()
-        return LlamaError(f"{message}: {logged}" if said else message, hint)
+        return LlamaError(f"{message}: {logged}" if logged else message, hint)
 
     def load_model(self, file: Path) -> int:
         """Load a GGUF file. Raises LlamaError."""
@@ -128,10 +128,9 @@ class Library:
     def new_context(
         self, model: int, num_cells: int, num_sequences: int, num_threads: int, num_batch: int = LEAST_BATCH
     ) -> int:
-        """A context whose KV cells belong to all sequences together: f16 KV, flash attention where llama.cpp has it.
-        num_batch: tokens that are computed at once, at least one for each sequence.
-
-        Raises LlamaError where its parameters are laid out in an unknown way, or memory is short."""
+        """Return a context whose KV cells all sequences share: f16 KV, flash attention if llama.cpp has it. num_batch:
+        tokens computed at once, at least one per sequence. Raises LlamaError if the layout of its parameters is
+        unknown, or memory is short."""
         self._errors.clear()
         params = self.llama_context_default_params()
         head = (c_uint32 * 4).from_buffer(params)
@@ -153,7 +152,7 @@ class Library:
 
 
 def installed() -> tuple[str, Path] | None:
-    """Name with version, and path, of the library that is installed; None without one. Imports nothing."""
+    """Return (name with version, path) of the installed library, None without one. Imports nothing."""
     for distribution, (module, pattern) in PACKAGES.items():
         spec = importlib.util.find_spec(module)
         for folder in (spec.submodule_search_locations or ()) if spec else ():
@@ -164,7 +163,7 @@ def installed() -> tuple[str, Path] | None:
 
 @functools.cache
 def library() -> Library:
-    """The installed library, loaded once a process. Raises LlamaError without one."""
+    """Return the installed library, loaded once per process. Raises LlamaError without one."""
     found = installed()
     if found is None:
         raise LlamaError("neither xllamacpp nor llama-cpp-python is installed", "pip install xllamacpp")

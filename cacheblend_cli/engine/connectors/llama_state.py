@@ -1,11 +1,10 @@
-"""llama.cpp's state of one sequence as bytes: what `llama_state_seq_get_data` writes and `llama_state_seq_set_data`
-reads.
+"""llama.cpp's state of one sequence as bytes, as written by `llama_state_seq_get_data`.
 
-Little-endian. u32 magic, i32 sequence, then a part for the layers without a window and one for those with one,
-whichever there are. A part: u32 streams, u32 cells; a cell: i32 position, u32 sequences, i32 sequence; u32 whether V is
-transposed, u32 layers, in some versions more that is the same in every state; K of each layer: i32 ggml type, u64 bytes
-of a row, rows [num_kv_heads x head_dim] after RoPE; then V of each, alike. The layout has no version: it is learnt
-from, and compared with, a state that llama.cpp itself wrote of a few tokens.
+Little-endian. u32 magic, i32 sequence, then a part for the layers without a window and one for those with one, if there
+are any. A part: u32 streams, u32 cells; a cell: i32 position, u32 sequences, i32 sequence; u32 whether V is transposed,
+u32 layers, in some versions further constant bytes; K of each layer: i32 ggml type, u64 bytes of a row, rows
+[num_kv_heads x head_dim] after RoPE; then V of each, in the same form. The layout has no version: it is learnt from,
+and compared with, a state of a few tokens that llama.cpp itself wrote.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from cacheblend_cli.model.spec import ModelSpec, rotated_dim
 
 MAGIC = 0xAF143CD8
 GGML_TYPE_F16 = 1
-MOST_EXTRA = 64  # bytes of a part's header beyond what is known
+MOST_EXTRA = 64  # maximum of unknown bytes in a part's header
 SAME_TOKEN, SAME_MODEL = 0.5, 1.0
-"""Relative differences of K and V up to which two engines hold the same model: in layer 0, where they depend on the
-token alone, and in later ones. 4-bit weights beside bfloat16 ones differ by a tenth there, and by half after 22 layers
+"""Maximum relative differences of K and V between two engines with the same model: in layer 0, where they depend on the
+token alone, and in later layers. 4-bit weights differ from bfloat16 ones by a tenth there, and by half after 22 layers
 of random weights; heads in another order, or other weights, by 1.4."""
 
 
@@ -48,25 +47,25 @@ class Field:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """order: index of each of llama.cpp's head channels among a checkpoint's, [head_dim]; None for the identity. extra:
-    what a part's header ends with. further: see `KVReader.further`."""
+    """Layout of the states of a model."""
 
-    order: Tensor | None
-    extra: bytes = b""
-    further: tuple[Tensor | None, ...] = ()
+    order: Tensor | None  # checkpoint's index of each of llama.cpp's head channels, [head_dim]; None for the identity
+    extra: bytes = b""  # end of a part's header
+    further: tuple[Tensor | None, ...] = ()  # see `KVReader.further`
 
     @classmethod
     def of(cls, spec: ModelSpec, rope_type: int, template: np.ndarray) -> StateLayout:
-        """The layout of a model's states. template: one of llama.cpp's own."""
+        """Return the layout of a model's states. template: a state that llama.cpp wrote."""
         start = template.tobytes()[: (1 << 16)].find(_row_header(spec))
         (cells,) = struct.unpack_from("<I", template.tobytes(), 12)
         known = 16 + 12 * cells + 8
         extra = template[known:start].tobytes() if 0 <= start - known <= MOST_EXTRA else b""
-        return cls(_channel_order(spec, rope_type), extra, _further_turns(spec))
+        further = tuple(_further(spec, spec.rope_of(layer)) for layer in range(spec.num_kv_layers))
+        return cls(_channel_order(spec, rope_type), extra, further)
 
     @torch.inference_mode()
     def state_of(self, kv: KVReader) -> np.ndarray:
-        """The state of a prompt as bytes, uint8 [n]."""
+        """Return the state of a prompt as bytes, uint8 [n]."""
         parts = []
         for field in self._fields(kv):
             if field.rows is None:
@@ -77,8 +76,8 @@ class StateLayout:
         return np.concatenate(parts)
 
     def differences(self, kv: KVReader, theirs: np.ndarray) -> list[str]:
-        """Return the differences between the state of this KV and llama.cpp's own of the same tokens: headers, size,
-        the first layer's K or V that differs."""
+        """Return the differences between the state of this KV and llama.cpp's own state of the same tokens: headers,
+        size, and the first K or V that differs."""
         ours, at, found = self.state_of(kv), 0, list[str]()
         for field in self._fields(kv):
             own, other = (state[at : at + field.num_bytes] for state in (ours, theirs))
@@ -119,14 +118,10 @@ class StateLayout:
             yield Field(f"V of layer {index}", rows=kv.layer(index).v)
 
 
-def _further_turns(spec: ModelSpec) -> tuple[Tensor | None, ...]:
-    """`KVReader.further` of llama.cpp. ggml rounds the range of YaRN's ramp to whole dimensions
-    (`ggml_rope_yarn_corr_dims`), which gpt-oss does not (`truncate`): angles differ by up to .4 radians after 2,000
-    tokens, and by nothing that shows after a few."""
-    return tuple(_further(spec, spec.rope_of(layer)) for layer in range(spec.num_kv_layers))
-
-
 def _further(spec: ModelSpec, rope: Mapping[str, Any] | None) -> Tensor | None:
+    """Return `KVReader.further` of a layer. ggml rounds the range of YaRN's ramp to whole dimensions
+    (`ggml_rope_yarn_corr_dims`), which gpt-oss does not (`truncate`): angles differ by up to .4 radians after 2,000
+    tokens, and not measurably after a few."""
     if rope is None or rope["rope_type"] != "yarn" or rope.get("truncate", True):
         return None
     ours, theirs = (

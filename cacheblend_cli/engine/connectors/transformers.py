@@ -1,4 +1,4 @@
-"""Hand-over to transformers: a prompt and its KV as `generate` takes them."""
+"""Hand-over to transformers: a prompt and its KV as arguments of `generate`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """K and V of all tokens but the last, each [1, num_kv_heads, num_tokens - 1, head_dim] on the host. window:
-    positions that the layer's attention covers, None for all."""
+    """K and V of all tokens but the last, each [1, num_kv_heads, num_tokens - 1, head_dim] on the host."""
 
     k: Tensor
     v: Tensor
-    window: int | None
+    window: int | None  # positions that the layer's attention covers, None for all
 
 
 class TransformersConnector:
@@ -40,16 +39,12 @@ class TransformersConnector:
 
 @dataclass(frozen=True)
 class PrefilledPrompt:
-    """A prompt whose KV is computed. `model.generate(**prompt.inputs())` continues it without a prefill.
-
-    report: an Answer without text: which chunks were reused, timing, notes. path: the checkpoint, whose config says
-    which layers have a window.
-    """
+    """A prompt with its KV. `model.generate(**prompt.inputs())` continues it without a prefill."""
 
     token_ids: tuple[int, ...]
     layers: Sequence[CachedLayer]
-    report: Answer
-    path: Path
+    report: Answer  # without text: which chunks were reused, timing, notes
+    path: Path  # checkpoint, whose config says which layers have a window
 
     @property
     def input_ids(self) -> Tensor:
@@ -57,12 +52,9 @@ class PrefilledPrompt:
         return torch.tensor([self.token_ids])
 
     def cache(self, model: PreTrainedModel | None = None) -> DynamicCache:
-        """Return a new cache of all tokens but the last, whose logits `generate` computes. It grows with the answer:
-        take another one for another answer.
-
-        model: the one that generates; its config, device and dtype are used. None: the engine's config and dtype, on
-        the CPU.
-        """
+        """Return a new cache of all tokens but the last, whose logits `generate` computes. It grows with the answer, so
+        each answer needs its own. model: the generating model, whose config, device and dtype are used; None: the
+        engine's config and dtype, on the CPU."""
         from transformers import AutoConfig, DynamicCache
         from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -84,6 +76,6 @@ class PrefilledPrompt:
 
 
 def _host(heads: Tensor) -> Tensor:
-    """A copy of [n, num_kv_heads, head_dim] on the host, [1, num_kv_heads, n, head_dim]."""
+    """Copy [n, num_kv_heads, head_dim] to the host as [1, num_kv_heads, n, head_dim]."""
     copied = heads.transpose(0, 1)[None].to("cpu", copy=True)
     return copied.contiguous()

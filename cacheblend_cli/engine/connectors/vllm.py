@@ -24,8 +24,8 @@ _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class HandOverDirectory:
-    """Hand-overs in progress. A file is locked while its producer lives; those of dead ones are removed here. Raises
-    UsageError for a directory that cannot be written to, or that others can read: it holds KV of all tenants."""
+    """Hand-overs in progress. A file is locked while its producer lives; files of dead producers are removed here.
+    Raises UsageError for a directory that cannot be written, or that others can read: it holds KV of all tenants."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,13 +43,13 @@ class HandOverDirectory:
         return HandOverFile(self.path, secrets.token_hex(16))
 
     def find(self, name: str) -> Path | None:
-        """The file of a hand-over in progress."""
+        """Return the file of a hand-over in progress, None for an unknown name."""
         file = self.path / f"{name}{SUFFIX}"
         return file if len(name) == 32 and name.isalnum() and file.is_file() else None
 
 
 class HandOverFile:
-    """The connector of one prompt. `params` go into vLLM's request; `remove` it when that has ended."""
+    """The connector of one prompt. `params` go into vLLM's request; call `remove` when the request has ended."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self.name, self._path = name, directory / f"{name}{SUFFIX}"
@@ -57,7 +57,7 @@ class HandOverFile:
         self.params: dict[str, Any] = {}
 
     def hand_over(self, token_ids: Sequence[int], kv: KVReader) -> None:
-        """Write the file, a layer at a time. Raises DeviceError if there is no room."""
+        """Write the file layer by layer. Raises DeviceError if there is no space."""
         new = self._path.with_name(f"{self._path.name}.new")
         digest = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16).hexdigest()
         try:
@@ -79,7 +79,7 @@ class HandOverFile:
         self.params = {"cacheblend": {"id": self.name, "num_tokens": len(token_ids), "digest": digest}}
 
     def remove(self) -> None:
-        """Remove the file. A reader that has it open keeps what it reads."""
+        """Remove the file. A reader that has it open can still read it."""
         self._path.unlink(missing_ok=True)
         if self._lock is not None:
             os.close(self._lock)
@@ -87,8 +87,8 @@ class HandOverFile:
 
 
 def _header(kv: KVReader, digest: str) -> bytes:
-    """Length and JSON of a safetensors file: k.N and v.N of layer N, [num_tokens, num_kv_heads, head_dim]."""
-    assert kv.start == 0, "nothing is given back before an answer begins"
+    """Return length and JSON of a safetensors file: k.N and v.N of layer N, [num_tokens, num_kv_heads, head_dim]."""
+    assert kv.start == 0, "no block is freed before an answer begins"
     spec, dtype = kv.decoder.spec, kv.decoder.dtype
     shape = [kv.num_tokens, spec.num_kv_heads, spec.head_dim]
     size = shape[0] * shape[1] * shape[2] * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Driver: rank 0's model on all ranks of tensor parallelism."""
+"""Driver: a model on all ranks of tensor parallelism, as seen by rank 0."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from cacheblend_cli.model.ranks import Ranks
 
 
 class LoadModel(msgspec.Struct, tag=True):
-    """Load a model. model: its number in later messages."""
+    """Load a model."""
 
-    model: int
+    model: int  # number in later messages
     path: str
     config: EngineConfig
 
@@ -39,21 +39,21 @@ class Calibrate(msgspec.Struct, tag=True):
 
 
 class Reserve(msgspec.Struct, tag=True):
-    """Take the pool of a GPU."""
+    """Allocate the pool of a GPU."""
 
     model: int
     at_once: int
 
 
 class Drop(msgspec.Struct, tag=True):
-    """Models and workers that rank 0 has no more."""
+    """Drop models and workers that rank 0 no longer has."""
 
     models: list[int]
     workers: list[int]
 
 
 class Driver:
-    """Rank 0's model on all ranks. model: its number."""
+    """A model on all ranks. model: its number."""
 
     numbers = itertools.count()
     gone_models, gone_workers = list[int](), list[int]()
@@ -64,7 +64,7 @@ class Driver:
 
     @contextmanager
     def telling(self, message: msgspec.Struct) -> Iterator[None]:
-        """Send the message, then compute what it asks for. An error that the other ranks do not know of ends them."""
+        """Send a message, and run in the context what it requests. An error of rank 0 alone ends the other ranks."""
         ranks = self.group.ranks
         with ranks.lock:
             self.drop()
@@ -72,30 +72,29 @@ class Driver:
                 yield
 
     def drop(self) -> None:
-        """Have the other ranks drop the models and workers that this one has no more."""
+        """Drop models and workers on the other ranks that no longer exist on this one."""
         with self.group.ranks.lock:
             if (self.gone_models or self.gone_workers) and not self.group.has_ended:
                 models, workers = ([gone.pop() for _ in [*gone]] for gone in (self.gone_models, self.gone_workers))
                 self.group.ranks.tell(Drop(models, workers))
 
     def load(self, path: Path, name: str, config: EngineConfig) -> LoadedModel:
-        """Load the model on every rank. Raises what one of them raises."""
+        """Load the model on every rank. Raises the error of any rank."""
         ranks = self.group.ranks
         with ranks.lock:
             self.drop()
             ranks.tell(LoadModel(self.model, str(path), config))
             try:
                 loaded = load_part(path, name, config, ranks)
-            except Exception:
-                raise
-            except BaseException as error:  # the others wait for this rank
-                ranks.failed(error)
+            except BaseException as error:
+                if not isinstance(error, Exception):  # an interrupt: the others wait for this rank
+                    ranks.failed(error)
                 raise
         loaded.decoder.number = self.model
         return loaded
 
     def reserve(self, decoder: Decoder, config: EngineConfig, at_once: int) -> DeviceMemory:
-        """Take the pool of every rank's GPU."""
+        """Allocate the pool on every rank's GPU."""
         with self.telling(Reserve(self.model, at_once)):
             return reserve(decoder, config, at_once=at_once)
 
@@ -106,11 +105,11 @@ class Driver:
 
 
 class OtherRankFailed(DeviceError):
-    """Another rank could not load its part of the model; it says why."""
+    """Another rank could not load its part of the model, and has reported why."""
 
 
 def load_part(path: Path, name: str, config: EngineConfig, ranks: Ranks) -> LoadedModel:
-    """Load this rank's part of a model. Raises OtherRankFailed where another rank could not."""
+    """Load this rank's part of a model. Raises OtherRankFailed if another rank could not."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     lora = Path(config.lora) if config.lora else None
@@ -118,7 +117,7 @@ def load_part(path: Path, name: str, config: EngineConfig, ranks: Ranks) -> Load
     try:
         loaded = load_model(path, name, ranks, precision, config.attention_backend, lora)
     except Exception:
-        ranks.wait(ranks.rank + 1)  # nobody waits for a rank that has no model
+        ranks.wait(ranks.rank + 1)  # the others must not wait for this rank
         raise
     if other := ranks.wait(0):
         raise OtherRankFailed(f"rank {other - 1} could not load the model", "see what it wrote above")
@@ -126,8 +125,8 @@ def load_part(path: Path, name: str, config: EngineConfig, ranks: Ranks) -> Load
 
 
 def config_of_ranks(config: EngineConfig, size: int, path: Path, device: torch.device) -> EngineConfig:
-    """The configuration that every rank loads the model in `path` with: nothing in it is left to be measured. Raises
-    UsageError for what is not implemented on several ranks."""
+    """Return the configuration with which every rank loads the model: nothing in it is measured by a rank. Raises
+    UsageError for options that are not implemented on several ranks."""
     spec = read_spec(path)
     check_divisible(spec, size)
     for name, value, known in (

@@ -1,4 +1,4 @@
-"""Ranks that torchrun started. Imports no torch: commands look here before they do anything."""
+"""Ranks started by torchrun. Imports no torch: commands check this first."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from collections.abc import Mapping
 
 from cacheblend_cli.errors import UsageError
 
-# Of torchrun, and of other launchers, which may start processes for another purpose.
+# Set by torchrun, and by other launchers, which may start processes for another purpose.
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # of torchrun alone
 
 
 def outer_ranks(tensor_parallel: int, environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """Return this process's rank and the number of ranks where torchrun has started it, or another program that sets
-    VARIABLES has started as many processes as `tensor_parallel` says. None elsewhere.
-
-    tensor_parallel: the setting; 1 asks for one process, 0 was not set. Raises UsageError where RANK or WORLD_SIZE is
-    not a number.
-    """
+    """Return (rank, number of ranks) if torchrun started this process, or another launcher that sets VARIABLES started
+    `tensor_parallel` processes; else None. tensor_parallel: the setting; 1: one process, 0: not set. Raises UsageError
+    if RANK or WORLD_SIZE is not a number."""
     if tensor_parallel == 1 or not all(environment.get(name, "").strip() for name in VARIABLES):
         return None
     size = environment["WORLD_SIZE"].strip()

@@ -1,8 +1,7 @@
-"""The processes of --tensor-parallel: started by rank 0, or by torchrun, and watched by each other.
+"""The processes of --tensor-parallel, started by rank 0 or by torchrun. They watch each other.
 
-Every rank says once a second, through a TCPStore, that it lives, and how many exchanges it has begun. Rank 0 ends all
-when another rank has died, or says nothing for HUNG_S seconds, or does not come to an exchange that rank 0 waits in;
-the others end when rank 0 is gone.
+Once a second, every rank writes a heartbeat and its number of exchanges to a TCPStore. Rank 0 ends all ranks if one has
+died, is silent for HUNG_S seconds, or does not join an exchange in which rank 0 waits. The others end if rank 0 dies.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.model.ranks import RankLost, Ranks
 
 BEAT_S, HUNG_S = 1.0, 10.0
-BEHIND_S = 60.0  # for which rank 0 waits in one exchange for a rank that lives
-START_S = 180.0  # for all ranks to come
-END_S = 5.0  # for them to end when they are told to
-STARTED = "CACHEBLEND_RANK_STARTED"  # in the environment of a rank that rank 0 has started
+BEHIND_S = 60.0  # maximum wait of rank 0 in one exchange for a rank that is alive
+START_S = 180.0  # maximum wait for all ranks to start
+END_S = 5.0  # maximum wait for them to end
+STARTED = "CACHEBLEND_RANK_STARTED"  # in the environment of a rank that rank 0 started
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOST = "all ranks have ended; run the command again"
 
 
 def rank_device(device: torch.device, rank: int) -> torch.device:
-    """The device of a rank: a GPU for each. Raises DeviceError where there are too few."""
+    """Return the device of a rank: a GPU each. Raises DeviceError if there are too few."""
     if device.type == "cpu":
         return device
     if device.type != "cuda":
@@ -49,11 +48,11 @@ def rank_device(device: torch.device, rank: int) -> torch.device:
 
 
 class RankGroup:
-    """Rank 0's hold of the others. ranks: what it exchanges with them. on_lost: called, in another thread, when one is
-    lost."""
+    """The other ranks, as seen by rank 0. ranks: communication with them. on_lost: called, in another thread, when one
+    is lost."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        """Start the other ranks, or wait for those of torchrun. Raises DeviceError where they do not come."""
+        """Start the other ranks, or wait for torchrun's. Raises DeviceError if they do not start."""
         self.size, self.device = size, device
         self.on_lost: Callable[[RankLost], None] = lambda error: None
         self._reason: RankLost | None = None
@@ -101,13 +100,13 @@ class RankGroup:
             dist.destroy_process_group()
 
     def fail(self, error: BaseException) -> None:
-        """Rank 0 has left an exchange half way: nobody can go on."""
-        if not isinstance(error, Exception):  # it ends
+        """Record that rank 0 left an exchange half way: no rank can continue."""
+        if not isinstance(error, Exception):  # this process is ending
             self.on_lost = lambda lost: None
         self._found(f"rank 0 failed: {type(error).__name__}: {error}")
 
     def _begin(self) -> None:
-        """Start the ranks, or meet those of torchrun, and join them."""
+        """Start the ranks, or find torchrun's, and join them."""
         if outer_ranks(self.size) is not None:
             self._store: dist.Store = _outer_store()
         else:
@@ -126,7 +125,7 @@ class RankGroup:
         return subprocess.Popen(command, env=os.environ | own, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
     def _join(self) -> None:
-        """Wait until every rank has begun."""
+        """Wait until every rank has started."""
         until = time.monotonic() + START_S
         for rank in range(1, self.size):
             while not self._store.check([f"here/{rank}"]):
@@ -177,11 +176,11 @@ class RankGroup:
             return
         self._reason = RankLost(reason, _LOST)
         self._is_lost.set()
-        self._kill()  # exchanges with them fail now, and do not hang
+        self._kill()  # exchanges with them now fail instead of hanging
         self.on_lost(self._reason)
 
     def _lost(self, reason: str) -> RankLost:
-        """The error for an exchange that failed: that of the rank that is lost, as soon as it is known."""
+        """Return the error of a failed exchange: the loss of a rank, as soon as it is known."""
         self._is_lost.wait(2 * BEAT_S)
         return self._reason or RankLost(f"the ranks lost each other: {reason}", _LOST)
 
@@ -194,8 +193,8 @@ class RankGroup:
 
 
 class Beats:
-    """Other ranks' last heartbeats: each rank's text, how often it was read since it changed, and the number of
-    exchanges the rank had begun. Reads are counted, not seconds: all ranks may have been suspended together."""
+    """Last heartbeats of other ranks: text, reads since it changed, and exchanges that the rank had begun. Reads are
+    counted, not seconds: all ranks may have been suspended together."""
 
     def __init__(self, ranks: range) -> None:
         self._last = dict.fromkeys(ranks, ("", 0, 0))
@@ -208,16 +207,16 @@ class Beats:
 
     @property
     def silent(self) -> int | None:
-        """A rank that has said nothing for HUNG_S seconds."""
+        """A rank without a heartbeat for HUNG_S seconds."""
         return next((rank for rank, (_, missed, _) in self._last.items() if missed * BEAT_S > HUNG_S), None)
 
     def behind(self, exchanges: int) -> int | None:
-        """A rank that has not begun the exchange that the caller is in."""
+        """A rank that has not begun the caller's current exchange."""
         return next((rank for rank, (_, _, own) in self._last.items() if own < exchanges), None)
 
 
 def join(rank: int, size: int) -> Ranks:
-    """Join rank 0, as another rank. This process ends with exit code 5 when rank 0 is gone."""
+    """Join rank 0 as another rank. This process ends with exit code 5 when rank 0 is gone."""
     if STARTED in os.environ:
         port, timeout = int(os.environ["MASTER_PORT"]), timedelta(seconds=START_S)
         store: dist.Store = dist.TCPStore("127.0.0.1", port, None, False, timeout, wait_for_workers=False)
@@ -241,18 +240,18 @@ def _watch_first(store: dist.Store, ranks: Ranks) -> None:
             beats.read(store)
             time.sleep(BEAT_S)
     except Exception:
-        time.sleep(BEAT_S)  # rank 0 may have said that it ends
+        time.sleep(BEAT_S)  # rank 0 may have announced its end
     os._exit(DeviceError.exit_code)
 
 
 def cloned(store: dist.Store) -> dist.Store:
-    """A connection of its own: one that waits blocks all other uses."""
+    """Return another connection: a waiting one blocks all other uses."""
     found: dist.Store = store.clone()  # type: ignore[attr-defined]
     return found
 
 
 def _loopback_store() -> tuple[dist.Store, int]:
-    """A store that other machines cannot reach, and its port."""
+    """Return a store that other machines cannot reach, and its port."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port, timeout = listening.getsockname()[1], timedelta(seconds=START_S)
         store = dist.TCPStore(
@@ -262,14 +261,14 @@ def _loopback_store() -> tuple[dist.Store, int]:
 
 
 def loopback() -> dict[str, str]:
-    """The variable that keeps gloo on this machine, unless the user set it."""
+    """Return the variable that keeps gloo on this machine, unless the user set it."""
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     return {GLOO_INTERFACE: names[0]} if names and not os.environ.get(GLOO_INTERFACE) else {}
 
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """Groups that are made in here do not listen to other machines, unless the user chose an interface."""
+    """Groups created in this context do not listen to other machines, unless the user chose an interface."""
     own = loopback()
     os.environ.update(own)
     try:
@@ -291,11 +290,11 @@ def _joined(store: dist.Store, rank: int, size: int, device: torch.device) -> Ra
     return Ranks(rank, size, device)
 
 
-_group: list[RankGroup] = []  # at most one: torch.distributed's default group is one of the process
+_group: list[RankGroup] = []  # at most one: torch.distributed has one default group per process
 
 
 def group_of(size: int, device: torch.device) -> RankGroup:
-    """Rank 0's group of this size, started where there is none. Another one is closed: its models compute no more."""
+    """Return the group of this size, started if there is none. Another one is closed, with its models."""
     if _group and ((_group[0].size, _group[0].device.type) != (size, device.type) or _group[0].is_lost):
         _group.pop().close()
     if not _group:

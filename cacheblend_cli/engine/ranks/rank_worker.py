@@ -1,7 +1,7 @@
-"""Tensor parallelism in the engine: rank 0 sends what its worker is told to the workers of all ranks.
+"""Tensor parallelism in the engine: rank 0 sends the calls of its worker to the workers of all ranks.
 
-A message is msgpack of one of the structs here, or of `collect.prefill`; it begins what all ranks then compute
-together. Sampling, scheduling, block tables and writing to the store are rank 0's alone.
+A message is msgpack of one of the structs here or of `collect.prefill`; it starts a computation of all ranks. Sampling,
+scheduling, block tables and writing to the store happen on rank 0 only.
 """
 
 from __future__ import annotations
@@ -44,15 +44,13 @@ class NewWorker(msgspec.Struct, tag=True):
 
 
 class Begin(msgspec.Struct, tag=True):
-    """store: folder of the store that KV is loaded from, "" for none."""
-
     worker: int
     given: PrefillInput
-    store: str
+    store: str  # folder of the store to load KV from, "" for none
 
 
 class Call(msgspec.Struct, tag=True):
-    """A method of a worker, and its arguments, of the types in ARGUMENTS."""
+    """Call a method of a worker. arguments: of the types in ARGUMENTS."""
 
     worker: int
     method: str
@@ -74,7 +72,7 @@ T = TypeVar("T")
 
 
 def _by_all(method: Callable[..., T]) -> Callable[..., T]:
-    """Return the method of a `RankedWorker` that tells the other ranks to call this one while rank 0 runs it."""
+    """Return a method of `RankedWorker` that runs this one on all ranks."""
 
     def told(worker: RankedWorker, *arguments: Any) -> T:
         raw = msgspec.Raw(msgspec.msgpack.encode(arguments))
@@ -85,7 +83,7 @@ def _by_all(method: Callable[..., T]) -> Callable[..., T]:
 
 
 class RankedWorker(Worker):
-    """Rank 0's worker: the workers of all ranks do what it does."""
+    """Rank 0's worker, whose calls run on all ranks."""
 
     def __init__(self, driver: Driver, decoder: Decoder, memory: DeviceMemory) -> None:
         self.driver, self.number = driver, next(driver.numbers)
@@ -121,7 +119,7 @@ class RankedWorker(Worker):
 
 
 class Follower:
-    """A rank beside rank 0: does what it is told, until it is told to end."""
+    """Another rank: runs the messages of rank 0 until the last one."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -182,7 +180,7 @@ class Follower:
             try:
                 store = ChunkStore.open(Path(folder), mode="read", force=True)
             except StoreError:
-                store = None  # what is cached is missing then, on all ranks
+                store = None  # all ranks then treat its chunks as missing
         try:
             self._workers[worker].begin(given, store)
         except BaseException:
@@ -200,8 +198,8 @@ def _write(rank: int, error: Exception) -> None:
 
 
 def serve_rank(rank: int, size: int) -> NoReturn:
-    """Be a rank beside rank 0, and exit when that ends."""
-    own = STARTED in os.environ  # then a terminal, or a supervisor, may tell it what it tells rank 0, which ends all
+    """Run another rank in this process, and exit when rank 0 ends."""
+    own = STARTED in os.environ  # a terminal or supervisor may signal all processes, and rank 0 ends this one
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if own else (signal.SIGINT,):
         signal.signal(number, signal.SIG_IGN)
     try:
