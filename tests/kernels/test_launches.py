@@ -210,7 +210,7 @@ def sampled(launch: Launch) -> bool:
     """Whether `kernel_variants.py` is to hold it: no model with heads of 128 has soft caps or sinks, or norms of a
     dtype of their own; those with ALiBi have as many KV heads as query heads."""
     own_weights = launch.types.get("weight_ptr") != launch.types.get("x_ptr")
-    special = any(launch.constants.get(name) for name in ("SOFT_CAP", "SINKS", "ALIBI"))
+    special = any(launch.types.get(name, "constexpr") != "constexpr" for name in ("soft_cap", "sinks_ptr", "alibi_ptr"))
     return not special and not ("weight_ptr" in launch.types and own_weights)
 
 

@@ -115,6 +115,16 @@ ALIBI: dict[str, dict[str, Any]] = {  # as BLOOM and MPT have it
 }
 
 
+_OPTIONAL = {
+    "WINDOW": ["window"],
+    "SOFT_CAP": ["soft_cap"],
+    "SINKS": ["sinks_ptr"],
+    "ALIBI": ["alibi_ptr"],
+    "FP8": ["k_scale_ptr", "v_scale_ptr"],
+}
+"""What a layer or a pool may have -> the arguments that are None without it."""
+
+
 def _attention_constants(head_dim: int, config: TileConfig, options: dict[str, Any]) -> dict[str, Any]:
     defaults = {
         "GROUP": GROUP,
@@ -126,32 +136,27 @@ def _attention_constants(head_dim: int, config: TileConfig, options: dict[str, A
         "BLOCK_N": config.block_n,
         "SPLITS": 1,
         "CONTIGUOUS": False,
-        "WINDOW": False,
-        "SOFT_CAP": False,
-        "SINKS": False,
-        "ALIBI": False,
-        "FP8": False,
-        "PRECISION": "ieee",
     }
-    return {**defaults, **options}
+    absent = [name for option, names in _OPTIONAL.items() if not options.get(option) for name in names]
+    given = {name: value for name, value in options.items() if name not in _OPTIONAL}
+    return {**defaults, **given, **dict.fromkeys(absent)}
 
 
 def _attention(
     family: str, kernel: Any, dtype: str, head_dim: int, config: TileConfig, label: str, options: dict[str, Any], core: bool
 ) -> KernelVariant:  # fmt: skip
     constants = _attention_constants(head_dim, config, options)
-    fp8, contiguous = constants["FP8"], constants["CONTIGUOUS"]
-    pools = ("k_ptr", "v_ptr", "k_desc", "v_desc")
-    types = dict.fromkeys(pools, "*u8") if fp8 else {}
+    fp8, contiguous = bool(options.get("FP8")), constants["CONTIGUOUS"]
+    types = dict.fromkeys(("k_ptr", "v_ptr"), "*u8") if fp8 else {}
     tma = (
         not fp8
-        and not constants["ALIBI"]
+        and not options.get("ALIBI")
         and copies_tiles(config, head_dim, SIZES[dtype], constants["BLOCK_SIZE"], contiguous)
     )
-    if "TMA" in kernel.arg_names:
-        constants["TMA"] = tma
+    if "k_desc" in kernel.arg_names and not tma:
+        constants |= {"k_desc": None, "v_desc": None}
     if tma:
-        types |= dict.fromkeys(pools[2:], f"tensordesc<{dtype}[{config.block_n}, {head_dim}]>")
+        types |= dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{dtype}[{config.block_n}, {head_dim}]>")
     return KernelVariant(
         family,
         f"{dtype} d{head_dim} {config.block_m}x{config.block_n}{' tma' * tma} {label}",
@@ -243,16 +248,17 @@ def _decode() -> Iterator[KernelVariant]:
 def _cache_writes() -> Iterator[KernelVariant]:
     for dtype in SIZES:
         for head_dim in HEAD_DIMS:
-            heads = {"NUM_HEADS": NUM_KV_HEADS * GROUP, "NUM_KV_HEADS": NUM_KV_HEADS, "KV_PROGRAMS": 1, "FP8": False}
-            rotation, no_slots = {"NUM_KV_HEADS": 1, "KV_PROGRAMS": 0}, {"slots_ptr": "*fp32"}
+            heads = {"NUM_HEADS": NUM_KV_HEADS * GROUP, "NUM_KV_HEADS": NUM_KV_HEADS, "KV_PROGRAMS": 1}
+            plain = dict.fromkeys(("k_scale_ptr", "v_scale_ptr"))
+            rotation = {"NUM_KV_HEADS": 1, "KV_PROGRAMS": 0, "slots_ptr": None, **plain}
             bytes_pool = {"k_cache_ptr": "*u8", "v_cache_ptr": "*u8"}
             cases: tuple[tuple[str, dict[str, Any], dict[str, str]], ...] = (
-                ("", {}, {}),
-                ("rotation of q", rotation, no_slots),
-                ("rotation of k", {**rotation, "NUM_HEADS": NUM_KV_HEADS}, no_slots),
-                ("without q", {"NUM_HEADS": 0}, {}),
-                ("fp8 pool", {"FP8": True}, bytes_pool),
-                ("fp8 pool without q", {"FP8": True, "NUM_HEADS": 0}, bytes_pool),
+                ("", plain, {}),
+                ("rotation of q", rotation, {}),
+                ("rotation of k", {**rotation, "NUM_HEADS": NUM_KV_HEADS}, {}),
+                ("without q", {"NUM_HEADS": 0, **plain}, {}),
+                ("fp8 pool", {}, bytes_pool),
+                ("fp8 pool without q", {"NUM_HEADS": 0}, bytes_pool),
             )
             for label, options, types in cases:
                 yield KernelVariant(
@@ -287,7 +293,10 @@ def _cache_writes() -> Iterator[KernelVariant]:
         for head_dim in HEAD_DIMS:
             for run, fp8 in product((True, False), (False, True)):
                 stored = f"*{source}" if codec == "plain" else "*u8"
-                types = {"k_ptr": stored, "v_ptr": stored} | ({"slots_ptr": "*fp32"} if run else {})
+                types = {"k_ptr": stored, "v_ptr": stored}
+                absent = ["slots_ptr"] * run + ["pool_k_scale_ptr", "pool_v_scale_ptr"] * (not fp8)
+                absent += ["k_scale_ptr", "v_scale_ptr"] * (codec == "plain")
+                absent += ["k_mean_ptr", "k_levels_ptr", "v_levels_ptr"] * (codec != "codes")
                 if fp8:
                     types |= {"k_cache_ptr": "*u8", "v_cache_ptr": "*u8"}
                 if codec == "codes":
@@ -308,8 +317,7 @@ def _cache_writes() -> Iterator[KernelVariant]:
                         "V_BITS": BITS[source][1] if codec == "codes" else 0,
                         "BLOCK": block,
                         "STAGES": block.bit_length() - 1,
-                        "RUN": run,
-                        "FP8_POOL": fp8,
+                        **dict.fromkeys(absent),
                     },
                     4,
                     core=head_dim == 128 and run and not fp8 and source in ("bf16", "fp8", "int7", "int6"),
@@ -332,7 +340,7 @@ def _row_kernels() -> Iterator[KernelVariant]:
                         "BLOCK": min(1024, padded(width)),
                         "USE_K": use_k,
                         "USE_V": use_v,
-                        "FP8": fp8,
+                        **({} if fp8 else dict.fromkeys(("k_scale_ptr", "v_scale_ptr"))),
                     },
                     4,
                     core=dtype == "bf16" and width == 1024 and use_k and use_v and not fp8,

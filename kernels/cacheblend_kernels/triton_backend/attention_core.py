@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cacheblend_kernels.interface import AttentionMetadata, AttentionParams, LayerCache
-from cacheblend_kernels.triton_backend.checks import is_float8, pool_bits
+from cacheblend_kernels.triton_backend.checks import pool_bits
 from cacheblend_kernels.triton_backend.configs import TileConfig, padded
 from cacheblend_kernels.triton_backend.float8 import e4m3_to_fp32
 
@@ -26,12 +26,12 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
-def product(a, b, acc, PRECISION: tl.constexpr):
-    """a @ b + acc in fp32. bf16 is widened in the interpreter, which would multiply its raw bits."""
+def product(a, b, acc):
+    """a @ b + acc in fp32, without TF32. bf16 is widened in the interpreter, which would multiply its raw bits."""
     if INTERPRETED and a.dtype == tl.bfloat16:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision=PRECISION)
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -69,7 +69,6 @@ def load_keys(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BOUNDED: tl.constexpr,
-    FP8: tl.constexpr,
 ):
     """Load K or V [BLOCK_N, BLOCK_D] of one head in the dtype of the product. BOUNDED: keys that are not `visible` are
     read as zeros, so that NaN in unused slots cannot reach a sum."""
@@ -84,18 +83,18 @@ def load_keys(
             tile = tl.load(ptrs)
         else:
             tile = tl.load(ptrs, mask=(dims < HEAD_DIM)[None, :], other=0)
-    if FP8:
+    if tile.dtype == tl.uint8:
         return e4m3_to_fp32(tile).to(dtype)
     return tile.to(dtype)
 
 
 @triton.jit
-def start_of_softmax(sinks_ptr, heads, own, split, BLOCK_M: tl.constexpr, SINKS: tl.constexpr):
+def start_of_softmax(sinks_ptr, heads, own, split, BLOCK_M: tl.constexpr):
     """Return total and peak [BLOCK_M] fp32 before the first key. With sinks, the first split starts with one logit
     without a value."""
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    if SINKS:  # noqa: SIM102 — one is a constant, the other a value of the program
+    if sinks_ptr is not None:  # noqa: SIM102 — one is a constant, the other a value of the program
         if split == 0:
             total += 1.0
             peak = tl.load(sinks_ptr + heads, mask=own, other=0.0) * LOG2E
@@ -103,10 +102,10 @@ def start_of_softmax(sinks_ptr, heads, own, split, BLOCK_M: tl.constexpr, SINKS:
 
 
 @triton.jit
-def score(q, k, scale, soft_cap, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """q k^T [M, N] fp32, to be multiplied by `score_factor`. scale includes log2(e) unless SOFT_CAP."""
-    logits = product(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], dtype=tl.float32), PRECISION)
-    if SOFT_CAP:
+def score(q, k, scale, soft_cap):
+    """q k^T [M, N] fp32, to be multiplied by `score_factor`. scale includes log2(e) unless there is a soft cap."""
+    logits = product(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], dtype=tl.float32))
+    if soft_cap is not None:
         # tanh x = 1 - 2 / (exp 2x + 1): no overflow at either end
         capped = 1.0 - 2.0 / (tl.exp2(logits * (2.0 * LOG2E * scale / soft_cap)) + 1.0)
         logits = capped * (soft_cap * LOG2E)
@@ -114,9 +113,9 @@ def score(q, k, scale, soft_cap, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr
 
 
 @triton.jit
-def score_factor(scale, SOFT_CAP: tl.constexpr):
+def score_factor(scale, soft_cap):
     """Factor that turns scores into base-2 logits. Applied inside exp2's multiply-add, not to the tile."""
-    if SOFT_CAP:
+    if soft_cap is not None:
         return 1.0
     return scale
 
@@ -135,19 +134,16 @@ def softmax_step(
     slopes,
     distances,
     MASKED: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Add one tile of keys to the running softmax.
 
     acc [M, D], total [M], peak [M] fp32; q [M, D], k, v [N, D]; shown [M, N]: which row sees which key (MASKED only).
-    slopes [M] fp32, of base-2 logits, distances [M, N] or [1, N]: position of each key minus that of the row (ALiBi
-    only).
+    soft_cap: None for none. slopes [M] fp32, of base-2 logits, or None; distances [M, N] or [1, N]: position of each
+    key minus that of the row (ALiBi only).
     """
-    logits = score(q, k, scale, soft_cap, SOFT_CAP, PRECISION)
-    factor = score_factor(scale, SOFT_CAP)
-    if ALIBI:
+    logits = score(q, k, scale, soft_cap)
+    factor = score_factor(scale, soft_cap)
+    if slopes is not None:
         logits = logits * factor + slopes[:, None] * distances.to(tl.float32)
         factor = 1.0
     if MASKED:
@@ -159,27 +155,25 @@ def softmax_step(
     p = tl.exp2(logits * factor - base[:, None])
     alpha = tl.exp2(peak - base)
     total = total * alpha + tl.sum(p, 1)
-    acc = product(p.to(v.dtype), v, acc * alpha[:, None], PRECISION)
+    acc = product(p.to(v.dtype), v, acc * alpha[:, None])
     return acc, total, new_peak
 
 
 @triton.jit
-def softmax_step_pair(
-    acc, total, peak, q, k0, v0, k1, v1, scale, soft_cap, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr
-):
+def softmax_step_pair(acc, total, peak, q, k0, v0, k1, v1, scale, soft_cap):
     """`softmax_step` for two tiles of keys that every row sees: acc is rescaled once, and both products of q with keys
     come before the exponentials. (Triton's compiler does not overlap one tile's product with the other's exponentials:
     it waits for each product where it is used.)"""
-    logits0 = score(q, k0, scale, soft_cap, SOFT_CAP, PRECISION)
-    logits1 = score(q, k1, scale, soft_cap, SOFT_CAP, PRECISION)
-    factor = score_factor(scale, SOFT_CAP)
+    logits0 = score(q, k0, scale, soft_cap)
+    logits1 = score(q, k1, scale, soft_cap)
+    factor = score_factor(scale, soft_cap)
     new_peak = tl.maximum(peak, tl.maximum(tl.max(logits0, 1), tl.max(logits1, 1)) * factor)
     p0 = tl.exp2(logits0 * factor - new_peak[:, None])
     p1 = tl.exp2(logits1 * factor - new_peak[:, None])
     alpha = tl.exp2(peak - new_peak)
     total = total * alpha + (tl.sum(p0, 1) + tl.sum(p1, 1))
-    acc = product(p0.to(v0.dtype), v0, acc * alpha[:, None], PRECISION)
-    acc = product(p1.to(v1.dtype), v1, acc, PRECISION)
+    acc = product(p0.to(v0.dtype), v0, acc * alpha[:, None])
+    acc = product(p1.to(v1.dtype), v1, acc)
     return acc, total, new_peak
 
 
@@ -220,10 +214,10 @@ def attention_arguments(
     config: TileConfig,
     outputs: tuple[Tensor, Tensor, Tensor],
 ) -> dict[str, Any]:
-    """Return the arguments that both attention kernels take. outputs: the result, and `split_buffers`."""
-    out, part, lse = outputs
+    """Return the arguments that both attention kernels take: None for what a layer does not have. outputs: the result,
+    and `split_buffers`."""
+    (out, part, lse), slot = outputs, meta.contiguous_slot
     block_size, num_kv_heads, head_dim = cache.k.shape[1:]
-    fp8, slot = is_float8(cache), meta.contiguous_slot
     return {
         "q_ptr": q,
         "k_ptr": pool_bits(cache.k),
@@ -232,16 +226,16 @@ def attention_arguments(
         "part_ptr": part,
         "lse_ptr": lse,
         "table_ptr": meta.block_table,
-        "k_scale_ptr": cache.k_scale if fp8 else lse,
-        "v_scale_ptr": cache.v_scale if fp8 else lse,
-        "sinks_ptr": lse if params.sinks is None else params.sinks,
-        "alibi_ptr": lse if params.alibi is None else params.alibi,
+        "k_scale_ptr": cache.k_scale,
+        "v_scale_ptr": cache.v_scale,
+        "sinks_ptr": params.sinks,
+        "alibi_ptr": params.alibi,
         "first_slot": max(0, slot),
         "table_stride": meta.block_table.stride(0),
         "q_stride": q.stride(0),
         "scale": params.scale,
-        "soft_cap": params.soft_cap or 1.0,
-        "window": params.sliding_window or 0,
+        "soft_cap": params.soft_cap,
+        "window": params.sliding_window,
         "GROUP": q.shape[1] // num_kv_heads,
         "NUM_KV_HEADS": num_kv_heads,
         "HEAD_DIM": head_dim,
@@ -251,12 +245,6 @@ def attention_arguments(
         "BLOCK_N": config.block_n,
         "SPLITS": part.shape[2],
         "CONTIGUOUS": slot >= 0,
-        "WINDOW": params.sliding_window is not None,
-        "SOFT_CAP": params.soft_cap is not None,
-        "SINKS": params.sinks is not None,
-        "ALIBI": params.alibi is not None,
-        "FP8": fp8,
-        "PRECISION": "ieee",
         "num_warps": config.num_warps,
     }
 

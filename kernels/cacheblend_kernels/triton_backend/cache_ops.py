@@ -25,7 +25,6 @@ from cacheblend_kernels.triton_backend.checks import (
     check_rows_of,
     check_slots,
     device_guard,
-    is_float8,
     once,
     pool_bits,
     tensors_of,
@@ -44,26 +43,23 @@ def rotate(x1, x2, cos, sin):
 
 
 @triton.jit
-def to_pool(x, ptr, FP8: tl.constexpr):
-    """Convert x to the pool's dtype."""
-    if FP8:
+def to_pool(x, ptr):
+    """Convert x to the pool's dtype; a float8 pool is seen as bytes."""
+    if ptr.dtype.element_ty == tl.uint8:
         return fp32_to_e4m3(x)
     return x.to(ptr.dtype.element_ty)
 
 
 @triton.jit
-def _rotate_heads(
-    x_ptr, out_ptr, heads, halves, cos, sin, factor,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, FP8: tl.constexpr,
-):  # fmt: skip
+def _rotate_heads(x_ptr, out_ptr, heads, halves, cos, sin, factor, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Write rotate(x) * factor for the heads of one row to out; both pointers are at the row's first head."""
     mask = (heads < NUM_HEADS)[:, None] & (halves < HEAD_DIM // 2)[None, :]
     at = heads[:, None] * HEAD_DIM + halves[None, :]
     x1 = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     x2 = tl.load(x_ptr + at + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
     y1, y2 = rotate(x1, x2, cos, sin)
-    tl.store(out_ptr + at, to_pool(y1 * factor, out_ptr, FP8), mask=mask)
-    tl.store(out_ptr + at + HEAD_DIM // 2, to_pool(y2 * factor, out_ptr, FP8), mask=mask)
+    tl.store(out_ptr + at, to_pool(y1 * factor, out_ptr), mask=mask)
+    tl.store(out_ptr + at + HEAD_DIM // 2, to_pool(y2 * factor, out_ptr), mask=mask)
 
 
 @triton.jit
@@ -88,41 +84,39 @@ def rope_and_cache_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     KV_PROGRAMS: tl.constexpr,
-    FP8: tl.constexpr,
 ):
     """BLOCK_HEADS heads of one row. Grid (num_rows, KV_PROGRAMS + programs for q): the first ones take K and V.
-    NUM_HEADS 0: no q. KV_PROGRAMS 0: no cache write, rotation only."""
+    NUM_HEADS 0: no q. KV_PROGRAMS 0: no cache write, rotation only. Scales: None for a pool that is not float8."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     halves = tl.arange(0, BLOCK_HALF)
     in_half = halves < HEAD_DIM // 2
     cos = tl.load(cos_ptr + row * HEAD_DIM + halves, mask=in_half, other=0.0)[None, :]
     sin = tl.load(sin_ptr + row * HEAD_DIM + halves, mask=in_half, other=0.0)[None, :]
-    if KV_PROGRAMS > 0:  # else there are no slots, and their placeholder has another type
+    if KV_PROGRAMS > 0:
         heads = part * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         if part < KV_PROGRAMS:
             base = tl.load(slots_ptr + row) * (NUM_KV_HEADS * HEAD_DIM)
             mask = (heads < NUM_KV_HEADS)[:, None] & in_half[None, :]
             k_factor = 1.0
             v_factor = 1.0
-            if FP8:
+            if k_scale_ptr is not None:
                 k_factor = 1.0 / tl.load(k_scale_ptr + heads, mask=heads < NUM_KV_HEADS, other=1.0)[:, None]
                 v_factor = 1.0 / tl.load(v_scale_ptr + heads, mask=heads < NUM_KV_HEADS, other=1.0)[:, None]
             _rotate_heads(
-                k_ptr + row * k_stride, k_cache_ptr + base, heads, halves, cos, sin, k_factor,
-                NUM_KV_HEADS, HEAD_DIM, FP8,
-            )  # fmt: skip
+                k_ptr + row * k_stride, k_cache_ptr + base, heads, halves, cos, sin, k_factor, NUM_KV_HEADS, HEAD_DIM
+            )
             for half in tl.static_range(2):
                 at = heads[:, None] * HEAD_DIM + (halves + half * (HEAD_DIM // 2))[None, :]
                 v = tl.load(v_ptr + row * v_stride + at, mask=mask, other=0.0)
-                v = to_pool(v.to(tl.float32) * v_factor, v_cache_ptr, FP8)
+                v = to_pool(v.to(tl.float32) * v_factor, v_cache_ptr)
                 tl.store(v_cache_ptr + base + at, v, mask=mask)
     if NUM_HEADS > 0:
         heads = (part - KV_PROGRAMS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         if part >= KV_PROGRAMS:
             _rotate_heads(
                 q_ptr + row * q_stride, q_out_ptr + row * (NUM_HEADS * HEAD_DIM), heads, halves, cos, sin, 1.0,
-                NUM_HEADS, HEAD_DIM, False,
+                NUM_HEADS, HEAD_DIM,
             )  # fmt: skip
 
 
@@ -135,7 +129,7 @@ def rope_and_cache(q: Tensor | None, k: Tensor, v: Tensor, cache: LayerCache, sl
         return q_out
     num_heads = 0 if q is None else q.shape[1]
     kv_programs = -(-num_kv_heads // HEADS_PER_PROGRAM)
-    q_in, fp8 = k if q is None else q, is_float8(cache)
+    q_in = k if q is None else q
     with device_guard(k):
         rope_and_cache_kernel[(num_rows, kv_programs + -(-num_heads // HEADS_PER_PROGRAM))](
             q_in,
@@ -147,8 +141,8 @@ def rope_and_cache(q: Tensor | None, k: Tensor, v: Tensor, cache: LayerCache, sl
             pool_bits(cache.k),
             pool_bits(cache.v),
             slots.slots,
-            cache.k_scale if fp8 else slots.cos,
-            cache.v_scale if fp8 else slots.cos,
+            cache.k_scale,
+            cache.v_scale,
             q_in.stride(0),
             k.stride(0),
             v.stride(0),
@@ -158,7 +152,6 @@ def rope_and_cache(q: Tensor | None, k: Tensor, v: Tensor, cache: LayerCache, sl
             BLOCK_HALF=padded(head_dim // 2),
             BLOCK_HEADS=HEADS_PER_PROGRAM,
             KV_PROGRAMS=kv_programs,
-            FP8=fp8,
             num_warps=4,
         )
     return q_out
@@ -186,10 +179,10 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return out
     with device_guard(x):
         rope_and_cache_kernel[(num_rows, -(-num_heads // HEADS_PER_PROGRAM))](
-            x, x, x, cos, sin, out, out, out, cos, cos, cos,
+            x, x, x, cos, sin, out, out, out, None, None, None,
             x.stride(0), x.stride(0), x.stride(0),
             NUM_HEADS=num_heads, NUM_KV_HEADS=1, HEAD_DIM=head_dim, BLOCK_HALF=padded(head_dim // 2),
-            BLOCK_HEADS=HEADS_PER_PROGRAM, KV_PROGRAMS=0, FP8=False, num_warps=4,
+            BLOCK_HEADS=HEADS_PER_PROGRAM, KV_PROGRAMS=0, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -202,11 +195,12 @@ def _check_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 @triton.jit
-def _held(ptrs, scale_ptrs, mask, FP8: tl.constexpr):
-    """Load the pool's contents as fp32."""
-    if FP8:
-        return e4m3_to_fp32(tl.load(ptrs, mask=mask, other=0)) * tl.load(scale_ptrs, mask=mask, other=0.0)
-    return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+def _change(x_ptr, pool_ptr, scale_ptr, at, mask, HEAD_DIM: tl.constexpr):
+    """Return the differences of fresh values at `at` from the pool's contents, fp32."""
+    old = tl.load(pool_ptr + at, mask=mask, other=0)
+    if scale_ptr is not None:
+        old = e4m3_to_fp32(old) * tl.load(scale_ptr + at // HEAD_DIM, mask=mask, other=0.0)
+    return tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32) - old.to(tl.float32)
 
 
 @triton.jit
@@ -226,7 +220,6 @@ def kv_deviation_kernel(
     BLOCK: tl.constexpr,
     USE_K: tl.constexpr,
     USE_V: tl.constexpr,
-    FP8: tl.constexpr,
 ):
     """One row: sum of squared differences over its WIDTH = num_kv_heads * head_dim elements, K and V in one pass."""
     row = tl.program_id(0).to(tl.int64)
@@ -237,12 +230,10 @@ def kv_deviation_kernel(
         at = start + offsets
         mask = at < WIDTH
         if USE_K:
-            old = _held(k_cache_ptr + base + at, k_scale_ptr + at // HEAD_DIM, mask, FP8)
-            change = tl.load(k_ptr + row * k_stride + at, mask=mask, other=0.0).to(tl.float32) - old
+            change = _change(k_ptr + row * k_stride, k_cache_ptr + base, k_scale_ptr, at, mask, HEAD_DIM)
             total += change * change
         if USE_V:
-            old = _held(v_cache_ptr + base + at, v_scale_ptr + at // HEAD_DIM, mask, FP8)
-            change = tl.load(v_ptr + row * v_stride + at, mask=mask, other=0.0).to(tl.float32) - old
+            change = _change(v_ptr + row * v_stride, v_cache_ptr + base, v_scale_ptr, at, mask, HEAD_DIM)
             total += change * change
     tl.store(out_ptr + row, tl.sum(total, 0))
 
@@ -253,7 +244,7 @@ def kv_deviation(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor, kind: s
     out = torch.empty(k.shape[0], dtype=torch.float32, device=k.device)
     if k.shape[0] == 0:
         return out
-    width, fp8 = k.shape[1] * k.shape[2], is_float8(cache)
+    width = k.shape[1] * k.shape[2]
     with device_guard(k):
         kv_deviation_kernel[(k.shape[0],)](
             k,
@@ -261,8 +252,8 @@ def kv_deviation(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor, kind: s
             pool_bits(cache.k),
             pool_bits(cache.v),
             slots,
-            cache.k_scale if fp8 else out,
-            cache.v_scale if fp8 else out,
+            cache.k_scale,
+            cache.v_scale,
             out,
             k.stride(0),
             v.stride(0),
@@ -271,7 +262,6 @@ def kv_deviation(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor, kind: s
             BLOCK=min(1024, padded(width)),
             USE_K="k" in kind,
             USE_V="v" in kind,
-            FP8=fp8,
             num_warps=4,
         )
     return out

@@ -60,14 +60,9 @@ def decode_attention_kernel(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    ALIBI: tl.constexpr,
-    FP8: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """One sequence, one KV head, one split. Grid (num_kv_heads, num_seqs, SPLITS).
+    """One sequence, one KV head, one split. Grid (num_kv_heads, num_seqs, SPLITS). None for scales, sinks, ALiBi's
+    slopes, soft_cap or window: the launch has none.
 
     The split's length follows kv_lens on the device, so a captured graph stays right as the context grows. Every key
     of the range is seen, except that the range's last tile, and its first under a window, are not full.
@@ -77,7 +72,7 @@ def decode_attention_kernel(
     split = tl.program_id(2)
     hi = tl.load(kv_lens_ptr + seq)
     lo = hi * 0
-    if WINDOW:
+    if window is not None:
         lo = tl.maximum(hi - window, 0)
     begin = lo // BLOCK_N * BLOCK_N
     end = hi
@@ -95,27 +90,27 @@ def decode_attention_kernel(
     q = tl.load(q_ptr + seq * q_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=stored, other=0.0)
     k_factor = 1.0
     v_factor = 1.0
-    if FP8:
+    if k_scale_ptr is not None:
         k_factor = tl.load(k_scale_ptr + kv_head)
         v_factor = tl.load(v_scale_ptr + kv_head)
-    if not SOFT_CAP:
+    if soft_cap is None:
         scale = scale * LOG2E
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    slopes = 0.0
-    if ALIBI:
+    slopes = None
+    if alibi_ptr is not None:
         slopes = tl.load(alibi_ptr + heads, mask=own, other=0.0) * LOG2E
-    total, peak = start_of_softmax(sinks_ptr, heads, own, split, BLOCK_M, SINKS)
+    total, peak = start_of_softmax(sinks_ptr, heads, own, split, BLOCK_M)
     seq_table = table_ptr + seq * table_stride
     for start in range(begin, end, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
         key_pos = start + offsets
         slots = key_slots(seq_table, first_slot, start, offsets, hi, BLOCK_N, BLOCK_SIZE, CONTIGUOUS)
         real = (key_pos >= lo) & (key_pos < hi)
-        k = load_keys(k_ptr, slots, kv_head, dims, real, q.dtype, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, True, FP8)
-        v = load_keys(v_ptr, slots, kv_head, dims, real, q.dtype, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, True, FP8)
+        k = load_keys(k_ptr, slots, kv_head, dims, real, q.dtype, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, True)
+        v = load_keys(v_ptr, slots, kv_head, dims, real, q.dtype, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, True)
         acc, total, peak = softmax_step(
             acc, total, peak, q, k, v, real[None, :], scale * k_factor, soft_cap,
-            slopes, (key_pos - (hi - 1))[None, :], True, SOFT_CAP, ALIBI, PRECISION,
+            slopes, (key_pos - (hi - 1))[None, :], True,
         )  # fmt: skip
 
     acc = acc * (v_factor / tl.where(total == 0.0, 1.0, total))[:, None]

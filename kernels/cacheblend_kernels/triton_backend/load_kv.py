@@ -27,7 +27,6 @@ from cacheblend_kernels.triton_backend.checks import (
     check_slots,
     check_tensor,
     device_guard,
-    is_float8,
     once,
     pool_bits,
     tensors_of,
@@ -105,12 +104,11 @@ def _decoded(
 ):  # fmt: skip
     """Return the heads' channels of one row stored as plain values, fp32 [BLOCK_HEADS, BLOCK_HALF]."""
     at = row * (NUM_KV_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + channels[None, :]
-    if CODEC == "plain":
-        return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
-    code = tl.load(ptr + at, mask=mask, other=0)
-    scale = tl.load(scale_ptr + heads, mask=heads < NUM_KV_HEADS, other=0.0)
-    value = e4m3_to_fp32(code) if CODEC == "fp8" else e5m2_to_fp32(code)
-    return value * scale[:, None]
+    value = tl.load(ptr + at, mask=mask, other=0)
+    if CODEC != "plain":
+        value = e4m3_to_fp32(value) if CODEC == "fp8" else e5m2_to_fp32(value)
+        value *= tl.load(scale_ptr + heads, mask=heads < NUM_KV_HEADS, other=0.0)[:, None]
+    return value.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["first_slot"])
@@ -140,12 +138,11 @@ def load_kv_kernel(
     V_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    RUN: tl.constexpr,
-    FP8_POOL: tl.constexpr,
 ):
     """BLOCK_HEADS heads of one row. Grid (num_rows, parts).
 
-    RUN: the slots are first_slot, first_slot + 1, ... CODEC "codes" has K_BITS and V_BITS per value, mixed in blocks of
+    slots_ptr None: the slots are first_slot, first_slot + 1, ... Other pointers are None if the format of the stored
+    values or of the pool does not need them. CODEC "codes" has K_BITS and V_BITS per value, mixed in blocks of
     BLOCK = 2^STAGES channels in each half of a head. factor: makes mixing its own inverse.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -153,13 +150,13 @@ def load_kv_kernel(
     halves = tl.arange(0, BLOCK_HALF)
     in_half = halves < HEAD_DIM // 2
     mask = (heads < NUM_KV_HEADS)[:, None] & in_half[None, :]
-    slot = first_slot + row if RUN else tl.load(slots_ptr + row)
+    slot = first_slot + row if slots_ptr is None else tl.load(slots_ptr + row)
     at = slot * (NUM_KV_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + halves[None, :]
     cos = tl.load(cos_ptr + row * HEAD_DIM + halves, mask=in_half, other=0.0)[None, :]
     sin = tl.load(sin_ptr + row * HEAD_DIM + halves, mask=in_half, other=0.0)[None, :]
     k_factor = 1.0
     v_factor = 1.0
-    if FP8_POOL:
+    if pool_k_scale_ptr is not None:
         k_factor = 1.0 / tl.load(pool_k_scale_ptr + heads, mask=heads < NUM_KV_HEADS, other=1.0)[:, None]
         v_factor = 1.0 / tl.load(pool_v_scale_ptr + heads, mask=heads < NUM_KV_HEADS, other=1.0)[:, None]
 
@@ -174,10 +171,10 @@ def load_kv_kernel(
         k1 += tl.load(mean_at, mask=mask, other=0.0).to(tl.float32)
         k2 += tl.load(mean_at + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
     k1, k2 = rotate(k1, k2, cos, sin)
-    tl.store(k_cache_ptr + at, to_pool(k1 * k_factor, k_cache_ptr, FP8_POOL), mask=mask)
-    tl.store(k_cache_ptr + at + HEAD_DIM // 2, to_pool(k2 * k_factor, k_cache_ptr, FP8_POOL), mask=mask)
-    tl.store(v_cache_ptr + at, to_pool(v1 * v_factor, v_cache_ptr, FP8_POOL), mask=mask)
-    tl.store(v_cache_ptr + at + HEAD_DIM // 2, to_pool(v2 * v_factor, v_cache_ptr, FP8_POOL), mask=mask)
+    tl.store(k_cache_ptr + at, to_pool(k1 * k_factor, k_cache_ptr), mask=mask)
+    tl.store(k_cache_ptr + at + HEAD_DIM // 2, to_pool(k2 * k_factor, k_cache_ptr), mask=mask)
+    tl.store(v_cache_ptr + at, to_pool(v1 * v_factor, v_cache_ptr), mask=mask)
+    tl.store(v_cache_ptr + at + HEAD_DIM // 2, to_pool(v2 * v_factor, v_cache_ptr), mask=mask)
 
 
 def load_kv(stored: StoredKV, cache: LayerCache, slots: Slots) -> None:
@@ -188,25 +185,25 @@ def load_kv(stored: StoredKV, cache: LayerCache, slots: Slots) -> None:
     _check(stored, cache, slots.cos, slots.sin, None if run else slots.slots)
     if num_rows == 0:
         return
-    codec, cos, fp8_pool = _codec(stored), slots.cos, is_float8(cache)
+    codec = _codec(stored)
     num_kv_heads, head_dim = cache.k.shape[2:]
     block = mixed_block(head_dim) if codec == "codes" else 1
     with device_guard(stored.k):
         load_kv_kernel[(num_rows, -(-num_kv_heads // BLOCK_HEADS))](
             pool_bits(stored.k),
             pool_bits(stored.v),
-            cos,
+            slots.cos,
             slots.sin,
             pool_bits(cache.k),
             pool_bits(cache.v),
-            cos if run else slots.slots,
-            cos if stored.k_scale is None else stored.k_scale,
-            cos if stored.v_scale is None else stored.v_scale,
-            cos if stored.k_mean is None else stored.k_mean,
-            cos if stored.k_levels is None else stored.k_levels,
-            cos if stored.v_levels is None else stored.v_levels,
-            cache.k_scale if fp8_pool else cos,
-            cache.v_scale if fp8_pool else cos,
+            None if run else slots.slots,
+            stored.k_scale,
+            stored.v_scale,
+            stored.k_mean,
+            stored.k_levels,
+            stored.v_levels,
+            cache.k_scale,
+            cache.v_scale,
             slots.first_slot,
             (2 * block) ** -0.5,
             NUM_KV_HEADS=num_kv_heads,
@@ -218,8 +215,6 @@ def load_kv(stored: StoredKV, cache: LayerCache, slots: Slots) -> None:
             V_BITS=stored.bits[1],
             BLOCK=block,
             STAGES=block.bit_length() - 1,
-            RUN=run,
-            FP8_POOL=fp8_pool,
             num_warps=4,
         )
 

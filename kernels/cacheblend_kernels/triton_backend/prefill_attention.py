@@ -44,7 +44,6 @@ from cacheblend_kernels.triton_backend.checks import (
     check_sequences,
     device_guard,
     is_float8,
-    pool_bits,
 )
 from cacheblend_kernels.triton_backend.configs import (
     LaunchPlan,
@@ -84,11 +83,6 @@ def _walk_keys(
     BLOCK_SIZE: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
     MASKED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    FP8: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Attend to the keys begin..end-1 in steps of BLOCK_N. MASKED: some rows do not see some of them."""
     offsets = tl.arange(0, BLOCK_N)
@@ -98,18 +92,14 @@ def _walk_keys(
         key_pos = start + offsets
         slots = key_slots(table_ptr, first_slot, start, offsets, hi, BLOCK_N, BLOCK_SIZE, CONTIGUOUS)
         real = (key_pos >= lo) & (key_pos < hi)
-        k = load_keys(
-            k_ptr, slots, kv_head, dims, real, q.dtype, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, MASKED, FP8
-        )  # fmt: skip
-        v = load_keys(
-            v_ptr, slots, kv_head, dims, real, q.dtype, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, MASKED, FP8
-        )  # fmt: skip
+        k = load_keys(k_ptr, slots, kv_head, dims, real, q.dtype, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, MASKED)
+        v = load_keys(v_ptr, slots, kv_head, dims, real, q.dtype, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, MASKED)
         shown = key_pos[None, :] <= row_pos[:, None]
-        if WINDOW:
+        if window is not None:
             shown = shown & (key_pos[None, :] > row_pos[:, None] - window)
         acc, total, peak = softmax_step(
             acc, total, peak, q, k, v, shown, scale * k_factor, soft_cap,
-            slopes, key_pos[None, :] - row_pos[:, None], MASKED, SOFT_CAP, ALIBI, PRECISION,
+            slopes, key_pos[None, :] - row_pos[:, None], MASKED,
         )  # fmt: skip
     return acc, total, peak
 
@@ -133,8 +123,6 @@ def _walk_pairs(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Attend to `pairs` pairs of key tiles from `begin` on, all of them seen by every row.
 
@@ -156,7 +144,7 @@ def _walk_pairs(
         k1 = k_desc.load([slot1, kv_head * HEAD_DIM])
         v0 = v_desc.load([slot0, kv_head * HEAD_DIM])
         v1 = v_desc.load([slot1, kv_head * HEAD_DIM])
-        acc, total, peak = softmax_step_pair(acc, total, peak, q, k0, v0, k1, v1, scale, soft_cap, SOFT_CAP, PRECISION)
+        acc, total, peak = softmax_step_pair(acc, total, peak, q, k0, v0, k1, v1, scale, soft_cap)
         slot0 = after0
         slot1 = after1
     return acc, total, peak
@@ -195,17 +183,11 @@ def prefill_attention_kernel(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    ALIBI: tl.constexpr,
-    FP8: tl.constexpr,
-    TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """One tile of rows of one sequence, one KV head, one split of the key range.
 
-    TMA: k_desc, v_desc describe the pools in boxes of BLOCK_N slots of one head; else they are not read.
+    None for scales, sinks, ALiBi's slopes, soft_cap or window: the launch has none. k_desc, v_desc: the pools in boxes
+    of BLOCK_N slots of one head, None if tiles are not copied.
 
     Grid (num_kv_heads, tiles, SPLITS). Sequence i owns the tiles from cu_rows[i] // ROWS + i on; the tiles at the end
     of the batch see the most keys and are started first.
@@ -248,7 +230,7 @@ def prefill_attention_kernel(
     # Some row sees keys lo..hi-1, all rows see inner_lo..inner_hi-1.
     hi = last_pos + 1
     inner_hi = (first_pos + 1) // BLOCK_N * BLOCK_N
-    if WINDOW:
+    if window is not None:
         lo = tl.maximum(first_pos - window + 1, 0)
         inner_lo = (tl.maximum(last_pos - window + 1, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     else:
@@ -262,44 +244,44 @@ def prefill_attention_kernel(
         end = tl.minimum(begin + tiles_each * BLOCK_N, hi)
     inner_lo = tl.minimum(tl.maximum(inner_lo, begin), end)
     inner_hi = tl.maximum(tl.minimum(inner_hi, end), inner_lo)
-    if TMA:  # an odd last tile is processed with the edge
+    if k_desc is not None:  # an odd last tile is processed with the edge
         inner_hi = inner_lo + (inner_hi - inner_lo) // (2 * BLOCK_N) * (2 * BLOCK_N)
 
     k_factor = 1.0
     v_factor = 1.0
-    if FP8:
+    if k_scale_ptr is not None:
         k_factor = tl.load(k_scale_ptr + kv_head)
         v_factor = tl.load(v_scale_ptr + kv_head)
-    if not SOFT_CAP:
+    if soft_cap is None:
         scale = scale * LOG2E
     seq_table = table_ptr + tl.cast(seq, tl.int64) * table_stride
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    slopes = 0.0
-    if ALIBI:
+    slopes = None
+    if alibi_ptr is not None:
         slopes = tl.load(alibi_ptr + heads, mask=own, other=0.0) * LOG2E
-    total, peak = start_of_softmax(sinks_ptr, heads, own, split, BLOCK_M, SINKS)
-    if WINDOW:
+    total, peak = start_of_softmax(sinks_ptr, heads, own, split, BLOCK_M)
+    if window is not None:
         acc, total, peak = _walk_keys(
             acc, total, peak, q, row_pos, k_ptr, v_ptr, seq_table, first_slot, kv_head, k_factor,
             begin, inner_lo, lo, hi, scale, soft_cap, window, slopes,
-            BLOCK_N, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, CONTIGUOUS, True, WINDOW, SOFT_CAP, ALIBI, FP8, PRECISION,
+            BLOCK_N, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, CONTIGUOUS, True,
         )  # fmt: skip
-    if TMA:
+    if k_desc is not None:
         acc, total, peak = _walk_pairs(
             acc, total, peak, q, k_desc, v_desc, seq_table, first_slot, kv_head,
             inner_lo, (inner_hi - inner_lo) // (2 * BLOCK_N), scale, soft_cap,
-            BLOCK_N, HEAD_DIM, BLOCK_SIZE, CONTIGUOUS, SOFT_CAP, PRECISION,
+            BLOCK_N, HEAD_DIM, BLOCK_SIZE, CONTIGUOUS,
         )  # fmt: skip
     else:
         acc, total, peak = _walk_keys(
             acc, total, peak, q, row_pos, k_ptr, v_ptr, seq_table, first_slot, kv_head, k_factor,
             inner_lo, inner_hi, lo, hi, scale, soft_cap, window, slopes,
-            BLOCK_N, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, CONTIGUOUS, False, WINDOW, SOFT_CAP, ALIBI, FP8, PRECISION,
+            BLOCK_N, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, CONTIGUOUS, False,
         )  # fmt: skip
     acc, total, peak = _walk_keys(
         acc, total, peak, q, row_pos, k_ptr, v_ptr, seq_table, first_slot, kv_head, k_factor,
         inner_hi, end, lo, hi, scale, soft_cap, window, slopes,
-        BLOCK_N, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, CONTIGUOUS, True, WINDOW, SOFT_CAP, ALIBI, FP8, PRECISION,
+        BLOCK_N, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, CONTIGUOUS, True,
     )  # fmt: skip
 
     if SPLITS > 1:  # a row may see no key of this split
@@ -335,7 +317,7 @@ def prefill_attention(
     config = plan.config or pick_prefill_config(configs, group, num_rows, num_kv_heads, plan.num_sms, keys)
     copied = not fp8 and params.alibi is None  # pairs of copied tiles carry no positions
     tma = copied and copies_tiles(config, head_dim, q.element_size(), block_size, contiguous)
-    k_desc, v_desc = (tile_descriptor(c, config.block_n) if tma else pool_bits(c) for c in (cache.k, cache.v))
+    k_desc, v_desc = (tile_descriptor(c, config.block_n) if tma else None for c in (cache.k, cache.v))
     tiles = num_tiles(config, group, num_rows, meta.num_seqs)
     splits = plan.num_splits or num_context_splits(tiles * num_kv_heads, keys, plan.num_sms)
     part, lse = split_buffers(q, splits)
@@ -346,7 +328,6 @@ def prefill_attention(
             positions_ptr=meta.positions,
             cu_rows_ptr=meta.cu_rows,
             num_seqs=meta.num_seqs,
-            TMA=tma,
             num_stages=config.stages(contiguous or tma),
             **attention_arguments(q, cache, meta, params, config, (out, part, lse)),
         )
