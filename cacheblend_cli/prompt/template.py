@@ -77,7 +77,7 @@ class PromptTemplate:
 
     def _around(self, count: int) -> list[str]:
         """Return the template text before, between and after `count` turns, starting after the chunks."""
-        marks = Marks.of(self.wording)
+        marks = Marks(self.wording)
         turns = [marks.turn(i) for i in range(count)]
         day = self.day or date.today()
         rendered = _render(
@@ -139,7 +139,7 @@ def split_template(tokenizer: Tokenizer, wording: Wording | None = None, day: da
         printed.add(day or date.today())
         return datetime.combine(max(printed), time()).strftime(form)
 
-    marks = Marks.of(wording)
+    marks = Marks(wording)
     question = marks.turn(0)
     rendered = _render(tokenizer, wording, strftime_now, marks, [question])
     if rendered.count(marks.chunks) != 1 or rendered.count(question) != 1:
@@ -155,35 +155,18 @@ def split_template(tokenizer: Tokenizer, wording: Wording | None = None, day: da
     )
 
 
-@dataclass(frozen=True)
 class Marks:
-    """Sentinels for texts in the chat template: words that survive trimming.
+    """Sentinels for texts in the chat template: words that survive trimming, and that do not occur in the wording. Those
+    of chunks and turns also contain characters that escaping would change."""
 
-    The sentinels of chunks and turns also contain characters that escaping would change.
-    """
-
-    number: int = 0  # chosen so that no sentinel occurs in the wording
-
-    @classmethod
-    def of(cls, wording: Wording) -> Marks:
+    def __init__(self, wording: Wording) -> None:
         texts = f"{wording.system}\n{wording.prompt}\n{wording.variables}"
-        return next(marks for marks in map(cls, count()) if marks._ending not in texts)
-
-    @property
-    def _ending(self) -> str:
-        return f"5d1fe0b7n{self.number}Stand3c9aHere"
-
-    @property
-    def chunks(self) -> str:
-        return f"Chunks{_ESCAPED}{self._ending}"
-
-    @property
-    def system(self) -> str:
-        return f"System{self._ending}"
+        ending = next(ending for n in count() if (ending := f"5d1fe0b7n{n}Stand3c9aHere") not in texts)
+        self.chunks, self.system, self._turn = f"Chunks{_ESCAPED}{ending}", f"System{ending}", f"{_ESCAPED}{ending}"
 
     def turn(self, index: int) -> str:
         """Return the sentinel of a turn in the conversation. A single question has index 0."""
-        return f"Turn{index:04}{_ESCAPED}{self._ending}"
+        return f"Turn{index:04}{self._turn}"
 
 
 def _render(

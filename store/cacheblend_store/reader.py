@@ -106,11 +106,7 @@ class StoreReader:
 
     def document(self, key: bytes) -> DocumentRecord | None:
         """Return a document record, or None if it is missing or damaged."""
-        value = self.get("documents", key)
-        try:
-            return None if value is None else records.decode_document(key, value)
-        except BadBlob:
-            return None
+        return records.undamaged(records.decode_document, key, self.get("documents", key))
 
     def documents(self) -> Iterator[DocumentRecord]:
         """Yield all undamaged document records."""
@@ -141,9 +137,7 @@ class StoreReader:
 
     def memo(self, key: bytes) -> Memo | None:
         """Return a memo, or None if it is missing, damaged or of an unknown version."""
-        with suppress(BadBlob):
-            return records.decode_memo(key, self.get("meta", key) or b"")
-        return None
+        return records.undamaged(records.decode_memo, key, self.get("meta", key))
 
     def memos(self) -> Iterator[Memo]:
         return filter(None, map(self.memo, self.keys_with(records.MEMO_KEYS, "meta")))

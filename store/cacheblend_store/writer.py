@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any, Literal
 
-from cacheblend_store.errors import BadBlob, StoreFull
+from cacheblend_store.errors import StoreFull
 from cacheblend_store.format import records
 from cacheblend_store.format.changes import LOG, Changes, append
 from cacheblend_store.format.keys import KEY_BYTES, blob_key
@@ -114,19 +114,11 @@ class StoreWriter:
 
     def manifest(self, key: bytes) -> ChunkManifest | None:
         """Return the manifest of a chunk, or None if it is missing or damaged."""
-        value = self.get("chunks", key)
-        try:
-            return None if value is None else records.decode_manifest(key, value)
-        except BadBlob:
-            return None
+        return records.undamaged(records.decode_manifest, key, self.get("chunks", key))
 
     def document(self, key: bytes) -> DocumentRecord | None:
         """Return a document record, or None if it is missing or damaged."""
-        value = self.get("documents", key)
-        try:
-            return None if value is None else records.decode_document(key, value)
-        except BadBlob:
-            return None
+        return records.undamaged(records.decode_document, key, self.get("documents", key))
 
     # chunks
 
@@ -330,10 +322,8 @@ class StoreWriter:
         """Rebuild the references from the document records of this transaction. Damaged records are skipped."""
         wanted = set()
         for name, value in self._txn.cursor(db=self._dbs["documents"]):
-            try:
-                wanted |= {c.key + bytes(name) for c in records.decode_document(bytes(name), value).chunks}
-            except BadBlob:
-                continue
+            document = records.undamaged(records.decode_document, bytes(name), value)
+            wanted |= {c.key + bytes(name) for c in document.chunks} if document else set()
         there = {bytes(name) for name in self._txn.cursor(db=self._dbs["refs"]).iternext(values=False)}
         for name in there - wanted:
             self.delete("refs", name)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import xxhash
 from msgspec import DecodeError, Meta, Struct
@@ -18,6 +18,8 @@ from cacheblend_store.format.blobs import BlobSpec, blob_spec
 from cacheblend_store.format.keys import KEY_BYTES, blob_key, pack_ids, unpack_ids
 from cacheblend_store.format.plain_json import Count, Moment, Size, TokenIds, dump_object, load_object, typed
 
+T = TypeVar("T")
+R = TypeVar("R")
 DIGEST_BYTES = 16
 MAX_MANIFEST_BYTES = 8 << 20  # about 800,000 tokens
 MAX_DOCUMENT_BYTES = 256 << 20
@@ -198,29 +200,39 @@ def decode_manifest(key: bytes, value: bytes | memoryview) -> ChunkManifest:
 
 
 class _Outline(Struct):
+    """The part of an encoded manifest that tells whether it has KV."""
+
     token_ids: bytes
     blob_sizes: list[int]
 
 
-_outline = Decoder(_Outline)
+_decoder = Decoder(_Outline)
+
+
+def _outline(key: bytes, value: bytes) -> _Outline | None:
+    with suppress(BadBlob, DecodeError, ValueError):
+        return _decoder.decode(unseal(key, value))
+    return None
 
 
 def is_text_of(manifest: ChunkManifest, value: bytes) -> bool:
     """Return whether an encoded manifest describes this chunk without KV. It is decoded only partially. False if it
     cannot be decoded; `decode_manifest` then gives the reason."""
-    try:
-        found = _outline.decode(unseal(manifest.key, value))
-    except (BadBlob, DecodeError, ValueError):
-        return False
-    return not any(found.blob_sizes) and found.token_ids == pack_ids(manifest.token_ids)
+    found = _outline(manifest.key, value)
+    return found is not None and not any(found.blob_sizes) and found.token_ids == pack_ids(manifest.token_ids)
 
 
 def has_blobs(key: bytes, value: bytes) -> bool:
     """Return whether an encoded manifest says that the chunk has KV. False if the record is damaged."""
-    try:
-        return any(_outline.decode(unseal(key, value)).blob_sizes)
-    except (BadBlob, DecodeError, ValueError):
-        return False
+    found = _outline(key, value)
+    return found is not None and any(found.blob_sizes)
+
+
+def undamaged(decode: Callable[[bytes, T], R], key: bytes, value: T | None) -> R | None:
+    """Return a decoded record, None if it is missing (value None) or damaged."""
+    with suppress(BadBlob):
+        return None if value is None else decode(key, value)
+    return None
 
 
 def encode_document(record: DocumentRecord) -> bytes:

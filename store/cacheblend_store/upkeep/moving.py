@@ -96,9 +96,8 @@ def push(
             if len({m.key for m in texts}) == len({c.key for c in record.chunks}):
                 name = rename(record.source)
                 named = tuple(replace(m, source=rename(m.source)) for m in texts)
-                tier.put_document(
-                    DocumentBundle(replace(record, source=name), prefixes.get(record.collection, b""), named)
-                )
+                prefix = prefixes.get(record.collection, b"")
+                tier.put_document(DocumentBundle(replace(record, source=name), prefix, named))
                 report.documents += 1
     return report
 
@@ -124,16 +123,16 @@ def pull(
             report.rejected.append(f"{found.name}: {error.message}")
             continue
         record = replace(bundle.record, source=rename(bundle.record.source))
-        names = [
-            tier.name(record.collection, key) for key in (bundle.prefix_key, *(c.key for c in record.chunks)) if key
-        ]
+        keys = [key for key in (bundle.prefix_key, *(c.key for c in record.chunks)) if key]
+        names = [tier.name(record.collection, key) for key in keys]
         owned.update(names)
-        if (wanted is None or wanted(record)) and _take_document(
-            store, record, bundle, report, rename, replace_documents
-        ):
+        if wanted is not None and not wanted(record):
+            continue
+        if _take_document(store, record, bundle, report, rename, replace_documents):
             needed.update(dict.fromkeys(names))
             _take_collection(store, tier, record.collection, known)
-    objects = [o for o in tier.chunks() if o.name in needed or (o.name not in owned and _is_wanted(o, wanted))]
+    alone = (o for o in tier.chunks() if o.name in needed or o.name not in owned)
+    objects = [o for o in alone if o.name in needed or wanted is None or wanted(o.name.rpartition("/")[2])]
 
     def get(found: TierObject) -> tuple[MovedChunk, ChunkManifest | None, list[bytes]]:
         key = _key_in(store, tier, found)
@@ -217,10 +216,6 @@ def _put(store: ChunkStore, batch: list[tuple[ChunkManifest, list[bytes]]]) -> I
         store.put_documents((), (), [m for m, _ in batch])
     for (manifest, blobs), status in zip(batch, statuses, strict=True):
         yield MovedChunk(manifest.id, status, sum(map(len, blobs)) if status != "text" else 0)
-
-
-def _is_wanted(found: TierObject, wanted: Callable[[DocumentRecord | str], bool] | None) -> bool:
-    return wanted is None or wanted(found.name.rpartition("/")[2])
 
 
 def _key_in(store: ChunkStore, tier: Tier, found: TierObject) -> bytes | None:

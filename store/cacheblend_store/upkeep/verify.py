@@ -105,7 +105,8 @@ def _check_records(store: ChunkStore, report: VerifyReport, progress: Progress |
         _check_strays(reader, known, report)
         _check_documents(reader, known, report)
         _check_counters(reader, report)
-        _check_memos(reader, report)
+        for _ in _decoded(reader, "memo", reader.keys_with(MEMO_KEYS, "meta"), decode_memo, report):
+            pass
         _check_summaries(reader, report)
 
 
@@ -169,11 +170,6 @@ def _decoded(
             report.findings.append(Finding(kind, error.message, key))
         else:
             yield key, record
-
-
-def _check_memos(reader: StoreReader, report: VerifyReport) -> None:
-    for _ in _decoded(reader, "memo", reader.keys_with(MEMO_KEYS, "meta"), decode_memo, report):
-        pass
 
 
 def _check_summaries(reader: StoreReader, report: VerifyReport) -> None:
