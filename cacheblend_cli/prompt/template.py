@@ -156,8 +156,8 @@ def split_template(tokenizer: Tokenizer, wording: Wording | None = None, day: da
 
 
 class Marks:
-    """Sentinels for texts in the chat template: words that survive trimming, and that do not occur in the wording. Those
-    of chunks and turns also contain characters that escaping would change."""
+    """Sentinels for texts in the chat template: words that survive trimming and do not occur in the wording. Those of
+    chunks and turns also contain characters that escaping would change."""
 
     def __init__(self, wording: Wording) -> None:
         texts = f"{wording.system}\n{wording.prompt}\n{wording.variables}"
