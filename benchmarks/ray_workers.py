@@ -21,9 +21,8 @@ from cacheblend_store.tier import open_tier
 from machine import hardware, write_checkpoint
 from scaling import SMOLLM2
 
-from cacheblend_cli.collect.cluster import LOCAL, Cluster
+from cacheblend_cli.collect.cluster import LOCAL, Cluster, RemoteJob
 from cacheblend_cli.collect.precompute import PrecomputeOptions
-from cacheblend_cli.collect.remote_worker import RemoteJob
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.runtime import load_worker_model

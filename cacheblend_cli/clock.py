@@ -10,9 +10,9 @@ from pathlib import Path
 _imported = time.perf_counter()
 
 
-def since_process_start(moment: float) -> float:
-    """Return the seconds from process start to a `time.perf_counter()` value."""
-    return moment - _started()
+def since_process_start(moment: float | None = None) -> float:
+    """Return the seconds from process start to a `time.perf_counter()` value, by default now."""
+    return (time.perf_counter() if moment is None else moment) - _started()
 
 
 @cache

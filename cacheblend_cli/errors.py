@@ -1,7 +1,8 @@
-"""Errors shown to users, each with its exit code."""
+"""Errors shown to users, each with its exit code, and suggestions for unknown names."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 
@@ -84,3 +85,17 @@ class QueueFull(CacheBlendError):
             f"{waiting} questions wait already", f"ask again in about {max(1, round(retry_after_s))} seconds"
         )
         self.retry_after_s = retry_after_s
+
+
+def check_known(what: str, value: str, known: Sequence[str]) -> None:
+    """Raise UsageError if the value is not among the known ones."""
+    if value not in known:
+        raise UsageError(f"unknown {what} {value!r}", f"known: {', '.join(known)}")
+
+
+def did_you_mean(name: str, known: Iterable[str], see: str, most: int = 1) -> str:
+    """Return a hint with up to `most` similar known names, best first. see: command that lists all names."""
+    from difflib import get_close_matches
+
+    similar = get_close_matches(name, list(known), n=most)
+    return f"did you mean {' or '.join(similar)}? see: {see}" if similar else f"see: {see}"

@@ -1,6 +1,17 @@
-"""Installation hints for optional dependencies."""
+"""Optional dependencies: what is missing, and how to install it."""
 
 from __future__ import annotations
+
+from cacheblend_cli.errors import UsageError
+
+
+def require(what: str, extra: str, *packages: str) -> None:
+    """Raise UsageError if a package is not installed. what: the flag or command that needs it."""
+    from importlib.util import find_spec
+
+    if missing := [name for name in packages if find_spec(name) is None]:
+        names = f"{', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed"
+        raise UsageError(f"{what} needs {names}", install_hint(extra))
 
 
 def install_hint(extra: str) -> str:

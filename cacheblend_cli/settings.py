@@ -13,8 +13,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from platformdirs import user_config_path, user_data_path
 
-from cacheblend_cli.errors import NotFoundError, UsageError
-from cacheblend_cli.similar import did_you_mean
+from cacheblend_cli.errors import NotFoundError, UsageError, did_you_mean
 from cacheblend_cli.text_files import check_text, read_text
 
 FILE = "cacheblend.toml"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -11,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_cli.cli.explain_output import show_explanation
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.units import counted, format_size
-from cacheblend_cli.clock import since_process_start
 from cacheblend_cli.errors import ExitCode
 
 _MOST_SOURCES = 3
 _FEW_TOKENS = 16  # do not report the speed of fewer decoded tokens: it includes the start
 if TYPE_CHECKING:
-    from cacheblend_cli.types import Answer, AskOptions, AskPlan, ChunkUse, Confirmation, Risk, TokenUse, Verification
+    from cacheblend_cli.types import Answer, AskOptions, AskPlan, ChunkUse, TokenUse, Verification
 
 
 class AnswerStream:
@@ -57,7 +55,7 @@ class AnswerResult:
     """An answer to show."""
 
     answer: Answer
-    options: AskOptions  # of the request
+    options: AskOptions  # as requested
     explained: Sequence[str]  # see engine/engine.py: Engine.explain
     tokens: Sequence[Sequence[TokenUse]]  # see engine/engine.py: Engine.explain
     by: str = ""  # the engine that answered, if not in this process
@@ -100,10 +98,16 @@ def show_answer(
     if cut := cut_note(answer):
         output.note(cut)
     show_summary(result, output, seconds)
-    if answer.risk:
-        output.note(_risk_line(answer.risk))
-    if answer.confirmation:
-        output.note(_confirmation_line(answer.confirmation))
+    if (risk := answer.risk) and risk.full_prefill_at is None:
+        text = "estimated risk that a full prefill answers differently"
+        output.note(f"{text}: {risk.estimate:.1%} (limit {risk.limit:.1%})")
+    elif risk:
+        text = f"the answer is a full prefill's: its estimated risk exceeded {risk.limit:.1%}"
+        output.note(f"{text}; {risk.seconds * 1000:.0f} ms")
+    if check := answer.confirmation:
+        same, other = "confirmed: a full prefill gives the same answer", "changed: the answer is a full prefill's"
+        of = f"{check.full_ttft_s * 1000:.0f} of them the full prefill"
+        output.note(f"{same if check.confirmed else other}; {check.seconds * 1000:.0f} ms, {of}")
     if answer.verify:
         output.note(verify_line(answer.verify))
 
@@ -152,23 +156,6 @@ def _end_text(answer: Answer, output: Output) -> None:
         output.text("... " * bool(same) + answer.text[same.rfind(" ") + 1 :])
 
 
-def _risk_line(found: Risk) -> str:
-    if found.full_prefill_at is None:
-        return f"estimated risk that a full prefill answers differently: {found.estimate:.1%} (limit {found.limit:.1%})"
-    return (
-        f"the answer is a full prefill's: its estimated risk exceeded {found.limit:.1%}; {found.seconds * 1000:.0f} ms"
-    )
-
-
-def _confirmation_line(found: Confirmation) -> str:
-    how = (
-        "confirmed: a full prefill gives the same answer"
-        if found.confirmed
-        else "changed: the answer is a full prefill's"
-    )
-    return f"{how}; {found.seconds * 1000:.0f} ms, {found.full_ttft_s * 1000:.0f} of them the full prefill"
-
-
 def show_summary(result: AnswerResult, output: Output, seconds: float | None) -> None:
     """Show the sources, best first, and a summary line; with --verbose, all sources and details. For a weak match, show
     a warning and the nearest source instead."""
@@ -187,11 +174,6 @@ def show_summary(result: AnswerResult, output: Output, seconds: float | None) ->
         from cacheblend_cli.corpus.search import hits_cut_note
 
         output.note(hits_cut_note(result.answer.hits_cut))
-
-
-def now() -> float:
-    """Return the seconds since this process started."""
-    return since_process_start(time.perf_counter())
 
 
 def by_rank(chunks: Sequence[ChunkUse]) -> list[ChunkUse]:

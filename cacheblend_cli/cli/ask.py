@@ -1,24 +1,99 @@
-"""cacheblend ask: a question over stored chunks."""
+"""cacheblend ask: a question over stored chunks, or with --batch many, whose answers can be kept to resume from."""
 
 from __future__ import annotations
 
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
+from msgspec import Struct, convert
+from typer import Argument, Option
 
 from cacheblend_cli.cli import completion, options
 from cacheblend_cli.cli.answer_html import answer_page
-from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream, changed, now, show_answer, show_plan
-from cacheblend_cli.cli.ask_batch import AnswerFile, question_fields, run_batch
+from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream, changed, show_answer, show_plan
 from cacheblend_cli.cli.ask_session import AskSession, BatchResult
+from cacheblend_cli.cli.exits import report
 from cacheblend_cli.cli.inputs import QuestionInput, read_questions
+from cacheblend_cli.cli.options import store_in_use
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.stores import store_in_use
+from cacheblend_cli.clock import since_process_start
 from cacheblend_cli.errors import ExitCode, UsageError
 from cacheblend_cli.settings import Resolved
-from cacheblend_cli.text_files import read_text, write_text
+from cacheblend_cli.text_files import JsonLines, read_text, write_text
 from cacheblend_cli.types import AskOptions, sampling_of
+
+
+class _Asked(Struct, frozen=True):
+    """Question and named chunks of an answer's record."""
+
+    question: str
+    asked_chunks: tuple[str, ...] | None = None
+
+
+class AnswerFile(JsonLines[_Asked]):
+    """The file of --resume: answers in the order of the questions. An incomplete last line is ignored."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, lambda record: convert(record, _Asked), '{"question": "', "an answer of a batch")
+
+    def remaining(self, questions: Sequence[QuestionInput]) -> list[QuestionInput]:
+        """Return the questions without an answer in the file. Duplicates count separately."""
+        answered, found = Counter(self.rows), []
+        for item in questions:
+            key = _Asked(item.question, item.chunks)
+            if answered[key] > 0:
+                answered[key] -= 1
+            else:
+                found.append(item)
+        return found
+
+
+def question_fields(question_input: QuestionInput) -> dict[str, Any]:
+    """Return the fields of an answer's record that identify its question."""
+    return {"question": question_input.question} | (
+        {} if question_input.chunks is None else {"asked_chunks": list(question_input.chunks)}
+    )
+
+
+def run_batch(
+    batch_results: Iterator[BatchResult],
+    show: Callable[[BatchResult], dict[str, Any]],
+    output: Output,
+    *,
+    as_json: bool,
+    answer_file: AnswerFile | None,
+) -> list[int]:
+    """Show answers or plans as they finish. Report questions that fail, continue, and return their exit codes.
+
+    show: show one result and return its record.
+    """
+    started, failed, count, tokens = time.perf_counter(), [], 0, 0
+    for item in batch_results:
+        if not as_json:
+            output.note(f"> {item.question_input.question}")
+        if item.error is None:
+            record = show(item)
+            if isinstance(item.result, AnswerResult):
+                count, tokens = count + 1, tokens + record["generated_tokens"]
+                if answer_file is not None:
+                    answer_file.add(record)
+        elif getattr(item.error, "exit_code", None) in (ExitCode.USAGE, ExitCode.NOT_FOUND):
+            if as_json:
+                output.json({**question_fields(item.question_input), "error": getattr(item.error, "message", "")})
+            failed.append(report(item.error, output))
+        else:
+            raise item.error
+    seconds = time.perf_counter() - started
+    if count > 1:
+        output.note(
+            f"{count} answers in {seconds:.1f} s: {count / seconds:.2f} questions/s, {tokens / seconds:.1f} tokens/s"
+        )
+    return failed
+
 
 _ANSWER, _MACHINE = "The answer", "This machine and the store"  # panels of the help
 
@@ -26,56 +101,36 @@ _ANSWER, _MACHINE = "The answer", "This machine and the store"  # panels of the 
 @options.with_settings(*options.asking(), "keep_alive")
 def ask(
     resolved: Resolved,
-    question: Annotated[
-        str | None, typer.Argument(help="The question. Without it, or with -, it is read from stdin.")
-    ] = None,
-    chunks: Annotated[
-        str | None,
-        typer.Option(
-            help="Chunk ids separated by commas, a file of ids, or - for stdin. Default: search.",
-            autocompletion=completion.chunk_ids,
-        ),
-    ] = None,
+    question: str | None = Argument(None, help="The question. Without it, or with -, it is read from stdin."),
+    chunks: str | None = Option(
+        None,
+        help="Chunk ids separated by commas, a file of ids, or - for stdin. Default: search.",
+        autocompletion=completion.chunk_ids,
+    ),
     source: options.Source = None,
     everywhere: options.Everywhere = False,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End the answer before this text (repeatable).", rich_help_panel=_ANSWER)
-    ] = None,
-    logprobs: Annotated[
-        int | None, typer.Option(help="Report this many alternatives a token (--json).", rich_help_panel=_ANSWER)
-    ] = None,
-    batch: Annotated[
-        Path | None, typer.Option(help='Answer many questions: JSON lines of {"question", "chunks"?}; - is stdin.')
-    ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Questions of --batch to answer at the same time.")] = 8,
-    resume: Annotated[
-        Path | None,
-        typer.Option(help="Save the answers of --batch in this JSON lines file, and skip those it has."),
-    ] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Compare the answer with a full prefill's.")] = False,
-    confirm: Annotated[
-        bool, typer.Option("--confirm", help="Answer, then correct by a full prefill; exit code 6 if changed.")
-    ] = False,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Show what was reused and recomputed: chunks, layers, tokens.")
-    ] = False,
-    html: Annotated[Path | None, typer.Option(help="Write the answer and its sources as a web page.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be loaded and computed.")] = False,
-    ids: Annotated[
-        bool, typer.Option("--ids", help="Add prompt_ids and generated_ids to --json.", rich_help_panel=_ANSWER)
-    ] = False,
-    save: Annotated[
-        bool,
-        typer.Option(
-            "--save/--no-save", help="Store the KV of chunks that had to be computed.", rich_help_panel=_MACHINE
-        ),
-    ] = True,
-    json_schema: Annotated[
-        Path | None, typer.Option(help="File with a JSON schema for the answer.", rich_help_panel=_ANSWER)
-    ] = None,
-    regex: Annotated[
-        str | None, typer.Option(help="Regular expression for the answer.", rich_help_panel=_ANSWER)
-    ] = None,
+    stop: list[str] | None = Option(
+        None, help="End the answer before this text (repeatable).", rich_help_panel=_ANSWER
+    ),
+    logprobs: int | None = Option(
+        None, help="Report this many alternatives a token (--json).", rich_help_panel=_ANSWER
+    ),
+    batch: Path | None = Option(None, help='Answer many questions: JSON lines of {"question", "chunks"?}; - is stdin.'),
+    concurrency: int = Option(8, min=1, help="Questions of --batch to answer at the same time."),
+    resume: Path | None = Option(
+        None, help="Save the answers of --batch in this JSON lines file, and skip those it has."
+    ),
+    verify: bool = Option(False, "--verify", help="Compare the answer with a full prefill's."),
+    confirm: bool = Option(False, "--confirm", help="Answer, then correct by a full prefill; exit code 6 if changed."),
+    explain: bool = Option(False, "--explain", help="Show what was reused and recomputed: chunks, layers, tokens."),
+    html: Path | None = Option(None, help="Write the answer and its sources as a web page."),
+    dry_run: bool = Option(False, "--dry-run", help="Show what would be loaded and computed."),
+    ids: bool = Option(False, "--ids", help="Add prompt_ids and generated_ids to --json.", rich_help_panel=_ANSWER),
+    save: bool = Option(
+        True, "--save/--no-save", help="Store the KV of chunks that had to be computed.", rich_help_panel=_MACHINE
+    ),
+    json_schema: Path | None = Option(None, help="File with a JSON schema for the answer.", rich_help_panel=_ANSWER),
+    regex: str | None = Option(None, help="Regular expression for the answer.", rich_help_panel=_ANSWER),
     local: options.Local = False,
     verbose: options.Verbose = False,
     json: options.Json = False,
@@ -98,6 +153,8 @@ def ask(
     answer_file = None if resume is None or dry_run else AnswerFile(resume)
     if answer_file is not None:
         questions = answer_file.remaining(questions)
+        if not questions:
+            output.note(f"{resume} already has all answers")
     ask_options = AskOptions(
         verify=verify,
         confirm=confirm,
@@ -114,7 +171,7 @@ def ask(
     codes: list[int] = []
 
     def show(item: QuestionInput, result: AnswerResult, extra: dict[str, Any]) -> None:
-        show_answer(result, output, json=json, extra=extra, seconds=None if batch else now())
+        show_answer(result, output, json=json, extra=extra, seconds=None if batch else since_process_start())
         if html:
             write_text(
                 html, answer_page(item.question, result.answer, result.tokens), "choose another place for --html"
@@ -153,6 +210,6 @@ def ask(
             show(questions[0], result, {})
             session.suggest_background()
     if answer_file is not None:
-        answer_file.file.close()
+        answer_file.close()
     if failed := [code for code in codes if code]:
         raise typer.Exit(next((code for code in failed if code != ExitCode.CHANGED), ExitCode.CHANGED))

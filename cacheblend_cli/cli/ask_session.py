@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_cli import user_cache
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream
+from cacheblend_cli.cli.engines import LocalEngine, WarmEngine
 from cacheblend_cli.cli.inputs import QuestionInput
-from cacheblend_cli.cli.local_engine import LocalEngine
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.warm_engine import WarmEngine
 from cacheblend_cli.client import Client, EngineLost
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Resolved

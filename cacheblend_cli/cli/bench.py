@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from typer import Option
 
 from cacheblend_cli.cli import options
-from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.score_tables import show_table
+from cacheblend_cli.cli.output import Output, show_table
 from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.settings import Settings, grouped
 
@@ -22,18 +21,15 @@ _COLUMNS = ("setting", "first token", "faster than full", "ceiling", "measured/c
 @options.with_settings(*grouped("model", "machine", but=["tensor_parallel"]), "kv_dtype")
 def bench(
     settings: Settings,
-    tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Total tokens of the chunks.", show_default="2048, or as many as fit"),
-    ] = None,
-    chunks: Annotated[int, typer.Option(min=1, help="Number of chunks.")] = 8,
-    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the question.")] = 32,
-    ratio: Annotated[list[float] | None, typer.Option(help="Ratio (repeatable).", show_default="as ask")] = None,
-    selector: Annotated[
-        list[str] | None, typer.Option(help="Selector (repeatable).", show_default="as ask, and hkvd")
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each setting after a warm-up.")] = 3,
-    decode_tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode.")] = 32,
+    tokens: int | None = Option(
+        None, min=1, help="Total tokens of the chunks.", show_default="2048, or as many as fit"
+    ),
+    chunks: int = Option(8, min=1, help="Number of chunks."),
+    question_tokens: int = Option(32, min=1, help="Tokens of the question."),
+    ratio: list[float] | None = Option(None, help="Ratio (repeatable).", show_default="as ask"),
+    selector: list[str] | None = Option(None, help="Selector (repeatable).", show_default="as ask, and hkvd"),
+    rounds: int = Option(3, min=1, help="Runs of each setting after a warm-up."),
+    decode_tokens: int = Option(32, min=2, help="Tokens to decode."),
     json: options.Json = False,
 ) -> None:
     """Measure time to the first token by full prefill, plain reuse and blending, and decoding speed.
@@ -75,10 +71,11 @@ def bench(
 
 
 def _show(report: BenchReport, output: Output) -> None:
+    lengths = " or ".join(map(str, sorted({min(report.chunk_tokens), max(report.chunk_tokens)})))
     output.note(
         f"{report.model} on {report.device_name}, {report.threads} threads, {report.dtype}, attention by {report.attention_backend}, "
         f"KV stored as {report.kv_dtype}; {report.prompt_tokens:,} tokens in {len(report.chunk_tokens)} chunks of "
-        f"{_lengths(report.chunk_tokens)} and a question of {report.question_tokens}; "
+        f"{lengths} and a question of {report.question_tokens}; "
         f"{'one round' if report.rounds == 1 else f'medians of {report.rounds} rounds'} after a warm-up"
     )
     show_table(_COLUMNS, [_row(speed) for speed in report.settings], output)
@@ -92,8 +89,3 @@ def _row(speed: Speed) -> list[str]:
     cells += [f"{speed.speedup:.2f} x", f"{speed.ceiling:.2f} x", f"{speed.measured_over_ceiling:.0%}"]
     cells += [format_size(speed.kv_bytes_loaded), f"{speed.load_bytes_per_s / 1e9:.2f} GB/s"]
     return [*cells, f"{speed.kv_load_stall_s * 1000:.1f} ms"]
-
-
-def _lengths(tokens: list[int]) -> str:
-    shortest, longest = min(tokens), max(tokens)
-    return f"{longest}" if shortest == longest else f"{shortest} or {longest}"

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+from typer import Option
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream, cut_note, show_summary
@@ -18,11 +19,11 @@ from cacheblend_cli.cli.ask_session import AskSession
 from cacheblend_cli.cli.exits import report
 from cacheblend_cli.cli.explain_output import layer_lines
 from cacheblend_cli.cli.inputs import QuestionInput, read_ids
+from cacheblend_cli.cli.options import store_in_use
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.stores import store_in_use
 from cacheblend_cli.errors import CacheBlendError, DeviceError, ExitCode, PromptTooLong, UsageError
 from cacheblend_cli.settings import Resolved
-from cacheblend_cli.text_files import write_text
+from cacheblend_cli.text_files import decode_text, write_text
 
 if TYPE_CHECKING:
     from cacheblend_cli.types import Answer
@@ -56,10 +57,7 @@ class ChatState:
 @options.with_settings(*options.asking(), "keep_alive")
 def chat(
     resolved: Resolved,
-    chunks: Annotated[
-        str | None,
-        typer.Option(help="Chunk ids: ID,ID or a file of ids. Default: search for each question."),
-    ] = None,
+    chunks: str | None = Option(None, help="Chunk ids: ID,ID or a file of ids. Default: search for each question."),
     source: options.Source = None,
     everywhere: options.Everywhere = False,
     local: options.Local = False,
@@ -74,10 +72,7 @@ def chat(
     interactive = sys.stdin.isatty() and output.out_tty
     named = None if chunks is None else read_ids(chunks)
     settings = resolved.settings
-    with (
-        store_in_use(settings) as store,
-        AskSession(resolved, output, store, local=local) as session,
-    ):
+    with store_in_use(settings) as store, AskSession(resolved, output, store, local=local) as session:
         if named is None:
             session.scope = options.scope_of(store, source, everywhere, output.detail, settings.collection)
         state = ChatState(named)
@@ -148,28 +143,21 @@ def _ask(question: str, state: ChatState, session: AskSession, streams: AnswerSt
 
 def _lines(interactive: bool) -> Iterator[str]:
     """Yield lines of input, each a question or a command."""
-    lines = _typed() if interactive else _piped()
-    return (line.strip() for line in lines if line.strip())
+    for line in _typed() if interactive else sys.stdin.buffer:
+        text = (decode_text(line, "stdin") if isinstance(line, bytes) else line).strip()
+        if text:
+            yield text
 
 
 def _typed() -> Iterator[str]:
     read = _reader()
     while True:
         try:
-            line = read()
+            yield read()
         except KeyboardInterrupt:
             continue
         except EOFError:
             return
-        yield line
-
-
-def _piped() -> Iterator[str]:
-    for line in sys.stdin.buffer:
-        try:
-            yield line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise UsageError("stdin is not UTF-8", "convert it: iconv -t utf-8") from error
 
 
 def _reader() -> Callable[[], str]:
@@ -220,14 +208,13 @@ def _run_command(line: str, state: ChatState, session: AskSession, output: Outpu
         case "/sources" | "/why":
             if state.last is None:
                 raise UsageError("no question was asked yet", "ask a question first")
-            (_sources if command == "/sources" else _why)(state.last, output)
+            if command == "/why":
+                _why(state.last, output)
+            else:
+                rows = [(c.id[:12], c.tokens, c.status, c.source) for c in state.last.chunks]
+                output.table(("chunk", "tokens", "status", "source"), rows, right=(1,), ends=(3,))
         case _:
             raise UsageError(f"unknown command {command}", f"known: {', '.join(COMMANDS)}")
-
-
-def _sources(answer: Answer, output: Output) -> None:
-    rows = [(c.id[:12], c.tokens, c.status, c.source) for c in answer.chunks]
-    output.table(("chunk", "tokens", "status", "source"), rows, right=(1,), ends=(3,))
 
 
 def _why(answer: Answer, output: Output) -> None:

@@ -6,13 +6,14 @@ import sys
 from collections import Counter
 from datetime import datetime
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
+from typer import Argument, Option
 
 from cacheblend_cli.cli import completion, options, tier, upkeep
+from cacheblend_cli.cli.options import open_store
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.settings import Settings
@@ -31,8 +32,8 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show,
 def ls(
     settings: Settings,
     source: options.Source = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of chunks.")] = None,
-    after: Annotated[str | None, typer.Option(help="Continue after this chunk (next page).", metavar="ID")] = None,
+    limit: int | None = Option(None, min=1, help="Maximum number of chunks."),
+    after: str | None = Option(None, help="Continue after this chunk (next page).", metavar="ID"),
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -58,19 +59,20 @@ def ls(
             elif quiet:
                 output.text(manifest.id)
             else:
-                rows.append(_ChunkRow.of(manifest, citation))
+                beginning = " ".join(manifest.text[:_TEXT_READ].split())[:_TEXT_SHOWN]
+                model = sys.intern(manifest.model), sys.intern(manifest.model_name)
+                amounts = manifest.num_tokens, manifest.num_bytes, _size(manifest)
+                rows.append(_ChunkRow(citation.source, citation.index, manifest.id[:12], model, *amounts, beginning))
     if last is None:
         output.note("no chunks are stored" if source is None and after is None else "no more chunks match")
     if rows:
         rows.sort(key=lambda row: (row.source, row.position))
         names = _names(dict(row.model for row in rows))
-        several = len(names) > 1  # omit the column for a single model
-
-        def cells(row: _ChunkRow) -> tuple[object, ...]:
-            model = [names[row.model[0]]] if several else []
-            return row.id, *model, row.num_tokens, row.size, f"{row.source}#{row.position}", row.text
-
-        table = [cells(row) for row in rows]
+        several = int(len(names) > 1)  # omit the column for a single model
+        table = [
+            (r.id, *[names[r.model[0]]] * several, r.num_tokens, r.size, f"{r.source}#{r.position}", r.text)
+            for r in rows
+        ]
         columns = ("id", *["model"] * several, "tokens", "size", "source", "text")
         output.table(columns, table, right=(1 + several, 2 + several), ends=(3 + several, *[1] * several))
         output.note(
@@ -84,10 +86,7 @@ def ls(
 @options.with_settings("store")
 def show(
     settings: Settings,
-    chunk: Annotated[
-        str,
-        typer.Argument(help="Chunk id or a unique prefix of it.", metavar="ID", autocompletion=completion.chunk_ids),
-    ],
+    chunk: str = Argument(help="Chunk id or a unique prefix of it.", metavar="ID", autocompletion=completion.chunk_ids),
     json: options.Json = False,
 ) -> None:
     """Show one chunk: source, storage format and text."""
@@ -115,12 +114,11 @@ def show(
 @options.with_settings("store", "lock_timeout")
 def rm(
     settings: Settings,
-    chunks: Annotated[
-        list[str] | None,
-        typer.Argument(help="Chunk ids or unique prefixes.", metavar="[ID]...", autocompletion=completion.chunk_ids),
-    ] = None,
+    chunks: list[str] | None = Argument(
+        None, help="Chunk ids or unique prefixes.", metavar="[ID]...", autocompletion=completion.chunk_ids
+    ),
     source: options.Source = None,
-    everything: Annotated[bool, typer.Option("--all", help="Remove every chunk.")] = False,
+    everything: bool = Option(False, "--all", help="Remove every chunk."),
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -159,28 +157,17 @@ def rm(
         output.note(f"removed {len(ids)} chunks{of}")
 
 
-_Model = tuple[str, str]
-"""A model's fingerprint and name."""
-
-
 class _ChunkRow(NamedTuple):
     """A row of the table."""
 
     source: str
     position: int
     id: str
-    model: _Model
+    model: tuple[str, str]  # fingerprint and name
     num_tokens: int
     num_bytes: int
     size: str  # num_bytes with a unit
     text: str  # beginning of the chunk's text
-
-    @classmethod
-    def of(cls, manifest: ChunkManifest, citation: Citation) -> _ChunkRow:
-        beginning = " ".join(manifest.text[:_TEXT_READ].split())[:_TEXT_SHOWN]
-        model = sys.intern(manifest.model), sys.intern(manifest.model_name)
-        amounts = manifest.num_tokens, manifest.num_bytes, _size(manifest)
-        return cls(citation.source, citation.index, manifest.id[:12], model, *amounts, beginning)
 
 
 def _names(models: dict[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""cacheblend config: show settings and edit the project's cacheblend.toml or the user's config.toml."""
+"""cacheblend config: show settings and edit the project's cacheblend.toml or the user's config.toml; comments stay."""
 
 from __future__ import annotations
 
@@ -6,28 +6,33 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from cacheblend_cli.cli import options
-from cacheblend_cli.cli.config_file import read_document, remove_setting, settings_file, write_text
 from cacheblend_cli.cli.help import PANELS
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import NotFoundError, UsageError
-from cacheblend_cli.settings import PATHS, Settings, parse_setting, resolve
+from cacheblend_cli.settings import FILE, PATHS, Settings, config_files, parse_setting, resolve
+from cacheblend_cli.text_files import read_text
+
+if TYPE_CHECKING:
+    from tomlkit import TOMLDocument
+
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show and change settings.")
 
 
-Key = Annotated[str, typer.Argument(help="Name of a setting (see config show).")]
-User = Annotated[bool, typer.Option("--user", help="Edit the user's file instead of the project's.")]
+Key = Annotated[str, Argument(help="Name of a setting (see config show).")]
+User = Annotated[bool, Option("--user", help="Edit the user's file instead of the project's.")]
 
 
 @app.command("show")
 def show(
-    store: Annotated[str | None, typer.Option(help="Directory of the store, as for other commands.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Show every setting, by topic.")] = False,
+    store: str | None = Option(None, help="Directory of the store, as for other commands."),
+    every: bool = Option(False, "--all", help="Show every setting, by topic."),
     json: options.Json = False,
 ) -> None:
     """Show settings and their origins.
@@ -54,10 +59,7 @@ def show(
 
 
 @app.command("init")
-def init(
-    user: User = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
-) -> None:
+def init(user: User = False, force: bool = Option(False, "--force", help="Overwrite an existing file.")) -> None:
     """Write a cacheblend.toml with every setting.
 
     Each is commented out, with its default and its description.
@@ -74,7 +76,7 @@ def init(
 @app.command("set")
 def set_(
     key: Key,
-    values: Annotated[list[str], typer.Argument(help="Value; template-var takes several.", metavar="VALUE...")],
+    values: list[str] = Argument(help="Value; template-var takes several.", metavar="VALUE..."),
     user: User = False,
 ) -> None:
     """Set a setting in the project's cacheblend.toml.
@@ -108,6 +110,8 @@ def unset(key: Key, user: User = False) -> None:
 
 
 def _template() -> Iterator[str]:
+    from tomlkit import item
+
     yield "# Settings of cacheblend for this folder and its subfolders; flags and CACHEBLEND_* variables override them."
     yield "# Uncomment a line to set it. Paths are relative to this file."
     known = {field.name: field for field in fields(Settings)}
@@ -117,7 +121,8 @@ def _template() -> Iterator[str]:
             yield ""
             if help := field.metadata.get("help"):
                 yield f"# {help}"
-            yield f"# {field.name} = {_toml(field.default)}"
+            default = "" if field.default is None else field.default
+            yield f"# {field.name} = {item(list(default) if isinstance(default, tuple) else default).as_string()}"
     yield ""
 
 
@@ -127,16 +132,51 @@ def _topics() -> list[tuple[str, Sequence[str]]]:
     return [("Common settings", options.COMMON), *panels]
 
 
-def _toml(value: Any) -> str:
-    """Return a default as TOML; None is empty text."""
-    from tomlkit import item
-
-    return item("" if value is None else list(value) if isinstance(value, tuple) else value).as_string()
-
-
 def _from(file: Path, value: str) -> str:
     """Return an existing path relative to the file; other values as they are."""
     path = Path(value).expanduser()
     if path.is_absolute() or not path.exists() or Path.cwd() == file.parent:
         return value
     return os.path.relpath(path, file.parent)
+
+
+def settings_file(*, user: bool = False, new: bool = False) -> Path:
+    """Return the path of the user's file or the project's; with `new`, or without a project file, one in the working
+    directory."""
+    files = config_files()
+    if user:
+        return files[0]
+    return Path.cwd() / FILE if new or len(files) < 2 else files[-1]
+
+
+def remove_setting(document: TOMLDocument, name: str) -> bool:
+    """Remove a setting, whether written with - or _. Returns whether it was there."""
+    found = [known for known in document if known.replace("-", "_") == name]
+    for known in found:
+        del document[known]
+    return bool(found)
+
+
+def read_document(file: Path) -> TOMLDocument:
+    """Parse the file; an empty document if there is none. Raises UsageError if it is not TOML or unreadable."""
+    from tomlkit import document, parse
+    from tomlkit.exceptions import TOMLKitError
+
+    if not file.exists():
+        return document()
+    try:
+        return parse(read_text(file))
+    except TOMLKitError as error:
+        raise UsageError(f"{file} is not valid TOML: {error}", "fix or remove it") from error
+
+
+def write_text(file: Path, text: str) -> None:
+    """Replace the file atomically. Raises UsageError if it cannot be written."""
+    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(file)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise UsageError(f"{file} cannot be written: {error.strerror}", "check its permissions") from error

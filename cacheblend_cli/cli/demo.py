@@ -10,13 +10,12 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from typer import Option
 
 from cacheblend_cli.cli import options
-from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.score_tables import show_table
+from cacheblend_cli.cli.output import Output, show_table
 from cacheblend_cli.cli.units import counted, format_size
 from cacheblend_cli.demo import office_dir
 from cacheblend_cli.demo.records import SEED
@@ -35,12 +34,11 @@ _EXAMPLES = 2
 @options.with_settings("threads")
 def demo(
     settings: Settings,
-    write: Annotated[
-        Path | None,
-        typer.Option("--write", help="Write eight short example documents to DIR, and do nothing else.", metavar="DIR"),
-    ] = None,
-    questions: Annotated[int, typer.Option(min=1, max=_NUM_QUESTIONS, help="Number of questions.")] = _NUM_QUESTIONS,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed of the records.")] = SEED,
+    write: Path | None = Option(
+        None, "--write", help="Write eight short example documents to DIR, and do nothing else.", metavar="DIR"
+    ),
+    questions: int = Option(_NUM_QUESTIONS, min=1, max=_NUM_QUESTIONS, help="Number of questions."),
+    seed: int = Option(SEED, min=0, help="Random seed of the records."),
     json: options.Json = False,
 ) -> None:
     """Compare full prefill, plain reuse and blending on invented records.

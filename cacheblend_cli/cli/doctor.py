@@ -10,8 +10,8 @@ from typing import Any
 import typer
 
 from cacheblend_cli.cli import options
+from cacheblend_cli.cli.options import open_store
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.tier import describe
 from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.settings import Settings
@@ -22,10 +22,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "lmdb", "xxhas
 @options.with_settings(
     "model", "lora", "store", "ratio", "device", "decode_with", "decode_model", "tier", "tier_key_file"
 )
-def doctor(
-    settings: Settings,
-    json: options.Json = False,
-) -> None:
+def doctor(settings: Settings, json: options.Json = False) -> None:
     """Check versions, device, store and model. Exits with the code of the first failed check."""
     from cacheblend_store import StoreCorrupt
 

@@ -7,25 +7,28 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from typer import Argument, Option
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.exits import on_interrupt
-from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.score_tables import auto_line, show_layers, show_scores
-from cacheblend_cli.cli.stores import open_store
+from cacheblend_cli.cli.options import open_store
+from cacheblend_cli.cli.output import Output, show_table
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Settings, grouped, resolve
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
+    from cacheblend_cli.blend.cost import AutoReport
     from cacheblend_cli.engine.engine import Engine
+    from cacheblend_cli.evaluation.bootstrap import Interval
     from cacheblend_cli.evaluation.evaluate import Results
     from cacheblend_cli.evaluation.samples import Sample
     from cacheblend_cli.evaluation.settings import Setting
+    from cacheblend_cli.evaluation.summary import Summary
+
 
 _MAX_TOKENS = 32
 
@@ -44,45 +47,32 @@ _MAX_TOKENS = 32
 )
 def evaluate(
     settings: Settings,
-    data: Annotated[list[Path], typer.Argument(help="JSON or JSON lines of questions; - is stdin.")],
-    mode: Annotated[
-        list[str] | None,
-        typer.Option(help="blend, full or reuse (repeatable).", show_default="blend, full and reuse"),
-    ] = None,
-    selector: Annotated[list[str] | None, typer.Option(help="Selector (repeatable).", show_default="as ask")] = None,
-    ratio: Annotated[
-        list[str] | None,
-        typer.Option(help="Ratio, or model or auto as in ask (repeatable).", metavar="X|WORD", show_default="0.15"),
-    ] = None,
-    context: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Left context of chunks: sink, document or neighbours (repeatable).", show_default="document"
-        ),
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N questions.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = _MAX_TOKENS,
-    out: Annotated[Path | None, typer.Option(help="Write a record for each question and setting.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Like --out, continuing from the records in the file.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Plot quality and time against the ratio: FILE.png or .svg.")
-    ] = None,
-    layers: Annotated[
-        bool, typer.Option("--layers", help="Show the error of K, V and attention for each layer.")
-    ] = False,
-    noise_floor: Annotated[
-        bool,
-        typer.Option(
-            "--noise-floor/--no-noise-floor", help="Also measure a full prefill with another tiling, as a noise floor."
-        ),
-    ] = True,
-    fit_risk: Annotated[
-        bool,
-        typer.Option("--fit-risk", help="Fit the risk estimate of ask --max-risk."),
-    ] = False,
-    store: Annotated[
-        str | None, typer.Option(help="Keep the chunks in this store, and search it.", show_default="a temporary one")
-    ] = None,
+    data: list[Path] = Argument(help="JSON or JSON lines of questions; - is stdin."),
+    mode: list[str] | None = Option(
+        None, help="blend, full or reuse (repeatable).", show_default="blend, full and reuse"
+    ),
+    selector: list[str] | None = Option(None, help="Selector (repeatable).", show_default="as ask"),
+    ratio: list[str] | None = Option(
+        None, help="Ratio, or model or auto as in ask (repeatable).", metavar="X|WORD", show_default="0.15"
+    ),
+    context: list[str] | None = Option(
+        None, help="Left context of chunks: sink, document or neighbours (repeatable).", show_default="document"
+    ),
+    limit: int | None = Option(None, min=1, help="Only the first N questions."),
+    max_tokens: int = Option(_MAX_TOKENS, min=1, help="Maximum tokens of an answer."),
+    out: Path | None = Option(None, help="Write a record for each question and setting."),
+    resume: Path | None = Option(None, help="Like --out, continuing from the records in the file."),
+    plot: Path | None = Option(None, help="Plot quality and time against the ratio: FILE.png or .svg."),
+    layers: bool = Option(False, "--layers", help="Show the error of K, V and attention for each layer."),
+    noise_floor: bool = Option(
+        True,
+        "--noise-floor/--no-noise-floor",
+        help="Also measure a full prefill with another tiling, as a noise floor.",
+    ),
+    fit_risk: bool = Option(False, "--fit-risk", help="Fit the risk estimate of ask --max-risk."),
+    store: str | None = Option(
+        None, help="Keep the chunks in this store, and search it.", show_default="a temporary one"
+    ),
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:
@@ -235,3 +225,70 @@ def _store(settings: Settings, named: str | None) -> Iterator[ChunkStore]:
         ChunkStore.open(Path(folder) / "store", mode="write") as store,
     ):
         yield store
+
+
+def show_scores(summaries: Sequence[Summary], output: Output, *, json: bool) -> None:
+    """Show a row for each setting, or a JSON object with all intervals and layers."""
+    if json:
+        for s in summaries:
+            output.json(s.to_dict())
+        return
+    referenced = any(s.f1 for s in summaries)
+    columns = ["setting"]
+    columns += ["exact", "F1", "NormF1", "95 %", "ROUGE-L"] if referenced else ["F1 to full", "ROUGE-L to full"]
+    columns += ["same answer", "top-1", "KL", "recomputed", "work", "first token"]
+    rows = [_row(s, referenced) for s in summaries]
+    show_table(columns, rows, output)
+    output.note(f"{summaries[0].samples} questions; top-1 and KL (nats a token) over full prefill's own answers")
+
+
+def show_layers(summaries: Sequence[Summary], output: Output) -> None:
+    """Show the relative RMSE against full prefill, one column per layer."""
+    compared = [s for s in summaries if s.k_error]
+    if not compared:
+        return
+    rows = [
+        (s.label, name, *(f"{e:.2g}" for e in errors))
+        for s in compared
+        for name, errors in (("K", s.k_error), ("V", s.v_error), ("attention", s.attention_error))
+    ]
+    output.text("\nrelative RMSE against full prefill, by layer:")
+    show_table(["setting", "of", *(str(i) for i in range(len(compared[0].k_error)))], rows, output, left=2)
+
+
+def auto_line(reports: Sequence[AutoReport]) -> str:
+    """Summarise the choices of --ratio auto, and predicted and measured prefill times."""
+    from statistics import median
+
+    ratios = sorted(r.decision.ratio for r in reports if r.decision.mode == "blend")
+    full = len(reports) - len(ratios)
+    chosen = [f"ratio {ratios[0]:.2g} to {ratios[-1]:.2g}, median {median(ratios):.2g}"] if ratios else []
+    chosen += [f"full prefill for {full} of {len(reports)} questions"] if full else []
+    predicted, actual = (
+        median(t) for t in zip(*((r.decision.chosen.prefill_s, r.ttft_s or 0) for r in reports), strict=True)
+    )
+    return f"auto: {', '.join(chosen)}; prefill {predicted * 1000:.1f} ms predicted, {actual * 1000:.1f} ms measured"
+
+
+def _row(s: Summary, referenced: bool) -> list[str]:
+    from cacheblend_cli.evaluation.evaluate import NOISE_FLOOR
+
+    cells = [s.label]
+    if referenced:
+        interval = f"{s.norm_f1.low:.2f} to {s.norm_f1.high:.2f}" if s.norm_f1 else ""
+        cells += [_share(s.exact_match), _number(s.f1), _number(s.norm_f1), interval, _number(s.rouge_l)]
+    else:
+        cells += [_number(s.f1_full), _number(s.rouge_full)]
+    cells += [_share(s.same_answer), _share(s.top1), f"{s.kl.value:.2g}" if s.kl else ""]
+    if s.label == NOISE_FLOOR.label:  # not a way to answer
+        return [*cells, "", "", ""]
+    recomputed = f"{s.recomputed:.0%}" if s.setting["mode"] != "full" else "100%"
+    return [*cells, recomputed, f"{s.budget:.0%}", f"{s.ttft_s * 1000:.1f} ms"]
+
+
+def _share(interval: Interval | None) -> str:
+    return f"{interval.value:.1%}" if interval else ""
+
+
+def _number(interval: Interval | None) -> str:
+    return f"{interval.value:.3f}" if interval else ""

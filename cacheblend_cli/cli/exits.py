@@ -12,8 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.errors import CacheBlendError, ExitCode
-from cacheblend_cli.similar import did_you_mean
+from cacheblend_cli.errors import CacheBlendError, ExitCode, did_you_mean
 
 
 def report(error: BaseException, output: Output) -> int:
@@ -21,36 +20,33 @@ def report(error: BaseException, output: Output) -> int:
     if isinstance(error, KeyboardInterrupt | Interrupted):
         hint = getattr(error, "hint", None)
         output.plain(f"interrupted; {hint}" if hint else "interrupted")
-        return int(ExitCode.INTERRUPTED)
+        return ExitCode.INTERRUPTED
     if hasattr(error, "exit_code") and hasattr(error, "message") and hasattr(error, "hint"):
         # CacheBlendError, StoreError and others of this project
-        return _print(output, error.message, error.hint, error.exit_code)
+        output.error(error.message, error.hint)
+        return int(error.exit_code)
     if isinstance(error, BrokenPipeError):
         _discard_output()
         return ExitCode.OK
     if hasattr(error, "format_message"):  # errors of typer's parser
         return _usage(error, output)
     if (known := _foreign(error)) is not None:
-        return _print(output, _first_line(error), known[1], known[0])
+        output.error(_first_line(error), known[1])
+        return known[0]
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         _discard_output()
-        return _print(
-            output, f"writing failed: {error.strerror}", "free some space where the output goes", ExitCode.USAGE
-        )
+        output.error(f"writing failed: {error.strerror}", "free some space where the output goes")
+        return ExitCode.USAGE
     log = _log(error)
     hint = f"the traceback is in {log}" if log else "the log directory cannot be written: the traceback is above"
-    return _print(output, f"internal error: {type(error).__name__}: {_first_line(error)}", hint, ExitCode.INTERNAL)
+    output.error(f"internal error: {type(error).__name__}: {_first_line(error)}", hint)
+    return ExitCode.INTERNAL
 
 
 def _discard_output() -> None:
     """Redirect stdout to /dev/null, so that flushing its buffer at exit does not fail again."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _print(output: Output, message: str, hint: str | None, code: int) -> int:
-    output.error(message, hint)
-    return int(code)
 
 
 def _usage(error: BaseException, output: Output) -> int:
@@ -69,7 +65,7 @@ def _usage(error: BaseException, output: Output) -> int:
         if possibilities:
             hint = did_you_mean(error.option_name, possibilities, f"{path} --help")  # type: ignore[attr-defined]
         output.error(message, hint)
-    return int(ExitCode.USAGE)
+    return ExitCode.USAGE
 
 
 _USE_LESS_MEMORY = "use fewer chunks, a smaller --max-tokens or --chunk-tokens, or --device cpu"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from cacheblend_cli.cli.inputs import read_stdin
 from cacheblend_cli.cli.output import Output
@@ -21,17 +21,14 @@ if TYPE_CHECKING:
 _PANEL = "Reading documents"
 Include = Annotated[
     list[str] | None,
-    typer.Option(
-        help="Include only matching files of folders; patterns as in .gitignore (repeatable).", metavar="GLOB"
-    ),
+    Option(help="Include only matching files of folders; patterns as in .gitignore (repeatable).", metavar="GLOB"),
 ]
 Exclude = Annotated[
-    list[str] | None,
-    typer.Option(help="Exclude matching files; patterns as in .gitignore (repeatable).", metavar="GLOB"),
+    list[str] | None, Option(help="Exclude matching files; patterns as in .gitignore (repeatable).", metavar="GLOB")
 ]
 NoIgnore = Annotated[
     bool | None,
-    typer.Option(
+    Option(
         "--no-ignore/--ignore",
         help="Include files that .gitignore and .ignore exclude.",
         show_default="ignore",
@@ -40,7 +37,7 @@ NoIgnore = Annotated[
 ]
 Follow = Annotated[
     bool | None,
-    typer.Option(
+    Option(
         "--follow/--no-follow",
         help="Follow links to folders, and to files outside the folder.",
         show_default="no-follow",
@@ -49,13 +46,12 @@ Follow = Annotated[
 ]
 MaxFileSize = Annotated[
     str | None,
-    typer.Option(help="Skip larger files of folders.", metavar="SIZE", show_default="20MB", rich_help_panel=_PANEL),
+    Option(help="Skip larger files of folders.", metavar="SIZE", show_default="20MB", rich_help_panel=_PANEL),
 ]
 FilesFrom = Annotated[
-    str | None,
-    typer.Option(help="Read paths from a file or stdin, separated by newlines or NUL.", metavar="FILE|-"),
+    str | None, Option(help="Read paths from a file or stdin, separated by newlines or NUL.", metavar="FILE|-")
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="List every skipped file.")]
+Verbose = Annotated[bool, Option("--verbose", "-v", help="List every skipped file.")]
 _WARNED = 10
 
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
+from typer import Option
 
 from cacheblend_cli.cli import completion, options
-from cacheblend_cli.cli.config_file import read_document, settings_file, write_text
+from cacheblend_cli.cli.config import read_document, settings_file, write_text
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.errors import UsageError
 
 
 def init(
-    model: Annotated[
-        str | None,
-        typer.Option(help="Use this model instead of the recommended one.", autocompletion=completion.models),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the model of an existing cacheblend.toml.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only recommend; write nothing.")] = False,
+    model: str | None = Option(
+        None, help="Use this model instead of the recommended one.", autocompletion=completion.models
+    ),
+    force: bool = Option(False, "--force", help="Replace the model of an existing cacheblend.toml."),
+    dry_run: bool = Option(False, "--dry-run", help="Only recommend; write nothing."),
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:

@@ -8,7 +8,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import msgspec
+from msgspec import Struct
 
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.text_files import check_text, decode_text, read_text
@@ -38,7 +40,8 @@ def read_questions(question: str | None, chunks: str | None, batch: Path | None)
     if batch is not None and question is not None:
         raise UsageError("a question and --batch were given together", "give one of them")
     if batch is None and question is None:
-        question = read_stdin("the question").strip() if chunks != "-" and _is_piped() else ""
+        is_piped = sys.stdin is not None and not sys.stdin.isatty()
+        question = read_stdin("the question").strip() if chunks != "-" and is_piped else ""
         if not question:
             raise UsageError("there is no question", _EXAMPLE)
     elif question == "-":
@@ -92,32 +95,26 @@ def _ids_of(line: str, place: str) -> list[str]:
     return [str(found)]
 
 
+class _Row(Struct):
+    """A line of --batch; other fields are ignored."""
+
+    question: str
+    chunks: tuple[str, ...] | None = None
+
+
 def _batch(path: Path, chunks: tuple[str, ...] | None) -> Iterator[QuestionInput]:
     text = read_stdin("questions") if str(path) == "-" else read_text(path)
     for number, line in enumerate(text.split("\n"), 1):  # str.splitlines also splits at U+2028, which JSON may contain
         if line.strip():
+            place = f"{path}:{number}"
             try:
-                row: Any = json.loads(line)
-            except ValueError as error:
-                raise UsageError(f"{path}:{number} is not JSON: {error}", _LINE) from error
-            yield _row(row, f"{path}:{number}", chunks)
-
-
-def _row(row: Any, place: str, chunks: tuple[str, ...] | None) -> QuestionInput:
-    question = row.get("question") if isinstance(row, dict) else None
-    if not isinstance(question, str) or not question.strip():
-        raise UsageError(f"{place} has no question", _LINE)
-    check_text(question, f"the question of {place}")
-    named = row.get("chunks")
-    if named is None:
-        return QuestionInput(question, chunks)
-    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-        raise UsageError(f"{place} has chunks that are not a list of ids", _LINE)
-    return QuestionInput(question, tuple(named))
-
-
-def _is_piped() -> bool:
-    return sys.stdin is not None and not sys.stdin.isatty()
+                row = msgspec.json.decode(line, type=_Row)
+            except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError) as error:
+                raise UsageError(f"{place} is not a question: {error}", _LINE) from error
+            if not row.question.strip():
+                raise UsageError(f"{place} has no question", _LINE)
+            check_text(row.question, f"the question of {place}")
+            yield QuestionInput(row.question, chunks if row.chunks is None else row.chunks)
 
 
 def read_stdin(what: str) -> str:

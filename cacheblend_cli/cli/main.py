@@ -7,17 +7,17 @@ import os
 import sys
 from collections.abc import MutableMapping
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 import typer.core
 import typer.main
+from typer import Option
 
 import cacheblend_cli
 from cacheblend_cli.cli.help import Command
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.errors import ExitCode, UsageError
-from cacheblend_cli.similar import did_you_mean
+from cacheblend_cli.errors import ExitCode, UsageError, did_you_mean
 
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SPIN_COUNT = "1000"
@@ -109,9 +109,7 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
+    version: bool = Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
     pass
 

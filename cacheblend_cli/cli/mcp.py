@@ -4,14 +4,12 @@ torch."""
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
-from typing import Annotated
 
-import typer
+from typer import Option
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.extras import install_hint
+from cacheblend_cli.extras import require
 from cacheblend_cli.settings import API_KEY_VARIABLE, GROUPS, Resolved
 
 _ENGINE = tuple(name for name in options.ENGINE if name not in GROUPS["tier"])
@@ -20,14 +18,12 @@ _ENGINE = tuple(name for name in options.ENGINE if name not in GROUPS["tier"])
 @options.with_settings(*_ENGINE)
 def mcp(
     resolved: Resolved,
-    url: Annotated[
-        str | None,
-        typer.Option(help=f"Use this server; {API_KEY_VARIABLE} is its API key.", show_default="the store's engine"),
-    ] = None,
-    idle_exit: Annotated[
-        float,
-        typer.Option(min=0, help="Seconds without a question after which an engine that this command started ends."),
-    ] = 3600.0,
+    url: str | None = Option(
+        None, help=f"Use this server; {API_KEY_VARIABLE} is its API key.", show_default="the store's engine"
+    ),
+    idle_exit: float = Option(
+        3600.0, min=0, help="Seconds without a question after which an engine that this command started ends."
+    ),
 ) -> None:
     """Serve the Model Context Protocol on stdin and stdout: search, ask, add_document, list_documents, and documents'
     texts.
@@ -39,8 +35,7 @@ def mcp(
         raise UsageError(
             f"--url and {flags[0]} were given together", "give the setting to the server: cacheblend serve"
         )
-    if find_spec("mcp") is None:
-        raise UsageError("mcp needs the package mcp, which is not installed", install_hint("mcp"))
+    require("mcp", "mcp", "mcp")
     from cacheblend_cli.server.mcp_stdio import serve_store, serve_url
 
     if url is not None:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from cacheblend_cli import user_cache
 from cacheblend_cli.cli import completion, options
 from cacheblend_cli.cli.exits import on_interrupt
+from cacheblend_cli.cli.options import open_store
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError
 from cacheblend_cli.settings import Resolved, Settings, grouped
@@ -24,15 +25,13 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, describe and check models.")
 Model = Annotated[
-    str,
-    typer.Argument(help="Directory, .gguf file, hub id, smollm2 or handbook.", autocompletion=completion.models),
+    str, Argument(help="Directory, .gguf file, hub id, smollm2 or handbook.", autocompletion=completion.models)
 ]
 
 
 @app.command("ls")
 def ls(
-    folder: Annotated[Path, typer.Argument(help="Directory to search besides the hub's cache.")] = Path("."),
-    json: options.Json = False,
+    folder: Path = Argument(Path("."), help="Directory to search besides the hub's cache."), json: options.Json = False
 ) -> None:
     """List the models on this machine.
 
@@ -53,8 +52,8 @@ def ls(
 
 @app.command("pull")
 def pull(
-    model: Annotated[str, typer.Argument(help="ID or ID:FILE.gguf; @REVISION may follow ID.")],
-    revision: Annotated[str | None, typer.Option(help="A branch, a tag or a commit.")] = None,
+    model: str = Argument(help="ID or ID:FILE.gguf; @REVISION may follow ID."),
+    revision: str | None = Option(None, help="A branch, a tag or a commit."),
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:
@@ -116,11 +115,10 @@ def show(settings: Settings, model: Model, json: options.Json = False) -> None:
 def check(
     resolved: Resolved,
     model: Model,
-    ratio_only: Annotated[bool, typer.Option("--ratio-only", help="Only measure the ratio.")] = False,
-    questions: Annotated[
-        Path | None,
-        typer.Option(help="Measure with these questions (JSON lines, see eval) instead of ones made from chunks."),
-    ] = None,
+    ratio_only: bool = Option(False, "--ratio-only", help="Only measure the ratio."),
+    questions: Path | None = Option(
+        None, help="Measure with these questions (JSON lines, see eval) instead of ones made from chunks."
+    ),
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:

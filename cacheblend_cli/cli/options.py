@@ -1,4 +1,4 @@
-"""Flags shared by several commands, and the settings they resolve to."""
+"""Flags shared by several commands, the settings they resolve to, and the store of the settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import fields
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, get_origin, get_type_hints
 
-import typer
+from typer import Option
 
 from cacheblend_cli.cli import completion
 from cacheblend_cli.cli.help import PANELS
@@ -26,26 +26,25 @@ if TYPE_CHECKING:
     from cacheblend_cli.engine.engine import Engine
     from cacheblend_cli.types import Scope
 
+
 T = TypeVar("T")
 
 Source = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help="Only these documents: a file, folder or pattern such as 'docs/*.md' or '/*NAME*'.",
         metavar="GLOB",
         autocompletion=completion.sources,
     ),
 ]
 Everywhere = Annotated[
-    bool, typer.Option("--all", help="Search all stored documents, not only those of the current project.")
+    bool, Option("--all", help="Search all stored documents, not only those of the current project.")
 ]
-Local = Annotated[bool, typer.Option("--local", help="Don't use a running server (cacheblend serve).")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Show all sources, the documents searched, tokens and times.")
-]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print ids only, and no messages.")]
-NoMessages = Annotated[bool, typer.Option("--quiet", "-q", help="Print no messages.")]
+Local = Annotated[bool, Option("--local", help="Don't use a running server (cacheblend serve).")]
+Json = Annotated[bool, Option("--json", help="Print JSON.")]
+Verbose = Annotated[bool, Option("--verbose", "-v", help="Show all sources, the documents searched, tokens and times.")]
+Quiet = Annotated[bool, Option("--quiet", "-q", help="Print ids only, and no messages.")]
+NoMessages = Annotated[bool, Option("--quiet", "-q", help="Print no messages.")]
 
 
 COMMON = (
@@ -155,7 +154,7 @@ def _flag(name: str, help_text: str | None) -> Any:
         shown = False if empty else f"{default:g}" if isinstance(default, float) else str(default)
     return Annotated[
         (str if number_or_word else kind) | None,
-        typer.Option(
+        Option(
             *(metadata["flag"].split() or (f"--{name.replace('_', '-')}",)),
             help=help_text or metadata["help"],
             show_default=shown,
@@ -232,3 +231,34 @@ def _exit_on_lost_rank(output: Output, engine: Engine, error: CacheBlendError) -
     with suppress(OSError):
         engine.remove_files()
     os._exit(error.exit_code)
+
+
+def open_store(
+    settings: Settings, *, write: bool, create: bool | None = None, max_bytes: int | None = None
+) -> ChunkStore:
+    """Open the store of the settings. Writing creates it unless `create` is False; reading needs an existing one.
+
+    max_bytes: a new quota, or None to keep the store's.
+    """
+    from cacheblend_store import ChunkStore
+
+    return ChunkStore.open(
+        settings.store_path,
+        mode="write" if write else "read",
+        create=create,
+        max_bytes=max_bytes,
+        lock_timeout=settings.lock_timeout,
+        force=settings.force_store,
+    )
+
+
+def store_in_use(settings: Settings, *, write: bool = True, create: bool = False) -> ChunkStore:
+    """Open a store for writing (to record use and save computed chunks), or for reading without permission."""
+    from cacheblend_store import StorePermission
+
+    if write:
+        try:
+            return open_store(settings, write=True, create=create)
+        except StorePermission:
+            pass
+    return open_store(settings, write=False)

@@ -110,11 +110,7 @@ class Output:
         self.text(visible_line(text) if self.out_tty else text)
 
     def table(
-        self,
-        columns: Sequence[str],
-        rows: Sequence[Sequence[Any]],
-        right: Sequence[int] = (),
-        ends: Sequence[int] = (),
+        self, columns: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence[int] = (), ends: Sequence[int] = ()
     ) -> None:
         """Write an aligned table to stdout.
 
@@ -196,9 +192,31 @@ class Output:
             Output._bar_shown = False
 
 
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], output: Output, left: int = 1) -> None:
+    """Show a table; columns too wide for the terminal go into a second table that repeats the left columns."""
+    widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
+    limit = shutil.get_terminal_size().columns if output.out_tty else sum(widths) + 2 * len(widths)
+    head = list(range(left))
+    parts: list[list[int]] = [[]]
+    for i in range(left, len(columns)):
+        if parts[-1] and sum(widths[j] + 2 for j in (*head, *parts[-1], i)) - 2 > limit:
+            parts.append([])
+        parts[-1].append(i)
+    for number, part in enumerate(parts):
+        if number:
+            output.text("")
+        shown = [*head, *part]
+        cells = [[row[i] for i in shown] for row in rows]
+        output.table([columns[i] for i in shown], cells, right=range(left, len(shown)))
+
+
 def visible(text: str) -> str:
     """Replace control characters except newline and tab by symbols, so that text cannot control the terminal."""
-    return "".join(_picture(c) if _is_control(c) else c for c in text)
+
+    def symbol(c: str) -> str:
+        return chr(0x2400 + ord(c)) if c < " " else "\u2421" if c == "\x7f" else "\ufffd"
+
+    return "".join(symbol(c) if _is_control(c) else c for c in text)
 
 
 def visible_line(text: str) -> str:
@@ -237,7 +255,3 @@ def _is_control(c: str) -> bool:
         or "\x7f" <= c <= "\x9f"
         or c in "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
     )
-
-
-def _picture(c: str) -> str:
-    return chr(0x2400 + ord(c)) if c < " " else "\u2421" if c == "\x7f" else "\ufffd"

@@ -7,32 +7,29 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+from typer import Argument, Option
 
 from cacheblend_cli.cli import folders, options
 from cacheblend_cli.cli.exits import on_interrupt
+from cacheblend_cli.cli.options import open_store
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.tier import finish, open_tier, share
 from cacheblend_cli.cli.units import counted, format_seconds, format_size, parse_size, size_for
-from cacheblend_cli.cli.watch import check_watchfiles, remembered_paths
-from cacheblend_cli.cli.watch import watch as watch_folders
+from cacheblend_cli.cli.watch import remembered_paths, watch_folders
 from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.extras import install_hint
+from cacheblend_cli.extras import require
 from cacheblend_cli.settings import Resolved, grouped
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
     from cacheblend_cli.collect.cluster import Cluster
-    from cacheblend_cli.collect.paths import Paths
+    from cacheblend_cli.collect.corpus_diff import Paths
     from cacheblend_cli.collect.precompute import Difference, PrecomputeEvent, PrecomputeReport
-    from cacheblend_cli.collect.room import Room
     from cacheblend_cli.engine.engine import Engine
     from cacheblend_cli.settings import Settings
 
@@ -51,59 +48,45 @@ _REMEMBERED = ("chunk_tokens", "overlap", "context", "window", "neighbours", "kv
 )
 def precompute(
     resolved: Resolved,
-    paths: Annotated[
-        list[str] | None,
-        typer.Argument(help="Files and folders; - is stdin. Default: the remembered ones.", metavar="[PATH]..."),
-    ] = None,
+    paths: list[str] | None = Argument(
+        None, help="Files and folders; - is stdin. Default: the remembered ones.", metavar="[PATH]..."
+    ),
     include: folders.Include = None,
     exclude: folders.Exclude = None,
     no_ignore: folders.NoIgnore = None,
     follow: folders.Follow = None,
     max_file_size: folders.MaxFileSize = None,
     files_from: folders.FilesFrom = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Then watch the folders and store changes, until Ctrl-C.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be computed and removed: tokens, bytes, time.")
-    ] = False,
-    yes: Annotated[
-        bool,
-        typer.Option("--yes", "-y", help="Recompute documents that are stored with other settings without asking."),
-    ] = False,
-    date: Annotated[
-        str | None,
-        typer.Option(
-            help="For chat templates that print the date: the date to print from now on. Default: date of the first run.",
-            metavar="today|YYYY-MM-DD",
-            rich_help_panel="The prompt",
-        ),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Compute everything again.")] = False,
-    verify_files: Annotated[
-        bool,
-        typer.Option(
-            "--verify-files",
-            help="Read every file, also those whose size, times and inode are unchanged since the last run.",
-        ),
-    ] = False,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            "--ray",
-            help="Compute on workers of a Ray cluster, which write KV to --tier; local: start them on this machine.",
-            metavar="ADDRESS|local",
-            rich_help_panel="This machine and the store",
-        ),
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of --ray workers, each with --threads CPU cores (default 1) or one GPU. Default: 1.",
-            show_default=False,
-            rich_help_panel="This machine and the store",
-        ),
-    ] = None,
+    watch: bool = Option(False, "--watch", help="Then watch the folders and store changes, until Ctrl-C."),
+    dry_run: bool = Option(False, "--dry-run", help="Show what would be computed and removed: tokens, bytes, time."),
+    yes: bool = Option(
+        False, "--yes", "-y", help="Recompute documents that are stored with other settings without asking."
+    ),
+    date: str | None = Option(
+        None,
+        help="For chat templates that print the date: the date to print from now on. Default: date of the first run.",
+        metavar="today|YYYY-MM-DD",
+        rich_help_panel="The prompt",
+    ),
+    force: bool = Option(False, "--force", help="Compute everything again."),
+    verify_files: bool = Option(
+        False,
+        "--verify-files",
+        help="Read every file, also those whose size, times and inode are unchanged since the last run.",
+    ),
+    ray: str | None = Option(
+        None,
+        "--ray",
+        help="Compute on workers of a Ray cluster, which write KV to --tier; local: start them on this machine.",
+        metavar="ADDRESS|local",
+        rich_help_panel="This machine and the store",
+    ),
+    workers: int | None = Option(
+        None,
+        help="Number of --ray workers, each with --threads CPU cores (default 1) or one GPU. Default: 1.",
+        show_default=False,
+        rich_help_panel="This machine and the store",
+    ),
     verbose: folders.Verbose = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -120,7 +103,7 @@ def precompute(
     _check_flags(resolved, select, has_paths=has_paths, watch=watch, dry_run=dry_run)
     _check_ray(ray, workers, settings, watch=watch, dry_run=dry_run)
     options.import_engine()
-    from cacheblend_cli.collect.paths import Paths
+    from cacheblend_cli.collect.corpus_diff import Paths
     from cacheblend_cli.collect.precompute import PrecomputeOptions
     from cacheblend_cli.prompt.dates import parse_day
 
@@ -187,7 +170,7 @@ def _check_flags(resolved: Resolved, select: dict[str, Any], *, has_paths: bool,
     if watch and dry_run:
         raise UsageError("--watch and --dry-run were given together", "give one of them")
     if watch:
-        check_watchfiles()
+        require("--watch", "watch", "watchfiles")
     if not has_paths and (select or resolved.origin["collection"] == "flag"):
         raise UsageError(
             "flags that select files, and --collection, need a PATH", "name the folder: cacheblend precompute FOLDER"
@@ -200,8 +183,7 @@ def _check_ray(ray: str | None, workers: int | None, settings: Settings, *, watc
         if workers is not None:
             raise UsageError("--workers was given without --ray", "name the cluster: --ray ADDRESS, or --ray local")
         return
-    if find_spec("ray") is None:
-        raise UsageError("--ray needs Ray, which is not installed", install_hint("ray"))
+    require("--ray", "ray", "ray")
     if workers is not None and workers < 1:
         raise UsageError(f"--workers is {workers}; the minimum is 1", "one per GPU, or one for a few CPU cores")
     if not settings.tier:
@@ -221,8 +203,7 @@ def _cluster(
         return nullcontext()
     if engine.is_parallel:
         raise UsageError("--ray is not implemented with --tensor-parallel", "omit one of them")
-    from cacheblend_cli.collect.cluster import Cluster
-    from cacheblend_cli.collect.remote_worker import RemoteJob
+    from cacheblend_cli.collect.cluster import Cluster, RemoteJob
 
     tier = open_tier(settings)
     tier.check()
@@ -234,7 +215,7 @@ def _cluster(
 
 def _paths(named: list[str] | None, files_from: str | None, select: dict[str, Any], collection: str) -> Paths:
     """Raises NotFoundError for a path that does not exist."""
-    from cacheblend_cli.collect.paths import Paths
+    from cacheblend_cli.collect.corpus_diff import Paths
     from cacheblend_cli.corpus.documents import check_paths
 
     if files_from == "-" and "-" in (named or ()):
@@ -318,7 +299,12 @@ class _View:
             self._show_bar("precompute")
             self.total, self._start = event.total, time.perf_counter()
         elif event.room is not None:
-            self.output.warn(_room_message(event.room))
+            room, needed = event.room, format_size(event.room.needed)
+            self.output.warn(
+                f"text and KV of the documents need {needed}, and the store's quota is {format_size(room.max_bytes)}: "
+                f"{room.without_kv} of the {room.chunks} chunks get no KV; they are found and cited, and computed when a "
+                f"question needs them; --max-size {size_for(room.needed)} fits all"
+            )
         elif event.skipped is not None:
             self.skipped_files.report(event.skipped)
         elif event.kind == "note":
@@ -341,14 +327,6 @@ class _View:
         if name != self._bar_name:
             self._stack.close()
             self._bar, self._bar_name = self._stack.enter_context(self.output.progress(name)), name
-
-
-def _room_message(room: Room) -> str:
-    return (
-        f"text and KV of the documents need {format_size(room.needed)}, and the store's quota is {format_size(room.max_bytes)}: "
-        f"{room.without_kv} of the {room.chunks} chunks get no KV; they are found and cited, and computed when a question needs "
-        f"them; --max-size {size_for(room.needed)} fits all"
-    )
 
 
 def _note_ratio(engine: Engine, output: Output) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
+from typer import Argument
 
 from cacheblend_cli.cli import options
+from cacheblend_cli.cli.engines import search_warm
+from cacheblend_cli.cli.options import open_store
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.stores import open_store
-from cacheblend_cli.cli.warm_engine import search_warm
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Settings, grouped
 from cacheblend_cli.text_files import check_text
@@ -19,7 +17,7 @@ from cacheblend_cli.types import SearchParams
 @options.with_settings(*grouped("search", but=["order", "on_weak_match"]), "store", top_k="Number of chunks.")
 def search(
     settings: Settings,
-    query: Annotated[str, typer.Argument(help="Search query.")],
+    query: str = Argument(help="Search query."),
     source: options.Source = None,
     everywhere: options.Everywhere = False,
     local: options.Local = False,

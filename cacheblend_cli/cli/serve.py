@@ -7,16 +7,16 @@ import logging
 import os
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+from typer import Option
 
 from cacheblend_cli.cli import options
+from cacheblend_cli.cli.options import store_in_use
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.stores import store_in_use
 from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.extras import install_hint
+from cacheblend_cli.extras import require
 from cacheblend_cli.model.read_ahead import read_ahead
 from cacheblend_cli.settings import API_KEY_VARIABLE, Resolved
 
@@ -31,53 +31,41 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 @options.with_settings("chunk_tokens", "window", *options.asking(but=["collection"]))
 def serve(
     resolved: Resolved,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8321,
-    unix_socket: Annotated[Path | None, typer.Option(help="Listen on this Unix socket instead of an address.")] = None,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(help="KEY, or NAME:KEY for a tenant with separate KV (repeatable).", envvar=API_KEY_VARIABLE),
-    ] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="File of API keys, one per line.")] = None,
-    max_waiting: Annotated[
-        int, typer.Option(min=1, help="Maximum number of waiting requests; more get HTTP 429.")
-    ] = 256,
-    max_body: Annotated[int, typer.Option(min=1, help="Maximum request size in MiB.")] = 32,
-    grace: Annotated[
-        float, typer.Option(min=0, help="Seconds for running answers to finish when the server stops.")
-    ] = 30.0,
-    idle_exit: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="Exit after this many seconds without a request; 0: never.",
-            show_default="3600 with --background, else 0",
-        ),
-    ] = None,
-    retrieve: Annotated[
-        bool, typer.Option("--retrieve", help="Search the store for chats without documents, chunks or search.")
-    ] = False,
-    find_passages: Annotated[
-        bool,
-        typer.Option("--find-passages", help="Treat <source> and <document> elements in messages as documents."),
-    ] = False,
-    any_model: Annotated[
-        bool, typer.Option("--any-model", help="Also answer requests that name another model.")
-    ] = False,
-    decode_url: Annotated[
-        str | None, typer.Option(help="Prefill here and decode on the vLLM server at this URL (docs/vllm.md).")
-    ] = None,
-    decode_key: Annotated[
-        str | None, typer.Option(help="API key of the vLLM server.", envvar="CACHEBLEND_DECODE_KEY", show_default=False)
-    ] = None,
-    hand_over: Annotated[Path, typer.Option(help="Private directory for KV handed over to the vLLM server.")] = Path(
-        "/dev/shm/cacheblend"
+    host: str = Option("127.0.0.1", help="Address to listen on."),
+    port: int = Option(8321, min=0, max=65535, help="Port to listen on; 0: any free port."),
+    unix_socket: Path | None = Option(None, help="Listen on this Unix socket instead of an address."),
+    api_key: list[str] | None = Option(
+        None, help="KEY, or NAME:KEY for a tenant with separate KV (repeatable).", envvar=API_KEY_VARIABLE
     ),
-    background: Annotated[
-        bool, typer.Option("--background", help="Run in the background; return once the server responds.")
-    ] = False,
-    status: Annotated[bool, typer.Option("--status", help="Show the engines running over this store.")] = False,
-    stop: Annotated[bool, typer.Option("--stop", help="Stop the engines running over this store.")] = False,
+    api_key_file: Path | None = Option(None, help="File of API keys, one per line."),
+    max_waiting: int = Option(256, min=1, help="Maximum number of waiting requests; more get HTTP 429."),
+    max_body: int = Option(32, min=1, help="Maximum request size in MiB."),
+    grace: float = Option(30.0, min=0, help="Seconds for running answers to finish when the server stops."),
+    idle_exit: float | None = Option(
+        None,
+        min=0,
+        help="Exit after this many seconds without a request; 0: never.",
+        show_default="3600 with --background, else 0",
+    ),
+    retrieve: bool = Option(
+        False, "--retrieve", help="Search the store for chats without documents, chunks or search."
+    ),
+    find_passages: bool = Option(
+        False, "--find-passages", help="Treat <source> and <document> elements in messages as documents."
+    ),
+    any_model: bool = Option(False, "--any-model", help="Also answer requests that name another model."),
+    decode_url: str | None = Option(
+        None, help="Prefill here and decode on the vLLM server at this URL (docs/vllm.md)."
+    ),
+    decode_key: str | None = Option(
+        None, help="API key of the vLLM server.", envvar="CACHEBLEND_DECODE_KEY", show_default=False
+    ),
+    hand_over: Path = Option(
+        Path("/dev/shm/cacheblend"), help="Private directory for KV handed over to the vLLM server."
+    ),
+    background: bool = Option(False, "--background", help="Run in the background; return once the server responds."),
+    status: bool = Option(False, "--status", help="Show the engines running over this store."),
+    stop: bool = Option(False, "--stop", help="Stop the engines running over this store."),
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:
@@ -207,12 +195,9 @@ def _memory_line(own: int, stats: EngineStats, *, decoded_twice: bool) -> str:
 
 def _decoder(url: str, key: str | None, directory: Path) -> RemoteDecoder:
     """Return the client of the decoding vLLM server. Raises UsageError."""
-    from importlib.util import find_spec
-
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"--decode-url {url} is not an HTTP URL", "for example http://127.0.0.1:8000")
-    if find_spec("httpx2") is None:
-        raise UsageError("--decode-url needs httpx2, which is not installed", install_hint("vllm"))
+    require("--decode-url", "vllm", "httpx2")
     from cacheblend_cli.engine.connectors.vllm import HandOverDirectory
     from cacheblend_cli.server.remote_decoder import RemoteDecoder
 
@@ -221,11 +206,7 @@ def _decoder(url: str, key: str | None, directory: Path) -> RemoteDecoder:
 
 def check_installed() -> None:
     """Raises UsageError if a package that serving needs is not installed."""
-    from importlib.util import find_spec
-
-    missing = [name for name in ("starlette", "uvicorn", "prometheus_client") if find_spec(name) is None]
-    if missing:
-        raise UsageError(f"serve needs {', '.join(missing)}, which are not installed", install_hint("serve"))
+    require("serve", "serve", "starlette", "uvicorn", "prometheus_client")
 
 
 def _show(record: dict[str, Any], line: str, output: Output, *, json: bool) -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from cacheblend_cli.cli import completion, options
 from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.inputs import read_ids
+from cacheblend_cli.cli.options import open_store
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.errors import ExitCode, NotFoundError, UsageError
 from cacheblend_cli.extras import install_hint
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _FLUSH_STEP_S, _LIST_S, _SAMPLE = 0.2, 5.0, 8
 Url = Annotated[
     str,
-    typer.Argument(
+    Argument(
         help="A tier: ./FOLDER, file:///FOLDER, s3://BUCKET/PREFIX, gs:// or az://.", metavar="URL", show_default=False
     ),
 ]
@@ -38,15 +39,12 @@ Url = Annotated[
 def push(
     settings: Settings,
     url: Url,
-    chunks: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Chunk ids or unique prefixes; - is stdin.", metavar="[ID]...", autocompletion=completion.chunk_ids
-        ),
-    ] = None,
+    chunks: list[str] | None = Argument(
+        None, help="Chunk ids or unique prefixes; - is stdin.", metavar="[ID]...", autocompletion=completion.chunk_ids
+    ),
     source: options.Source = None,
-    model: Annotated[str | None, typer.Option(help="Chunks of this model, by name or fingerprint.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every chunk (default).")] = False,
+    model: str | None = Option(None, help="Chunks of this model, by name or fingerprint."),
+    everything: bool = Option(False, "--all", help="Every chunk (default)."),
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -78,13 +76,9 @@ def push(
 def pull(
     settings: Settings,
     url: Url,
-    chunks: Annotated[
-        list[str] | None, typer.Argument(help="Chunk ids or prefixes; - is stdin.", metavar="[ID]...")
-    ] = None,
+    chunks: list[str] | None = Argument(None, help="Chunk ids or prefixes; - is stdin.", metavar="[ID]..."),
     source: options.Source = None,
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Also replace documents that the store has in another version.")
-    ] = False,
+    replace: bool = Option(False, "--replace", help="Also replace documents that the store has in another version."),
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+from typer import Option
 
 from cacheblend_cli.cli import options, tier
-from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.score_tables import show_table
-from cacheblend_cli.cli.stores import open_store
+from cacheblend_cli.cli.options import open_store
+from cacheblend_cli.cli.output import Output, show_table
 from cacheblend_cli.cli.units import format_size, parse_age, parse_size
 from cacheblend_cli.errors import ExitCode, UsageError
 from cacheblend_cli.settings import Settings, grouped
 
 if TYPE_CHECKING:
-    from cacheblend_store import Amount, ChunkStore, SalvageReport, VerifyReport
+    from cacheblend_store import Amount, ChunkStore, SalvageReport
 
     from cacheblend_cli.collect.recheck import RecheckReport
 
@@ -25,7 +25,7 @@ _OF_A_CHUNK = ("manifest", "blob", "stray-blob", "recheck")
 @options.with_settings("store", "tier", "tier_key_file")
 def stats(
     settings: Settings,
-    sources: Annotated[bool, typer.Option("--sources", help="Also show the share of each source.")] = False,
+    sources: bool = Option(False, "--sources", help="Also show the share of each source."),
     json: options.Json = False,
 ) -> None:
     """Show what the store holds.
@@ -39,22 +39,22 @@ def stats(
         found = cacheblend_store.stats(kv_store)
         shares = sorted(_by_source(kv_store).items()) if sources else []
     of_tier = tier.describe(settings) if settings.tier else None
-    models = [
-        {"model": name, "fingerprint": fingerprint, "kv_dtype": codec, **vars(share)}
-        for (name, fingerprint, codec), share in sorted(found.models.items())
-    ]
-    by_source = [{"source": name, **vars(share)} for name, share in shares]
+    models = sorted(found.models.items())
     if json:
         record: dict[str, Any] = {
             "path": str(settings.store_path),
             **found.totals(),
             "damaged": found.damaged,
             "without_kv": found.without_kv,
-            "models": models,
+            "models": [
+                {"model": name, "fingerprint": fingerprint, "kv_dtype": codec, **vars(share)}
+                for (name, fingerprint, codec), share in models
+            ],
             "prefixes": vars(found.prefixes),
         }
         record |= {"tier": of_tier} if of_tier else {}
-        output.json({**record, "sources": by_source} if sources else record)
+        record |= {"sources": [{"source": name, **vars(share)} for name, share in shares]} if sources else {}
+        output.json(record)
         return
     chunks, of_chunks = found.totals()["chunks"], found.live_bytes - found.prefixes.bytes
     output.text(
@@ -79,17 +79,11 @@ def stats(
         )
     columns = ("chunks", "tokens", "KV")
     if models:
-        rows = [
-            (name, fingerprint[:12], codec, *_share(share))
-            for (name, fingerprint, codec), share in sorted(found.models.items())
-        ]
+        rows = [(name, fingerprint[:12], codec, *_share(share)) for (name, fingerprint, codec), share in models]
         show_table(("model", "fingerprint", "KV dtype", *columns), rows, output)
     if sources:
         output.table(
-            ("source", *columns),
-            [(name, *_share(share)) for name, share in shares],
-            right=(1, 2, 3),
-            ends=(0,),
+            ("source", *columns), [(name, *_share(share)) for name, share in shares], right=(1, 2, 3), ends=(0,)
         )
 
 
@@ -108,12 +102,8 @@ def _by_source(store: ChunkStore) -> dict[str, Amount]:
 @options.with_settings(*grouped("model", "machine", "prompt", "tenant"), "store", "lock_timeout")
 def verify(
     settings: Settings,
-    repair: Annotated[
-        bool, typer.Option("--repair", help="Remove damaged records; they are computed again when needed.")
-    ] = False,
-    recheck: Annotated[
-        int, typer.Option(min=0, help="Also recompute this many random chunks with the model, and compare.")
-    ] = 0,
+    repair: bool = Option(False, "--repair", help="Remove damaged records; they are computed again when needed."),
+    recheck: int = Option(0, min=0, help="Also recompute this many random chunks with the model, and compare."),
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -132,13 +122,26 @@ def verify(
         with output.progress("verify") as bar:
             report = cacheblend_store.verify(kv_store, lambda done, total: bar(done, total, "chunks"), repair)
         checked = _recheck(settings, output, kv_store, recheck, repair) if recheck else None
-    count = len(report.findings) + (len(checked.mismatches) if checked else 0)
     done = report.repaired + (checked.replaced if checked else 0)
+    findings = [(f.kind, f.message, f.key) for f in report.findings]
+    findings += [("recheck", m.message, m.key) for m in (checked.mismatches if checked else ())]
+    count = len(findings)
     if json:
+        found = [{"kind": kind, "message": message, "id": key.hex() or None} for kind, message, key in findings]
+        rechecked = {"rechecked": checked.checked, "foreign": checked.foreign} if checked else {}
         facts = {"rebuilt": None if rebuilt is None else vars(rebuilt), "repaired": done, "ok": done == count}
-        output.json(_record(report, checked) | facts)
+        output.json({**vars(report), "findings": found, **rechecked, **facts})
+    elif quiet:
+        for key in dict.fromkeys(key for kind, _, key in findings if kind in _OF_A_CHUNK):
+            output.text(key.hex())
     else:
-        _show_findings(output, report, checked, quiet)
+        for kind, message, _ in findings:
+            output.line(f"{kind}: {message}")
+        output.note(f"{report.chunks} chunks, {report.blobs} blobs, {format_size(report.bytes)} checked")
+        if report.missing:
+            output.note(f"{report.missing} chunks of documents are not stored; cacheblend precompute restores them")
+        if report.without_kv:
+            output.note(f"{report.without_kv} chunks have no KV; they are computed when a question needs them")
     if checked is not None:
         output.note(f"{checked.checked} chunks recomputed, {len(checked.mismatches)} differ")
         if checked.foreign:
@@ -181,50 +184,17 @@ def _recheck(settings: Settings, output: Output, store: ChunkStore, count: int, 
         )
 
 
-def _found(report: VerifyReport, checked: RecheckReport | None) -> list[tuple[str, str, bytes]]:
-    """Return (kind, message, key) of the findings of audit and recheck."""
-    found = [(f.kind, f.message, f.key) for f in report.findings]
-    return found + [("recheck", m.message, m.key) for m in (checked.mismatches if checked else ())]
-
-
-def _record(report: VerifyReport, checked: RecheckReport | None) -> dict[str, Any]:
-    findings = [
-        {"kind": kind, "message": message, "id": key.hex() or None} for kind, message, key in _found(report, checked)
-    ]
-    rechecked = {} if checked is None else {"rechecked": checked.checked, "foreign": checked.foreign}
-    return {**vars(report), "findings": findings, **rechecked}
-
-
-def _show_findings(output: Output, report: VerifyReport, checked: RecheckReport | None, quiet: bool) -> None:
-    found = _found(report, checked)
-    if quiet:
-        for key in dict.fromkeys(key for kind, _, key in found if kind in _OF_A_CHUNK):
-            output.text(key.hex())
-    else:
-        for kind, message, _ in found:
-            output.line(f"{kind}: {message}")
-        output.note(f"{report.chunks} chunks, {report.blobs} blobs, {format_size(report.bytes)} checked")
-        if report.missing:
-            output.note(f"{report.missing} chunks of documents are not stored; cacheblend precompute restores them")
-        if report.without_kv:
-            output.note(f"{report.without_kv} chunks have no KV; they are computed when a question needs them")
-
-
 @options.with_settings("store", "lock_timeout", "tier_key_file")
 def prune(
     settings: Settings,
-    of_tier: Annotated[
-        bool,
-        typer.Option("--tier", help="Instead, delete objects of the tier (setting tier) written before --older-than."),
-    ] = False,
-    older_than: Annotated[str | None, typer.Option(help="Evict KV not used for this long: 30d, 12h.")] = None,
-    to_size: Annotated[
-        str | None,
-        typer.Option(help="Evict the least recently used KV down to this size: 20GB."),
-    ] = None,
-    orphans: Annotated[bool, typer.Option("--orphans", help="Remove chunks that no document refers to.")] = False,
-    model: Annotated[str | None, typer.Option(help="Remove chunks of this model, by name or fingerprint.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed; remove nothing.")] = False,
+    of_tier: bool = Option(
+        False, "--tier", help="Instead, delete objects of the tier (setting tier) written before --older-than."
+    ),
+    older_than: str | None = Option(None, help="Evict KV not used for this long: 30d, 12h."),
+    to_size: str | None = Option(None, help="Evict the least recently used KV down to this size: 20GB."),
+    orphans: bool = Option(False, "--orphans", help="Remove chunks that no document refers to."),
+    model: str | None = Option(None, help="Remove chunks of this model, by name or fingerprint."),
+    dry_run: bool = Option(False, "--dry-run", help="Show what would be removed; remove nothing."),
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -252,9 +222,7 @@ def prune(
     removed, evicted = ([key.hex() for key in keys] for keys in (report.keys, report.evicted))
     if json:
         counts = {"removed": 0 if dry_run else len(removed), "evicted": 0 if dry_run else len(evicted)}
-        output.json(
-            {**counts, "bytes": report.bytes, "ids": removed, "evicted_ids": evicted, "dry_run": dry_run},
-        )
+        output.json({**counts, "bytes": report.bytes, "ids": removed, "evicted_ids": evicted, "dry_run": dry_run})
     elif quiet:
         for name in removed + evicted:
             output.text(name)
@@ -266,10 +234,7 @@ def prune(
 
 
 @options.with_settings("store", "lock_timeout")
-def compact(
-    settings: Settings,
-    json: options.Json = False,
-) -> None:
+def compact(settings: Settings, json: options.Json = False) -> None:
     """Return the free pages of the store's file to the disk."""
     output = Output()
     import cacheblend_store

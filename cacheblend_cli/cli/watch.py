@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cacheblend_cli.cli.options import open_store
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.tier import share
 from cacheblend_cli.errors import CacheBlendError, NotFoundError, UsageError
-from cacheblend_cli.extras import install_hint
 from cacheblend_cli.settings import Settings
 
 if TYPE_CHECKING:
@@ -43,15 +42,7 @@ def remembered_paths(engine: Engine, settings: Settings, output: Output) -> list
     return sorted(found.values())
 
 
-def check_watchfiles() -> None:
-    """Raises UsageError if the package that watches folders is not installed."""
-    try:
-        import watchfiles  # noqa: F401
-    except ImportError:
-        raise UsageError("--watch needs watchfiles, which is not installed", install_hint("watch")) from None
-
-
-def watch(engine: Engine, settings: Settings, paths: Sequence[str], output: Output) -> None:
+def watch_folders(engine: Engine, settings: Settings, paths: Sequence[str], output: Output) -> None:
     """Precompute the paths again whenever a file in one of the folders changes, until Ctrl-C.
 
     The store is open for writing only while something is stored. Raises UsageError if no path is a folder.
@@ -100,9 +91,9 @@ def _updater(
     engine: Engine, settings: Settings, paths: Sequence[str], output: Output
 ) -> Callable[[], PrecomputeReport]:
     """Precompute the paths with their remembered settings; conversions of unchanged files are kept between runs."""
-    from cacheblend_cli.collect.paths import Paths
+    from cacheblend_cli.collect.corpus_diff import Paths
     from cacheblend_cli.collect.precompute import PrecomputeOptions
-    from cacheblend_cli.corpus.conversions import Conversions
+    from cacheblend_cli.corpus.documents import Conversions
 
     kept = Paths(paths, conversions=Conversions())
 

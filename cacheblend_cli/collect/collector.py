@@ -90,12 +90,7 @@ class Collector:
         _ = self._prefix_stored
 
     def store(
-        self,
-        chunks: Sequence[PlannedChunk],
-        *,
-        again: bool = False,
-        fetch: bool = True,
-        every_s: float | None = None,
+        self, chunks: Sequence[PlannedChunk], *, again: bool = False, fetch: bool = True, every_s: float | None = None
     ) -> Iterator[StoredChunk]:
         """Store the KV of chunks, each key once: what the store has in a finer codec is converted, what its tier has is
         fetched, and the rest is computed. Yields each chunk once it is durable.

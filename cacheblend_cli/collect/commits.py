@@ -18,10 +18,7 @@ Whole = tuple[ChunkManifest, Sequence[bytes]]
 
 
 def commit(
-    store: ChunkStore,
-    chunks: Iterable[Whole],
-    keep: Container[bytes] = frozenset(),
-    every_s: float | None = None,
+    store: ChunkStore, chunks: Iterable[Whole], keep: Container[bytes] = frozenset(), every_s: float | None = None
 ) -> Iterator[tuple[bytes, PutStatus]]:
     """Store the chunks. Yields each key and status once it is durable. Raises the errors of `ChunkStore.put_chunks`.
 

@@ -1,10 +1,10 @@
-"""Compare the documents on disk with the store's records for the model, in any codec and context."""
+"""The paths of a run, and the documents there compared with the store's records for the model (any codec, context)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as Names
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
 from typing import Any
@@ -13,17 +13,29 @@ from cacheblend_store import ChunkStore, DocumentRecord
 from cacheblend_store.format.blobs import CODECS
 
 from cacheblend_cli.collect.document_records import StoredDocument, gone_documents
-from cacheblend_cli.collect.paths import Paths
-from cacheblend_cli.collect.settings import CollectSettings
-from cacheblend_cli.collect.source_settings import DocumentRoot, SourceSettings
-from cacheblend_cli.corpus.conversions import Conversions
-from cacheblend_cli.corpus.documents import Document, DocumentFile, Skipped, read_documents
-from cacheblend_cli.corpus.file_state import FileState
+from cacheblend_cli.collect.settings import CollectSettings, DocumentRoot, SourceSettings
+from cacheblend_cli.corpus.documents import Conversions, Document, DocumentFile, FileState, Skipped, read_documents
 from cacheblend_cli.corpus.places import is_within, linked_from, place_of
-from cacheblend_cli.corpus.selection import Selection
+from cacheblend_cli.corpus.walk import Selection
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.records import CollectionRecord, kept_records
 from cacheblend_cli.prompt.wording import Wording
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Documents to read."""
+
+    named: Sequence[str]  # files and folders; "-" is stdin
+    listed: Sequence[str] = ()  # files from a list; files without a converter are skipped
+    # Selection fields from the command line; others are remembered
+    select: Mapping[str, Any] = field(default_factory=dict)
+    collection: str = ""  # name for the documents, "" for none
+    conversions: Conversions = field(default_factory=Conversions)  # cache, for several runs in one process
+
+    @property
+    def all(self) -> list[str]:
+        return [*self.named, *self.listed]
 
 
 @dataclass(frozen=True)

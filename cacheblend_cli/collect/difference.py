@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cacheblend_store import Amount, ChunkStore
 from cacheblend_store.format.blobs import FINER
 
+from cacheblend_cli.collect.collector import Collector
 from cacheblend_cli.collect.corpus_diff import CorpusDiff
 from cacheblend_cli.collect.document_records import StoredDocument, is_current, record_settings
 from cacheblend_cli.collect.plan import Part, PlannedDocument
+from cacheblend_cli.collect.prefill import CollectSequence, Kept, collect, pack_tokens
 from cacheblend_cli.collect.room import Room
-from cacheblend_cli.collect.sizes import ChunkSize
+from cacheblend_cli.collect.summaries import ChunkSize
 from cacheblend_cli.prompt.collection import Collection
 
 
@@ -170,3 +173,21 @@ def _count_removed(
             manifest = reader.undamaged(key)
             if manifest is not None and all(document in leaving for document in reader.documents_of(key)):
                 found.removed.add(manifest.num_tokens, manifest.num_bytes)
+
+
+def estimate_seconds(missing: Sequence[Missing]) -> float:
+    """Estimate the seconds to collect these chunks, from a measured prefill of one sequence as long as a pack."""
+    tokens = [(of.collection, of.prefill_tokens) for of in missing if of.chunks]
+    return sum(_seconds_per_token(collection, count) * count for collection, count in tokens)
+
+
+def _seconds_per_token(collection: Collection, tokens: int) -> float:
+    decoder, prefix = collection.model.decoder, Collector(collection).prefix
+    size = max(1, collection.window(min(pack_tokens(decoder.device), tokens)))
+    probe, best = CollectSequence((0,) * size, (Kept(b"", 0, size),)), float("inf")
+    for _ in range(2):
+        start = time.perf_counter()
+        for _ in collect(decoder, prefix, [probe]):
+            pass
+        best = min(best, time.perf_counter() - start)
+    return best / size

@@ -15,7 +15,7 @@ from cacheblend_store.format.records import document_key
 
 from cacheblend_cli.collect.summaries import sound_summaries, split_keys
 from cacheblend_cli.corpus.cutting import CUT_VERSION
-from cacheblend_cli.corpus.file_state import FileState
+from cacheblend_cli.corpus.documents import FileState
 from cacheblend_cli.corpus.places import is_below, is_file, is_stdin, on_disk, place_of, place_within
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class StoredDocument:
     """A document record without the places of its chunks."""
 
-    key: bytes  # of the record in the store
+    key: bytes  # key of the record in the store
     source: str  # document name, see corpus/places.py
     collection: str
     context: str

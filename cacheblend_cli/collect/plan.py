@@ -16,8 +16,8 @@ from cacheblend_cli.collect.collector import PlannedChunk, record_bytes, record_
 from cacheblend_cli.collect.corpus_diff import CorpusDiff
 from cacheblend_cli.collect.document_records import is_current, record_settings
 from cacheblend_cli.collect.settings import CollectSettings
-from cacheblend_cli.collect.sizes import ChunkSize, Settled
 from cacheblend_cli.collect.spool import ByteRange, Spool
+from cacheblend_cli.collect.summaries import ChunkSize, Settled
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.corpus.contexts import Ids, Neighbours, Passage, document_contexts
 from cacheblend_cli.corpus.converters.converter import NoDocument
@@ -42,7 +42,7 @@ class PlannedDocument:
     file: DocumentFile
     sizes: Sequence[ChunkSize]  # in order
     chunks: list[PlannedChunk] | None = None  # the chunks, if they depend on other documents
-    place: ByteRange | None = None  # of the chunks in the planner's spool, if they are there
+    place: ByteRange | None = None  # where the planner's spool has the chunks, if it has them
     is_current: bool = False  # the store has the current version of the document, cut with the same settings
 
 

@@ -14,8 +14,8 @@ from cacheblend_store import Amount, ChunkStore
 from cacheblend_store.format.records import document_key
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk, chunk_manifest
-from cacheblend_cli.collect.corpus_diff import diff_corpus
-from cacheblend_cli.collect.difference import Difference, compare
+from cacheblend_cli.collect.corpus_diff import Paths, diff_corpus
+from cacheblend_cli.collect.difference import Difference, compare, estimate_seconds
 from cacheblend_cli.collect.document_records import (
     document_record,
     document_summary,
@@ -24,8 +24,6 @@ from cacheblend_cli.collect.document_records import (
     renamed,
     stored_documents,
 )
-from cacheblend_cli.collect.estimate import estimate_seconds
-from cacheblend_cli.collect.paths import Paths
 from cacheblend_cli.collect.plan import Part, Planner
 from cacheblend_cli.collect.prefill import pack_tokens
 from cacheblend_cli.collect.room import Room, room_for
@@ -88,7 +86,7 @@ class ChunkResult:
     source: str
     index: int
     tokens: int
-    bytes: int  # of the KV
+    bytes: int  # size of the KV
     status: ChunkStatus
 
 
@@ -128,7 +126,7 @@ class PrecomputeReport:
     unchanged: int = 0  # chunks
     replaced: int = 0  # chunks
     removed: int = 0  # chunks
-    tokens: int = 0  # of all chunks
+    tokens: int = 0  # total of all chunks
     computed_tokens: int = 0
     bytes: int = 0  # KV of these documents that fits the quota
     taken: int = 0  # chunks with KV from the store's tier

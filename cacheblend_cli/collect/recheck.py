@@ -43,7 +43,7 @@ class RecheckReport:
     """Result of a recheck, in chunks."""
 
     checked: int = 0  # computed again
-    foreign: int = 0  # of other models, salts or prompts: not checked
+    foreign: int = 0  # other models, salts or prompts: not checked
     replaced: int = 0  # repaired
     mismatches: list[Mismatch] = field(default_factory=list)
 

@@ -10,7 +10,7 @@ from cacheblend_store.format.keys import KEY_BYTES
 
 from cacheblend_cli.collect.collector import prefix_chunk, record_bytes
 from cacheblend_cli.collect.plan import Part
-from cacheblend_cli.collect.sizes import ChunkSize
+from cacheblend_cli.collect.summaries import ChunkSize
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,21 @@
-"""Settings for cutting and collecting documents."""
+"""Settings for cutting and collecting documents, and those that the store remembers for given paths."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from msgspec import convert
+from cacheblend_store import ChunkStore, Memo
+from msgspec import convert, to_builtins
 
+from cacheblend_cli.corpus.places import is_below, is_stdin, is_within
+from cacheblend_cli.corpus.scopes import ROOTS
 from cacheblend_cli.corpus.search import check_context
+from cacheblend_cli.corpus.walk import ALL, Selection
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.prompt.collection import check_kv_dtype
+from cacheblend_cli.prompt.collection import Collection, check_kv_dtype
 
 
 @dataclass(frozen=True)
@@ -56,3 +61,101 @@ class CollectSettings:
             return convert({**recorded, "context": context, "kv_dtype": kv_dtype}, cls)
         except (ValueError, UsageError):
             return None
+
+
+@dataclass(frozen=True)
+class DocumentRoot:
+    """A path given to precompute, with its settings for one model and salt."""
+
+    path: str  # document name, see corpus/places.py
+    model: str  # fingerprint
+    salt: str  # digest
+    settings: CollectSettings
+    linked: frozenset[str] = frozenset()  # documents elsewhere, reached through links below the path
+    projects: frozenset[str] = frozenset()  # projects with a link to the path
+    updated: float = field(default=0.0, compare=False)  # seconds since the epoch
+    selection: Selection = ALL  # which files of a folder to read
+    collections: frozenset[str] = frozenset()  # names of the collections that the path belongs to
+
+    def memo(self) -> Memo:
+        value = to_builtins(replace(self, updated=0.0), order="sorted")
+        return Memo(ROOTS, f"{self.path}\0{self.model}\0{self.salt}", value, self.updated)
+
+    @classmethod
+    def of_memo(cls, memo: Memo) -> DocumentRoot | None:
+        """Return the root of a memo, or None if its settings are not valid in this version."""
+        try:
+            return replace(convert(memo.value, cls), updated=memo.updated)
+        except (ValueError, UsageError):
+            return None
+
+
+class SourceSettings:
+    """Roots that a store remembers for a salt. If a model has no root for a path, roots of other models apply."""
+
+    def __init__(self, collection: Collection, store: ChunkStore | None) -> None:
+        self._model, self._salt = collection.model.fingerprint, collection.salt_digest
+        found = map(DocumentRoot.of_memo, store.memos(ROOTS) if store is not None else ())
+        self._known = [root for root in found if root is not None and root.salt == self._salt]
+
+    @property
+    def paths(self) -> list[str]:
+        """Sorted paths that were given for this model."""
+        own = {r.path for r in self._known if r.model == self._model and not is_stdin(r.path)}
+        return sorted(own)
+
+    def nearest(self, name: str) -> DocumentRoot | None:
+        """Return the nearest root at or above a document or root."""
+        above = [r for r in self._known if is_within(name, r.path)]
+        own = [r for r in above if r.model == self._model]
+        return max(own or above, key=lambda r: (len(r.path), r.updated), default=None)
+
+    def selection_of(self, name: str) -> Selection:
+        """Return the remembered selection of a folder, or of the nearest root above it."""
+        known = self.nearest(name)
+        return ALL if known is None else known.selection
+
+    def unlinked(self, paths: Iterable[str], kept: Set[str]) -> set[str]:
+        """Return documents that were reached through a link below one of the paths, and that no link or root reaches
+        now.
+
+        kept: names of the documents found below the paths.
+        """
+        looked_at = set(paths)
+        own = [r for r in self._known if r.model == self._model]
+        lost = {name for r in own if r.path in looked_at for name in r.linked} - kept
+        return {
+            name
+            for name in lost
+            if not any(is_within(name, r.path) or (name in r.linked and r.path not in looked_at) for r in own)
+        }
+
+    def remember(
+        self, store: ChunkStore, roots: Iterable[DocumentRoot], given: Mapping[str, Any], *, done: bool
+    ) -> None:
+        """Store the settings of the roots.
+
+        given: settings from the command line, also applied to roots below these.
+        done: the run is complete. Before that, documents that it may still remove stay linked.
+        """
+        now = time.time()
+        known = {r.path: r for r in self._known if r.model == self._model}
+        after, wanted = dict(known), {root.path: root for root in roots}
+        for path, root in wanted.items():
+            above, old = self.nearest(path), known.get(path)
+            if old is not None:
+                linked = root.linked if done else root.linked | old.linked
+                root = replace(root, linked=linked, projects=root.projects | old.projects)
+                root = replace(root, collections=root.collections | old.collections)
+            inherits = above is not None and (above.model, above.settings, above.selection) == (
+                self._model,
+                root.settings,
+                root.selection,
+            )
+            if old is not None or root.linked or root.projects or root.collections or not inherits:
+                after[path] = replace(root, updated=now)
+            for below in known.values():
+                if is_below(below.path, path) and below.path not in wanted:
+                    after[below.path] = replace(below, settings=replace(below.settings, **given), updated=now)
+        store.put_memos([root.memo() for path, root in after.items() if root != known.get(path)])
+        self._known = [r for r in self._known if r.model != self._model] + list(after.values())

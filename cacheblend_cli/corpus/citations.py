@@ -32,10 +32,10 @@ _MANY = 256  # chunks: after these, read all documents at once
 class Citation:
     """A document that contains a chunk, and the chunk's place in it."""
 
-    name: str  # of the document, see corpus/places.py
-    index: int  # of the chunk in the document
+    name: str  # document name, see corpus/places.py
+    index: int  # position of the chunk in the document
     locator: Locator = NOWHERE  # part, lines and headings for a reader
-    title: str = ""  # of the document, if it was uploaded with one
+    title: str = ""  # title of a document that was uploaded with one
 
     @property
     def source(self) -> str:
@@ -56,7 +56,7 @@ class Citations:
         self._store, self._scope = store, scope or project_scope(store)
         self._reader = reader
         self._documents: dict[bytes, DocumentRecord | None] = {}
-        self._places: dict[bytes, list[_Place]] | None = None  # of all chunks, read after _MANY look-ups
+        self._places: dict[bytes, list[_Place]] | None = None  # places of all chunks, read after _MANY look-ups
         self._asked, self.damaged = 0, False
 
     def all_of(self, manifest: ChunkManifest) -> list[Citation]:

@@ -1,28 +1,138 @@
-"""Read files and directories as documents (text, name and digest), or say why a file is skipped."""
+"""Read files and directories as documents (text, name and digest), or say why a file is skipped.
+
+A file's state when it was read tells whether it changed since, as in git's index: unchanged files are not read again.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
-from cacheblend_cli.corpus.conversions import Conversions
-from cacheblend_cli.corpus.converters import converter_of
-from cacheblend_cli.corpus.converters.converter import NoDocument
+from msgspec import ValidationError, convert
+
+from cacheblend_cli.corpus.converters import PLAIN, converter_of
+from cacheblend_cli.corpus.converters.converter import NoDocument, from_markdown, from_plain
 from cacheblend_cli.corpus.converters.process import ConverterProcess
-from cacheblend_cli.corpus.converters.text import from_markdown
-from cacheblend_cli.corpus.file_state import FileState
 from cacheblend_cli.corpus.layout import PLAIN as PLAIN_LAYOUT
 from cacheblend_cli.corpus.layout import Converted, TextLayout
 from cacheblend_cli.corpus.places import STDIN, place_of, place_within, text_of
-from cacheblend_cli.corpus.selection import ALL, Selection
-from cacheblend_cli.corpus.walk import too_large, unwanted, walk
+from cacheblend_cli.corpus.walk import ALL, Selection, too_large, unwanted, walk
 from cacheblend_cli.errors import NotFoundError
+from cacheblend_cli.version import __version__
+
+READ_VERSION = 2
+"""Increase this when the same file gives a different text or note: files are then read again."""
+_RACY_NS = 2_000_000_000  # coarsest timestamp resolution in use (FAT)
+_LIBRARIES = ("selectolax", "pypdf", "mammoth", "python-pptx", "openpyxl", "defusedxml")
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """State of a file, after following links. Times are in nanoseconds since the epoch."""
+
+    inode: int
+    size: int  # bytes
+    mtime_ns: int
+    ctime_ns: int
+    reader: str  # the code that read the file, see `reader_of`
+    read_ns: int  # time just before the file was read
+    note: str = ""  # warning about the conversion: what it left out
+
+    @classmethod
+    def of(cls, path: str, found: os.stat_result | None = None) -> FileState | None:
+        """Return the current state of a file, None if stat fails. found: its stat result, if the caller has it."""
+        with suppress(OSError):
+            now = time.time_ns()
+            found = found or os.stat(path)
+            times = found.st_mtime_ns, found.st_ctime_ns
+            return cls(found.st_ino, found.st_size, *times, reader_of(os.path.basename(path)), now)
+        return None
+
+    @classmethod
+    def of_summary(cls, recorded: Mapping[str, Any]) -> FileState | None:
+        """Return the state from a record, None if the record does not hold a valid one."""
+        try:
+            return convert(recorded, cls)
+        except ValidationError:
+            return None
+
+    def record(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    def still_holds(self, now: FileState) -> bool:
+        """Return whether the file is unchanged since it was read.
+
+        False if it was modified just before reading: a later change could have left the same timestamps.
+        """
+        was, is_now = ((f.inode, f.size, f.mtime_ns, f.ctime_ns, f.reader) for f in (self, now))
+        return was == is_now and max(self.mtime_ns, self.ctime_ns) + _RACY_NS <= self.read_ns
+
+
+def reader_of(name: str) -> str:
+    """Return the converter for a file name, with versions of this package, Python and parser libraries."""
+    return _reader(converter_of(name) or from_plain)
+
+
+@lru_cache
+def _reader(converter: Callable[..., Any]) -> str:
+    parts = [converter.__name__, __version__, str(READ_VERSION), platform.python_version()]
+    for package in () if converter in PLAIN else _LIBRARIES:
+        try:
+            parts.append(version(package))
+        except PackageNotFoundError:
+            parts.append("-")
+    return " ".join(parts)
+
+
+MAX_CHARACTERS = 64 << 20
+
+
+class Conversions:
+    """Cache of converted texts by file state: the latest ones, up to MAX_CHARACTERS in total. Plain text is not cached.
+
+    `process` is the ConverterProcess to convert with.
+    """
+
+    def __init__(self) -> None:
+        self.process = ConverterProcess()
+        self._known: dict[str, tuple[tuple[int, ...], Converted]] = {}
+        self._characters = 0
+
+    def of(self, file: Path, convert: Callable[[], Converted]) -> Converted:
+        """Return the cached conversion if the file is unchanged, else call `convert`."""
+        try:
+            found = file.stat()
+        except OSError:
+            return convert()
+        name, state = str(file.resolve()), (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        known = self._known.get(name)
+        if known is not None and known[0] == state:
+            return known[1]
+        converted = convert()  # a change during conversion makes `state` stale, so the entry is not used
+        if not converted.layout.numbered:
+            self._keep(name, state, converted)
+        return converted
+
+    def _keep(self, name: str, state: tuple[int, ...], converted: Converted) -> None:
+        if name in self._known:
+            self._characters -= len(self._known.pop(name)[1].text)
+        self._known[name] = state, converted
+        self._characters += len(converted.text)
+        while self._characters > MAX_CHARACTERS:
+            _, oldest = self._known.pop(next(iter(self._known)))
+            self._characters -= len(oldest.text)
+
 
 MAX_BYTES = 256 << 20
 
@@ -36,7 +146,7 @@ class Document:
     root: str = ""  # name of the path that the user gave, the file itself or a directory above it
     layout: TextLayout = PLAIN_LAYOUT
     path: str = field(default="", compare=False)  # file it was read from
-    state: FileState | None = field(default=None, compare=False)  # of that file, just before reading
+    state: FileState | None = field(default=None, compare=False)  # the file just before reading
 
     @property
     def digest(self) -> str:

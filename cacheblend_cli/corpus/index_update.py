@@ -27,7 +27,7 @@ _BATCH = 16384  # chunks whose texts are in memory at once
 class IndexEntry(NamedTuple):
     """Position of a chunk in a document, and its context. A chunk shared by documents has several places."""
 
-    key: str  # of the chunk, hex
+    key: str  # chunk key, hex
     source: str  # document name, see corpus/places.py
     position: int  # index of the chunk in the document
     collection: str

@@ -58,7 +58,7 @@ class Outline:
         """Return the titles above the text at `start`, outermost first, including headings that begin there."""
         count = bisect_left(self._starts, start)
         if count < len(self._titles) and self._blank(start, self._starts[count]):
-            # of code the definition that begins here, not the first one inside it
+            # in code, the definition that begins here, not the first one inside it
             last = count if self._is_code else self._run_end[count]
             start, count = self._titles[last].end, last + 1
         found = self._chain(count - 1)

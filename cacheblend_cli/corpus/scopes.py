@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
 ROOTS = "root"
-"""Kind of the store memos that record document roots, see collect/source_settings.py."""
+"""Kind of the store memos that record document roots, see collect/settings.py."""
 _MAGIC = re.compile(r"[*?\[]")
 
 

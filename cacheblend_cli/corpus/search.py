@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.corpus.normalise import unspaced
-from cacheblend_cli.corpus.ranking import PLACES, ByMeaning, ByWords, Query, Row, fuse
+from cacheblend_cli.corpus.ranking import PLACES, ByMeaning, ByWords, Query, Row, fuse, telling_sentence
 from cacheblend_cli.corpus.scopes import holds
 from cacheblend_cli.corpus.search_index import open_index
-from cacheblend_cli.corpus.vectors import telling_sentence
-from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.errors import NotFoundError, check_known
 from cacheblend_cli.extras import install_hint
 from cacheblend_cli.types import EVERYTHING, NUM_HITS, Scope, SearchParams
 
@@ -63,12 +62,9 @@ class Lookup(SearchParams):
         unknown values, NotFoundError if the named embeddings do not exist.
         """
         check_context(params.context)
-        if params.order not in ORDERS:
-            raise UsageError(f"unknown order {params.order!r}", f"known: {', '.join(ORDERS)}")
-        if params.on_weak_match not in ON_WEAK_MATCH:
-            raise UsageError(f"unknown on_weak_match {params.on_weak_match!r}", f"known: {', '.join(ON_WEAK_MATCH)}")
-        if params.by not in ("auto", *BY):
-            raise UsageError(f"unknown search {params.by!r}", f"known: auto, {', '.join(BY)}")
+        check_known("order", params.order, ORDERS)
+        check_known("on_weak_match", params.on_weak_match, ON_WEAK_MATCH)
+        check_known("search", params.by, ("auto", *BY))
         embedder = None
         if params.by != "words":
             from cacheblend_cli.corpus.embedding import find_embedder
@@ -88,7 +84,7 @@ class SearchHit:
 
     key: bytes
     source: str  # document name, see corpus/places.py
-    index: int  # of the chunk in the document
+    index: int  # position of the chunk in the document
     # Higher is better. By words: BM25; by meaning: cosine; by both: 0.6 * coverage + 0.4 * cosine. Coverage is the
     # share of the query terms in the chunk, weighted by idf.
     score: float
@@ -263,5 +259,4 @@ def found_elsewhere(
 
 def check_context(name: str) -> None:
     """Raise UsageError for an unknown context."""
-    if name not in CONTEXTS:
-        raise UsageError(f"unknown context {name!r}", f"known: {', '.join(CONTEXTS)}")
+    check_known("context", name, CONTEXTS)

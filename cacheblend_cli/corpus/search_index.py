@@ -50,7 +50,7 @@ def open_index(store: ChunkStore) -> Iterator[sqlite3.Connection]:
     - places (id, key, source, position, collection, context, document): one row per place of a chunk
     - chunks (source, title, body), FTS5, rowid = places.id: one row per searchable place
     - versions (document, source, collection, context, digest, updated): one row per document record
-    - vectors (id, vector), pending (id), embedder (digest): see corpus/vectors.py
+    - vectors (id, vector), pending (id), embedder (digest): see corpus/ranking.py
     """
     with closing(_up_to_date(store)) as db:
         yield db

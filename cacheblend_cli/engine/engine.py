@@ -61,7 +61,7 @@ from cacheblend_cli.types import (
 )
 
 if TYPE_CHECKING:
-    from cacheblend_cli.collect.paths import Paths
+    from cacheblend_cli.collect.corpus_diff import Paths
     from cacheblend_cli.collect.precompute import Difference, PrecomputeEvent, PrecomputeOptions, PrecomputeReport
     from cacheblend_cli.collect.recheck import RecheckReport
     from cacheblend_cli.corpus.documents import Document
@@ -295,7 +295,7 @@ class Engine(EngineThread):
         Unset options are those that the store remembers for the paths. confirm: called before documents are computed
         again because of other settings. Raises NotFoundError, UsageError, StoreErrors, DeviceError.
         """
-        from cacheblend_cli.collect.paths import Paths
+        from cacheblend_cli.collect.corpus_diff import Paths
         from cacheblend_cli.collect.precompute import precompute
 
         if options.kv_dtype in (None, "auto") and self.config.kv_dtype != "auto":
@@ -316,7 +316,7 @@ class Engine(EngineThread):
 
     def roots(self, store: ChunkStore, salt: str = "") -> list[str]:
         """Return the real paths that the store remembers for this model and salt."""
-        from cacheblend_cli.collect.source_settings import SourceSettings
+        from cacheblend_cli.collect.settings import SourceSettings
 
         return SourceSettings(self.runtime.collection(salt), store).paths
 

@@ -15,7 +15,7 @@ from cacheblend_store import ChunkStore
 from torch import Tensor
 
 from cacheblend_cli.blend.fidelity import divergence, log_distribution
-from cacheblend_cli.corpus.vectors import sentences_of
+from cacheblend_cli.corpus.ranking import sentences_of
 from cacheblend_cli.engine.engine import Engine, Request
 from cacheblend_cli.engine.profile import Distance, Profile, conditions, stored_codec
 from cacheblend_cli.errors import NotFoundError

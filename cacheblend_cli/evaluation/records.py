@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import convert
 
-from cacheblend_cli.json_lines import JsonLines
+from cacheblend_cli.text_files import JsonLines
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,13 @@
-"""The HTTP application: every route, by method and path."""
+"""The HTTP application: every route, by method and path, and their description at /openapi.json (OpenAPI 3.1)."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -14,15 +18,77 @@ from starlette.routing import Route
 from cacheblend_cli.server import embedding_routes, mcp_route
 from cacheblend_cli.server.api_errors import ApiError
 from cacheblend_cli.server.auth import AuthMiddleware
-from cacheblend_cli.server.document_routes import delete_document, list_documents, put_document, read_document
-from cacheblend_cli.server.http import EVENTS, JSON, LINES, log_error
+from cacheblend_cli.server.document_routes import (
+    delete_document,
+    list_documents,
+    put_document,
+    read_document,
+    search_chunks,
+)
+from cacheblend_cli.server.http import EVENTS, JSON, LINES, SESSION, log_error
 from cacheblend_cli.server.ollama import routes as ollama
 from cacheblend_cli.server.ollama.protocol import GenerateBody, OldEmbedBody, OllamaChatBody, OllamaEmbedBody, ShowBody
 from cacheblend_cli.server.openai import routes as openai
 from cacheblend_cli.server.openai.protocol import ChatBody, CompletionBody, PutBody, SearchBody
-from cacheblend_cli.server.openapi import Handler, Operation, openapi
 from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.version import __version__
+
+Handler = Callable[[Request, ServerState], Awaitable[Response]]
+_DESCRIPTION = "The OpenAI and Ollama APIs over stored chunks."
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A route and its handler."""
+
+    summary: str
+    handler: Handler
+    body: type[msgspec.Struct] | None = None
+    statuses: tuple[int, ...] = (200,)  # successful responses
+    media: tuple[str, ...] = (JSON,)  # media types of the response
+    answers: str = ""  # media type of streamed answers; request and response then have the header X-Session-ID
+
+
+def openapi(operations: Mapping[str, Operation]) -> dict[str, Any]:
+    """Return the description as a JSON object. operations: "METHOD /path" -> Operation."""
+    bodies = [operation.body for operation in operations.values() if operation.body is not None]
+    _, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
+    paths: dict[str, dict[str, Any]] = {}
+    for route, operation in operations.items():
+        method, path = route.replace(":path", "").split(" ")
+        paths.setdefault(path, {})[method.lower()] = _path_item(path, operation)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "cacheblend", "version": __version__, "description": _DESCRIPTION},
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "security": [{}, {"key": []}],
+    }
+
+
+def _path_item(path: str, operation: Operation) -> dict[str, Any]:
+    media = (*operation.media, operation.answers) if operation.answers else operation.media
+    responses: dict[str, dict[str, Any]] = {
+        str(status): {"description": "Response", "content": {kind: {} for kind in media}}
+        for status in operation.statuses
+    }
+    responses["default"] = {"description": "Error", "content": {JSON: {}}}
+    item: dict[str, Any] = {"summary": operation.summary, "responses": responses}
+    for name in ("id", "name"):
+        if f"{{{name}}}" in path:
+            schema = {"type": "string", "minLength": 1, "maxLength": 256}
+            item["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema}]
+    if operation.answers:
+        header = {"description": "Requests with the same value go to the same replica", "schema": {"type": "string"}}
+        item["parameters"] = [{"name": SESSION, "in": "header", **header}]
+        responses["200"]["headers"] = {SESSION: header}
+    if operation.body is not None:
+        content: dict[str, Any] = {JSON: {"schema": {"$ref": f"#/components/schemas/{operation.body.__name__}"}}}
+        if 201 in operation.statuses:  # a document, or the bytes of a file
+            content["application/octet-stream"] = {}
+        item["requestBody"] = {"required": True, "content": content}
+    return item
+
 
 _PAGE = Path(__file__).parent / "page"
 _PAGE_FILES = frozenset(file.name for file in _PAGE.iterdir() if file.suffix in (".html", ".css", ".js"))
@@ -110,7 +176,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
 OPERATIONS = {
     "POST /v1/chat/completions": Operation("Answer a conversation", openai.chat, ChatBody, answers=EVENTS),
     "POST /v1/completions": Operation("Continue a text", openai.completions, CompletionBody, answers=EVENTS),
-    "POST /v1/search": Operation("Search the stored chunks", openai.search_chunks, SearchBody),
+    "POST /v1/search": Operation("Search the stored chunks", search_chunks, SearchBody),
     "PUT /v1/documents/{id:path}": Operation("Store a document", put_document, PutBody, (200, 201), (JSON, EVENTS)),
     "GET /v1/documents": Operation("List the documents", list_documents),
     "GET /v1/documents/{id:path}": Operation("Read a document", read_document),

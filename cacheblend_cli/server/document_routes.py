@@ -1,22 +1,27 @@
-"""Document routes: put (JSON or the bytes of a file), list, read, delete."""
+"""Documents and stored chunks over HTTP: put (JSON or the bytes of a file), list, read, delete, search."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import hashlib
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
+from cacheblend_store import DocumentRecord
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from cacheblend_cli.collect.texts import Putting, document_of, put_name
+from cacheblend_cli.corpus.citations import TITLE, Citations
 from cacheblend_cli.corpus.converters import readable_suffixes
 from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.documents import Document, convert_bytes
+from cacheblend_cli.corpus.places import PUT, SENT
+from cacheblend_cli.corpus.search import Lookup, search
 from cacheblend_cli.errors import QueueFull
-from cacheblend_cli.server import document_json
 from cacheblend_cli.server.api_errors import ApiError, bad_request
 from cacheblend_cli.server.http import (
     EVENTS,
@@ -28,8 +33,10 @@ from cacheblend_cli.server.http import (
     raw_body,
     tenant_of,
 )
-from cacheblend_cli.server.openai.protocol import PutBody, parse
+from cacheblend_cli.server.openai.protocol import PutBody, SearchBody, parse
 from cacheblend_cli.server.server_state import ServerState
+from cacheblend_cli.server.tenants import Tenant
+from cacheblend_cli.types import SearchParams
 
 OFFICE = "application/vnd.openxmlformats-officedocument"
 _SUFFIXES = {
@@ -126,30 +133,116 @@ def _put_record(putting: Putting, document_id: str, title: str) -> dict[str, Any
 
 
 async def list_documents(request: Request, state: ServerState) -> Response:
-    """List the tenant's documents, and the file types that can be put."""
-    data = await state.in_pool(lambda: document_json.list_documents(state.engine, state.store, tenant_of(request)))
+    """List the tenant's documents, sorted by name, and the file types that can be put."""
+    visible = await state.in_pool(lambda: _visible(state, tenant_of(request)))
+    data = [
+        {
+            **_document_fields(record),
+            "chunks": list(dict.fromkeys(chunk.key.hex() for chunk in record.chunks)),
+            "updated": int(record.updated),
+        }
+        for _, record in sorted(visible.items())
+    ]
     return JSONResponse({"object": "list", "data": data, "suffixes": readable_suffixes(), "max_bytes": state.max_body})
 
 
 async def read_document(request: Request, state: ServerState) -> Response:
-    def read(document_id: str) -> dict[str, Any] | None:
-        return document_json.read_document(state.engine, state.store, tenant_of(request), document_id)
+    """Return a document with its chunks in order: text, place, headings."""
+    document_id = request.path_params["id"]
 
-    return JSONResponse(await _found(request, state, read))
+    def read() -> dict[str, Any]:
+        visible = _visible(state, tenant_of(request)).items()
+        record = next((record for name, record in visible if public_id(name) == document_id), None)
+        if record is None:
+            raise _no_document(document_id)
+        manifests = {chunk.key: state.store.undamaged(chunk.key) for chunk in record.chunks}
+        chunks = [
+            {
+                "id": chunk.key.hex(),
+                "index": chunk.index,
+                "place": chunk.locator.text,
+                "headings": chunk.locator.headings,
+                "text": manifest.text if (manifest := manifests[chunk.key]) else "",
+            }
+            for chunk in record.chunks
+        ]
+        return {**_document_fields(record), "chunks": chunks}
+
+    return JSONResponse(await state.in_pool(read))
 
 
 async def delete_document(request: Request, state: ServerState) -> Response:
-    def delete(document_id: str) -> dict[str, Any] | None:
-        deleted = document_json.delete_document(state.store, tenant_of(request), document_id)
-        return {"id": document_id, "object": "document.deleted", "deleted": True} if deleted else None
-
-    return JSONResponse(await _found(request, state, delete))
-
-
-async def _found(request: Request, state: ServerState, work: Callable[[str], dict[str, Any] | None]) -> dict[str, Any]:
-    """Return the work's result. Raises ApiError 404 if it is None."""
+    """Delete a document that was put, and chunks that only it has."""
     document_id = request.path_params["id"]
-    result = await state.in_pool(lambda: work(document_id))
-    if result is None:
-        raise ApiError(404, f"no such document: {document_id[:80]!r}", code="document_not_found")
-    return result
+
+    def delete() -> None:
+        name = put_name(tenant_of(request).name, document_id)
+        records = [record for record in state.store.documents() if record.source == name]
+        if not records:
+            raise _no_document(document_id)
+        state.store.put_documents((), [record.key for record in records])
+
+    await state.in_pool(delete)
+    return JSONResponse({"id": document_id, "object": "document.deleted", "deleted": True})
+
+
+def _no_document(document_id: str) -> ApiError:
+    return ApiError(404, f"no such document: {document_id[:80]!r}", code="document_not_found")
+
+
+def _visible(state: ServerState, tenant: Tenant) -> dict[str, DocumentRecord]:
+    """Return the latest record of each document of the tenant (put, or precomputed with its salt) by name."""
+    own = set(state.engine.usable(state.store, tenant.salt))
+    latest: dict[str, DocumentRecord] = {}
+    for record in state.store.documents():
+        known = latest.get(record.source)
+        if record.collection in own and (known is None or known.updated < record.updated):
+            latest[record.source] = record
+    return latest
+
+
+def _document_fields(record: DocumentRecord) -> dict[str, Any]:
+    name = record.source
+    kind, title = "document" if name.startswith(PUT) else "file", record.settings.get(TITLE) or public_title(name)
+    return {"id": public_id(name), "object": kind, "title": title}
+
+
+def public_id(name: str) -> str:
+    """Return the public id of a document: its id, or for a file a digest of its private path."""
+    if name.startswith((PUT, SENT)):
+        return name.split("/", 2)[2]
+    return "file-" + hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+
+
+def public_title(name: str) -> str:
+    """Return the id, or the file name without its directories."""
+    return public_id(name) if name.startswith((PUT, SENT)) else PurePosixPath(name).name
+
+
+async def search_chunks(request: Request, state: ServerState) -> Response:
+    """Return the tenant's best chunks for a query."""
+    body = parse(SearchBody, await json_body(request))
+    return JSONResponse(
+        {"object": "list", "data": await state.in_pool(lambda: _search(state, body, tenant_of(request)))}
+    )
+
+
+def _search(state: ServerState, body: SearchBody, tenant: Tenant) -> list[dict[str, Any]]:
+    found, citations = [], Citations(state.store)
+    lookup = Lookup.with_weights(SearchParams.of(replace(state.settings, top_k=body.k)))
+    for hit in search(state.store, body.query, lookup, state.engine.usable(state.store, tenant.salt)).hits:
+        manifest = state.store.undamaged(hit.key)
+        cited = [c for c in citations.all_of(manifest) if c.name == hit.source] if manifest else []
+        found.append(
+            {
+                "id": hit.id,
+                "document": public_id(hit.source),
+                "title": next((c.title for c in cited if c.title), public_title(hit.source)),
+                "place": next((c.locator.text for c in cited), ""),
+                "index": hit.index,
+                "score": round(hit.score, 4),
+                "snippet": hit.snippet,
+                "text": manifest.text if manifest else "",
+            }
+        )
+    return found

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 
 from cacheblend_store import ChunkManifest, ChunkNotFound
 
@@ -18,9 +20,8 @@ from cacheblend_cli.prompt.collection import salt_digest
 from cacheblend_cli.prompt.records import kept_records
 from cacheblend_cli.prompt.wording import CHUNKS, DEFAULT, QUESTION
 from cacheblend_cli.server.api_errors import ApiError, bad_request
-from cacheblend_cli.server.document_json import public_id, public_title
-from cacheblend_cli.server.openai.messages import read_messages
-from cacheblend_cli.server.openai.protocol import AskBody, Message, SearchIn
+from cacheblend_cli.server.document_routes import public_id, public_title
+from cacheblend_cli.server.openai.protocol import AskBody, Message, SearchIn, TextPart
 from cacheblend_cli.server.passages import MessagePassage, extract_passages
 from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.server.tenants import Tenant
@@ -31,7 +32,7 @@ _SAMPLED = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "n", "best_of",
     "ignore_eos", "regex", "stop_repetition",
 )  # fmt: skip
-_MATCHES, _LEAST_DIGITS = 64, 8  # of chunk ids; shorter ones could match too many chunks of other tenants
+_MATCHES, _LEAST_DIGITS = 64, 8  # chunk ids; shorter ones could match too many chunks of other tenants
 
 
 @dataclass(frozen=True)
@@ -183,3 +184,44 @@ def sampling_of(base: SamplingParams, body: AskBody, max_tokens: int | None, log
         **{name: getattr(body, name) for name in _SAMPLED},
     }
     return replace(base, **{name: value for name, value in given.items() if value is not None})
+
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+@dataclass(frozen=True)
+class ChatTurns:
+    """The texts of a chat."""
+
+    system: str | None
+    history: tuple[str, ...]  # alternately by user and model, before the question
+    question: str
+
+
+def read_messages(messages: Sequence[Message]) -> ChatTurns:
+    """Join consecutive messages of one role. Raises ApiError for a conversation that cannot be rendered."""
+    messages_read: list[tuple[str, str]] = []
+    for i, message in enumerate(messages):
+        place = f"messages.{i}"
+        role = _ROLES.get(message.role)
+        if role is None:
+            raise bad_request(f"{place}.role is {message.role[:80]!r}; known: {', '.join(_ROLES)}", f"{place}.role")
+        if message.calls_tools:
+            raise bad_request("tools are not supported", f"{place}.tool_calls")
+        messages_read.append((role, _text(message.content, f"{place}.content")))
+    turns = [(role, "\n\n".join(text for _, text in run)) for role, run in groupby(messages_read, key=itemgetter(0))]
+    system = turns.pop(0)[1] if turns[0][0] == "system" else None
+    if any(role == "system" for role, _ in turns):
+        raise bad_request("a system message must come first", "messages")
+    if not turns or turns[0][0] != "user" or turns[-1][0] != "user":
+        raise bad_request("a conversation must begin and end with a user message", "messages")
+    if not turns[-1][1].strip():
+        raise bad_request("the question is empty", "messages")
+    *history, question = (text for _, text in turns)
+    return ChatTurns(system, tuple(history), question)
+
+
+def _text(content: str | list[TextPart] | None, place: str) -> str:
+    if content is None:
+        raise bad_request(f"{place} is missing", place)
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)

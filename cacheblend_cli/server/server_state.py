@@ -45,14 +45,14 @@ class ServerState:
     metrics: Metrics = field(init=False)
     started: float = field(default_factory=time.time)
     draining: bool = False  # running answers finish, new requests are refused
-    body_bytes: int = 0  # of all bodies in memory
+    body_bytes: int = 0  # request bodies in memory
     ended: asyncio.Event = field(default_factory=asyncio.Event)  # all requests must end now
     on_end: set[Callable[[], None]] = field(default_factory=set)
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_PREPARING, "cacheblend-prepare"))
     # one conversion at a time, so that a thread stays free
     converting: asyncio.Lock = field(default_factory=asyncio.Lock)
     decoder: RemoteDecoder | None = None  # None to decode here
-    _active: int = 0
+    active: int = 0  # requests to /v1, /api and /mcp in progress
     _preparing: int = 0
     _last_use: float = field(default_factory=time.monotonic)
 
@@ -85,16 +85,10 @@ class ServerState:
 
     async def unless_ended(self, result: asyncio.Future[T]) -> T:
         """Return the result. If the server stops first, cancels the future and raises ApiError."""
-        ended = asyncio.ensure_future(self.ended.wait())
-        waited: list[asyncio.Future[Any]] = [result, ended]
-        try:
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            if not result.done():
-                raise server_stopping()
-            return result.result()
-        finally:
-            ended.cancel()
-            result.cancel()
+        await first_of(result, self.ended.wait())
+        if result.cancelled():
+            raise server_stopping()
+        return result.result()
 
     @contextmanager
     def preparing(self, count: int) -> Iterator[None]:
@@ -109,7 +103,7 @@ class ServerState:
     @property
     def idle_s(self) -> float:
         """Seconds since the last request ended; 0 while one is in progress."""
-        return 0.0 if self._active else time.monotonic() - self._last_use
+        return 0.0 if self.active else time.monotonic() - self._last_use
 
     def end_requests(self) -> None:
         """End all requests with an error, also those waiting for the engine."""
@@ -117,19 +111,14 @@ class ServerState:
         for end in list(self.on_end):
             end()
 
-    @property
-    def active(self) -> int:
-        """Number of requests to /v1 in progress."""
-        return self._active
-
     @contextmanager
     def in_progress(self) -> Iterator[None]:
         """Count a request as active."""
-        self._active += 1
+        self.active += 1
         try:
             yield
         finally:
-            self._active -= 1
+            self.active -= 1
             self._last_use = time.monotonic()
 
 

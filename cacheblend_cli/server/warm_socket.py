@@ -13,7 +13,6 @@ from pathlib import Path
 from socket import socket
 from typing import Any
 
-from cacheblend_store import StoreError
 from msgspec import convert, to_builtins
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
@@ -24,7 +23,7 @@ from starlette.routing import Mount, Route
 from cacheblend_cli.corpus.search import look
 from cacheblend_cli.engine.engine import Request
 from cacheblend_cli.engine.events import Done, Reasoning, Text
-from cacheblend_cli.errors import CacheBlendError, ExitCode
+from cacheblend_cli.errors import ExitCode
 from cacheblend_cli.server.api_errors import ApiError
 from cacheblend_cli.server.app import make_app
 from cacheblend_cli.server.http import EventStream
@@ -43,14 +42,8 @@ class WarmSocket:
     def __init__(self, state: ServerState, bound: socket, path: Path, url: str) -> None:
         self._state, self.socket, self._path, self._url = state, bound, path, url
         self._engine, self._address = state.engine, (bound.getsockname(), None)
-        events = {
-            "ask": self._ask,
-            "plan": self._plan,
-            "search": self._search,
-            "status": self._status,
-            "stop": self._stop,
-        }
-        own = [Route(f"/engine/{name}", self._route(make), methods=["POST"]) for name, make in events.items()]
+        events = (self._ask, self._plan, self._search, self._status, self._stop)
+        own = [Route(f"/engine/{e.__name__[1:]}", self._route(e), methods=["POST"]) for e in events]
         self.app = Starlette(routes=[*own, Mount("/", make_app(state, is_owner=True))])
         self.on_stop: Callable[[], None] = lambda: None
 
@@ -130,21 +123,17 @@ def _names(request: Request) -> list[str]:
 
 async def _encode(events: AsyncIterator[Record]) -> AsyncIterator[bytes]:
     """Encode events as server-sent events. An error becomes the last one; if the server stops, the stream just ends."""
+
+    def encoded(record: Record) -> bytes:
+        return b"data: " + json.dumps(record).encode() + b"\n\n"
+
     try:
         async for event in events:
-            yield _event(event)
-    except (CacheBlendError, StoreError) as error:
-        yield _event(_failed(error, error.message, error.hint, error.exit_code))
-    except ApiError as error:
-        if error.code != "stopping":
-            yield _event(_failed(error, error.message, None, ExitCode.INTERNAL))
+            yield encoded(event)
     except Exception as error:
-        yield _event(_failed(error, f"the engine failed: {type(error).__name__}: {error}", None, ExitCode.INTERNAL))
-
-
-def _failed(error: Exception, message: str, hint: str | None, code: int) -> Record:
-    return {"event": "failed", "kind": type(error).__name__, "message": message, "hint": hint, "exit_code": int(code)}
-
-
-def _event(record: Record) -> bytes:
-    return b"data: " + json.dumps(record).encode() + b"\n\n"
+        if isinstance(error, ApiError) and error.code == "stopping":
+            return
+        message = getattr(error, "message", f"the engine failed: {type(error).__name__}: {error}")
+        hint, code = getattr(error, "hint", None), getattr(error, "exit_code", ExitCode.INTERNAL)
+        kind = type(error).__name__
+        yield encoded({"event": "failed", "kind": kind, "message": message, "hint": hint, "exit_code": int(code)})

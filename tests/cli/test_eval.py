@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from cacheblend_cli.cli.eval import show_scores
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.score_tables import show_scores
 from cacheblend_cli.evaluation.evaluate import FULL, Results
 from cacheblend_cli.evaluation.records import Record
 from cacheblend_cli.evaluation.settings import Setting

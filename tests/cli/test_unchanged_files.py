@@ -15,8 +15,8 @@ from cacheblend_store import ChunkStore, verify
 from checkpoints import write_checkpoint
 
 from cacheblend_cli.collect import document_records
-from cacheblend_cli.corpus import file_state
-from cacheblend_cli.corpus.file_state import FileState
+from cacheblend_cli.corpus import documents
+from cacheblend_cli.corpus.documents import FileState
 
 Cli = Callable[..., Any]
 SIZE = ("--chunk-tokens", "40")
@@ -25,9 +25,9 @@ SIZE = ("--chunk-tokens", "40")
 @pytest.fixture(autouse=True)
 def _quiet_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The tests' files are seconds old: only the system's tick counts as the same instant."""
-    monkeypatch.setattr(file_state, "_RACY_NS", 0)
+    monkeypatch.setattr(documents, "_RACY_NS", 0)
     yield
-    file_state._reader.cache_clear()
+    documents._reader.cache_clear()
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_only_verify_files_finds_a_change_that_the_file_system_does_not_show(
 def test_a_file_that_changed_as_it_was_read_is_read_again(
     cli: Cli, docs: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_state, "_RACY_NS", 3600 * 10**9)
+    monkeypatch.setattr(documents, "_RACY_NS", 3600 * 10**9)
     again(cli, read)
     assert again(cli, read)[0] == ["alpha.md", "beta.md"]
     old = (docs / "alpha.md").stat().st_mtime_ns - 4000 * 10**9
@@ -206,8 +206,8 @@ def test_other_settings_cut_again_and_an_other_converter_reads_again(
         assert again(cli, read, "docs")[0] == ["alpha.md", "beta.md"]
     assert again(cli, read, "docs")[0] == ["alpha.md", "beta.md"]
     assert again(cli, read, "docs")[0] == []
-    monkeypatch.setattr(file_state, "READ_VERSION", 0)
-    file_state._reader.cache_clear()
+    monkeypatch.setattr(documents, "READ_VERSION", 0)
+    documents._reader.cache_clear()
     assert again(cli, read, "docs")[0] == ["alpha.md", "beta.md"]
     assert again(cli, read, "docs")[0] == []
 

@@ -18,10 +18,8 @@ from cacheblend_store.tier import open_tier
 from checkpoints import write_checkpoint
 
 from cacheblend_cli.cli import main
-from cacheblend_cli.cli import precompute as command
-from cacheblend_cli.collect.cluster import Cluster
+from cacheblend_cli.collect.cluster import Cluster, Record, RemoteChunks, RemoteJob, RemoteWorker
 from cacheblend_cli.collect.precompute import PrecomputeOptions, PrecomputeReport
-from cacheblend_cli.collect.remote_worker import Record, RemoteChunks, RemoteJob, RemoteWorker
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.runtime import load_worker_model
@@ -134,14 +132,14 @@ def test_neighbours_are_refused(engine: Engine, docs: Path, cluster: InProcess, 
     ],
 )
 def test_flags_that_do_not_go_together(docs: Path, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda name: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     assert main.run(["precompute", str(docs), *flags]) == 2
 
 
 def test_without_ray_the_command_says_how_to_get_it(
     docs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main.run(["precompute", str(docs), "--ray", "local", "--tier", "file:///tmp/t"]) == 2
     assert "[ray]" in capsys.readouterr().err
 

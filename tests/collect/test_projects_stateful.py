@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from cacheblend_cli.cli.main import run
-from cacheblend_cli.collect.paths import Paths
+from cacheblend_cli.collect.corpus_diff import Paths
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.corpus.citations import Citations
 from cacheblend_cli.corpus.scopes import holds, scope_here

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from cacheblend_store import Memo
 
-from cacheblend_cli.collect.settings import CollectSettings
-from cacheblend_cli.collect.source_settings import DocumentRoot
-from cacheblend_cli.corpus.selection import ALL, Selection
+from cacheblend_cli.collect.settings import CollectSettings, DocumentRoot
+from cacheblend_cli.corpus.walk import ALL, Selection
 
 ROOT = DocumentRoot(
     "/docs", "model", "salt", CollectSettings(overlap=3), frozenset({"/b.md", "/a.md"}), frozenset({"/project"}), 5.0,

@@ -12,8 +12,8 @@ import pytest
 
 from cacheblend_cli.corpus.converters import converter_of, office
 from cacheblend_cli.corpus.converters.converter import NoDocument
+from cacheblend_cli.corpus.cutting import Locating
 from cacheblend_cli.corpus.layout import Converted
-from cacheblend_cli.corpus.locating import Locating
 from cacheblend_cli.extras import install_hint
 
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from cacheblend_cli.corpus import conversions, documents
-from cacheblend_cli.corpus.conversions import Conversions
-from cacheblend_cli.corpus.documents import Document, Skipped, read_documents
+from cacheblend_cli.corpus import documents
+from cacheblend_cli.corpus.documents import Conversions, Document, Skipped, read_documents
 from cacheblend_cli.corpus.layout import TextLayout
 from cacheblend_cli.corpus.places import place_of, shown
-from cacheblend_cli.corpus.selection import ALL, Selection
+from cacheblend_cli.corpus.walk import ALL, Selection
 from cacheblend_cli.errors import NotFoundError, UsageError
 
 
@@ -198,7 +197,7 @@ def test_a_file_that_is_as_it_was_is_not_converted_again(here: Path, monkeypatch
 
 
 def test_the_texts_of_converted_files_are_bounded(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversions, "MAX_CHARACTERS", 10)
+    monkeypatch.setattr(documents, "MAX_CHARACTERS", 10)
     known, converted = Conversions(), list[str]()
     real = documents._bytes
     monkeypatch.setattr(documents, "_bytes", lambda file: (converted.append(file.name), real(file))[1])

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_cli.corpus import file_state
-from cacheblend_cli.corpus.file_state import FileState, reader_of
+from cacheblend_cli.corpus import documents
+from cacheblend_cli.corpus.documents import FileState, reader_of
 
 SECOND = 10**9
 READ = FileState(1, 100, 50 * SECOND, 60 * SECOND, "from_markdown 1", 70 * SECOND)
@@ -65,14 +65,14 @@ def test_files_are_read_again_by_other_code(monkeypatch: pytest.MonkeyPatch) -> 
     for attribute, value in {"READ_VERSION": 0, "__version__": "9"}.items():
         with monkeypatch.context() as patched:
             _forget()
-            patched.setattr(file_state, attribute, value)
+            patched.setattr(documents, attribute, value)
             assert all(reader_of(name) != before[name] for name in names)
     with monkeypatch.context() as patched:
         _forget()
-        patched.setattr(file_state, "version", lambda package: "0")
+        patched.setattr(documents, "version", lambda package: "0")
         assert {name for name in names if reader_of(name) != before[name]} == {"a.pdf", "a.docx"}
     _forget()
 
 
 def _forget() -> None:
-    file_state._reader.cache_clear()
+    documents._reader.cache_clear()

@@ -10,8 +10,8 @@ from cacheblend_store import DocumentChunk, DocumentRecord, Locator
 from cacheblend_store.errors import BadBlob
 from cacheblend_store.format.records import decode_document, document_key, encode_document, seal
 
+from cacheblend_cli.corpus.cutting import Locating
 from cacheblend_cli.corpus.layout import Mark, TextLayout
-from cacheblend_cli.corpus.locating import Locating
 from cacheblend_cli.corpus.outline import Outline
 
 MARKDOWN = """---

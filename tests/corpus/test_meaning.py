@@ -179,6 +179,7 @@ def test_hits_below_a_score_are_left_out_and_neighbours_come_with_a_hit(store: C
 def test_without_weights_words_are_searched_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(embedding, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for by, count in (("words", 0), ("auto", 0), ("meaning", 1), ("both", 1)):
         said.clear()
         assert Lookup.with_weights(SearchParams(by=by), say=said.append).by == "words"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 
-from cacheblend_cli.corpus.contexts import Neighbours, Passage, document_contexts
-from cacheblend_cli.corpus.similarity import TfIdf
+from cacheblend_cli.corpus.contexts import Neighbours, Passage, TfIdf, document_contexts
 
 TEXTS = [
     "The billing team sends invoices on Monday.",

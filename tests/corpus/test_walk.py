@@ -12,7 +12,7 @@ from files import write
 
 from cacheblend_cli.corpus.documents import Document, Skipped, read_documents
 from cacheblend_cli.corpus.places import shown
-from cacheblend_cli.corpus.selection import ALL, Selection
+from cacheblend_cli.corpus.walk import ALL, Selection
 
 
 @pytest.fixture

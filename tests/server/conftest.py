@@ -25,9 +25,8 @@ from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.server.app import make_app
 from cacheblend_cli.server.auth import LOOPBACK
-from cacheblend_cli.server.connections import ConnectionLimits
+from cacheblend_cli.server.http_server import ConnectionLimits, bind_tcp, bind_unix
 from cacheblend_cli.server.http_server import Server as HttpServer
-from cacheblend_cli.server.http_server import bind_tcp, bind_unix
 from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.server.tenants import Keyring
 from cacheblend_cli.server.warm_socket import WarmSocket

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torture import Ledger
 
-from cacheblend_cli.server.connections import ConnectionLimits
+from cacheblend_cli.server.http_server import ConnectionLimits
 
 _HEAD = b"POST /v1/search HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 _BEGUN = {

@@ -193,7 +193,7 @@ def test_unknown_routes_answer_in_the_form_of_their_api(server: Any) -> None:
 
 
 def test_a_damaged_stream_ends_with_an_error_line(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend_cli.server.ollama.response import OllamaResponse
+    from cacheblend_cli.server.ollama.routes import OllamaResponse
 
     def fail(*_: object) -> None:
         raise RuntimeError("of a test")

@@ -7,8 +7,8 @@ import tracemalloc
 import pytest
 
 from cacheblend_cli.server.api_errors import ApiError
-from cacheblend_cli.server.openai.messages import read_messages
 from cacheblend_cli.server.openai.protocol import AskBody, ChatBody, CompletionBody, FormatIn, SchemaIn, parse
+from cacheblend_cli.server.preprocessing import read_messages
 
 CHAT = b'{"messages": [{"role": "user", "content": "who?"}], %s}'
 MANY = 200_000

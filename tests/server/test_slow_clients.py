@@ -19,8 +19,7 @@ from uvicorn.server import ServerState
 
 from cacheblend_cli.engine.core import async_engine
 from cacheblend_cli.server import http_server
-from cacheblend_cli.server.connections import ConnectionLimits, LimitedProtocol
-from cacheblend_cli.server.http_server import LoopErrors
+from cacheblend_cli.server.http_server import ConnectionLimits, LimitedProtocol, LoopErrors
 from cacheblend_cli.sockets import socket_of
 
 HEAD = b"POST /v1/search HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

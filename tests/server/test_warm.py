@@ -107,7 +107,7 @@ def test_a_batch_is_answered_by_the_engine(cli: Cli, server: Any, tmp_path: Path
 def test_what_an_engine_leaves_of_a_batch_is_answered_here(
     cli: Cli, server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cacheblend_cli.cli.warm_engine import WarmEngine
+    from cacheblend_cli.cli.engines import WarmEngine
     from cacheblend_cli.client import lost
 
     rows = [{"question": f"who leads billing? Jonas {i}"} for i in range(4)]

@@ -5,16 +5,20 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import PurePath
 
-from cacheblend_cli.corpus.converters.converter import Converter
-from cacheblend_cli.corpus.converters.epub import from_epub
+from cacheblend_cli.corpus.converters.converter import (
+    CODE_SUFFIXES,
+    Converter,
+    from_code,
+    from_markdown,
+    from_plain,
+    from_rst,
+)
 from cacheblend_cli.corpus.converters.html import from_html
-from cacheblend_cli.corpus.converters.json_records import from_json_lines, from_json_records
+from cacheblend_cli.corpus.converters.json_records import from_json_lines, from_json_records, from_notebook
 from cacheblend_cli.corpus.converters.mail import from_mail
-from cacheblend_cli.corpus.converters.notebook import from_notebook
-from cacheblend_cli.corpus.converters.office import from_docx, from_pptx, from_xlsx
+from cacheblend_cli.corpus.converters.office import from_docx, from_epub, from_pptx, from_xlsx
 from cacheblend_cli.corpus.converters.pdf import from_pdf
 from cacheblend_cli.corpus.converters.tables import from_csv, from_tsv
-from cacheblend_cli.corpus.converters.text import CODE_SUFFIXES, from_code, from_markdown, from_plain, from_rst
 
 CONVERTERS: dict[Converter, str] = {
     from_markdown: ".md .markdown .mdx .qmd .rmd",

@@ -1,4 +1,4 @@
-"""Interface of converters: from the bytes of a file to text, or to the reason to skip the file."""
+"""Interface of converters: from the bytes of a file to text, or to the reason to skip the file. Converters of text."""
 
 from __future__ import annotations
 
@@ -90,3 +90,27 @@ def parsing(package: str, what: str) -> Iterator[None]:
         if type(error).__module__.startswith("defusedxml"):  # its messages are reprs
             raise NoDocument(f"not {what}: its XML has entities or refers to files", "damaged or locked") from error
         raise NoDocument(f"not {what}: {' '.join(str(error).split())}"[:120], "damaged or locked") from error
+
+
+CODE_SUFFIXES = (
+    ".py .pyi .pyx .js .jsx .mjs .cjs .ts .tsx .vue .svelte .java .kt .kts .scala .groovy .go .rs .c .h .cc .cpp .cxx .hh .hpp .hxx "
+    ".cu .cuh .m .mm .cs .fs .vb .swift .rb .php .pl .pm .lua .r .jl .dart .ex .exs .erl .hrl .hs .ml .mli .clj .cljs .lisp .el .scm "
+    ".nim .zig .d .pas .f90 .asm .s .sh .bash .zsh .fish .ps1 .bat .sql .graphql .proto .thrift .tf .nix .cmake .mk .gradle .css "
+    ".scss .less .yaml .yml .toml .ini .cfg .conf"
+)
+
+
+def from_plain(data: bytes) -> Converted:
+    return Converted(decoded(data))
+
+
+def from_markdown(data: bytes) -> Converted:
+    return Converted(decoded(data), TextLayout("markdown"))
+
+
+def from_rst(data: bytes) -> Converted:
+    return Converted(decoded(data), TextLayout("rst"))
+
+
+def from_code(data: bytes) -> Converted:
+    return Converted(decoded(data), TextLayout("code"))

@@ -1,6 +1,5 @@
-"""JSON and JSON lines: records with `text`, and optionally `id` and `title`. Each record is cut separately.
-
-JSON without such records is read as plain text.
+"""JSON: notebooks (text and code cells, without their outputs), and records with `text`, and optionally `id` and
+`title`, in JSON or JSON lines. Each record is cut separately. JSON without such records is read as plain text.
 """
 
 from __future__ import annotations
@@ -73,3 +72,21 @@ def _part(record: Mapping[str, Any]) -> str:
 def _field(record: Mapping[str, Any], names: tuple[str, ...]) -> str:
     """Return the first non-blank text field among `names`, else ""."""
     return next((record[n] for n in names if isinstance(record.get(n), str) and record[n].strip()), "")
+
+
+def from_notebook(data: bytes) -> Converted:
+    try:
+        cells = list(_cells(json.loads(decoded(data))))
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise NoDocument("not a notebook", "broken notebooks") from error
+    return joined(cells, "markdown")
+
+
+def _cells(notebook: Any) -> Iterator[tuple[str, Mark]]:
+    language = notebook.get("metadata", {}).get("language_info", {}).get("name", "python")
+    for number, cell in enumerate(notebook["cells"], 1):
+        source = cell["source"]
+        text = (source if isinstance(source, str) else "".join(source)).strip("\n")
+        if cell["cell_type"] == "code" and text:
+            text = f"```{language}\n{text}\n```"
+        yield text, Mark(0, f"cell {number}")

@@ -1,12 +1,15 @@
-"""Word, PowerPoint and Excel files, read with mammoth, python-pptx and openpyxl. The unpacked size of their ZIP is
-limited."""
+"""Files that are ZIP archives: Word, PowerPoint and Excel, read with mammoth, python-pptx and openpyxl, and EPUB. Their
+unpacked size is limited."""
 
 from __future__ import annotations
 
 import io
+import posixpath
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import unquote
+from zipfile import ZipFile
 
 from cacheblend_cli.corpus.converters.converter import NoDocument, joined, parsing
 from cacheblend_cli.corpus.converters.html import html_text
@@ -67,7 +70,7 @@ def _shape(shape: Any) -> Iterator[str]:
     elif getattr(shape, "has_table", False) and shape.has_table:
         yield "\n".join(" | ".join(cell.text.strip() for cell in row.cells) for row in shape.table.rows)
     else:
-        for inner in getattr(shape, "shapes", ()):  # of a group
+        for inner in getattr(shape, "shapes", ()):  # shapes of a group
             yield from _shape(inner)
 
 
@@ -94,3 +97,29 @@ def _rows(sheet: Any) -> Iterator[str]:
                 yield ", ".join(filter(None, names))
             else:
                 yield row_text(names, row)
+
+
+_CONTAINER = "META-INF/container.xml"
+
+
+def from_epub(data: bytes) -> Converted:
+    with parsing("defusedxml", what := "a book"):
+        from defusedxml.ElementTree import fromstring
+
+        return joined(list(_chapters(opened(data, what), fromstring)), "markdown")
+
+
+def _chapters(archive: ZipFile, fromstring: Callable[[bytes], Any]) -> Iterator[tuple[str, Mark]]:
+    root = fromstring(archive.read(_CONTAINER)).find(".//{*}rootfile").get("full-path")
+    package = fromstring(archive.read(root))
+    files = {item.get("id"): item.get("href") for item in package.findall(".//{*}item")}
+    folder, number = posixpath.dirname(root), 0
+    for reference in dict.fromkeys(item.get("idref") for item in package.findall(".//{*}itemref")):
+        name = posixpath.normpath(posixpath.join(folder, unquote(files[reference])))
+        try:
+            text = html_text(archive.read(name).decode("utf-8", "replace")).text
+        except NoDocument:
+            continue
+        if text.strip():
+            number += 1
+            yield text, Mark(0, f"chapter {number}")

@@ -22,8 +22,7 @@ from typing import IO
 import msgspec
 
 from cacheblend_cli.corpus.converters import PLAIN, converter_of
-from cacheblend_cli.corpus.converters.converter import NoDocument, encodable
-from cacheblend_cli.corpus.converters.text import from_plain
+from cacheblend_cli.corpus.converters.converter import NoDocument, encodable, from_plain
 from cacheblend_cli.corpus.layout import Converted
 
 MIB = 1 << 20
@@ -40,13 +39,10 @@ class ConversionLimits(msgspec.Struct, frozen=True):
     seconds_per_mib: float = 10  # additional CPU time per MiB of the file
     memory: int = 1 << 30  # address space, bytes
     memory_per_byte: int = 8  # additional address space per byte of the file
-    characters: int = 64 * MIB  # of the converted text
+    characters: int = 64 * MIB  # maximum length of the converted text
 
     def seconds_for(self, size: int) -> float:
         return self.seconds + self.seconds_per_mib * size / MIB
-
-    def memory_for(self, size: int) -> int:
-        return self.memory + self.memory_per_byte * size
 
 
 class _Job(msgspec.Struct):
@@ -162,7 +158,7 @@ def _receive(stream: IO[bytes]) -> bytes:
 
 def _convert(job: _Job) -> _Result:
     """Convert within the limits. SIGPROF ends the process when its CPU time is used up, even inside C code."""
-    memory = job.limits.memory_for(len(job.data))
+    memory = job.limits.memory + job.limits.memory_per_byte * len(job.data)
     converter = converter_of(job.name)
     assert converter is not None
     with suppress(ValueError, OSError):  # macOS has no such limit

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from cacheblend_cli.corpus.embedding import Embedder
 from cacheblend_cli.model.model_files import checkpoint_files, is_converted
 from cacheblend_cli.server.api_errors import ApiError
 from cacheblend_cli.server.embedding_routes import model_of, name_of
-from cacheblend_cli.server.ollama.response import timestamp
 from cacheblend_cli.server.server_state import ServerState
 
 _LATEST = ":latest"
 _FOREVER = "2318-01-01T00:00:00Z"
 """Unload time of a model that stays loaded, as Ollama reports it for keep_alive -1."""
 _LEVELS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def timestamp(seconds: float | None = None) -> str:
+    """Return an RFC 3339 time in UTC, by default the current one."""
+    moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
+    return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def tagged(name: str) -> str:
@@ -53,47 +59,11 @@ def show(state: ServerState, name: str) -> dict[str, Any]:
     """Describe a model. Raises ApiError if it is not loaded here."""
     embedder = model_of(state)
     if embedder is not None and tagged(name) == tagged(name_of(state)):
-        return _show_embedding(_embedding_model(state, embedder), embedder)
+        size = {"embedding.embedding_length": embedder.dim, "embedding.context_length": embedder.most_tokens}
+        info: dict[str, Any] = {"general.architecture": "embedding", **size}
+        return _shown(_embedding_model(state, embedder), info, ["embedding"], {})
     check(state, name)
-    return _show(state, _language_model(state))
-
-
-def _language_model(state: ServerState) -> dict[str, Any]:
-    model = state.engine.model
-    family = str(model.decoder.spec.config.get("model_type") or "")
-    dtype = str(model.decoder.dtype).removeprefix("torch.")
-    level = "INT8" if model.weight_dtype == "int8" else _LEVELS.get(dtype, dtype)
-    kind, count = "gguf" if is_converted(model.path) else "safetensors", model.decoder.num_parameters
-    parameters = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
-    size = sum(file.stat().st_size for file in checkpoint_files(model.path))
-    return _entry(state, state.model, size, model.fingerprint, _details(family, kind, parameters, level))
-
-
-def _embedding_model(state: ServerState, own: Embedder) -> dict[str, Any]:
-    return _entry(state, name_of(state), 0, own.digest, _details("embedding", "safetensors"))
-
-
-def _details(family: str, kind: str, parameters: str = "", level: str = "") -> dict[str, Any]:
-    return {
-        "parent_model": "", "format": kind, "family": family, "families": [family], "parameter_size": parameters,
-        "quantization_level": level,
-    }  # fmt: skip
-
-
-def _entry(state: ServerState, name: str, size: int, digest: str, details: dict[str, Any]) -> dict[str, Any]:
-    """Return a model list entry. size: bytes of the files. digest: of everything that KV or vectors depend on."""
-    return {
-        "name": tagged(name),
-        "model": tagged(name),
-        "modified_at": timestamp(state.started),
-        "size": size,
-        "digest": digest,
-        "details": details,
-    }
-
-
-def _show(state: ServerState, model: dict[str, Any]) -> dict[str, Any]:
-    engine, sampling = state.engine, state.sampling
+    model, engine, sampling = _language_model(state), state.engine, state.sampling
     spec, family = engine.model.decoder.spec, model["details"]["family"]
     defaults = {
         "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p,
@@ -113,13 +83,33 @@ def _show(state: ServerState, model: dict[str, Any]) -> dict[str, Any]:
     return _shown(model, info, capabilities, defaults, engine.model.tokenizer.template_source or "")
 
 
-def _show_embedding(model: dict[str, Any], own: Embedder) -> dict[str, Any]:
-    info = {
-        "general.architecture": "embedding",
-        "embedding.embedding_length": own.dim,
-        "embedding.context_length": own.most_tokens,
-    }
-    return _shown(model, info, ["embedding"], {})
+def _language_model(state: ServerState) -> dict[str, Any]:
+    model = state.engine.model
+    family = str(model.decoder.spec.config.get("model_type") or "")
+    dtype = str(model.decoder.dtype).removeprefix("torch.")
+    level = "INT8" if model.weight_dtype == "int8" else _LEVELS.get(dtype, dtype)
+    kind, count = "gguf" if is_converted(model.path) else "safetensors", model.decoder.num_parameters
+    parameters = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
+    size = sum(file.stat().st_size for file in checkpoint_files(model.path))
+    return _entry(state, state.model, size, model.fingerprint, family, kind, parameters, level)
+
+
+def _embedding_model(state: ServerState, own: Embedder) -> dict[str, Any]:
+    return _entry(state, name_of(state), 0, own.digest, "embedding", "safetensors")
+
+
+def _entry(
+    state: ServerState, name: str, size: int, digest: str, family: str, kind: str, parameters: str = "", level: str = ""
+) -> dict[str, Any]:
+    """Return a model list entry. size: bytes of the files. digest: identity of the weights."""
+    details = {
+        "parent_model": "", "format": kind, "family": family, "families": [family], "parameter_size": parameters,
+        "quantization_level": level,
+    }  # fmt: skip
+    return {
+        "name": tagged(name), "model": tagged(name), "modified_at": timestamp(state.started), "size": size, "digest": digest,
+        "details": details,
+    }  # fmt: skip
 
 
 def _shown(

@@ -4,9 +4,9 @@ refused by name."""
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Raw, Struct, defstruct
 
 from cacheblend_cli.server.api_errors import ApiError, bad_request
 from cacheblend_cli.server.embedding_routes import MAX_TEXTS
@@ -42,7 +42,19 @@ OPTIONS = {
 """Field of AskBody -> Ollama's option with the same meaning."""
 
 
-class OptionsIn(Struct, forbid_unknown_fields=True, kw_only=True):
+_LOADING = {
+    Int: ("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread"),
+    bool: ("numa", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only"),
+}
+"""Type -> options of how to load the model, which are accepted without effect: it is already loaded."""
+if TYPE_CHECKING:
+    LoadingOptions = Struct
+else:
+    fields = [(name, kind | None, None) for kind, names in _LOADING.items() for name in names]
+    LoadingOptions = defstruct("LoadingOptions", fields, kw_only=True)
+
+
+class OptionsIn(LoadingOptions, forbid_unknown_fields=True, kw_only=True):
     """Ollama's options. num_predict below 0: the server's limit."""
 
     seed: Int | None = None
@@ -64,22 +76,6 @@ class OptionsIn(Struct, forbid_unknown_fields=True, kw_only=True):
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
     penalize_newline: bool | None = None
-
-    # accepted without effect: how to load the model, which is already loaded
-    num_ctx: Int | None = None
-    num_keep: Int | None = None
-    num_batch: Int | None = None
-    num_gpu: Int | None = None
-    main_gpu: Int | None = None
-    num_thread: Int | None = None
-    numa: bool | None = None
-    low_vram: bool | None = None
-    f16_kv: bool | None = None
-    logits_all: bool | None = None
-    vocab_only: bool | None = None
-    use_mmap: bool | None = None
-    use_mlock: bool | None = None
-    embedding_only: bool | None = None
 
     def check(self) -> None:
         """Raises ApiError for an option that would change the answer and is not supported."""

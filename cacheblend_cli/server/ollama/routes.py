@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from cacheblend_cli.engine.events import Done, Event, Reasoning, Text, Token
 from cacheblend_cli.server.api_errors import ApiError, as_api_error
 from cacheblend_cli.server.embedding_routes import embed_texts, name_of, unknown_model
 from cacheblend_cli.server.http import LINES, any_body, tenant_of, unless_disconnected
 from cacheblend_cli.server.ollama import models
+from cacheblend_cli.server.ollama.models import timestamp
 from cacheblend_cli.server.ollama.protocol import (
     OPTIONS,
     AnswerBody,
@@ -23,13 +26,84 @@ from cacheblend_cli.server.ollama.protocol import (
     OllamaEmbedBody,
     ShowBody,
 )
-from cacheblend_cli.server.ollama.response import OllamaResponse
 from cacheblend_cli.server.openai.protocol import AskBody, Message, parse
-from cacheblend_cli.server.openai.response import OpenAIResponse
-from cacheblend_cli.server.preprocessing import ParsedRequest, parse_chat, sampling_of
+from cacheblend_cli.server.openai.response import OpenAIResponse, finish_reason
+from cacheblend_cli.server.preprocessing import ParsedRequest, PreparedRequest, parse_chat, sampling_of
+from cacheblend_cli.server.request_events import check_answered
 from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.server.serving import respond
-from cacheblend_cli.types import SamplingParams
+from cacheblend_cli.types import Answer, SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True)
+class OllamaResponse:
+    """Builder of the response to one request."""
+
+    chat: bool  # /api/chat, else /api/generate
+    model: str  # name in the request
+    openai: OpenAIResponse  # builder of the common parts
+    started_ns: int = field(default_factory=time.monotonic_ns)
+
+    def full(self, ends: Sequence[Done], prepared: Sequence[PreparedRequest]) -> dict[str, Any]:
+        """Return one object with the answer."""
+        [done], [one] = ends, prepared
+        [answer] = done.answers
+        logprobs = self._logprobs(answer.logprobs)
+        return self._record(answer.text, answer.reasoning, **logprobs, **self._last(done, one))
+
+    async def stream(self, events: AsyncIterator[Event], prepared: PreparedRequest) -> AsyncIterator[dict[str, Any]]:
+        """Yield an object for each piece of text, and a last one with statistics.
+
+        Log-probabilities come with the text that their tokens complete.
+        """
+        tokens: list[TokenLogprob] = []
+        async for event in events:
+            if isinstance(event, Token):
+                tokens.append(event.logprob)
+            elif isinstance(event, Text | Reasoning):
+                text, reasoning = (event.text, "") if isinstance(event, Text) else ("", event.text)
+                yield self._record(text, reasoning, done=False, **self._logprobs(tokens))
+                tokens.clear()
+            elif isinstance(event, Done):
+                yield self._record("", **self._logprobs(tokens), **self._last(check_answered(event), prepared))
+
+    def loaded(self) -> dict[str, Any]:
+        """Return the response to a request without a prompt: the model is loaded."""
+        return self._record("", done_reason="load")
+
+    def _record(self, text: str, reasoning: str = "", *, done: bool = True, **rest: Any) -> dict[str, Any]:
+        thinking = {"thinking": reasoning} if reasoning else {}
+        content: dict[str, Any] = {"response": text, **thinking}
+        if self.chat:
+            content = {"message": {"role": "assistant", "content": text, **thinking}}
+        return {"model": self.model, "created_at": timestamp(), "done": done, **rest, **content}
+
+    def _last(self, done: Done, prepared: PreparedRequest) -> dict[str, Any]:
+        answer = done.answers[0]
+        return {
+            "done_reason": finish_reason(answer),
+            "total_duration": time.monotonic_ns() - self.started_ns,
+            "load_duration": 0,
+            "prompt_eval_count": answer.prompt_tokens,
+            "prompt_eval_duration": _ns(answer.timing.ttft_s),
+            "eval_count": len(answer.generated_ids),
+            "eval_duration": _eval_ns(answer),
+            "blend": self.openai.blend(done, prepared),
+        }
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        return {"logprobs": [self.openai.token(token) for token in tokens]} if tokens else {}
+
+
+def _eval_ns(answer: Answer) -> int:
+    """Return the decoding time of the tokens after the first, at least 1 because clients divide by it."""
+    rate = answer.timing.decode_tokens_per_s
+    return max(1, _ns((len(answer.generated_ids) - 1) / rate if rate > 0 else 0))
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
 
 VERSION = "0.12.11"
 """The version of Ollama whose API this is: clients look whether a server is new enough for them."""

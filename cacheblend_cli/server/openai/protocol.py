@@ -9,7 +9,7 @@ import json
 import re
 from codecs import BOM_UTF8
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -39,6 +39,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream_reasoning": (True,), "include_reasoning": (True,), "return_hidden_states": (False,),
 }  # fmt: skip
 """Unsupported field of OpenAI or vllm-router -> values accepted because they have no effect (null always is)."""
+_IGNORED = (
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prediction",
+    "tool_choice", "parallel_tool_calls", "function_call",
+)  # fmt: skip
+"""OpenAI's fields that are accepted without effect: there are no tools."""
 
 
 class DocumentIn(Struct, forbid_unknown_fields=True):
@@ -135,7 +140,13 @@ class Message(Struct):
         return any(bytes(raw) not in (b"null", b"[]") for raw in (self.tool_calls, self.function_call))
 
 
-class AskBody(Struct, forbid_unknown_fields=True, kw_only=True):
+if TYPE_CHECKING:
+    OtherFields = Struct
+else:
+    OtherFields = msgspec.defstruct("OtherFields", [(name, Raw, NULL) for name in (*_IGNORED, *_NEUTRAL)], kw_only=True)
+
+
+class AskBody(OtherFields, forbid_unknown_fields=True, kw_only=True):
     """Fields of chat and text completions. verify: compare with a full prefill. explain: report on every token and
     layer. priority: lower values run first. timeout_s: end the answer after this many seconds."""
 
@@ -168,39 +179,6 @@ class AskBody(Struct, forbid_unknown_fields=True, kw_only=True):
     explain: bool = False
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
-
-    # OpenAI's fields that are accepted without effect (there are no tools)
-    user: Raw = NULL
-    metadata: Raw = NULL
-    store: Raw = NULL
-    service_tier: Raw = NULL
-    safety_identifier: Raw = NULL
-    prompt_cache_key: Raw = NULL
-    prompt_cache_retention: Raw = NULL
-    prediction: Raw = NULL
-    tool_choice: Raw = NULL
-    parallel_tool_calls: Raw = NULL
-    function_call: Raw = NULL
-
-    # OpenAI's fields that are refused unless they have no effect: see _NEUTRAL
-    tools: Raw = NULL
-    functions: Raw = NULL
-    modalities: Raw = NULL
-    audio: Raw = NULL
-    reasoning_effort: Raw = NULL
-    verbosity: Raw = NULL
-    web_search_options: Raw = NULL
-    moderation: Raw = NULL
-    suffix: Raw = NULL
-
-    # fields that vllm-router adds to every request; values other than its defaults are refused: see _NEUTRAL
-    no_stop_trim: Raw = NULL
-    continue_final_message: Raw = NULL
-    skip_special_tokens: Raw = NULL
-    separate_reasoning: Raw = NULL
-    stream_reasoning: Raw = NULL
-    include_reasoning: Raw = NULL
-    return_hidden_states: Raw = NULL
 
     @property
     def stops(self) -> tuple[str, ...]:

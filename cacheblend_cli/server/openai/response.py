@@ -38,7 +38,9 @@ class OpenAIResponse:
         """Return one object. ends, prepared: one entry per prompt."""
         choices: list[dict[str, Any]] = []
         if self.prompt_only:
-            ends = [replace(done, answers=[without_text(answer) for answer in done.answers]) for done in ends]
+            no_text: dict[str, Any] = {"text": "", "finish_reason": "length", "generated_ids": [], "logprobs": []}
+            # one token is always sampled
+            ends = [replace(done, answers=[replace(answer, **no_text) for answer in done.answers]) for done in ends]
         for done, one in zip(ends, prepared, strict=True):
             before = one.request.question if self.echo else ""
             choices += [self._choice(len(choices) + i, answer, before) for i, answer in enumerate(done.answers)]
@@ -189,11 +191,6 @@ class OpenAIResponse:
 
     def _text(self, token_id: int) -> str:
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
-
-
-def without_text(answer: Answer) -> Answer:
-    """Return the answer without its text. One token is always sampled."""
-    return replace(answer, text="", finish_reason="length", generated_ids=[], logprobs=[])
 
 
 def finish_reason(answer: Answer) -> str:

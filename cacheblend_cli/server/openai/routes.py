@@ -8,9 +8,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from cacheblend_cli.server.api_errors import ApiError, bad_request
-from cacheblend_cli.server.document_json import search
 from cacheblend_cli.server.http import EVENTS, json_body, tenant_of
-from cacheblend_cli.server.openai.protocol import AskBody, ChatBody, CompletionBody, SearchBody, parse
+from cacheblend_cli.server.openai.protocol import AskBody, ChatBody, CompletionBody, parse
 from cacheblend_cli.server.openai.response import OpenAIResponse
 from cacheblend_cli.server.preprocessing import ParsedRequest, parse_chat, sampling_of
 from cacheblend_cli.server.server_state import ServerState
@@ -73,12 +72,6 @@ def _response_builder(state: ServerState, body: AskBody, *, chat: bool) -> OpenA
         echo=echo,
         prompt_only=prompt_only,
     )
-
-
-async def search_chunks(request: Request, state: ServerState) -> Response:
-    body = parse(SearchBody, await json_body(request))
-    hits = await state.in_pool(lambda: search(state, body.query, body.k, tenant_of(request)))
-    return JSONResponse({"object": "list", "data": hits})
 
 
 def _check(request: Request, state: ServerState, body: AskBody) -> None:
