@@ -18,8 +18,8 @@ from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream, changed
 from cacheblend_cli.cli.ask_session import AskSession, BatchResult
 from cacheblend_cli.cli.exits import report
 from cacheblend_cli.cli.inputs import QuestionInput, read_questions
-from cacheblend_cli.cli.options import store_in_use
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.stores import store_in_use
 from cacheblend_cli.clock import since_process_start
 from cacheblend_cli.errors import ExitCode, UsageError
 from cacheblend_cli.settings import Resolved

@@ -19,8 +19,8 @@ from cacheblend_cli.cli.ask_session import AskSession
 from cacheblend_cli.cli.exits import report
 from cacheblend_cli.cli.explain_output import layer_lines
 from cacheblend_cli.cli.inputs import QuestionInput, read_ids
-from cacheblend_cli.cli.options import store_in_use
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.stores import store_in_use
 from cacheblend_cli.errors import CacheBlendError, DeviceError, ExitCode, PromptTooLong, UsageError
 from cacheblend_cli.settings import Resolved
 from cacheblend_cli.text_files import decode_text, write_text

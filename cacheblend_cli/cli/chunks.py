@@ -12,8 +12,8 @@ import typer
 from typer import Argument, Option
 
 from cacheblend_cli.cli import completion, options, tier, upkeep
-from cacheblend_cli.cli.options import open_store
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.settings import Settings

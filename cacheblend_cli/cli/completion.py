@@ -28,7 +28,7 @@ def _quietly(complete: Callable[[str], list[str]]) -> Callable[[str], list[str]]
 @_quietly
 def chunk_ids(incomplete: str) -> list[str]:
     """Complete the last of comma-separated chunk ids."""
-    from cacheblend_cli.cli.options import open_store
+    from cacheblend_cli.cli.stores import open_store
 
     before, comma, last = incomplete.rpartition(",")
     with open_store(resolve({}).settings, write=False) as store:
@@ -39,7 +39,7 @@ def chunk_ids(incomplete: str) -> list[str]:
 @_quietly
 def sources(incomplete: str) -> list[str]:
     """Complete stored documents, relative to the working directory."""
-    from cacheblend_cli.cli.options import open_store
+    from cacheblend_cli.cli.stores import open_store
     from cacheblend_cli.corpus.places import shown
 
     with open_store(resolve({}).settings, write=False) as store:

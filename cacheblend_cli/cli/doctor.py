@@ -10,8 +10,8 @@ from typing import Any
 import typer
 
 from cacheblend_cli.cli import options
-from cacheblend_cli.cli.options import open_store
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.tier import describe
 from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.settings import Settings

@@ -13,8 +13,8 @@ from typer import Argument, Option
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.exits import on_interrupt
-from cacheblend_cli.cli.options import open_store
 from cacheblend_cli.cli.output import Output, show_table
+from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Settings, grouped, resolve
 

@@ -12,8 +12,8 @@ from typer import Argument, Option
 from cacheblend_cli import user_cache
 from cacheblend_cli.cli import completion, options
 from cacheblend_cli.cli.exits import on_interrupt
-from cacheblend_cli.cli.options import open_store
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError
 from cacheblend_cli.settings import Resolved, Settings, grouped

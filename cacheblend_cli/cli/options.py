@@ -1,4 +1,4 @@
-"""Flags shared by several commands, the settings they resolve to, and the store of the settings."""
+"""Flags shared by several commands, and the settings they resolve to."""
 
 from __future__ import annotations
 
@@ -231,34 +231,3 @@ def _exit_on_lost_rank(output: Output, engine: Engine, error: CacheBlendError) -
     with suppress(OSError):
         engine.remove_files()
     os._exit(error.exit_code)
-
-
-def open_store(
-    settings: Settings, *, write: bool, create: bool | None = None, max_bytes: int | None = None
-) -> ChunkStore:
-    """Open the store of the settings. Writing creates it unless `create` is False; reading needs an existing one.
-
-    max_bytes: a new quota, or None to keep the store's.
-    """
-    from cacheblend_store import ChunkStore
-
-    return ChunkStore.open(
-        settings.store_path,
-        mode="write" if write else "read",
-        create=create,
-        max_bytes=max_bytes,
-        lock_timeout=settings.lock_timeout,
-        force=settings.force_store,
-    )
-
-
-def store_in_use(settings: Settings, *, write: bool = True, create: bool = False) -> ChunkStore:
-    """Open a store for writing (to record use and save computed chunks), or for reading without permission."""
-    from cacheblend_store import StorePermission
-
-    if write:
-        try:
-            return open_store(settings, write=True, create=create)
-        except StorePermission:
-            pass
-    return open_store(settings, write=False)

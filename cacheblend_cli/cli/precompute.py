@@ -14,8 +14,8 @@ from typer import Argument, Option
 
 from cacheblend_cli.cli import folders, options
 from cacheblend_cli.cli.exits import on_interrupt
-from cacheblend_cli.cli.options import open_store
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.tier import finish, open_tier, share
 from cacheblend_cli.cli.units import counted, format_seconds, format_size, parse_size, size_for
 from cacheblend_cli.cli.watch import remembered_paths, watch_folders

@@ -6,8 +6,8 @@ from typer import Argument
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.engines import search_warm
-from cacheblend_cli.cli.options import open_store
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Settings, grouped
 from cacheblend_cli.text_files import check_text

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from typer import Option
 
 from cacheblend_cli.cli import options
-from cacheblend_cli.cli.options import store_in_use
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.stores import store_in_use
 from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.extras import require

@@ -14,8 +14,8 @@ from typer import Argument, Option
 from cacheblend_cli.cli import completion, options
 from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.inputs import read_ids
-from cacheblend_cli.cli.options import open_store
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.errors import ExitCode, NotFoundError, UsageError
 from cacheblend_cli.extras import install_hint

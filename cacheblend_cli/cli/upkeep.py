@@ -8,8 +8,8 @@ import typer
 from typer import Option
 
 from cacheblend_cli.cli import options, tier
-from cacheblend_cli.cli.options import open_store
 from cacheblend_cli.cli.output import Output, show_table
+from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.units import format_size, parse_age, parse_size
 from cacheblend_cli.errors import ExitCode, UsageError
 from cacheblend_cli.settings import Settings, grouped

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_cli.cli.options import open_store
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.tier import share
 from cacheblend_cli.errors import CacheBlendError, NotFoundError, UsageError
 from cacheblend_cli.settings import Settings
