@@ -166,15 +166,10 @@ def _grammar_of(runtime: Runtime, params: SamplingParams) -> Grammar:
 def repeats_itself(ids: Sequence[int]) -> bool:
     """Return whether the tokens end in at least REPEATED_COPIES copies of one run, REPEATED_TOKENS in all. Checks one
     in REPEATED_EVERY lengths. (Ollama ends an answer after thirty equal tokens.)"""
-    if len(ids) % REPEATED_EVERY or len(ids) < REPEATED_TOKENS:
+    if len(ids) % REPEATED_EVERY:
         return False
-    return any(
-        _ends_in_copies(ids, period, max(REPEATED_COPIES * period, REPEATED_TOKENS))
-        for period in range(1, min(len(ids) // REPEATED_COPIES, REPEATED_PERIOD) + 1)
-        if ids[-1] == ids[-1 - period]
-    )
-
-
-def _ends_in_copies(ids: Sequence[int], period: int, num_tokens: int) -> bool:
-    end = len(ids)
-    return num_tokens <= end and all(ids[i] == ids[i - period] for i in range(end - num_tokens + period, end))
+    for period in range(1, min(len(ids) // REPEATED_COPIES, REPEATED_PERIOD) + 1):
+        count = max(REPEATED_COPIES * period, REPEATED_TOKENS)  # tokens of all copies
+        if count <= len(ids) and ids[-1] == ids[-1 - period] and ids[-count:-period] == ids[period - count :]:
+            return True
+    return False

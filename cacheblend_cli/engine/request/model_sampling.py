@@ -51,19 +51,12 @@ def _number(model: LoadedModel, config: Mapping[str, Any], field: str) -> int | 
 
 def model_notes(model: LoadedModel, sampling: SamplingParams) -> list[str]:
     """Return notes on settings of generation_config.json that an answer does not use."""
-    notes = []
-    penalty = _greedy_penalty(model)
-    if sampling.temperature == 0 and sampling.repetition_penalty == 1 and penalty not in (None, 1):
-        notes.append(
-            f"generation_config.json of {model.name} has repetition_penalty {penalty:g}, which transformers applies and this answer "
-            f"does not: set repetition_penalty to {penalty:g} for that"
-        )
-    return notes
-
-
-def _greedy_penalty(model: LoadedModel) -> float | None:
-    """Return the repetition penalty of greedy decoding in transformers, None if generation_config.json has no valid
-    one."""
-    with suppress(UsageError):
-        return model_sampling(model).get("repetition_penalty")
-    return None
+    penalty = None
+    with suppress(UsageError):  # an invalid value is not used either
+        penalty = model_sampling(model).get("repetition_penalty")
+    if sampling.temperature != 0 or sampling.repetition_penalty != 1 or penalty in (None, 1):
+        return []
+    return [
+        f"generation_config.json of {model.name} has repetition_penalty {penalty:g}, which transformers applies and this answer "
+        f"does not: set repetition_penalty to {penalty:g} for that"
+    ]
