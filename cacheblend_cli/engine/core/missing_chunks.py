@@ -13,18 +13,11 @@ from cacheblend_cli.engine.core.report import PrefillReport
 from cacheblend_cli.errors import DeviceError
 
 
-def has_missing(done: PrefillReport) -> bool:
-    """Return whether the prompt had chunks that were computed or came from the tier, and the store is writable."""
-    request, store = done.request, done.request.store
-    can_store = store is not None and store.writable and request.blend.mode != "full"
-    return can_store and (request.tiered is not None or any(s.status == "computed" for s in done.plan.chunks))
-
-
 def store_missing(done: PrefillReport) -> Iterator[None]:
     """Store chunks from the tier, then collect and store computed ones, at most one launch between two values. A note
-    reports the result. Requires `has_missing`."""
+    reports the result. Requires `done.has_missing`."""
     request, store = done.request, done.request.store
-    assert store is not None, "has_missing says so"
+    assert store is not None, "the prompt has missing chunks"
     keep = {s.key for s in done.plan.chunks if s.key} | {request.collection.prefix_key}
     collector = Collector(request.collection, store, keep)
     yield from _store_taken(done, store, collector)

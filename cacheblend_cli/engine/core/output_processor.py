@@ -16,7 +16,7 @@ from cacheblend_store import StoreError
 from cacheblend_cli.engine.core.controller import learn_from
 from cacheblend_cli.engine.core.executor import Decoded, StepOutput
 from cacheblend_cli.engine.core.full_check import FullCheck, check_of
-from cacheblend_cli.engine.core.missing_chunks import has_missing, store_missing
+from cacheblend_cli.engine.core.missing_chunks import store_missing
 from cacheblend_cli.engine.core.report import PrefillReport, PromptLogprobs, answer_of
 from cacheblend_cli.engine.core.scheduler import Scheduler, Step
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence, SequenceStatus
@@ -247,7 +247,7 @@ class OutputProcessor:
         if state.num_started < state.num_answers:  # the next wave: its prompt is prefilled again
             state.sequences.append(Sequence(state, state.num_started))
             return
-        check = check_of(self._runtime, state)
+        check = None if state.checks is None else check_of(self._runtime, state)
         if check is None:
             self._end(state)
         else:
@@ -279,7 +279,7 @@ class OutputProcessor:
         self.remove(state)
         if early is None and state.request.connector is not None:
             self._emit(state, HandedOver(answers[0]))
-        if early is None and state.request.options.save and state.done is not None and has_missing(state.done):
+        if early is None and state.request.options.save and state.done is not None and state.done.has_missing:
             self._storing.append((state, answers, store_missing(state.done)))
         else:
             self._over(state, answers, early)

@@ -40,6 +40,14 @@ class PrefillReport:
         return self.result.logits[-1]
 
     @property
+    def has_missing(self) -> bool:
+        """Return whether there are chunks to store after the answer: computed, or from the tier."""
+        store, request = self.request.store, self.request
+        if store is None or not store.writable or request.blend.mode == "full":
+            return False
+        return request.tiered is not None or any(s.status == "computed" for s in self.plan.chunks)
+
+    @property
     def recompute_fraction(self) -> float:
         """Fresh token-layers over layers x reusable tokens; 1 for a full prefill, which reuses nothing."""
         reusable = self.plan.cached_tokens

@@ -70,9 +70,9 @@ def resolve(
     if suffix_ids is None:
         suffix_ids = collection.template.suffix_ids(ask.question, ask.history)
     tiered, in_tier = None, set[bytes]()
-    if store is not None and blend.mode != "full":
+    if store is not None and store.tier is not None and blend.mode != "full":
         num_tokens = len(collection.prefix_ids) + sum(len(c.token_ids) for c in inputs) + len(suffix_ids)
-        tiered = ask_tier(prompts, store, collection, inputs, num_tokens, has_prefix=has_prefix)
+        tiered = ask_tier(prompts, store, store.tier, collection, inputs, num_tokens, has_prefix=has_prefix)
         in_tier = set(tiered.found) if tiered is not None else in_tier
     inputs = [with_found(c, collection) if c.key in in_tier and not c.cached else c for c in inputs]
     codecs = {c.codec for c in inputs if c.cached} | {collection.codec}

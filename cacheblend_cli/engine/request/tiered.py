@@ -27,17 +27,15 @@ _FASTEST = {"cpu": 2e12, "cuda": 1e15}
 def ask_tier(
     prompts: Prompts,
     store: ChunkStore,
+    tier: SharedTier,
     collection: Collection,
     chunks: Sequence[ChunkInput],
     num_tokens: int,
     *,
     has_prefix: bool,
 ) -> TieredSource | None:
-    """Ask the store's tier for the chunks of a prompt that have no KV in the store. None without a tier, or if nothing
-    is missing. The longest wait for their KV is the time of a full prefill of num_tokens tokens."""
-    tier = store.tier
-    if tier is None:
-        return None
+    """Ask the tier for the chunks of a prompt that have no KV in the store. None if nothing is missing. The longest wait
+    for their KV is the time of a full prefill of num_tokens tokens."""
     wanted = [
         _expected(collection, c)
         for c in chunks
@@ -52,8 +50,7 @@ def ask_tier(
             "--tier is not implemented with --tensor-parallel", "fetch the chunks first: cacheblend chunks pull"
         )
     _recall_speed(tier)
-    source = TieredSource(store, tier, wanted, full_prefill_s(prompts, collection.codec, num_tokens))
-    return source
+    return TieredSource(store, tier, wanted, full_prefill_s(prompts, collection.codec, num_tokens))
 
 
 def with_found(chunk: ChunkInput, collection: Collection) -> ChunkInput:
