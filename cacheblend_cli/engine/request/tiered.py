@@ -34,8 +34,8 @@ def ask_tier(
     *,
     has_prefix: bool,
 ) -> TieredSource | None:
-    """Ask the tier for the chunks of a prompt that have no KV in the store. None if nothing is missing. The longest wait
-    for their KV is the time of a full prefill of num_tokens tokens."""
+    """Ask the tier for the chunks of a prompt that have no KV in the store. None if nothing is missing. The longest
+    wait for their KV is the time of a full prefill of num_tokens tokens."""
     wanted = [
         _expected(collection, c)
         for c in chunks
