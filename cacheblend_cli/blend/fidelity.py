@@ -46,7 +46,7 @@ def teacher_forced(
     sequence: PagedSequence,
     prompt_ids: Sequence[int],
     answer_ids: Sequence[int],
-    observer: Steps | None = None,
+    steps: Steps | None = None,
 ) -> Tensor:
     """Return the logits that predict each token of an answer after the prompt, fp32 [len(answer_ids), vocab_size].
 
@@ -62,7 +62,7 @@ def teacher_forced(
         positions = torch.tensor(places, device=decoder.device)
         rows = rows_of(decoder, sequence, positions, kv_len=places[-1] + 1, rope_len=places[-1] + 1)
         token_ids = torch.tensor(ids[places[0] - start : places[-1] + 1 - start], device=decoder.device)
-        found.append(forward(decoder, rows, token_ids, observer))
+        found.append(forward(decoder, rows, token_ids, steps))
     return torch.cat(found)
 
 

@@ -43,10 +43,10 @@ class Prefilled(PrefillReport):
     def pool(self) -> KVPool:
         return self.sequence.pool
 
-    def predict(self, answer_ids: abc.Sequence[int], observer: Steps | None = None) -> Tensor:
+    def predict(self, answer_ids: abc.Sequence[int], steps: Steps | None = None) -> Tensor:
         """Return the logits that predict each token of an answer, fp32 [len(answer_ids), vocab_size]. Writes the
         answer's KV: see `teacher_forced`."""
-        return teacher_forced(self.runtime.decoder, self.sequence, self.plan.token_ids, answer_ids, observer)
+        return teacher_forced(self.runtime.decoder, self.sequence, self.plan.token_ids, answer_ids, steps)
 
     def answer(
         self,

@@ -43,11 +43,11 @@ class DecodeRunner(Protocol):
 
 
 class EagerRunner:
-    """Launches every kernel from Python. observer: steps of the passes, None for the default."""
+    """Launches every kernel from Python. steps: of its passes, None for the default."""
 
     def __init__(self, decoder: Decoder, pool: KVPool) -> None:
         self._decoder, self._pool = decoder, pool
-        self.observer: Steps | None = None
+        self.steps: Steps | None = None
         self._sequences: list[PagedSequence] = []
         self._kv_lens: list[int] = []
 
@@ -58,7 +58,7 @@ class EagerRunner:
     def step(self, tokens: Tensor) -> Tensor:
         rows = next_rows(self._decoder, self._sequences, self._kv_lens)
         self._kv_lens = [n + 1 for n in self._kv_lens]
-        return forward(self._decoder, rows, tokens, self.observer)
+        return forward(self._decoder, rows, tokens, self.steps)
 
 
 class BatchRunner(EagerRunner):
@@ -81,7 +81,7 @@ class BatchRunner(EagerRunner):
         if missing:
             tokens = torch.cat((tokens, tokens.new_zeros(missing)))
             rows = filled(self._decoder, rows, missing, self._spare)
-        return forward(self._decoder, rows, tokens, self.observer)[:count]
+        return forward(self._decoder, rows, tokens, self.steps)[:count]
 
 
 class GraphRunner:

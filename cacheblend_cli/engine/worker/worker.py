@@ -101,7 +101,7 @@ class Worker(BlockSpace):
         watch = Watch(self._decoder, [v if wanted else None for v, wanted in zip(views, given.watched, strict=True)])
         self._runner.begin(views, given.kv_lens, 1)
         if isinstance(self._runner, EagerRunner):
-            self._runner.observer = watch if any(given.watched) else None
+            self._runner.steps = watch if any(given.watched) else None
         logits = self._runner.step(upload(given.token_ids, self._decoder.device))
         return DecodeOutput(logits, watch.found)
 
