@@ -21,6 +21,7 @@ from cacheblend_cli.cli.explain_output import layer_lines
 from cacheblend_cli.cli.inputs import QuestionInput, read_ids
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import store_in_use
+from cacheblend_cli.cli.units import counted
 from cacheblend_cli.errors import CacheBlendError, DeviceError, ExitCode, PromptTooLong, UsageError
 from cacheblend_cli.settings import Resolved
 from cacheblend_cli.text_files import decode_text, write_text
@@ -239,4 +240,4 @@ def _save(name: str, state: ChatState, output: Output) -> None:
     else:
         text = "".join(f"## {q}\n\n{a}\n\n" for q, a in state.turns)
     write_text(path, text, "name another file", new=True)
-    output.note(f"wrote {len(state.turns)} turns to {path}")
+    output.note(f"wrote {counted(len(state.turns), 'turn')} to {path}")

@@ -14,7 +14,7 @@ from typer import Argument, Option
 from cacheblend_cli.cli import completion, options, tier, upkeep
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
-from cacheblend_cli.cli.units import format_size
+from cacheblend_cli.cli.units import counted, format_size
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.settings import Settings
 
@@ -76,7 +76,7 @@ def ls(
         columns = ("id", *["model"] * several, "tokens", "size", "source", "text")
         output.table(columns, table, right=(1 + several, 2 + several), ends=(3 + several, *[1] * several))
         output.note(
-            f"{len(rows)} chunks, {sum(r.num_tokens for r in rows):,} tokens, {format_size(sum(r.num_bytes for r in rows))}"
+            f"{counted(len(rows), 'chunk')}, {sum(r.num_tokens for r in rows):,} tokens, {format_size(sum(r.num_bytes for r in rows))}"
         )
         if last is not None and len(rows) == limit:
             output.note(f"next page: --after {last.id[:12]}")
@@ -152,9 +152,8 @@ def rm(
         for name in ids:
             output.text(name)
     else:
-        count = len({d.source for d in found})
-        of = f" of {count} document{'' if count == 1 else 's'}" if found else ""
-        output.note(f"removed {len(ids)} chunks{of}")
+        of = f" of {counted(len({d.source for d in found}), 'document')}" if found else ""
+        output.note(f"removed {counted(len(ids), 'chunk')}{of}")
 
 
 class _ChunkRow(NamedTuple):

@@ -387,7 +387,7 @@ def _dry_summary(report: PrecomputeReport, output: Output, json: bool) -> None:
     rows = [(name, f"{a.chunks:,}", f"{a.tokens:,}", format_size(a.bytes)) for name, a in amounts.items()]
     output.table(("", "chunks", "tokens", "KV"), rows, right=(1, 2, 3))
     output.text(
-        f"{report.documents} documents, {report.tokens:,} tokens: {format_size(report.bytes)} of KV; "
+        f"{counted(report.documents, 'document')}, {report.tokens:,} tokens: {format_size(report.bytes)} of KV; "
         f"{difference.computed_tokens:,} tokens to compute, about {format_seconds(difference.seconds)} on this machine"
         + (f"; {difference.converted.tokens:,} to convert from a finer KV dtype" if difference.converted.tokens else "")
     )

@@ -16,7 +16,7 @@ from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.inputs import read_ids
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
-from cacheblend_cli.cli.units import format_size
+from cacheblend_cli.cli.units import counted, format_size
 from cacheblend_cli.errors import ExitCode, NotFoundError, UsageError
 from cacheblend_cli.extras import install_hint
 from cacheblend_cli.settings import Settings
@@ -162,7 +162,9 @@ def finish(store: ChunkStore, output: Output) -> None:
             bar(total - left, total, "chunks")
             left = store.tier.flush(_FLUSH_STEP_S)
     counts = store.tier.counts
-    output.note(f"tier: wrote {counts.puts} chunks, {format_size(counts.put_bytes)}, to {store.tier.tier.url}")
+    output.note(
+        f"tier: wrote {counted(counts.puts, 'chunk')}, {format_size(counts.put_bytes)}, to {store.tier.tier.url}"
+    )
     if left + counts.unput:
         output.warn(
             f"{left + counts.unput} chunks are not in the tier; write them: cacheblend chunks push {store.tier.tier.url}"
@@ -218,7 +220,9 @@ def prune(settings: Settings, age: float, output: Output, *, dry_run: bool, json
     if json:
         output.json({"removed": 0 if dry_run else count, "objects": count, "bytes": num_bytes, "dry_run": dry_run})
     else:
-        output.note(f"{count} objects of {tier.url} {'would be ' if dry_run else ''}removed: {format_size(num_bytes)}")
+        output.note(
+            f"{counted(count, 'object')} of {tier.url} {'would be ' if dry_run else ''}removed: {format_size(num_bytes)}"
+        )
 
 
 def _choose(store: ChunkStore, chunks: list[str] | None, source: str | None, model: str | None) -> set[bytes] | None:
@@ -281,7 +285,7 @@ def _summary(output: Output, report: MoveReport, where: str, hint: str) -> None:
     names = {"text": "without KV"}
     counts = [f"{count} {names.get(status, status)}" for status, count in sorted(report.chunks.items())]
     output.note(
-        f"chunks: {', '.join(counts) or 'none'}; {report.documents} documents; {format_size(report.num_bytes)} {where}"
+        f"chunks: {', '.join(counts) or 'none'}; {counted(report.documents, 'document')}; {format_size(report.num_bytes)} {where}"
     )
     bad = sum(report.chunks.get(status, 0) for status in ("rejected", "damaged")) + len(report.rejected)
     if bad:

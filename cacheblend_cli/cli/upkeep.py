@@ -10,7 +10,7 @@ from typer import Option
 from cacheblend_cli.cli import options, tier
 from cacheblend_cli.cli.output import Output, show_table
 from cacheblend_cli.cli.stores import open_store
-from cacheblend_cli.cli.units import format_size, parse_age, parse_size
+from cacheblend_cli.cli.units import counted, format_size, parse_age, parse_size
 from cacheblend_cli.errors import ExitCode, UsageError
 from cacheblend_cli.settings import Settings, grouped
 
@@ -58,7 +58,7 @@ def stats(
         return
     chunks, of_chunks = found.totals()["chunks"], found.live_bytes - found.prefixes.bytes
     output.text(
-        f"{settings.store_path}: {chunks} chunks of {found.documents} documents, {format_size(of_chunks)} of KV"
+        f"{settings.store_path}: {counted(chunks, 'chunk')} of {counted(found.documents, 'document')}, {format_size(of_chunks)} of KV"
     )
     quota = f"; {format_size(found.live_bytes + found.text_bytes)} of the quota of {format_size(found.max_bytes)} used"
     output.text(
@@ -137,13 +137,15 @@ def verify(
     else:
         for kind, message, _ in findings:
             output.line(f"{kind}: {message}")
-        output.note(f"{report.chunks} chunks, {report.blobs} blobs, {format_size(report.bytes)} checked")
+        output.note(
+            f"{counted(report.chunks, 'chunk')}, {counted(report.blobs, 'blob')}, {format_size(report.bytes)} checked"
+        )
         if report.missing:
             output.note(f"{report.missing} chunks of documents are not stored; cacheblend precompute restores them")
         if report.without_kv:
             output.note(f"{report.without_kv} chunks have no KV; they are computed when a question needs them")
     if checked is not None:
-        output.note(f"{checked.checked} chunks recomputed, {len(checked.mismatches)} differ")
+        output.note(f"{counted(checked.checked, 'chunk')} recomputed, {len(checked.mismatches)} differ")
         if checked.foreign:
             output.note(f"{checked.foreign} chunks belong to another model, salt or prompt and were not checked")
     if rebuilt is not None:
@@ -157,9 +159,11 @@ def verify(
     if not count:
         output.note("no damage found")
     elif done:
-        output.note(f"{done} findings repaired; cacheblend precompute restores damaged chunks")
+        output.note(f"{counted(done, 'finding')} repaired; cacheblend precompute restores damaged chunks")
     if done < count:
-        output.error(f"{count - done} findings in {settings.store_path}", "repair: cacheblend chunks verify --repair")
+        output.error(
+            f"{counted(count - done, 'finding')} in {settings.store_path}", "repair: cacheblend chunks verify --repair"
+        )
         raise typer.Exit(int(ExitCode.STORE))
 
 
@@ -228,8 +232,8 @@ def prune(
             output.text(name)
     else:
         would = "would be " if dry_run else ""
-        parts = [f"{len(removed)} chunks {would}removed"] if removed or not evicted else []
-        parts += [f"the KV of {len(evicted)} chunks {would}freed"] if evicted else []
+        parts = [f"{counted(len(removed), 'chunk')} {would}removed"] if removed or not evicted else []
+        parts += [f"the KV of {counted(len(evicted), 'chunk')} {would}freed"] if evicted else []
         output.note(f"{', '.join(parts)}: {format_size(report.bytes)}")
 
 

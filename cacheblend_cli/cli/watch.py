@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.tier import share
+from cacheblend_cli.cli.units import counted
 from cacheblend_cli.errors import CacheBlendError, NotFoundError, UsageError
 from cacheblend_cli.settings import Settings
 
@@ -129,4 +130,4 @@ class _Relevant:
 def _summary(report: PrecomputeReport) -> str:
     counts = [(report.new, "new"), (report.replaced, "replaced"), (report.removed, "removed")]
     changes = ", ".join(f"{count} {name}" for count, name in counts if count) or "nothing new"
-    return f"{report.documents} documents: {changes}, {report.unchanged} unchanged"
+    return f"{counted(report.documents, 'document')}: {changes}, {report.unchanged} unchanged"
