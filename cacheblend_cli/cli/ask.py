@@ -95,9 +95,6 @@ def run_batch(
     return failed
 
 
-_ANSWER, _MACHINE = "The answer", "This machine and the store"  # panels of the help
-
-
 @options.with_settings(*options.asking(), "keep_alive")
 def ask(
     resolved: Resolved,
@@ -109,12 +106,8 @@ def ask(
     ),
     source: options.Source = None,
     everywhere: options.Everywhere = False,
-    stop: list[str] | None = Option(
-        None, help="End the answer before this text (repeatable).", rich_help_panel=_ANSWER
-    ),
-    logprobs: int | None = Option(
-        None, help="Report this many alternatives a token (--json).", rich_help_panel=_ANSWER
-    ),
+    stop: list[str] | None = options.answer_option(None, help="End the answer before this text (repeatable)."),
+    logprobs: int | None = options.answer_option(None, help="Report this many alternatives a token (--json)."),
     batch: Path | None = Option(None, help='Answer many questions: JSON lines of {"question", "chunks"?}; - is stdin.'),
     concurrency: int = Option(8, min=1, help="Questions of --batch to answer at the same time."),
     resume: Path | None = Option(
@@ -125,12 +118,12 @@ def ask(
     explain: bool = Option(False, "--explain", help="Show what was reused and recomputed: chunks, layers, tokens."),
     html: Path | None = Option(None, help="Write the answer and its sources as a web page."),
     dry_run: bool = Option(False, "--dry-run", help="Show what would be loaded and computed."),
-    ids: bool = Option(False, "--ids", help="Add prompt_ids and generated_ids to --json.", rich_help_panel=_ANSWER),
-    save: bool = Option(
-        True, "--save/--no-save", help="Store the KV of chunks that had to be computed.", rich_help_panel=_MACHINE
+    ids: bool = options.answer_option(False, "--ids", help="Add prompt_ids and generated_ids to --json."),
+    save: bool = options.machine_option(
+        True, "--save/--no-save", help="Store the KV of chunks that had to be computed."
     ),
-    json_schema: Path | None = Option(None, help="File with a JSON schema for the answer.", rich_help_panel=_ANSWER),
-    regex: str | None = Option(None, help="Regular expression for the answer.", rich_help_panel=_ANSWER),
+    json_schema: Path | None = options.answer_option(None, help="File with a JSON schema for the answer."),
+    regex: str | None = options.answer_option(None, help="Regular expression for the answer."),
     local: options.Local = False,
     verbose: options.Verbose = False,
     json: options.Json = False,

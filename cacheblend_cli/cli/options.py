@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+answer_option = partial(Option, rich_help_panel="The answer")
+machine_option = partial(Option, rich_help_panel="This machine and the store")
 Source = Annotated[
     str | None,
     Option(

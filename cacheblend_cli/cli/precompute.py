@@ -74,18 +74,16 @@ def precompute(
         "--verify-files",
         help="Read every file, also those whose size, times and inode are unchanged since the last run.",
     ),
-    ray: str | None = Option(
+    ray: str | None = options.machine_option(
         None,
         "--ray",
         help="Compute on workers of a Ray cluster, which write KV to --tier; local: start them on this machine.",
         metavar="ADDRESS|local",
-        rich_help_panel="This machine and the store",
     ),
-    workers: int | None = Option(
+    workers: int | None = options.machine_option(
         None,
         help="Number of --ray workers, each with --threads CPU cores (default 1) or one GPU. Default: 1.",
         show_default=False,
-        rich_help_panel="This machine and the store",
     ),
     verbose: folders.Verbose = False,
     json: options.Json = False,
