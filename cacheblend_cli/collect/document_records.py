@@ -107,13 +107,8 @@ def stored_documents(store: ChunkStore, *, trust: bool = True) -> dict[bytes, St
             r: DocumentRecord | DocumentSummary | None = summaries.pop(key, None) or reader.document(key)
             if r is None:
                 continue
-            about = (
-                share(r.collection),
-                share(r.context),
-                r.content_digest,
-                r.updated,
-                share(r.settings, repr(r.settings)),
-            )
+            settings = share(r.settings, repr(r.settings))
+            about = share(r.collection), share(r.context), r.content_digest, r.updated, settings
             if isinstance(r, DocumentSummary):
                 file = FileState.of_summary(r.file)
                 file = None if file is None else replace(file, reader=share(file.reader))

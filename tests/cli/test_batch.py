@@ -57,7 +57,9 @@ def test_a_batch_goes_on_where_it_was_interrupted(cli: Cli, questions: list[dict
     assert told(rest.records) == told(whole.records)[4:]
     found = [json.loads(line) for line in (tmp_path / "cut.jsonl").read_text().splitlines()]
     assert told(found) == told(whole.records)
-    assert cli(*ASK, "--resume", "cut.jsonl").records == []
+    done = cli(*ASK, "--resume", "cut.jsonl")
+    assert done.records == []
+    assert "cut.jsonl already has all answers" in done.err
 
 
 def test_what_cannot_be_answered_is_asked_again(cli: Cli, questions: list[dict[str, Any]], tmp_path: Path) -> None:
