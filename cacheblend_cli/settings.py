@@ -73,7 +73,7 @@ class Settings:
     decode_model: str = _setting("", "GGUF file of the same model for llama.cpp, if --model is not a GGUF file.")
     mode: str = _setting("blend", "blend, full (reuse nothing) or reuse (recompute nothing).")
     ratio: float | str = _setting(
-        0.15,
+        "model",
         "Share of the reused, inexact tokens to recompute; model: the share that models check measured for this model, or 0.15; "
         "auto: as many as fit into the loading time, or a full prefill if that is faster.",
     )

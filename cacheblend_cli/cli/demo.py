@@ -135,6 +135,7 @@ def _show_rows(results: Sequence[Compared], rows: Sequence[DemoRow], model: str,
     from statistics import median
 
     from cacheblend_cli.evaluation.demo_run import FULL
+    from cacheblend_cli.types import BlendParams
 
     tokens = median(result.answers[FULL].prompt_tokens for result in results)
     output.text(
@@ -147,8 +148,8 @@ def _show_rows(results: Sequence[Compared], rows: Sequence[DemoRow], model: str,
     show_table(("setting", "correct", "same as full prefill", "computed again"), cells, output)
     if any(result.question.wrong for result in results):
         output.text("correct: contains the expected answer, and nothing of another record")
-    if ratio != Settings().ratio:
-        output.text(f"blended: at ratio {ratio:g} (default: {Settings().ratio:g}), since the documents are very short")
+    if ratio != BlendParams.ratio:
+        output.text(f"blended: at ratio {ratio:g} (default: {BlendParams.ratio:g}), since the documents are very short")
 
 
 def _show_repaired(results: Sequence[Compared], output: Output) -> None:

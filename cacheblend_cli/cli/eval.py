@@ -53,7 +53,7 @@ def evaluate(
     ),
     selector: list[str] | None = Option(None, help="Selector (repeatable).", show_default="as ask"),
     ratio: list[str] | None = Option(
-        None, help="Ratio, or model or auto as in ask (repeatable).", metavar="X|WORD", show_default="0.15"
+        None, help="Ratio, or model or auto as in ask (repeatable).", metavar="X|WORD", show_default="as ask"
     ),
     context: list[str] | None = Option(
         None, help="Left context of chunks: sink, document or neighbours (repeatable).", show_default="document"

@@ -117,7 +117,7 @@ def check(
     model: Model,
     ratio_only: bool = Option(False, "--ratio-only", help="Only measure the ratio."),
     questions: Path | None = Option(
-        None, help="Measure with these questions (JSON lines, see eval) instead of ones made from chunks."
+        None, help="Measure with these questions (JSON lines, see eval) instead of general ones."
     ),
     json: options.Json = False,
     quiet: options.NoMessages = False,
@@ -129,8 +129,8 @@ def check(
     quantised weights as they were read here.
 
     Then blending is compared with full prefill on stored chunks at rising ratios, with and without a correction, with
-    questions made from the chunks or given by --questions. The smallest ratio within --kl-mean and --kl-p90 is stored
-    for this model, dtype, KV codec and prompt; --ratio model uses it.
+    general questions or those of --questions. The smallest ratio within --kl-mean and --kl-p90, by a margin, is stored
+    for this model, dtype, KV codec and prompt; --ratio model, the default, uses it.
     """
     from cacheblend_cli.engine.profile import keep_profile
     from cacheblend_cli.evaluation.samples import read_samples
@@ -159,7 +159,7 @@ def check(
         if not json:
             for d in profile.measured:
                 output.text(
-                    f"  ratio {d.ratio:<4g} {d.correction:<10}  KL mean {d.mean:.3g}, 90th percentile {d.p90:.3g}"
+                    f"  ratio {d.ratio:<4g} {d.correction:<10}  KL mean {d.mean:.3g} ± {d.error:.2g}, 90th percentile {d.p90:.3g}"
                 )
             output.text(f"ratio: {profile}")
     if json:

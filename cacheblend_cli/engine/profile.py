@@ -21,19 +21,28 @@ from cacheblend_cli.prompt.collection import Collection, dtype_name
 from cacheblend_cli.prompt.plan import ChunkInput
 from cacheblend_cli.types import AskRequest, BlendParams
 
-FORMAT = 1  # one more where it measures, or blending computes, otherwise
+FORMAT = 2  # one more where it measures, or blending computes, otherwise
 OTHER = "default: models check measured"
+BELOW_DEFAULT = 0.5  # share of the limits for ratios below the default
+ERRORS = 2  # standard errors that are added to the mean
 _CHOSEN = ("mode", "ratio", "checks", "seed", "max_risk")  # fields of BlendParams that do not belong to a way to blend
 
 
 @dataclass(frozen=True)
 class Distance:
-    """KL(full prefill || blended) at a ratio with a correction, nats a token: mean and 90th percentile over prompts."""
+    """KL(full prefill || blended) at a ratio with a correction, nats a token: mean over prompts, its standard error,
+    and 90th percentile."""
 
     ratio: float
     correction: str
     mean: float
+    error: float
     p90: float
+
+    def within(self, kl_mean: float, kl_p90: float) -> bool:
+        """Return whether this ratio may be chosen under these limits."""
+        share = 1.0 if self.ratio >= BlendParams.ratio else BELOW_DEFAULT
+        return self.mean + ERRORS * self.error <= share * kl_mean and self.p90 <= share * kl_p90
 
 
 @dataclass(frozen=True)
@@ -49,9 +58,11 @@ class Profile:
 
     @property
     def choice(self) -> Distance | None:
-        """The smallest ratio within both limits, with its nearer correction; None if there is none: not to be
-        blended."""
-        within = [d for d in self.measured if d.mean <= self.kl_mean and d.p90 <= self.kl_p90]
+        """The smallest ratio within both limits, with its nearer correction; None if there is none: not to be blended.
+
+        Users' questions are others than those that were measured: twice its standard error is added to the mean, and
+        ratios below the default have to be within half of the limits (study/own_ratio.md)."""
+        within = [d for d in self.measured if d.within(self.kl_mean, self.kl_p90)]
         return min(within, key=lambda d: (d.ratio, d.mean), default=None)
 
     def applied(self, blend: BlendParams) -> BlendParams:

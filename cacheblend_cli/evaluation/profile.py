@@ -1,14 +1,15 @@
-"""Measure the ratio that a model needs: blending against full prefill, on the user's stored chunks with questions cut
-from them."""
+"""Measure the ratio that a model needs: blending against full prefill, on the user's stored chunks with general
+questions or the user's own."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from statistics import fmean, quantiles
+from statistics import fmean, quantiles, stdev
 
 import torch
 from cacheblend_store import ChunkStore
@@ -21,12 +22,19 @@ from cacheblend_cli.engine.profile import Distance, Profile, conditions, stored_
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.types import AskOptions, AskRequest, BlendParams, SamplingParams
 
-RATIOS = (0.02, 0.05, 0.10, 0.15, 0.30)
+RATIOS = (0.05, 0.10, 0.15, 0.30, 0.50)
 CORRECTIONS = ("regression", "none")
 PROMPTS, LEAST_PROMPTS = 12, 8
 TOKENS = 32  # of full prefill's answer
 TRIES = 16  # chunks for each prompt, at most
-SENTENCE = (40, 400)  # characters of one that a question is cut from
+SENTENCE = (40, 400)  # characters of one that chunks are searched with
+GENERAL = (
+    "What do these documents say?",
+    "Summarise these documents in one sentence.",
+    "What are the most important facts in these documents?",
+)
+"""Questions of a profile, in turn. They do not say which tokens their answers need, so blending is at least as far off
+as on most questions of users (study/own_ratio.md)."""
 
 Progress = Callable[[int, int, str], None]
 """Called with (steps done, number of steps at most, what is measured)."""
@@ -53,12 +61,12 @@ def measure_profile(
 ) -> Profile:
     """Measure rising ratios, each with and without a correction, until one is within the limits: of the mean KL and of
     its 90th percentile over the prompts. ask: how to search, and its blending but for the ratio. questions: to measure
-    with; without them they are cut from stored chunks. say: called with how long it takes at most.
+    with, instead of general ones. say: called with how long it takes at most.
 
     Nothing is kept. Raises NotFoundError for too few prompts.
     """
     kl_mean, kl_p90 = limits
-    asked = _found_for(engine, store, ask, questions) if questions else cut_requests(engine, store, ask)
+    asked = _found_for(engine, store, ask, questions) if questions else general_requests(engine, store, ask)
     requests = list(usable(engine, asked, len(questions) or PROMPTS))
     if len(requests) < LEAST_PROMPTS:
         raise NotFoundError(
@@ -74,7 +82,7 @@ def measure_profile(
         if number == 0:
             seconds = answers[0].seconds * len(requests) * (1 + sum(r + 0.15 for r in RATIOS) * len(corrections))
             say(
-                f"measuring {engine.model.name} on {len(requests)} questions{'' if questions else ' cut from stored chunks'}: up to "
+                f"measuring {engine.model.name} on {len(requests)} questions{'' if questions else ' about stored chunks'}: up to "
                 f"{max(1, round(seconds / 60))} min; Ctrl-C keeps nothing"
             )
         on_progress(number + 1, steps, "full prefill")
@@ -85,14 +93,20 @@ def measure_profile(
             for request, answer in zip(requests, answers, strict=True):
                 kl.append(distance(engine, replace(request, blend=blend), answer))
                 on_progress(len(requests) * (1 + len(found)) + len(kl), steps, f"ratio {ratio:g}, {correction}")
-            found.append(Distance(ratio, correction, fmean(kl), quantiles(kl, n=10, method="inclusive")[-1]))
+            found.append(distance_of(ratio, correction, kl))
         profile = Profile(under, len(requests), kl_mean, kl_p90, tuple(found))
         if profile.choice is not None:
             break
     return profile
 
 
-def cut_question(text: str) -> str | None:
+def distance_of(ratio: float, correction: str, kl: Sequence[float]) -> Distance:
+    """Summarise the prompts' KL, two or more."""
+    p90 = quantiles(kl, n=10, method="inclusive")[-1]
+    return Distance(ratio, correction, fmean(kl), stdev(kl) / math.sqrt(len(kl)), p90)
+
+
+def half_sentence(text: str) -> str | None:
     """Return the first half of the middle one of the text's long sentences; None without one."""
     found = [s for s in sentences_of(text) if SENTENCE[0] <= len(s) <= SENTENCE[1]]
     if not found:
@@ -102,19 +116,18 @@ def cut_question(text: str) -> str | None:
     return f"{half.rpartition(' ')[0] or half} ..."
 
 
-def cut_requests(engine: Engine, store: ChunkStore, ask: AskRequest) -> Iterator[Request]:
-    """Yield requests over stored chunks: a question is cut from one chunk, and the prompt has the chunks that the
-    search of `ask` finds beside it: with its own chunk there, a model may just copy. Keys are digests, so their order
-    is a random one."""
-    assert ask.search is not None
-    wider, collections = replace(ask.search, k=ask.search.k + 1), set(engine.usable(store, ask.salt))
+def general_requests(engine: Engine, store: ChunkStore, ask: AskRequest) -> Iterator[Request]:
+    """Yield requests over stored chunks: the chunks that the search of `ask` finds for half a sentence of one of them,
+    and a general question. Keys are digests, so their order is a random one."""
+    collections, number = set(engine.usable(store, ask.salt)), 0
     chunks = (m for m in store.chunks() if m.has_kv and m.collection in collections)
     for own in islice(chunks, PROMPTS * TRIES):
-        if (question := cut_question(own.text)) is None:
+        if (half := half_sentence(own.text)) is None:
             continue
-        asked = replace(ask, question=question, search=wider, options=AskOptions())
-        found = [c.named for c in engine.resolve(store, asked).chunks if c.input.token_ids != own.token_ids]
-        yield engine.resolve(store, replace(asked, keys=found[: ask.search.k], search=None))
+        found = engine.resolve(store, replace(ask, question=half, options=AskOptions())).chunks
+        question, number = GENERAL[number % len(GENERAL)], number + 1
+        keys = [chunk.named for chunk in found]
+        yield engine.resolve(store, replace(ask, question=question, keys=keys, search=None, options=AskOptions()))
 
 
 def _found_for(engine: Engine, store: ChunkStore, ask: AskRequest, questions: Sequence[str]) -> Iterator[Request]:

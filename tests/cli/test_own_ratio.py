@@ -52,18 +52,18 @@ def test_the_smallest_ratio_that_is_close_enough_is_used(cli: Cli, model: Path, 
     assert "measuring" in told.err
     assert "Ctrl-C keeps nothing" in told.err
     [measured] = [record["profile"] for record in told.records]
-    assert (measured["ratio"], measured["prompts"], len(measured["measured"])) == (0.02, 8, 2)
+    assert (measured["ratio"], measured["prompts"], len(measured["measured"])) == (0.05, 8, 2)
     assert len(profiles()) == 1
     found = asked(cli, chunks)
-    assert found["ratio"] == 0.02
+    assert found["ratio"] == 0.05
     assert found["ratio_from"].startswith("model: ")
     assert "over 8 prompts" in found["ratio_from"]
     given = asked(cli, chunks, "--ratio", "0.3")
     assert (given["ratio"], given["ratio_from"]) == (0.3, "given")
     told = cli("ask", "who?", "--chunks", chunks, "--ratio", "model", "--max-tokens", "2", "--explain")
-    assert "ratio 0.02, model: " in told.err
-    assert "0.02 in float32 with KV in float32" in cli("models", "show", str(model)).out
-    assert "0.02, model: " in cli("doctor", "--json", "--ratio", "model").records[0]["model"]["ratio"]
+    assert "ratio 0.05, model: " in told.err
+    assert "0.05 in float32 with KV in float32" in cli("models", "show", str(model)).out
+    assert "0.05, model: " in cli("doctor", "--json", "--ratio", "model").records[0]["model"]["ratio"]
     again = cli("precompute", "docs", "--chunk-tokens", "50", "--yes")
     assert "--ratio-only" not in again.err, "it is measured"
 
@@ -110,8 +110,8 @@ def test_a_profile_of_something_else_is_not_used(
 
 def test_one_below_the_profiles_is_noted(cli: Cli, model: Path, chunks: str) -> None:
     assert cli(*CHECK, str(model), "--kl-mean", "1000", "--kl-p90", "1000").code == 0
-    assert any("needs a ratio of 0.02" in note for note in asked(cli, chunks, "--ratio", "0.01")["notes"])
-    assert asked(cli, chunks, "--ratio", "0.02")["notes"] == []
+    assert any("needs a ratio of 0.05" in note for note in asked(cli, chunks, "--ratio", "0.01")["notes"])
+    assert asked(cli, chunks, "--ratio", "0.05")["notes"] == []
     assert asked(cli, chunks.split(",")[0], "--ratio", "0.01")["notes"] == [], "one chunk is exact"
 
 
@@ -143,4 +143,4 @@ def test_eval_and_bench_take_it(cli: Cli, model: Path, chunks: str, tmp_path: Pa
         "eval", "q.jsonl", "--ratio", "model", "--mode", "blend", "--no-noise-floor", "--max-tokens", "2", "--json"
     )
     assert told.code == 0, told.err
-    assert "query 0.02" in told.out
+    assert "query 0.05" in told.out

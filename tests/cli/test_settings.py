@@ -50,7 +50,7 @@ def test_the_project_file_is_found_above_but_not_outside_the_repository(
     monkeypatch.chdir(here / "deep" / "er")
     assert resolve({}).settings.ratio == 0.2
     (here / "deep" / ".git").mkdir()
-    assert resolve({}).settings.ratio == 0.15
+    assert resolve({}).settings.ratio == "model"
 
 
 def test_paths_in_a_file_are_relative_to_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

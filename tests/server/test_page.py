@@ -202,7 +202,7 @@ def test_conversations_are_kept_in_the_browser(server: Any, page: Page) -> None:
 
 def test_settings_are_shown_kept_and_sent(page: Page) -> None:
     assert page.js("document.getElementById('max_tokens').placeholder") == "8"
-    assert page.js("document.getElementById('ratio').placeholder") == "0.15"
+    assert page.js("document.getElementById('ratio').placeholder") == "model"
     assert page.js("document.getElementById('model').textContent")
     change = "e => { e[0].value = e[1]; e[0].dispatchEvent(new Event('input', { bubbles: true })); }"
     page.js(f"[['mode', 'full'], ['k', 1]].map(([id, v]) => [document.getElementById(id), v]).forEach({change})")

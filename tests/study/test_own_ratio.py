@@ -50,15 +50,17 @@ def test_both_halves_are_measured_once_and_shown(
         script.main()
 
     for _ in range(2):
-        run("--made", "--held", "--ratio", "0.05", "--ratio", "0.3", "--correction", "regression")
-    for side in ("made", "held"):
-        rows = (tmp_path / "work" / f"model-{side}.jsonl").read_text().splitlines()
-        assert len(rows) == 3 * 2, "a second run measures nothing again"
+        run("--text", "musique", "--side", "made", "--side", "held", "--ratio", "0.15", "--ratio", "0.3")
+    rows = [json.loads(line) for line in (tmp_path / "work" / "model.jsonl").read_text().splitlines()]
+    found = [(r["side"], r["prompt"], r["ratio"]) for r in rows]
+    prompts = [("made", 0), ("made", 1), ("made", 2), ("held", 0), ("held", 1)]  # the third question finds one chunk
+    assert found == [(*prompt, ratio) for prompt in prompts for ratio in (0.15, 0.3)], "each is measured once"
     run("--report")
     [model] = json.loads((tmp_path / "study" / "results" / "own_ratio.json").read_text())["models"]
     made = [row["kl"] for row in model["made"]]
     assert [len(kl) for kl in made] == [3, 3]
     page = (tmp_path / "study" / "own_ratio.md").read_text()
-    assert f"| model | 0.3 | regression | 3 | {sum(made[1]) / 3:.3f} |" in page
+    assert f"| model | musique | 0.3 | 3 | {sum(made[1]) / 3:.3f} + " in page
     profile = script.profile_of(model["made"])
-    assert page.count(f"| model | {profile.choice.ratio:g} |" if profile.choice else "| full prefill |") >= 1
+    chosen = f"{profile.choice.ratio:g}" if profile.choice else "full prefill"
+    assert page.count(f"| model | musique | {chosen} |") >= 1
