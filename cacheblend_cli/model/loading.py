@@ -95,12 +95,6 @@ def load_model(
     ranks, device = (place, place.device) if isinstance(place, Ranks) else (None, place)
     spec = read_spec(path)
     shard = None if ranks is None else Shard(spec, ranks)
-    if shard is not None and precision.weights != "auto":
-        raise UsageError(
-            f"--weight-dtype {precision.weights} is not implemented with --tensor-parallel: activations are rounded by the largest value of a "
-            "row, and a rank has only a part of the row",
-            "leave one of the two out",
-        )
     check_weight_dtype(precision.weights, device)
     if attention_backend not in ("auto", *BACKENDS):
         raise UsageError(f"unknown attention backend {attention_backend!r}", f"known: auto, {', '.join(BACKENDS)}")
@@ -189,8 +183,7 @@ def resolve_model(name: str, say: Callable[[str], None] | None = None) -> Path:
         raise UsageError(f"{name} is neither a model directory nor a .gguf file", "give the directory that holds it")
     if name.startswith((".", "/", "~")) or name.partition(":")[0].partition("@")[0].count("/") > 1:
         raise NotFoundError(
-            f"no model directory {name}",
-            "check the path, or give a hub id such as Qwen/Qwen2.5-0.5B-Instruct",
+            f"no model directory {name}", "check the path, or give a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
         )
     hub = HubName.parse(name)
     found = cached(hub) or fetch(hub)

@@ -144,10 +144,7 @@ class ModelSpec:
 
     # (norm, name in the checkpoint). attention_in and mlp_in norm the input, attention_out and mlp_out the output that
     # is added to the residual stream.
-    norms: tuple[tuple[str, str], ...] = (
-        ("attention_in", "input_layernorm"),
-        ("mlp_in", "post_attention_layernorm"),
-    )
+    norms: tuple[tuple[str, str], ...] = (("attention_in", "input_layernorm"), ("mlp_in", "post_attention_layernorm"))
     layer_norm: bool = False  # norms subtract the mean first
     norm_bias: bool = False
     norm_offset: float = 0.0  # added to the norms' weights

@@ -167,8 +167,7 @@ def load_weights(
     missing = sorted(set(shapes) - seen)
     if missing:
         raise UsageError(
-            f"{model_dir} lacks {len(missing)} tensors, the first is {missing[0]}",
-            "fetch the checkpoint again",
+            f"{model_dir} lacks {len(missing)} tensors, the first is {missing[0]}", "fetch the checkpoint again"
         )
     fold(spec, weights)
     return weights

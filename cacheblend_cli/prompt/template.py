@@ -182,8 +182,7 @@ def _render(
     for flag, text in (("--system", wording.system), ("--prompt", wording.prompt)):
         if token := tokenizer.special_in(text):
             raise UsageError(
-                f"{flag} has {token!r}, a control token of this model",
-                "leave it out: the chat template adds them",
+                f"{flag} has {token!r}, a control token of this model", "leave it out: the chat template adds them"
             )
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]

@@ -14,14 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from cacheblend_store.errors import (
-    AmbiguousId,
-    ChunkNotFound,
-    StoreError,
-    StoreFull,
-    StoreNoSpace,
-    StorePermission,
-)
+from cacheblend_store.errors import AmbiguousId, ChunkNotFound, StoreError, StoreFull, StoreNoSpace, StorePermission
 from cacheblend_store.format import records
 from cacheblend_store.format.keys import KEY_BYTES
 from cacheblend_store.format.records import ChunkManifest, DocumentRecord, Memo

@@ -87,8 +87,7 @@ def _pre(metadata: Mapping[str, Any]) -> str:
     known = sorted({*LIKE_GPT2, *DIGITS_ALONE, *LIKE_LLAMA3, *IN_TURN, *GGUF_PRE_TOKENIZER_SPLITS})
     if metadata.get("tokenizer.ggml.model") == "gpt2" and pre not in known:
         raise UsageError(
-            f"the GGUF file splits text in an unknown way (tokenizer.ggml.pre = {pre!r})",
-            f"known: {', '.join(known)}",
+            f"the GGUF file splits text in an unknown way (tokenizer.ggml.pre = {pre!r})", f"known: {', '.join(known)}"
         )
     return pre
 

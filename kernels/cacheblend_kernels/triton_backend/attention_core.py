@@ -121,20 +121,7 @@ def score_factor(scale, soft_cap):
 
 
 @triton.jit
-def softmax_step(
-    acc,
-    total,
-    peak,
-    q,
-    k,
-    v,
-    shown,
-    scale,
-    soft_cap,
-    slopes,
-    distances,
-    MASKED: tl.constexpr,
-):
+def softmax_step(acc, total, peak, q, k, v, shown, scale, soft_cap, slopes, distances, MASKED: tl.constexpr):
     """Add one tile of keys to the running softmax.
 
     acc [M, D], total [M], peak [M] fp32; q [M, D], k, v [N, D]; shown [M, N]: which row sees which key (MASKED only).
@@ -178,14 +165,7 @@ def softmax_step_pair(acc, total, peak, q, k0, v0, k1, v1, scale, soft_cap):
 
 
 @triton.jit
-def join_splits_kernel(
-    part_ptr,
-    lse_ptr,
-    out_ptr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
+def join_splits_kernel(part_ptr, lse_ptr, out_ptr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr):
     """One (row, head): the softmax-weighted mean of its splits. Splits that saw no key have lse = -inf."""
     index = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS)

@@ -11,13 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cacheblend_kernels.interface import (
-    AttentionMetadata,
-    AttentionParams,
-    KernelBackend,
-    KernelError,
-    LayerCache,
-)
+from cacheblend_kernels.interface import AttentionMetadata, AttentionParams, KernelBackend, KernelError, LayerCache
 from cacheblend_kernels.triton_backend import cache_ops, norms
 from cacheblend_kernels.triton_backend.checks import interpreted, is_float8
 from cacheblend_kernels.triton_backend.configs import LaunchPlan, arch_of, prefill_configs, split_counts
@@ -35,13 +29,7 @@ class TritonBackend(KernelBackend):
 
     name = "triton"
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        arch: int | None = None,
-        num_sms: int | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, *, arch: int | None = None, num_sms: int | None = None) -> None:
         if device.type == "cuda":
             capability = torch.cuda.get_device_capability(device)
             if capability < MINIMUM_CAPABILITY:
