@@ -190,7 +190,7 @@ def describe(settings: Settings) -> dict[str, Any]:
                 break
     begun = time.perf_counter()
     for _ in range(3):
-        tier.size("0" * 40, bytes(20))
+        tier.size(tier.name("0" * 40, bytes(20)))
     latency_s = (time.perf_counter() - begun) / 3
     begun, num_bytes = time.perf_counter(), 0
     for found in sample:

@@ -216,7 +216,7 @@ class ClusterCollector(Collector):
 
         def there(planned: PlannedChunk) -> bool:
             manifest, tier = chunk_manifest(self.collection, planned), self._cluster.tier
-            size = tier.size(manifest.collection, manifest.key)
+            size = tier.size(tier.name(manifest.collection, manifest.key))
             with suppress(BadBlob):  # the object belongs to another chunk: upload again
                 return size is not None and bool(tier.layout(manifest, size))
             return False

@@ -201,7 +201,8 @@ class TieredSource:
         """Return the chunk's head. Raises BadBlob unless it has the expected tokens and shape."""
         if chunk.head is None:
             wanted = chunk.manifest
-            head = self._tier.tier.head(wanted.collection, wanted.key, self._data(chunk, 0))
+            tier = self._tier.tier
+            head = tier.head(tier.name(wanted.collection, wanted.key), self._data(chunk, 0))
             fields = ("token_ids", "left_context_ids", "model", "codec", "num_layers", "shapes")
             if head.num_bytes != chunk.layout.head_bytes or any(
                 getattr(head.manifest, name) != getattr(wanted, name) for name in fields

@@ -44,23 +44,22 @@ def chunk(number: int = 0) -> tuple[ChunkManifest, list[bytes]]:
 def test_what_is_put_is_read_whole_and_by_layers(tier: Tier) -> None:
     tier.check()
     manifest, blobs = chunk()
-    assert tier.size(manifest.collection, manifest.key) is None
+    assert tier.size(tier.name(manifest.collection, manifest.key)) is None
     size = tier.put_chunk(manifest, blobs)
-    assert tier.size(manifest.collection, manifest.key) == size
+    assert tier.size(tier.name(manifest.collection, manifest.key)) == size
     layout = tier.layout(manifest, size)
     [found] = tier.chunks()
     assert (found.name, found.size) == (tier.name(manifest.collection, manifest.key), size)
     taken, taken_blobs = tier.get_chunk(found.name, found.size)
     assert (taken.token_ids, taken_blobs) == (manifest.token_ids, blobs)
-    head = tier.head(
-        manifest.collection, manifest.key, tier.read(manifest.collection, manifest.key, 0, layout.head_bytes)
-    )
+    name = tier.name(manifest.collection, manifest.key)
+    head = tier.head(name, tier.read(name, 0, layout.head_bytes))
     last = range(manifest.num_layers - 1, manifest.num_layers)
     end = layout.span(last)[1]
     start = layout.layer(last.start).start
-    assert head.layer(last.start, tier.read(manifest.collection, manifest.key, start, end)) == blobs[-1]
+    assert head.layer(last.start, tier.read(name, start, end)) == blobs[-1]
     tier.delete([found.name])
-    assert tier.size(manifest.collection, manifest.key) is None
+    assert tier.size(tier.name(manifest.collection, manifest.key)) is None
 
 
 def test_every_byte_of_an_object_is_checked(tmp_path: Path) -> None:
@@ -92,7 +91,7 @@ def test_an_object_under_another_name_is_refused(tmp_path: Path) -> None:
         tmp_path / "tier" / tier.name(other.collection, other.key)
     )
     with pytest.raises(BadBlob):
-        tier.head(other.collection, other.key, tier.read(other.collection, other.key, 0, size))
+        tier.head(tier.name(other.collection, other.key), tier.read(tier.name(other.collection, other.key), 0, size))
 
 
 def test_names_and_contents_are_hidden_with_a_key(tmp_path: Path) -> None:

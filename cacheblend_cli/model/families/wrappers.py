@@ -15,20 +15,8 @@ FIELDS = (
     "vision_feature_layer", "spatial_merge_size", "mm_tokens_per_image", "audio_config", "vision_soft_tokens_per_image",
     "audio_soft_tokens_per_image",
 )  # fmt: skip
-EYES = tuple(
-    f"{base}{part}."
-    for base in ("", "model.")
-    for part in (
-        "visual",
-        "vision_tower",
-        "vision_model",
-        "vision_embedder",
-        "multi_modal_projector",
-        "audio_tower",
-        "embed_vision",
-        "embed_audio",
-    )
-)
+_EYES = "visual vision_tower vision_model vision_embedder multi_modal_projector audio_tower embed_vision embed_audio"
+EYES = tuple(f"{base}{part}." for base in ("", "model.") for part in _EYES.split())
 
 
 @dataclass(frozen=True)

@@ -158,19 +158,20 @@ class Tier:
 
     # chunks
 
-    def size(self, collection: str, key: bytes) -> int | None:
-        """Return the size of a chunk's object, or None if it does not exist."""
-        return self._size(self.name(collection, key))
+    def size(self, name: str) -> int | None:
+        """Return the size of an object, or None if it does not exist."""
+        try:
+            with _errors(self.url):
+                return int(self._api.head(self._store, name)["size"])
+        except TierNotFound:
+            return None
 
     def layout(self, chunk: ChunkManifest, size: int) -> ObjectLayout:
         """Return the byte ranges in an object of this size with KV of the chunk's shape. Raises BadBlob."""
         return ObjectLayout.of(chunk, size, encrypted=self._cipher is not None)
 
-    def read(self, collection: str, key: bytes, start: int, end: int) -> memoryview:
-        """Return exactly these bytes of a chunk's object."""
-        return self._read(self.name(collection, key), start, end)
-
-    def _read(self, name: str, start: int, end: int) -> memoryview:
+    def read(self, name: str, start: int, end: int) -> memoryview:
+        """Return exactly these bytes of an object."""
         with _errors(self.url):
             pieces = [
                 memoryview(self._api.get_range(self._store, name, start=at, end=min(at + _PIECE_BYTES, end)))
@@ -181,11 +182,8 @@ class Tier:
             raise BadBlob(f"its object is cut off: {len(data):,} of {end - start:,} bytes")
         return data
 
-    def head(self, collection: str, key: bytes, data: memoryview) -> Head:
+    def head(self, name: str, data: memoryview) -> Head:
         """Decode the head of a chunk's object. Raises BadBlob if it is damaged or belongs to another chunk."""
-        return self._head(self.name(collection, key), data)
-
-    def _head(self, name: str, data: memoryview) -> Head:
         head = layout.decode_head(data, name, self._cipher)
         if self.name(head.manifest.collection, head.manifest.key) != name:
             raise BadBlob("its object belongs to another chunk", key=head.manifest.key)
@@ -202,8 +200,8 @@ class Tier:
         """Return the chunk of an object from `chunks`, checked. Raises BadBlob."""
         if size > MAX_CHUNK_BYTES:
             raise BadBlob(f"its object has {size:,} bytes")
-        data = self._read(name, 0, size)
-        head = self._head(name, data)
+        data = self.read(name, 0, size)
+        head = self.head(name, data)
         layout = self.layout(head.manifest, size)
         if layout.head_bytes != head.num_bytes:
             raise BadBlob("the size of its object does not match its manifest", key=head.manifest.key)
@@ -228,7 +226,7 @@ class Tier:
         """Return the document of an object from `documents`, checked. Raises BadBlob."""
         if size > records.MAX_DOCUMENT_BYTES:
             raise BadBlob(f"a document of {size:,} bytes")
-        raw, prefix_key, texts = layout.decode_bundle(self._read(name, 0, size), name, self._cipher)
+        raw, prefix_key, texts = layout.decode_bundle(self.read(name, 0, size), name, self._cipher)
         record = records.decode_document(raw[: records.DIGEST_BYTES], raw[records.DIGEST_BYTES :])
         manifests = tuple(
             replace(records.decode_manifest(text[:KEY_BYTES], text[KEY_BYTES:]), blob_digests=()).without_kv()
@@ -253,11 +251,11 @@ class Tier:
     def get_collection(self, collection: str) -> Memo | None:
         """Return a collection's memo, checked; None if it does not exist. Raises BadBlob."""
         name = self._collection_name(collection)
-        if (size := self._size(name)) is None:
+        if (size := self.size(name)) is None:
             return None
         if size > 2 * layout.MAX_COLLECTION_BYTES:
             raise BadBlob(f"a collection's record of {size:,} bytes")
-        return layout.decode_collection(self._read(name, 0, size), collection, name, self._cipher)
+        return layout.decode_collection(self.read(name, 0, size), collection, name, self._cipher)
 
     def _collection_name(self, collection: str) -> str:
         return f"{self._folder(collection)}/{_COLLECTION}"
@@ -268,13 +266,6 @@ class Tier:
         """Delete up to 1,000 objects."""
         with _errors(self.url):
             self._api.delete(self._store, list(names))
-
-    def _size(self, name: str) -> int | None:
-        try:
-            with _errors(self.url):
-                return int(self._api.head(self._store, name)["size"])
-        except TierNotFound:
-            return None
 
     def _put(self, name: str, data: bytes) -> int:
         with _errors(self.url):

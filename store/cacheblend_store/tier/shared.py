@@ -124,9 +124,12 @@ class SharedTier:
             self._failed("late", f"it did not answer in {seconds * 1e3:.0f} ms (--tier-deadline)")
         return found
 
+    def _name(self, chunk: ChunkManifest) -> str:
+        return self.tier.name(chunk.collection, chunk.key)
+
     def _size(self, chunk: ChunkManifest) -> int | None:
         start = time.perf_counter()
-        size = self._request(lambda: self.tier.size(chunk.collection, chunk.key))
+        size = self._request(lambda: self.tier.size(self._name(chunk)))
         self.latency_s = _average(self.latency_s, time.perf_counter() - start)
         return size
 
@@ -136,7 +139,7 @@ class SharedTier:
 
     def _read(self, chunk: ChunkManifest, start: int, end: int) -> memoryview:
         begun = time.perf_counter()
-        data = self._request(lambda: self.tier.read(chunk.collection, chunk.key, start, end))
+        data = self._request(lambda: self.tier.read(self._name(chunk), start, end))
         with self._changed:
             self._counts.read_bytes += end - start
             self._counts.read_s += time.perf_counter() - begun
@@ -184,9 +187,7 @@ class SharedTier:
         try:
             chunk = None if self.resting else load(key)
             if chunk is not None:
-                there = (
-                    None if key in self._refused else self._request(lambda: self.tier.size(chunk[0].collection, key))
-                )
+                there = None if key in self._refused else self._request(lambda: self.tier.size(self._name(chunk[0])))
                 size = self._request(lambda: self.tier.put_chunk(*chunk)) if there is None else 0
                 put = True
                 self._put_collection(chunk[0].collection)

@@ -78,7 +78,7 @@ def push(
         if chunk is None:
             return MovedChunk(key.hex(), "text")
         manifest, blobs = chunk
-        size = tier.size(manifest.collection, key)
+        size = tier.size(tier.name(manifest.collection, key))
         if size is not None and _fits(tier, manifest, size):
             return MovedChunk(key.hex(), "unchanged")
         named = replace(manifest, source=rename(manifest.source))
