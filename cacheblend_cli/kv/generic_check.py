@@ -18,7 +18,7 @@ from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.model.generic.decoder import GenericDecoder, GenericLayer
 from cacheblend_cli.model.generic.measure import is_close, probed_positions, reordered, turned_as_ours
-from cacheblend_cli.model.generic.parts import Call
+from cacheblend_cli.model.generic.parts import LayerCall
 
 FORMAT = 1  # version of the check: increase it when the check covers more
 PASSED = "passed"
@@ -83,7 +83,7 @@ def _by_transformers(decoder: GenericDecoder, ids: Tensor) -> tuple[list[Tensor]
     came: list[Tensor] = []
     went: list[Tensor] = []
 
-    def before(module: object, given: tuple[Tensor, ...], named: Call) -> None:
+    def before(module: object, given: tuple[Tensor, ...], named: LayerCall) -> None:
         came.append((given[0] if given else named["hidden_states"])[0].clone())
 
     def after(module: object, given: object, output: Tensor | tuple[Tensor, ...]) -> None:
@@ -100,7 +100,7 @@ def _by_transformers(decoder: GenericDecoder, ids: Tensor) -> tuple[list[Tensor]
     return came, went, logits
 
 
-def _check_layer(decoder: GenericDecoder, layer: GenericLayer, came: Tensor, call: Call, shift: int) -> None:
+def _check_layer(decoder: GenericDecoder, layer: GenericLayer, came: Tensor, call: LayerCall, shift: int) -> None:
     """Compare one layer. call: the layer's arguments with rows at positions shift, shift + 1, ..."""
     with decoder.parts.attention("eager"):
         theirs = layer.module.whole(came, call)
@@ -124,7 +124,9 @@ def _check_layer(decoder: GenericDecoder, layer: GenericLayer, came: Tensor, cal
     _demand(decoder, same, f"a row of layer {layer.index} depends on the rows beside it")
 
 
-def _check_turns(decoder: GenericDecoder, layer: GenericLayer, came: Tensor, call: Call, positions: Tensor) -> None:
+def _check_turns(
+    decoder: GenericDecoder, layer: GenericLayer, came: Tensor, call: LayerCall, positions: Tensor
+) -> None:
     """Refuse the model unless its RoPE rotates q and k at far positions as ours does."""
     h = came[torch.arange(len(positions), device=came.device) % len(came)]
     plain, turned = layer.module.project(h), layer.module.project(h, call["position_embeddings"])

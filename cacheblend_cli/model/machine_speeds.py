@@ -37,7 +37,7 @@ LEAST_WEIGHTS = 1 << 20  # minimum elements of the widest product for measuring 
 _VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
 Run = Callable[[], object]
-Candidates = Mapping[str, tuple[Run, Run]]
+Runs = Mapping[str, tuple[Run, Run]]
 _RECORD = msgspec.json.Decoder(dict[str, tuple[float, float]])
 
 
@@ -83,7 +83,7 @@ def cpu_dtype(spec: ModelSpec, stated: torch.dtype) -> torch.dtype:
 def product_speeds(spec: ModelSpec) -> CandidateSpeeds:
     """Measure products with the model's widest weights in fp32 and bf16."""
 
-    def candidates() -> Candidates:
+    def candidates() -> Runs:
         return {_name(dtype): _rows(Linear, *_widest(spec, dtype), 1) for dtype in (torch.float32, torch.bfloat16)}
 
     return _kept("products", (f"{ROWS} rows", "one row"), ("float32", "bfloat16"), _width(spec), candidates)
@@ -92,7 +92,7 @@ def product_speeds(spec: ModelSpec) -> CandidateSpeeds:
 def layout_speeds(spec: ModelSpec, dtype: torch.dtype) -> CandidateSpeeds:
     """Measure the products of `product_speeds` with weights in oneDNN's layout and in the file's layout."""
 
-    def candidates() -> Candidates:
+    def candidates() -> Runs:
         weight, x = _widest(spec, dtype)
         return {n: _rows(partial(Linear, pack=n == "packed"), weight, x, STEADY_ROWS) for n in ("packed", "plain")}
 
@@ -103,7 +103,7 @@ def layout_speeds(spec: ModelSpec, dtype: torch.dtype) -> CandidateSpeeds:
 def int8_speeds(spec: ModelSpec, dtype: torch.dtype) -> CandidateSpeeds:
     """Measure the same products with int8 weights. Few rows, as in decoding, read their weights from memory."""
 
-    def candidates() -> Candidates:
+    def candidates() -> Runs:
         weight, x = _widest(spec, dtype)
         return {
             n: _rows(make, weight, x, STEADY_ROWS, COLD) for n, make in ((_name(dtype), Linear), ("int8", Int8Linear))
@@ -174,7 +174,7 @@ def _kept(
     cases: tuple[str, str],
     names: tuple[str, ...],
     shape: tuple[object, ...],
-    candidates: Callable[[], Candidates],
+    candidates: Callable[[], Runs],
 ) -> CandidateSpeeds:
     """Return the stored record of this kind and shape, or measure and store it. The first process's record counts."""
     machine = cpu_name(), *cpu_features(), os.cpu_count(), torch.__version__
@@ -199,7 +199,7 @@ def _read(text: str, names: tuple[str, ...]) -> dict[str, tuple[float, float]] |
 
 
 @torch.inference_mode()
-def measure(candidates: Candidates) -> dict[str, tuple[float, float]]:
+def measure(candidates: Runs) -> dict[str, tuple[float, float]]:
     """Return the best CPU seconds of one thread for each candidate in both cases. CPU time is independent of other
     programs on the cores and of the number of threads. Candidates take turns until the best two times of each agree."""
     times: dict[tuple[str, int], list[float]] = {(name, case): [] for name in candidates for case in range(2)}

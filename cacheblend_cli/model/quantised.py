@@ -15,9 +15,9 @@ from torch import Tensor
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.families.quantisation import Quantisation
 from cacheblend_cli.model.tensor_source import SafetensorsFiles
+from cacheblend_cli.model.weight_map import Shape
 
-Shape = tuple[int, ...]
-Header = tuple[str, Shape]
+PartHeader = tuple[str, Shape]
 """dtype (safetensors' name) and shape of a stored tensor."""
 FLOATS = ("F32", "F16", "BF16")
 _BYTES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}  # four-bit values may be stored in tensors of another dtype
@@ -29,7 +29,7 @@ class Stored:
 
     files: SafetensorsFiles
     module: str
-    parts: Mapping[str, Header]  # by name within the module, such as `weight` and `weight_scale`
+    parts: Mapping[str, PartHeader]  # by name within the module, such as `weight` and `weight_scale`
 
     def __contains__(self, part: str) -> bool:
         return part in self.parts
@@ -331,7 +331,7 @@ class DequantisedTensors:
     def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         names, read = FORMATS[self._how.method]
         suffixes = sorted((f".{part}" for part in names), key=len, reverse=True)
-        modules: dict[str, dict[str, Header]] = defaultdict(dict)
+        modules: dict[str, dict[str, PartHeader]] = defaultdict(dict)
         for name, kind, shape in self._files.headers():
             suffix = next((s for s in suffixes if name.endswith(s)), None)
             if suffix is None:

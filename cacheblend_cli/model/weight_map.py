@@ -19,7 +19,7 @@ NAMES = {
 
 
 Shape = tuple[int, ...]
-Product = tuple[str, list[tuple[str, int]], int, bool]
+FusedTensor = tuple[str, list[tuple[str, int]], int, bool]
 """(our tensor, the checkpoint's tensors in it (or keys of NAMES) with their rows, columns, whether it has a bias)."""
 
 
@@ -146,7 +146,7 @@ def num_parameters(spec: ModelSpec) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def _attention(spec: ModelSpec, layer: int) -> list[Product]:
+def _attention(spec: ModelSpec, layer: int) -> list[FusedTensor]:
     heads, dim = spec.heads_of(layer)
     q_size = spec.num_heads * dim
     qkv = [("q_proj", q_size), ("k_proj", heads * dim), ("v_proj", heads * dim)]
@@ -160,7 +160,7 @@ def _attention(spec: ModelSpec, layer: int) -> list[Product]:
     ]
 
 
-def _latent_attention(spec: ModelSpec, latent: LatentSpec) -> list[Product]:
+def _latent_attention(spec: ModelSpec, latent: LatentSpec) -> list[FusedTensor]:
     first = ("q_a_proj", latent.query_rank) if latent.query_rank else ("q_proj", spec.q_size)
     made = spec.num_heads * (latent.nope_dim + latent.value_dim)
     products = [
@@ -173,7 +173,7 @@ def _latent_attention(spec: ModelSpec, latent: LatentSpec) -> list[Product]:
     )
 
 
-def _mlp(spec: ModelSpec, layer: int) -> list[Product]:
+def _mlp(spec: ModelSpec, layer: int) -> list[FusedTensor]:
     inner = spec.mlp_width(layer)
     gate_up = [("gate_proj", inner), ("up_proj", inner)] if spec.gated_mlp else [("up_proj", inner)]
     if "gate_up_proj" in spec.fused:
@@ -184,7 +184,7 @@ def _mlp(spec: ModelSpec, layer: int) -> list[Product]:
     ]
 
 
-def _experts(hidden: int, experts: ExpertsSpec) -> list[Product]:
+def _experts(hidden: int, experts: ExpertsSpec) -> list[FusedTensor]:
     """Return the router, and the experts stacked by rows; a shared expert replaces the MLP."""
     base, width, bias, (gate, up, down) = f"{experts.base}.", experts.width, experts.bias, experts.names
     base = base.lstrip(".")  # experts beside the MLP are attributes of the layer itself

@@ -66,8 +66,8 @@ ARGUMENTS: dict[str, Any] = {
     "swap_in": tuple[int, list[int]],
     "forget": tuple[int],
 }
-Message = LoadModel | Calibrate | Reserve | NewWorker | Begin | Call | Drop | NewPlace | CollectPieces
-_decode = msgspec.msgpack.Decoder(Message).decode
+RankMessage = LoadModel | Calibrate | Reserve | NewWorker | Begin | Call | Drop | NewPlace | CollectPieces
+_decode = msgspec.msgpack.Decoder(RankMessage).decode
 T = TypeVar("T")
 
 
@@ -137,7 +137,7 @@ class Follower:
                 if not is_agreed(error):
                     raise
 
-    def _do(self, message: Message) -> None:
+    def _do(self, message: RankMessage) -> None:
         match message:
             case LoadModel(model, path, config):
                 try:

@@ -15,7 +15,7 @@ from cacheblend_cli.model.decoder import Decoder, DecoderLayer
 from cacheblend_cli.model.generic import seam
 from cacheblend_cli.model.generic.config import not_generic, quiet
 from cacheblend_cli.model.generic.measure import measure
-from cacheblend_cli.model.generic.parts import Call, GenericModule, Parts
+from cacheblend_cli.model.generic.parts import GenericModule, LayerCall, Parts
 from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.model.rope import LayerRotations
 from cacheblend_cli.model.spec import ModelSpec
@@ -50,7 +50,7 @@ class GenericLayer(DecoderLayer):
         output = self.module.finish(residual, attended)
         return output, output
 
-    def in_float32(self, call: Call) -> GenericLayer:
+    def in_float32(self, call: LayerCall) -> GenericLayer:
         """Return a copy that computes in fp32. call: from `Parts.calls`, in fp32."""
         return GenericLayer(
             self.index, self.spec, self.kernels, self.module.in_float32(call), self.attention, self.rope

@@ -11,7 +11,7 @@ import torch
 from cacheblend_kernels import AttentionParams
 from torch import Tensor
 
-from cacheblend_cli.model.generic.parts import Call, GenericModule, Parts
+from cacheblend_cli.model.generic.parts import GenericModule, LayerCall, Parts
 from cacheblend_cli.model.generic.seam import KeyRule, Projected
 from cacheblend_cli.model.rope import RotaryEmbedding
 from cacheblend_cli.model.spec import ModelSpec
@@ -76,7 +76,9 @@ def is_close(ours: Tensor, theirs: Tensor, share: float) -> bool:
     return float((ours - theirs.float()).abs().max()) <= share * float(theirs.float().abs().max())
 
 
-def _probe(parts: Parts, index: int, module: GenericModule, call: Call, hidden: Tensor, positions: Tensor) -> _Probe:
+def _probe(
+    parts: Parts, index: int, module: GenericModule, call: LayerCall, hidden: Tensor, positions: Tensor
+) -> _Probe:
     try:
         plain = module.project(hidden)
     except LookupError:
@@ -96,7 +98,7 @@ def _with_heads(spec: ModelSpec, parts: Parts, probes: list[_Probe]) -> ModelSpe
     return replace(spec, num_heads=q[0], num_kv_heads=k[0], head_dim=k[1])
 
 
-def _window(parts: Parts, index: int, call: Call, length: int) -> int | None:
+def _window(parts: Parts, index: int, call: LayerCall, length: int) -> int | None:
     rule: Any = call.get("attention_mask")
     if not isinstance(rule, KeyRule):
         raise parts.refused(f"the mask of layer {index} does not come from transformers' mask functions")

@@ -19,7 +19,7 @@ from cacheblend_cli.model.generic.seam import NAME, Projected
 ABSENT = ("attention_mask", "position_ids", "cache_position", "past_key_values", "past_key_value")
 """Arguments of a layer, besides rows and RoPE, that only masks and caches need. They are omitted on our path."""
 _VARYING = ("hidden_states", "position_embeddings")
-Call = dict[str, Any]
+LayerCall = dict[str, Any]
 
 
 class Parts:
@@ -41,7 +41,7 @@ class Parts:
     def embed(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return the input of the first layer: [num_rows] int64 -> [num_rows, hidden_size]."""
 
-        def stop(call: Call) -> Tensor:
+        def stop(call: LayerCall) -> Tensor:
             raise _Reached(call)
 
         places = None if positions is None else positions[None]
@@ -52,12 +52,12 @@ class Parts:
             return reached.call["hidden_states"][0]
         raise self.refused("its layers are not called by its own forward pass")
 
-    def calls(self, embedded: Tensor, positions: Tensor, implementation: str = NAME) -> list[Call]:
+    def calls(self, embedded: Tensor, positions: Tensor, implementation: str = NAME) -> list[LayerCall]:
         """Return each layer's keyword arguments at these positions [num_rows] int64. embedded: [num_rows, hidden_size];
         its values do not matter, but RoPE and masks get its dtype."""
-        found: list[Call] = []
+        found: list[LayerCall] = []
 
-        def keep(call: Call) -> Tensor:
+        def keep(call: LayerCall) -> Tensor:
             found.append(call)
             return call["hidden_states"]
 
@@ -97,7 +97,7 @@ class Parts:
                 parameter.data = data
 
     @contextmanager
-    def _edges(self, act: Callable[[Call], Tensor]) -> Iterator[None]:
+    def _edges(self, act: Callable[[LayerCall], Tensor]) -> Iterator[None]:
         """Replace every layer by `act` temporarily."""
         setattr(self._base, self._name, nn.ModuleList(_Edge(layer, act) for layer in self.layers))
         try:
@@ -109,7 +109,7 @@ class Parts:
 class GenericModule:
     """A layer of transformers as a function of rows [num_rows, hidden_size]. call: the arguments its model passes."""
 
-    def __init__(self, module: nn.Module, call: Call) -> None:
+    def __init__(self, module: nn.Module, call: LayerCall) -> None:
         self.module, self._call = module, call
         self._turn = _rope_of(call)
         self._same = {name: _neutral(name, value) for name, value in call.items() if name not in _VARYING}
@@ -130,11 +130,11 @@ class GenericModule:
         with seam.giving(attended):
             return _rows(self._run(hidden, None))
 
-    def whole(self, hidden: Tensor, call: Call) -> Tensor:
+    def whole(self, hidden: Tensor, call: LayerCall) -> Tensor:
         """Run the layer with its own attention, as its model does."""
         return _rows(self.module(**(call | {"hidden_states": hidden[None]})))
 
-    def in_float32(self, call: Call) -> GenericModule:
+    def in_float32(self, call: LayerCall) -> GenericModule:
         """Return a copy that computes in fp32, or itself if it already does. call: from `Parts.calls`, in fp32."""
         if all(p.dtype == torch.float32 for p in self.module.parameters()):
             return GenericModule(self.module, call)
@@ -152,7 +152,7 @@ class GenericModule:
 class _Edge(nn.Module):
     """Placeholder for a layer; the model may read the layer's attributes."""
 
-    def __init__(self, layer: nn.Module, act: Callable[[Call], Tensor]) -> None:
+    def __init__(self, layer: nn.Module, act: Callable[[LayerCall], Tensor]) -> None:
         super().__init__()
         self.layer, self._act = layer, act
 
@@ -167,12 +167,12 @@ class _Edge(nn.Module):
 
 
 class _Reached(Exception):
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: LayerCall) -> None:
         super().__init__()
         self.call = call
 
 
-def called(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Call:
+def called(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> LayerCall:
     """Return a call's arguments by the names of the layer's parameters."""
     signature = inspect.signature(layer.forward)
     bound = signature.bind(*given, **named).arguments
@@ -184,7 +184,7 @@ def called(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> C
     }
 
 
-def _rope_of(call: Call) -> tuple[Tensor, Tensor]:
+def _rope_of(call: LayerCall) -> tuple[Tensor, Tensor]:
     turn = call.get("position_embeddings")
     if (
         not isinstance(turn, tuple | list)

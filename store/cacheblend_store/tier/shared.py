@@ -24,7 +24,7 @@ FAILURES, REST_S = 3, 30.0
 """After FAILURES failed requests in a row, the tier is not used for REST_S seconds."""
 _NEW = 0.2  # weight of the newest measurement in a running average
 T = TypeVar("T")
-Load = Callable[[bytes], tuple[ChunkManifest, Sequence[bytes]] | None]
+LoadChunk = Callable[[bytes], tuple[ChunkManifest, Sequence[bytes]] | None]
 """Reads a chunk with KV from the store; None if it currently has no KV."""
 LoadCollection = Callable[[str], Memo | None]
 """Reads a collection's memo from the store."""
@@ -58,7 +58,7 @@ class SharedTier:
         self._counts = TierCounts()
         self._readers, self._writers = Threads(READERS, "tier-read"), Threads(WRITERS, "tier-write")
         self._changed = threading.Condition()
-        self._load: Load | None = None
+        self._load: LoadChunk | None = None
         self._load_collection: LoadCollection = lambda collection: None
         self._collections = set[str]()  # collections that were uploaded
         self._waiting = deque[bytes]()
@@ -164,7 +164,7 @@ class SharedTier:
 
     # writing
 
-    def start(self, load: Load, load_collection: LoadCollection) -> None:
+    def start(self, load: LoadChunk, load_collection: LoadCollection) -> None:
         """Start to upload chunks and collection memos. load, load_collection: read them from the store."""
         self._load, self._load_collection = load, load_collection
 
