@@ -144,7 +144,8 @@ class RankGroup:
         return None
 
     def _watch(self) -> None:
-        store, beats, told = cloned(self._store), Beats(range(1, self.size)), 0.0
+        store: dist.Store = self._store.clone()  # type: ignore[attr-defined]  # a waiting one blocks all other uses
+        beats, told = Beats(range(1, self.size)), 0.0
         seen, since = 0, time.monotonic()
         while not self._ending.wait(BEAT_S / 4):
             now, exchanges = time.monotonic(), self.ranks.exchanges
@@ -227,7 +228,8 @@ def join(rank: int, size: int) -> Ranks:
         torch.cuda.set_device(device)
     store.set(f"here/{rank}", "1")
     ranks = _joined(store, rank, size, device)
-    threading.Thread(target=_watch_first, args=(cloned(store), ranks), name="cacheblend-ranks", daemon=True).start()
+    own = store.clone()  # type: ignore[attr-defined]
+    threading.Thread(target=_watch_first, args=(own, ranks), name="cacheblend-ranks", daemon=True).start()
     return ranks
 
 
@@ -242,12 +244,6 @@ def _watch_first(store: dist.Store, ranks: Ranks) -> None:
     except Exception:
         time.sleep(BEAT_S)  # rank 0 may have announced its end
     os._exit(DeviceError.exit_code)
-
-
-def cloned(store: dist.Store) -> dist.Store:
-    """Return another connection: a waiting one blocks all other uses."""
-    found: dist.Store = store.clone()  # type: ignore[attr-defined]
-    return found
 
 
 def _loopback_store() -> tuple[dist.Store, int]:

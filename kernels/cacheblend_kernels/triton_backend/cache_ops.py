@@ -23,7 +23,7 @@ from cacheblend_kernels.triton_backend.checks import (
     check_heads,
     check_rope,
     check_rows_of,
-    check_slots,
+    check_tensor,
     device_guard,
     once,
     pool_bits,
@@ -163,7 +163,7 @@ def _check_write(q: Tensor | None, k: Tensor, v: Tensor, cache: LayerCache, slot
     check_rows_of(cache, k, v)
     num_rows, _, head_dim = k.shape
     check_rope(slots.cos, slots.sin, num_rows, head_dim)
-    check_slots(slots.slots, num_rows)
+    check_tensor("slots", slots.slots, (num_rows,), torch.int64)
     if q is not None:
         check_heads("q", q)
         check(q.shape[0] == num_rows and q.shape[2] == head_dim, f"q is {list(q.shape)}, k is {list(k.shape)}")
@@ -272,5 +272,5 @@ def _check_deviation(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor, kin
     check(kind in DEVIATIONS, f"unknown deviation {kind!r}", f"known: {', '.join(DEVIATIONS)}")
     check_cache(cache)
     check_rows_of(cache, k, v)
-    check_slots(slots, k.shape[0])
+    check_tensor("slots", slots, k.shape[:1], torch.int64)
     check_device(k, v, *tensors_of(cache), slots)

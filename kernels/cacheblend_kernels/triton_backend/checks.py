@@ -175,10 +175,6 @@ def check_rows(q: Tensor, positions: Tensor, cu_rows: Tensor, num_seqs: int) -> 
     check_device(q, positions, cu_rows)
 
 
-def check_slots(slots: Tensor, num_rows: int) -> None:
-    check_tensor("slots", slots, (num_rows,), torch.int64)
-
-
 def check_rope(cos: Tensor, sin: Tensor, num_rows: int, head_dim: int) -> None:
     for name, table in (("cos", cos), ("sin", sin)):
         check_tensor(name, table, (num_rows, head_dim), torch.float32)

@@ -24,7 +24,6 @@ from cacheblend_kernels.triton_backend.checks import (
     check_head_scales,
     check_heads,
     check_rope,
-    check_slots,
     check_tensor,
     device_guard,
     once,
@@ -242,7 +241,7 @@ def _check(stored: StoredKV, cache: LayerCache, cos: Tensor, sin: Tensor, slots:
     check(k.is_contiguous() and v.is_contiguous(), "stored K and V are not contiguous")
     check_rope(cos, sin, num_rows, head_dim)
     if slots is not None:
-        check_slots(slots, num_rows)
+        check_tensor("slots", slots, (num_rows,), torch.int64)
     check_device(*tensors_of(stored), *tensors_of(cache), cos, sin, slots)
     full = (num_rows, num_kv_heads, head_dim)
     if k.dtype == torch.uint8:

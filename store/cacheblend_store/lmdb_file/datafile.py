@@ -29,11 +29,12 @@ def open_lmdb(store: Path) -> Any:
     """Open an LMDB environment: sync on, no writemap, LMDB 0.9's format. A replacement file is synced once, before its
     rename.
 
-    The map is twice the size of the file system, or half of a limited address space, and does not grow, so that a
-    process with many open stores has address space left.
+    The map is twice the size of the file system, which can grow while the store is open, or half of a limited address
+    space. It does not grow, so that a process with many open stores has address space left.
     """
     sync = not (store.name == MAKING and (store.parent / locks.WRITER).exists())
-    size, limit = min(MAP_SIZE, _room_on_disk(store)), resource.getrlimit(resource.RLIMIT_AS)[0]
+    disk, limit = os.statvfs(store), resource.getrlimit(resource.RLIMIT_AS)[0]
+    size = min(MAP_SIZE, max(1 << 30, 2 * disk.f_blocks * disk.f_frsize))
     if limit != resource.RLIM_INFINITY:
         size = max(min(size, limit // 2), _LEAST_MAP)
     while True:
@@ -49,12 +50,6 @@ def open_lmdb(store: Path) -> Any:
                 continue
             with translated(store):
                 raise
-
-
-def _room_on_disk(store: Path) -> int:
-    """Return twice the size of the file system in bytes, because it can grow while the store is open."""
-    held = os.statvfs(store)
-    return max(1 << 30, 2 * held.f_blocks * held.f_frsize)
 
 
 def make_store(store: Path, lock_timeout: float, fill: Fill) -> None:

@@ -115,16 +115,13 @@ class Environment:
                             pass
                         self._free_list_checked = True
                         clear_making(self.store)
-                    dbs = self._dbs or self._handles(transaction)
+                    dbs = self._dbs or {n: self._lmdb.open_db(n.encode(), transaction, create=False) for n in DATABASES}
                     yield transaction, dbs, pages
                     self._require_own()
                     transaction.commit()
                 self._dbs = dbs  # only now: LMDB discards the handles of an aborted transaction
             finally:
                 self._end(transaction)
-
-    def _handles(self, transaction: Any) -> dict[str, Any]:
-        return {name: self._lmdb.open_db(name.encode(), transaction, create=False) for name in DATABASES}
 
     def _begin(self, *, write: bool) -> tuple[Any, PageReader]:
         """Begin a transaction (None for a user who is not the owner), to be ended by `_end`. Returns its pages too."""
