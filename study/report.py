@@ -208,7 +208,7 @@ SETTING_NAMES = {
 }
 SIDE_BY_SIDE = (
     ("musique", "kl"), ("musique", "tail"), ("musique", "paired"), ("correction", "correction"), ("needles", "kl"), ("pages", "kl"),
-    ("office", "answers"), ("office", "kl"), ("found", "answers"), ("nearer", "nearer"),
+    ("office", "answers"), ("office", "kl"), ("found", "answers"), ("nearer", "nearer"), ("baselines", "kl"), ("baselines", "paired"),
 )  # fmt: skip
 MODELS = {
     "musique": {"musique-main": "smollm2", "qwen/musique": "qwen", "gemma/musique": "gemma"},
@@ -217,6 +217,7 @@ MODELS = {
     "pages": {"pages": "smollm2", "qwen/pages": "qwen", "gemma/pages": "gemma"},
     "office": {"smollm2/office": "smollm2", "qwen/office": "qwen"},
     "nearer": {f"{model}/nearer": model for model in ("smollm2", "qwen", "gemma")},
+    "baselines": {"musique-main": "smollm2", "qwen/baselines": "qwen", "gemma/baselines": "gemma"},
     "found": {"smollm2/musique-found": "smollm2", "qwen/musique-found": "qwen"},
 }
 """Tables of models side by side: result -> model."""
