@@ -77,6 +77,7 @@ class Models:
             "--local",
             "--json",
             "--ids",
+            "--no-stop-repetition",
             "--temperature",
             "0",
         ]
