@@ -153,8 +153,8 @@ def precompute(
             if kv_store is not None:
                 finish(kv_store, output)
         _summary(report, output, settings.tier if ray else str(settings.store_path), dry_run, json)
-        if report.new and not (report.unchanged or dry_run):
-            _note_ratio(engine, output)
+        if not (report.unchanged or dry_run):
+            _note_ratio(engine, report.new, output)
         if report.hidden:
             _warn_hidden(report.hidden, output)
         view.skipped_files.summarise(report.skipped)
@@ -327,13 +327,14 @@ class _View:
             self._bar, self._bar_name = self._stack.enter_context(self.output.progress(name)), name
 
 
-def _note_ratio(engine: Engine, output: Output) -> None:
-    """Show how to measure the ratio of a model that was never checked."""
+def _note_ratio(engine: Engine, num_chunks: int, output: Output) -> None:
+    """Show how to measure the ratio of a model that was never checked, if there are chunks enough."""
     from cacheblend_cli.engine.profile import profile_file, read_profiles
+    from cacheblend_cli.evaluation.profile import LEAST_PROMPTS
 
-    if not read_profiles(profile_file(engine.model.fingerprints["float32"])):
+    if num_chunks > LEAST_PROMPTS and not read_profiles(profile_file(engine.model.fingerprints["float32"])):
         output.note(
-            f"to measure which ratio {engine.model.name} needs: cacheblend models check {engine.model.name} --ratio-only --questions FILE"
+            f"to measure which ratio {engine.model.name} needs: cacheblend models check {engine.model.name} --ratio-only"
         )
 
 
