@@ -199,15 +199,8 @@ def prefill_attention(
     out, num_keys = q.new_empty(num_rows, num_heads, v_dim), min(num_keys, int(positions[-1]) + 1)
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), positions.data_ptr(), 0 if sinks is None else sinks.data_ptr()
     shape = num_rows, num_heads, num_kv_heads, dim, v_dim, num_keys, q.stride(0), k.stride(0), v.stride(0)
-    sizes = (
-        *shape,
-        params.sliding_window or 0,
-        0,
-        params.scale,
-        params.soft_cap or 0.0,
-        torch.get_num_threads(),
-        int(matrices),
-    )
+    numbers = params.sliding_window or 0, 0, params.scale, params.soft_cap or 0.0
+    sizes = *shape, *numbers, torch.get_num_threads(), int(matrices)
     return None if code.cb_prefill_attention(_PREFILL(*addresses, out.data_ptr(), 0, *sizes)) else out
 
 

@@ -45,8 +45,10 @@
 #include <immintrin.h>
 #define PRODUCTS
 #if LANES == 16
+#ifdef __linux__
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 #define AVX512(more) __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq" more)))
 #endif
 #endif

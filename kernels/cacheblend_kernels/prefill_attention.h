@@ -261,9 +261,13 @@ PAIRS static void attend_rows(const Prefill *p, int64_t kv_head, int64_t first, 
     }
 }
 
-/* Linux lets a process use tiles when it asks. */
+/* A process has to ask Linux for tiles. Not tried on other systems. */
 static int tiles_allowed(void) {
+#ifdef __linux__
     return __builtin_cpu_supports("amx-bf16") && !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */);
+#else
+    return 0;
+#endif
 }
 #endif
 

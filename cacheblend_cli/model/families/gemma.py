@@ -265,39 +265,39 @@ _UNIFIED = (
     "global_head_dim", "num_global_key_value_heads", "num_kv_shared_layers", "use_double_wide_mlp", "per_layer_config",
     "use_bidirectional_attention", "vocab_size_per_layer_input",  # published unified files have the last, but nothing uses it
 )  # fmt: skip
-_1 = {
+_GEMMA1 = {
     "max_position_embeddings": 8192, "num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True,
     "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
 }  # fmt: skip
-_3 = _1 | {
+_GEMMA3 = _GEMMA1 | {
     "num_key_value_heads": 4, "max_position_embeddings": 131072, "vocab_size": 262208, "hidden_size": 2304,
     "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
 }  # fmt: skip
-_3N = {
+_GEMMA3N = {
     "vocab_size": 262400, "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 35, "num_attention_heads": 8,
     "num_key_value_heads": 2, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 32768,
     "tie_word_embeddings": True, "num_kv_shared_layers": 15, "final_logit_softcapping": 30.0,
 }  # fmt: skip
-_4 = {
+_GEMMA4 = {
     "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072,
     "tie_word_embeddings": True, "sliding_window": 512,
 }  # fmt: skip
 FAMILIES = (
-    Family("gemma", ("GemmaForCausalLM", "GemmaModel"), ("attention_bias",), read, _1),
+    Family("gemma", ("GemmaForCausalLM", "GemmaModel"), ("attention_bias",), read, _GEMMA1),
     Family("gemma2", ("Gemma2ForCausalLM", "Gemma2Model"), (*_WINDOWS, "attn_logit_softcapping"), read_2,
-           _1 | {"num_key_value_heads": 4}),
+           _GEMMA1 | {"num_key_value_heads": 4}),
     Family("gemma3_text", ("Gemma3ForCausalLM", "Gemma3TextModel"),
-           (*_WINDOWS, "sliding_window_pattern", "rope_local_base_freq"), read_3, _3),
+           (*_WINDOWS, "sliding_window_pattern", "rope_local_base_freq"), read_3, _GEMMA3),
     # 3n's query_pre_attn_scalar is not used by transformers: attention's scale is 1
     Family("gemma3n_text", ("Gemma3nForCausalLM", "Gemma3nTextModel"),
            (*_WINDOWS, "rope_local_base_freq", "num_kv_shared_layers", "hidden_size_per_layer_input",
             "vocab_size_per_layer_input", "laurel_rank", "altup_num_inputs", "altup_active_idx", "altup_correct_scale",
             "activation_sparsity_pattern", "altup_coef_clip", "altup_lr_multiplier"),  # the last two are for training
-           read_3n, _3N),
+           read_3n, _GEMMA3N),
     Family("gemma4_text", ("Gemma4ForCausalLM", "Gemma4TextModel"),
            (*_UNIFIED, "hidden_size_per_layer_input", "enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"),
-           read_4, _4),
+           read_4, _GEMMA4),
     Family("gemma4_unified_text", ("Gemma4UnifiedForCausalLM", "Gemma4UnifiedTextModel"), _UNIFIED, read_4_unified,
-           _4 | {"max_position_embeddings": 262144, "sliding_window": 1024}),
+           _GEMMA4 | {"max_position_embeddings": 262144, "sliding_window": 1024}),
 )  # fmt: skip
