@@ -226,7 +226,8 @@ def table(result: dict[str, Any]) -> str:
         "# Whole processes, with other programs",
         "",
         f"{result['shape']}'s shape, random weights, a prompt of {tokens:,} tokens in {CHUNKS} chunks and a question, {ANSWER_TOKENS} tokens of "
-        "answer. Every run is a process of its own; medians. By `benchmarks/peers.py`.",
+        "answer. Every run is a process of its own; medians. By `benchmarks/peers.py`. Rows are measured on different days, those beside busy "
+        "loops and with vLLM before attention in bfloat16 was compiled.",
         *(
             ("", SERVED_NOTE)
             if any(", served" in name for here in result["machines"].values() for name in here["runs"])

@@ -11,7 +11,7 @@ def require(what: str, extra: str, *packages: str) -> None:
 
     if missing := [name for name in packages if find_spec(name) is None]:
         names = f"{', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed"
-        raise UsageError(f"{what} needs {names}", install_hint(extra))
+        raise UsageError(f"{what} needs the package{'s' * (len(missing) > 1)} {names}", install_hint(extra))
 
 
 def install_hint(extra: str) -> str:

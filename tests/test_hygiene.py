@@ -38,5 +38,7 @@ def test_store_and_kernels_folders_are_not_importable(tmp_path: Path) -> None:
 def test_engine_is_the_only_door() -> None:
     """What the import contracts do not see: an attribute that leads into the engine's rooms."""
     for room in ("cli", "server", "evaluation"):
-        for path in (ROOT / "cacheblend_cli" / room).rglob("*.py"):
+        paths = list((ROOT / "cacheblend_cli" / room).rglob("*.py"))
+        assert paths
+        for path in paths:
             assert ".runtime" not in path.read_text(encoding="utf-8"), path

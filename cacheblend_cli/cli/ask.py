@@ -27,24 +27,24 @@ from cacheblend_cli.text_files import JsonLines, read_text, write_text
 from cacheblend_cli.types import AskOptions, sampling_of
 
 
-class _Asked(Struct, frozen=True):
+class _AnswerRecord(Struct, frozen=True):
     """Question and named chunks of an answer's record."""
 
     question: str
     asked_chunks: tuple[str, ...] | None = None
 
 
-class AnswerFile(JsonLines[_Asked]):
+class AnswerFile(JsonLines[_AnswerRecord]):
     """The file of --resume: answers in the order of the questions. An incomplete last line is ignored."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, lambda record: convert(record, _Asked), '{"question": "', "an answer of a batch")
+        super().__init__(path, lambda record: convert(record, _AnswerRecord), '{"question": "', "an answer of a batch")
 
     def remaining(self, questions: Sequence[QuestionInput]) -> list[QuestionInput]:
         """Return the questions without an answer in the file. Duplicates count separately."""
         answered, found = Counter(self.rows), []
         for item in questions:
-            key = _Asked(item.question, item.chunks)
+            key = _AnswerRecord(item.question, item.chunks)
             if answered[key] > 0:
                 answered[key] -= 1
             else:

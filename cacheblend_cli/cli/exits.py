@@ -54,10 +54,10 @@ def _usage(error: BaseException, output: Output) -> int:
     context = getattr(error, "ctx", None)
     possibilities = getattr(error, "possibilities", None)  # options similar to an unknown one
     message = str(error.message if possibilities else error.format_message())  # type: ignore[attr-defined]
-    message = message[:1].lower() + message[1:].rstrip(".")
     if type(error).__name__ == "NoArgsIsHelpError":
         output.err.write(message + "\n")
     else:
+        message = message[:1].lower() + message[1:].rstrip(".")
         path = context.command_path if context is not None else "cacheblend"
         hint = f"see: {path} --help"
         if message.startswith("got unexpected extra argument"):

@@ -56,5 +56,5 @@ def init(
         output.note(f"download: {get}")
     output.note("then:     cacheblend precompute FOLDER && cacheblend ask QUESTION")
     output.note(
-        f"later:    cacheblend models check {name} --questions FILE   (after precompute: measures the --ratio it needs)"
+        f"later:    cacheblend models check {name} --ratio-only   (after precompute: measures the --ratio it needs)"
     )

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
 
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.text_files import check_text, decode_text, read_text
@@ -24,7 +23,7 @@ class QuestionInput:
     """A question and its chunk ids (or unique prefixes of ids), None to search."""
 
     question: str
-    chunks: tuple[str, ...] | None
+    chunks: tuple[str, ...] | None = None
 
 
 def read_questions(question: str | None, chunks: str | None, batch: Path | None) -> list[QuestionInput]:
@@ -95,26 +94,19 @@ def _ids_of(line: str, place: str) -> list[str]:
     return [str(found)]
 
 
-class _Row(Struct):
-    """A line of --batch; other fields are ignored."""
-
-    question: str
-    chunks: tuple[str, ...] | None = None
-
-
 def _batch(path: Path, chunks: tuple[str, ...] | None) -> Iterator[QuestionInput]:
     text = read_stdin("questions") if str(path) == "-" else read_text(path)
     for number, line in enumerate(text.split("\n"), 1):  # str.splitlines also splits at U+2028, which JSON may contain
         if line.strip():
             place = f"{path}:{number}"
             try:
-                row = msgspec.json.decode(line, type=_Row)
+                row = msgspec.json.decode(line, type=QuestionInput)  # other fields are ignored
             except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError) as error:
                 raise UsageError(f"{place} is not a question: {error}", _LINE) from error
             if not row.question.strip():
                 raise UsageError(f"{place} has no question", _LINE)
             check_text(row.question, f"the question of {place}")
-            yield QuestionInput(row.question, chunks if row.chunks is None else row.chunks)
+            yield QuestionInput(row.question, chunks) if row.chunks is None else row
 
 
 def read_stdin(what: str) -> str:

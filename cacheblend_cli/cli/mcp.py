@@ -35,7 +35,7 @@ def mcp(
         raise UsageError(
             f"--url and {flags[0]} were given together", "give the setting to the server: cacheblend serve"
         )
-    require("mcp", "mcp", "mcp")
+    require("cacheblend mcp", "mcp", "mcp")
     from cacheblend_cli.server.mcp_stdio import serve_store, serve_url
 
     if url is not None:

@@ -78,9 +78,7 @@ def pull(
     else:
         output.line(str(path))
         output.note(f"{format_size(size)}; --model {name.text} uses it")
-        output.note(
-            f"after precompute, cacheblend models check {name.text} --questions FILE measures the --ratio it needs"
-        )
+        output.note(f"after precompute, cacheblend models check {name.text} --ratio-only measures the --ratio it needs")
 
 
 @app.command("show")

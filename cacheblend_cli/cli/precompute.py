@@ -328,7 +328,10 @@ class _View:
 
 
 def _note_ratio(engine: Engine, num_chunks: int, output: Output) -> None:
-    """Show how to measure the ratio of a model that was never checked, if there are chunks enough."""
+    """Show how to measure the ratio of a model that was never checked.
+
+    num_chunks: those stored. A chunk gives one prompt at most, and a prompt of exact chunks alone does not count.
+    """
     from cacheblend_cli.engine.profile import profile_file, read_profiles
     from cacheblend_cli.evaluation.profile import LEAST_PROMPTS
 

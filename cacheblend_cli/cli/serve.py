@@ -13,14 +13,16 @@ from typer import Option
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.stores import store_in_use
+from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.extras import require
 from cacheblend_cli.model.read_ahead import read_ahead
-from cacheblend_cli.settings import API_KEY_VARIABLE, Resolved
+from cacheblend_cli.settings import API_KEY_VARIABLE, Resolved, Settings
 
 if TYPE_CHECKING:
+    from cacheblend_store import ChunkStore
+
     from cacheblend_cli.engine.events import EngineStats
     from cacheblend_cli.server.remote_decoder import RemoteDecoder
 
@@ -95,7 +97,7 @@ def serve(
         from cacheblend_cli.server.background import listens, start
 
         if listens(settings):
-            output.note("this engine is already running; it keeps its own flags")
+            output.note("an engine with these settings is already running; other flags of this command are ignored")
         reply = start(settings, 3600.0 if idle_exit is None else idle_exit)
         _show(reply, _status_line(reply), output, json=json)
         return
@@ -117,9 +119,7 @@ def serve(
 
     logging.basicConfig(format="%(asctime)s %(message)s")
     sampling = sampling_of(settings)
-    with store_in_use(settings, create=True) as store, ExitStack() as held:
-        if not store.writable:
-            output.note("the store is read-only for this user: documents and computed KV are not stored")
+    with _opened(settings, output) as store, ExitStack() as held:
         share(store, settings, output, strict=True)
         warm = socket_of(settings)
         make_folder(warm.parent)
@@ -214,6 +214,20 @@ def _show(record: dict[str, Any], line: str, output: Output, *, json: bool) -> N
         output.json(record)
     else:
         output.text(line)
+
+
+def _opened(settings: Settings, output: Output) -> ChunkStore:
+    """Open the store for writing and create it, or for reading if it exists and this user cannot write to it."""
+    from cacheblend_store import StorePermission
+
+    try:
+        return open_store(settings, write=True)
+    except StorePermission as error:
+        path = settings.store_path
+        if not path.exists() or os.access(path, os.W_OK):  # cannot be created, or is not safe
+            raise
+        output.note(f"{error.message}: documents and computed KV are not stored")
+        return open_store(settings, write=False)
 
 
 def _status_line(reply: dict[str, Any]) -> str:

@@ -29,13 +29,14 @@ def open_store(
     )
 
 
-def store_in_use(settings: Settings, *, write: bool = True, create: bool = False) -> ChunkStore:
-    """Open a store for writing (to record use and save computed chunks), or for reading without permission."""
+def store_in_use(settings: Settings, *, write: bool = True) -> ChunkStore:
+    """Open an existing store for writing (to record use and save computed chunks), or for reading without
+    permission."""
     from cacheblend_store import StorePermission
 
     if write:
         try:
-            return open_store(settings, write=True, create=create)
+            return open_store(settings, write=True, create=False)
         except StorePermission:
             pass
     return open_store(settings, write=False)

@@ -21,7 +21,7 @@ from cacheblend_cli.prompt.collection import Collection, dtype_name
 from cacheblend_cli.prompt.plan import ChunkInput
 from cacheblend_cli.types import AskRequest, BlendParams
 
-FORMAT = 2  # one more where it measures, or blending computes, otherwise
+FORMAT = 2  # increase when the measurement or the blending changes
 OTHER = "default: models check measured"
 BELOW_DEFAULT = 0.5  # share of the limits for ratios below the default
 ERRORS = 2  # standard errors that are added to the mean
@@ -60,8 +60,8 @@ class Profile:
     def choice(self) -> Distance | None:
         """The smallest ratio within both limits, with its nearer correction; None if there is none: not to be blended.
 
-        Users' questions are others than those that were measured: twice its standard error is added to the mean, and
-        ratios below the default have to be within half of the limits (study/own_ratio.md)."""
+        Users' questions differ from the measured ones: standard errors are added to the mean, and ratios below the
+        default must be within BELOW_DEFAULT of the limits (study/own_ratio.md)."""
         within = [d for d in self.measured if d.within(self.kl_mean, self.kl_p90)]
         return min(within, key=lambda d: (d.ratio, d.mean), default=None)
 

@@ -185,7 +185,7 @@ def _chunk_kv(done: Prefilled) -> tuple[list[Tensor], list[Tensor]]:
 
 
 class _Attended(Steps):
-    """Observer that gathers the attention output of teacher forcing by layer; later passes append their rows."""
+    """Gathers the attention output of teacher forcing by layer; later passes append their rows."""
 
     def __init__(self, num_layers: int) -> None:
         self._parts: list[list[Tensor]] = [[] for _ in range(num_layers)]

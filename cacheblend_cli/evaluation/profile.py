@@ -26,15 +26,15 @@ RATIOS = (0.05, 0.10, 0.15, 0.30, 0.50)
 CORRECTIONS = ("regression", "none")
 PROMPTS, LEAST_PROMPTS = 12, 8
 TOKENS = 32  # of full prefill's answer
-TRIES = 16  # chunks for each prompt, at most
-SENTENCE = (40, 400)  # characters of one that chunks are searched with
+TRIES = 16  # maximum chunks tried per prompt
+SENTENCE = (40, 400)  # characters of a sentence used as the search query
 GENERAL = (
     "What do these documents say?",
     "Summarise these documents in one sentence.",
     "What are the most important facts in these documents?",
 )
-"""Questions of a profile, in turn. They do not say which tokens their answers need, so blending is at least as far off
-as on most questions of users (study/own_ratio.md)."""
+"""Questions of a profile, in turn. They do not say which tokens their answers need, so blending is farther off than
+on half sentences (study/own_ratio.md)."""
 
 Progress = Callable[[int, int, str], None]
 """Called with (steps done, number of steps at most, what is measured)."""
@@ -124,9 +124,8 @@ def general_requests(engine: Engine, store: ChunkStore, ask: AskRequest) -> Iter
     for own in islice(chunks, PROMPTS * TRIES):
         if (half := half_sentence(own.text)) is None:
             continue
-        found = engine.resolve(store, replace(ask, question=half, options=AskOptions())).chunks
+        keys = engine.search(store, replace(ask, question=half)).keys
         question, number = GENERAL[number % len(GENERAL)], number + 1
-        keys = [chunk.named for chunk in found]
         yield engine.resolve(store, replace(ask, question=question, keys=keys, search=None, options=AskOptions()))
 
 

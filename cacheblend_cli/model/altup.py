@@ -10,20 +10,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cacheblend_cli.model.layer_weights import LayerWeights, Norm
 from cacheblend_cli.model.linear import Linear, linear
+from cacheblend_cli.model.module_weights import ModuleWeights, Norm
 from cacheblend_cli.model.spec import StreamsSpec
 
 LEAST_MAGNITUDE = 1e-5  # minimum of a stream's mean square
 
 
 class Streams:
-    """Expand the embedding to the streams, and merge the streams to the input of the final norm. of: the weights
-    outside the layers; the streams' are taken out of them."""
+    """Expand the embedding to the streams, and merge the streams to the input of the final norm. weights: those
+    outside the layers; the streams' are removed from them."""
 
-    def __init__(self, of: LayerWeights, streams: StreamsSpec) -> None:
+    def __init__(self, weights: ModuleWeights, streams: StreamsSpec) -> None:
         self._split, self._merge = (
-            [linear(of.weights.pop(f"{n}.{i}.weight"), weight_dtype=of.weight_dtype) for i in range(1, streams.count)]
+            [
+                linear(weights.tensors.pop(f"{n}.{i}.weight"), weight_dtype=weights.weight_dtype)
+                for i in range(1, streams.count)
+            ]
             for n in ("streams_in", "streams_out")
         )
 
@@ -43,14 +46,14 @@ class Streams:
 class AltUp:
     """Prediction of the streams before a layer, and their correction after it."""
 
-    def __init__(self, of: LayerWeights, streams: StreamsSpec) -> None:
+    def __init__(self, weights: ModuleWeights, streams: StreamsSpec) -> None:
         self.active, self._count = streams.active, streams.count
-        norm = of.weights["streams_norm.weight"].float() / of.spec.hidden_size
-        self._norm = Norm(of.kernels, norm, of.spec.rms_norm_eps)
+        norm = weights.tensors["streams_norm.weight"].float() / weights.spec.hidden_size
+        self._norm = Norm(weights.kernels, norm, weights.spec.rms_norm_eps)
         self._router, self._predict, self._correct = (
-            Linear(of.weights[f"streams_{name}.weight"]) for name in ("router", "predict", "correct")
+            Linear(weights.tensors[f"streams_{name}.weight"]) for name in ("router", "predict", "correct")
         )
-        self._scale = of.weights["streams_scale"] if streams.scaled else None
+        self._scale = weights.tensors["streams_scale"] if streams.scaled else None
 
     def predict(self, streams: Tensor) -> Tensor:
         """Return each stream plus a mixture of all, weighted by the active one: [num_rows, streams, hidden_size]."""
@@ -76,9 +79,9 @@ class AltUp:
 class LowRank:
     """x + norm(right(left(x)))."""
 
-    def __init__(self, of: LayerWeights) -> None:
-        self._left, self._right = of.product("laurel_left"), of.product("laurel_right")
-        self._norm = of.norm("laurel_norm")
+    def __init__(self, weights: ModuleWeights) -> None:
+        self._left, self._right = weights.product("laurel_left"), weights.product("laurel_right")
+        self._norm = weights.norm("laurel_norm")
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_rows, hidden_size]. Returns the same shape."""

@@ -13,9 +13,9 @@ from cacheblend_cli.model.altup import AltUp, LowRank, Streams
 from cacheblend_cli.model.experts import Experts, ExpertsBeside
 from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.model.latent import Latent
-from cacheblend_cli.model.layer_weights import LayerWeights, Norm
 from cacheblend_cli.model.linear import STEADY_ROWS, Product, linear, may_give_rows
 from cacheblend_cli.model.mlp import MLP
+from cacheblend_cli.model.module_weights import ModuleWeights, Norm
 from cacheblend_cli.model.packed_file import members_of
 from cacheblend_cli.model.parallel import Shard
 from cacheblend_cli.model.rope import LayerRotations
@@ -49,41 +49,43 @@ class DecoderLayer:
     shard: Shard | None = None
     _latent: Latent | None = None
 
-    def __init__(self, index: int, of: LayerWeights, rope: int) -> None:
-        spec, of = of.spec, of.layer(index)
-        self.index, self.spec, self.kernels, self.rope = index, spec, of.kernels, rope
+    def __init__(self, index: int, weights: ModuleWeights, rope: int) -> None:
+        spec, weights = weights.spec, weights.layer(index)
+        self.index, self.spec, self.kernels, self.rope = index, spec, weights.kernels, rope
         self.token_inputs: TokenInputs | None = None
-        get, latent = of.weights, spec.latent
+        tensors, latent = weights.tensors, spec.latent
         self.num_kv_heads, self.head_dim = spec.heads_of(index)
         self.own_kv = spec.kv_layer(index) == index
         q_size = spec.num_heads * self.head_dim if latent is None else latent.query_rank or spec.q_size
         if latent is not None:
-            self._latent = Latent(of, latent)
-        self._qkv = _ByRows(get["qkv_proj.weight"], get.get("qkv_proj.bias"), q_size, of.weight_dtype)
+            self._latent = Latent(weights, latent)
+        self._qkv = _ByRows(tensors["qkv_proj.weight"], tensors.get("qkv_proj.bias"), q_size, weights.weight_dtype)
         self._values_of_keys = spec.shapes is not None and spec.shapes.values_of_keys[index]
-        ones = get["q_norm"].new_ones(self.head_dim) if spec.v_norm else None
-        self._v_norm = None if ones is None else Norm(of.kernels, ones, spec.rms_norm_eps)
-        self._scalar = get.get("layer_scalar")
-        self._token_input = TokenInput(of) if spec.token_width else None
-        self._o = of.product("o_proj")
+        self._v_norm: Norm | None = None
+        if spec.v_norm:
+            ones = tensors["q_norm"].new_ones(self.head_dim)
+            self._v_norm = Norm(weights.kernels, ones, spec.rms_norm_eps)
+        self._scalar = tensors.get("layer_scalar")
+        self._token_input = TokenInput(weights) if spec.token_width else None
+        self._o = weights.product("o_proj")
         experts = spec.experts if spec.experts is not None and index in spec.experts.layers else None
-        norms = {part: of.norm(part) for part, _ in spec.norms}
+        norms = {part: weights.norm(part) for part, _ in spec.norms}
         sparsity = spec.sparsity[index] if spec.sparsity else 0.0
         self._beside: ExpertsBeside | None = None
         self.mlp: MLP | Experts
         if experts is None or experts.beside:
-            self.mlp = MLP(of, sparsity)
+            self.mlp = MLP(weights, sparsity)
         else:
-            self.mlp = Experts(of, experts)
+            self.mlp = Experts(weights, experts)
         if experts is not None and experts.beside:
-            self._beside = ExpertsBeside(of, experts, norms)
-        self.altup = AltUp(of, spec.streams) if spec.streams is not None else None
-        self._low_rank = LowRank(of) if spec.streams is not None else None
+            self._beside = ExpertsBeside(weights, experts, norms)
+        self.altup = AltUp(weights, spec.streams) if spec.streams is not None else None
+        self._low_rank = LowRank(weights) if spec.streams is not None else None
         self.attention_in, self._attention_out = norms.get("attention_in"), norms.get("attention_out")
         self._mlp_in, self._mlp_out = norms.get("mlp_in"), norms.get("mlp_out")
-        self.q_norm, self.k_norm = get.get("q_norm"), get.get("k_norm")
+        self.q_norm, self.k_norm = tensors.get("q_norm"), tensors.get("k_norm")
         scale = self.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
-        sinks = get["sinks"].float() if spec.sinks else None
+        sinks = tensors["sinks"].float() if spec.sinks else None
         alibi = (
             None if spec.alibi is None else torch.tensor(spec.alibi, device=next(iter(norms.values())).weight.device)
         )
@@ -226,8 +228,9 @@ class Decoder:
         in_file = weights.get(IN_FILE)
         self.embedding: Tensor | None = weights.pop("embed") if in_file is None else in_file
         """Embedding; None where the packed head holds it."""
-        of = LayerWeights(self.own_spec, weights, kernels, weight_dtype)
-        self.norm, self._embedding_norm = of.norm("norm"), of.norm("embedding_norm") if spec.embedding_norm else None
+        outer = ModuleWeights(self.own_spec, weights, kernels, weight_dtype)
+        self.norm = outer.norm("norm")
+        self._embedding_norm = outer.norm("embedding_norm") if spec.embedding_norm else None
         head = weights.pop("lm_head")
         self.device, self.dtype = self.norm.weight.device, head.dtype
         apart = in_file is not None or head.data_ptr() != self.embedding.data_ptr()
@@ -240,16 +243,16 @@ class Decoder:
             self._head = linear(head, weight_dtype=weight_dtype, pack=False)
         del head
         self.rope = LayerRotations(spec, self.device)
-        self.layers = [DecoderLayer(i, of, rope) for i, rope in enumerate(self.rope.of_layer)]
+        self.layers = [DecoderLayer(i, outer, rope) for i, rope in enumerate(self.rope.of_layer)]
         for layer in self.layers:
             layer.shard = shard
             if shard is not None and isinstance(layer.mlp, MLP):
                 layer.mlp.summed = shard.ranks.sum
         if spec.token_width:
-            inputs = TokenInputs(of, self.embed)
+            inputs = TokenInputs(outer, self.embed)
             for layer in self.layers:
                 layer.token_inputs = inputs
-        self._streams = Streams(of, spec.streams) if spec.streams is not None else None
+        self._streams = Streams(outer, spec.streams) if spec.streams is not None else None
         self.kv_scales: KVScales | None = None  # scales of float8 pools; None: pools of the compute dtype
 
     @cached_property

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cacheblend_cli.model.layer_weights import LayerWeights, Norm
 from cacheblend_cli.model.linear import STEADY_ROWS, Linear
 from cacheblend_cli.model.mlp import MLP
+from cacheblend_cli.model.module_weights import ModuleWeights, Norm
 from cacheblend_cli.model.spec import ExpertsSpec
 
 MOST_ROWS = 4096  # rows per pass: with fewer, an expert's weights are read for few rows each time
@@ -23,16 +23,16 @@ class Experts:
     rows in one product. The row counts are read from the device, so a CUDA graph cannot capture it. of: the layer's
     weights; the experts' are taken out of them, and all stay in the compute dtype."""
 
-    def __init__(self, of: LayerWeights, experts: ExpertsSpec) -> None:
-        weights = of.weights
-        self._spec, self._activation, self._kernels = experts, of.spec.activation, of.kernels
-        self._router = Linear(weights["router.weight"], weights.get("router.bias"), pack=False)
-        routed, correction = experts.routing is not None, weights.get("router_correction")
-        self._routing = Router(experts, weights["router.weight"], correction) if routed else None
-        self._shared_gate = weights.get("shared_gate.weight")
-        self._up, self._down = (_each(len(experts.on_rank), weights, name) for name in ("experts_up", "experts_down"))
-        self._shared = MLP(replace(of, weight_dtype="auto")) if experts.shared_width else None
-        self._expert_scale = weights.get("expert_scale")
+    def __init__(self, weights: ModuleWeights, experts: ExpertsSpec) -> None:
+        tensors = weights.tensors
+        self._spec, self._activation, self._kernels = experts, weights.spec.activation, weights.kernels
+        self._router = Linear(tensors["router.weight"], tensors.get("router.bias"), pack=False)
+        routed, correction = experts.routing is not None, tensors.get("router_correction")
+        self._routing = Router(experts, tensors["router.weight"], correction) if routed else None
+        self._shared_gate = tensors.get("shared_gate.weight")
+        self._up, self._down = (_each(len(experts.on_rank), tensors, name) for name in ("experts_up", "experts_down"))
+        self._shared = MLP(replace(weights, weight_dtype="auto")) if experts.shared_width else None
+        self._expert_scale = tensors.get("expert_scale")
 
     def __call__(self, h: Tensor, router_input: Tensor | None = None) -> Tensor:
         """h: [num_rows, hidden_size]. Returns the same shape. router_input: the router's input, by default h."""
@@ -111,9 +111,12 @@ class ExpertsBeside:
     """Experts beside a layer's MLP (Gemma 4): norm(MLP's output) + norm(experts of the normed residual stream). norms:
     "dense_out", "experts_in" and "experts_out" of the layer."""
 
-    def __init__(self, of: LayerWeights, experts: ExpertsSpec, norms: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
-        scale = of.weights["router_scale"].float() * of.spec.hidden_size**-0.5
-        self._experts, self._router_norm = Experts(of, experts), Norm(of.kernels, scale, of.spec.rms_norm_eps)
+    def __init__(
+        self, weights: ModuleWeights, experts: ExpertsSpec, norms: Mapping[str, Callable[[Tensor], Tensor]]
+    ) -> None:
+        scale = weights.tensors["router_scale"].float() * weights.spec.hidden_size**-0.5
+        self._experts = Experts(weights, experts)
+        self._router_norm = Norm(weights.kernels, scale, weights.spec.rms_norm_eps)
         self._dense_out, self._in, self._out = (norms[n] for n in ("dense_out", "experts_in", "experts_out"))
 
     def __call__(

@@ -145,8 +145,8 @@ def _explained(name: HubName, error: BaseException) -> BaseException:
         )
     if isinstance(error, OSError) and error.errno is not None:
         return error
-    offline = isinstance(error, errors.LocalEntryNotFoundError)
-    reason = "no connection to the hub" if offline else type(error).__name__
+    missing = isinstance(error, errors.LocalEntryNotFoundError)  # its cause says why the hub did not help
+    reason = type(error.__cause__ or error if missing else error).__name__
     return NotFoundError(
         f"model {name.text} is not a local directory, is not cached in full, and could not be fetched ({reason})",
         "give a local directory, or check the network and the hub id, and try again: what was fetched is kept",

@@ -6,7 +6,7 @@ import torch
 from cacheblend_kernels import LatentHeads
 from torch import Tensor
 
-from cacheblend_cli.model.layer_weights import LayerWeights, Norm
+from cacheblend_cli.model.module_weights import ModuleWeights, Norm
 from cacheblend_cli.model.spec import LatentSpec
 
 EPS = 1e-6  # of the latents' norms: transformers uses its class's default, whatever rms_norm_eps is
@@ -16,12 +16,12 @@ class Latent:
     """Latent projections between a layer's input projections and its attention. `heads` stays in the compute dtype:
     attention multiplies with slices of it."""
 
-    def __init__(self, of: LayerWeights, latent: LatentSpec) -> None:
-        self._latent, self._num_heads = latent, of.spec.num_heads
-        self._kv_norm = Norm(of.kernels, of.weights["kv_a_norm"], EPS)
-        self._queries = of.product("q_b_proj") if latent.query_rank else None
-        self._q_norm = Norm(of.kernels, of.weights["q_a_norm"], EPS) if latent.query_rank else None
-        made = of.weights["kv_b_proj.weight"].unflatten(0, (of.spec.num_heads, -1))
+    def __init__(self, weights: ModuleWeights, latent: LatentSpec) -> None:
+        self._latent, self._num_heads = latent, weights.spec.num_heads
+        self._kv_norm = Norm(weights.kernels, weights.tensors["kv_a_norm"], EPS)
+        self._queries = weights.product("q_b_proj") if latent.query_rank else None
+        self._q_norm = Norm(weights.kernels, weights.tensors["q_a_norm"], EPS) if latent.query_rank else None
+        made = weights.tensors["kv_b_proj.weight"].unflatten(0, (weights.spec.num_heads, -1))
         keys, values = made.split((latent.nope_dim, latent.value_dim), 1)
         self.heads = LatentHeads(keys.contiguous(), values.contiguous())
 

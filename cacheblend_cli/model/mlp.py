@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from cacheblend_kernels.torch_backend import ACTIVATIONS
 from torch import Tensor
 
-from cacheblend_cli.model.layer_weights import LayerWeights
+from cacheblend_cli.model.module_weights import ModuleWeights
 
 MLP_ROWS = 256
 GPU_MLP_ROWS = 4096  # every slice reads all weights, and with few rows a GPU is memory-bound
@@ -20,11 +20,11 @@ class MLP:
     """Gate, up, activation and down; or up, activation and down if the spec has no gate. sparsity: share of the gate's
     channels that is cut off, see `sparse`."""
 
-    def __init__(self, of: LayerWeights, sparsity: float = 0.0) -> None:
+    def __init__(self, weights: ModuleWeights, sparsity: float = 0.0) -> None:
         self.summed: Callable[[Tensor], Tensor] | None = None  # over the ranks that share the MLP
         self._deviations = NormalDist().inv_cdf(sparsity) if sparsity else None
-        self._gated, self._activation, self._kernels = of.spec.gated_mlp, of.spec.activation, of.kernels
-        self._up, self._down = of.product("gate_up_proj"), of.product("down_proj")
+        self._gated, self._activation, self._kernels = weights.spec.gated_mlp, weights.spec.activation, weights.kernels
+        self._up, self._down = weights.product("gate_up_proj"), weights.product("down_proj")
 
     def __call__(self, h: Tensor) -> Tensor:
         """h: [num_rows, hidden_size]. Returns the same shape. Slices of rows keep the widest activations small."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -76,16 +77,16 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class QuantisedWeight:
+class QuantisedWeight(ABC):
     """A weight that is dequantised row by row. shape: [out, in]."""
 
     stored: Stored
     how: Quantisation
     shape: Shape
 
+    @abstractmethod
     def read(self, start: int, stop: int) -> Tensor:
         """Return rows `start` to `stop`, [stop - start, in] float32."""
-        raise NotImplementedError
 
 
 # GPTQ and AWQ: [in, out], packed in int32, with a scale and a zero point per group of inputs and output.

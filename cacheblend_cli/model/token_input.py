@@ -9,25 +9,26 @@ import torch.nn.functional as F
 from cacheblend_kernels.torch_backend import ACTIVATIONS
 from torch import Tensor
 
-from cacheblend_cli.model.layer_weights import LayerWeights
 from cacheblend_cli.model.linear import linear
+from cacheblend_cli.model.module_weights import ModuleWeights
 from cacheblend_cli.model.weight_map import TOKEN_EMBEDDING
 
 
 class TokenInputs:
     """Inputs of all layers: a second embedding of the token, plus a normed projection of its first one.
 
-    A layer's inputs are computed when it needs them: rows drop out from layer to layer. of: the weights outside the
-    layers; the inputs' are taken out of them. The embedding may be in the checkpoint's dtype, mapped from its file.
+    A layer's inputs are computed when it needs them: rows drop out from layer to layer. weights: those outside the
+    layers; the embedding and the projections are removed from them. The embedding may be in the checkpoint's dtype,
+    mapped from its file.
     embed: `Decoder.embed`.
     """
 
-    def __init__(self, of: LayerWeights, embed: Callable[[Tensor], Tensor]) -> None:
-        self._width, self._embed, self._norm = of.spec.token_width, embed, of.norm("token_norm")
-        self._embedding = of.weights.pop(TOKEN_EMBEDDING)
-        parts = of.weights.pop("token_model.weight").split(self._width)
-        self._project = [linear(part, weight_dtype=of.weight_dtype) for part in parts]
-        self._scales = of.spec.hidden_size**-0.5, of.spec.token_width**0.5
+    def __init__(self, weights: ModuleWeights, embed: Callable[[Tensor], Tensor]) -> None:
+        self._width, self._embed, self._norm = weights.spec.token_width, embed, weights.norm("token_norm")
+        self._embedding = weights.tensors.pop(TOKEN_EMBEDDING)
+        parts = weights.tensors.pop("token_model.weight").split(self._width)
+        self._project = [linear(part, weight_dtype=weights.weight_dtype) for part in parts]
+        self._scales = weights.spec.hidden_size**-0.5, weights.spec.token_width**0.5
 
     def of_layer(self, token_ids: Tensor, layer: int) -> Tensor:
         """Return a layer's inputs, [num_rows, token_width]."""
@@ -42,13 +43,10 @@ class TokenInputs:
 class TokenInput:
     """A layer's use of its input: norm(up(activation(gate(h)) * input)), added to the residual stream."""
 
-    def __init__(self, of: LayerWeights) -> None:
-        self._gate, self._up, self._norm = (
-            of.product("token_gate"),
-            of.product("token_projection"),
-            of.norm("token_out"),
-        )
-        self._activation = ACTIVATIONS[of.spec.activation]
+    def __init__(self, weights: ModuleWeights) -> None:
+        self._gate, self._up = weights.product("token_gate"), weights.product("token_projection")
+        self._norm = weights.norm("token_out")
+        self._activation = ACTIVATIONS[weights.spec.activation]
 
     def __call__(self, h: Tensor, token_input: Tensor) -> Tensor:
         """h: [num_rows, hidden_size], token_input: [num_rows, token_width]. Returns the shape of h."""

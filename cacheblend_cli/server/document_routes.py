@@ -134,15 +134,18 @@ def _put_record(putting: Putting, document_id: str, title: str) -> dict[str, Any
 
 async def list_documents(request: Request, state: ServerState) -> Response:
     """List the tenant's documents, sorted by name, and the file types that can be put."""
-    visible = await state.in_pool(lambda: _visible(state, tenant_of(request)))
-    data = [
-        {
-            **_document_fields(record),
-            "chunks": list(dict.fromkeys(chunk.key.hex() for chunk in record.chunks)),
-            "updated": int(record.updated),
-        }
-        for _, record in sorted(visible.items())
-    ]
+
+    def read() -> list[dict[str, Any]]:
+        return [
+            {
+                **_document_fields(record),
+                "chunks": list(dict.fromkeys(chunk.key.hex() for chunk in record.chunks)),
+                "updated": int(record.updated),
+            }
+            for _, record in sorted(_visible(state, tenant_of(request)).items())
+        ]
+
+    data = await state.in_pool(read)
     return JSONResponse({"object": "list", "data": data, "suffixes": readable_suffixes(), "max_bytes": state.max_body})
 
 

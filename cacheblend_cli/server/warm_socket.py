@@ -42,8 +42,10 @@ class WarmSocket:
     def __init__(self, state: ServerState, bound: socket, path: Path, url: str) -> None:
         self._state, self.socket, self._path, self._url = state, bound, path, url
         self._engine, self._address = state.engine, (bound.getsockname(), None)
-        events = (self._ask, self._plan, self._search, self._status, self._stop)
-        own = [Route(f"/engine/{e.__name__[1:]}", self._route(e), methods=["POST"]) for e in events]
+        events = {
+            "ask": self._ask, "plan": self._plan, "search": self._search, "status": self._status, "stop": self._stop,
+        }  # fmt: skip
+        own = [Route(f"/engine/{name}", self._route(make), methods=["POST"]) for name, make in events.items()]
         self.app = Starlette(routes=[*own, Mount("/", make_app(state, is_owner=True))])
         self.on_stop: Callable[[], None] = lambda: None
 

@@ -31,6 +31,11 @@ def chunks(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return ",".join(record["id"] for record in stored.records[:2])
 
 
+def test_too_few_chunks_to_measure_with(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "one.md").write_text("Mara leads billing.\n")
+    assert "--ratio-only" not in cli("precompute", "one.md").err
+
+
 def asked(cli: Cli, chunks: str, *flags: str) -> dict[str, Any]:
     told = cli("ask", "who?", "--chunks", chunks, "--ratio", "model", "--max-tokens", "2", "--json", *flags)
     assert told.code == 0, told.err

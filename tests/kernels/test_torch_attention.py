@@ -80,6 +80,15 @@ def test_alibi(window: int | None, cap: float | None, sinks: torch.Tensor | None
     assert_close(out, attention_reference(case, 0.2, window, cap, sinks, slopes), torch.float32)
 
 
+@pytest.mark.parametrize("window", [None, 100])
+def test_prefill_in_16_bits_over_the_pool(window: int | None) -> None:
+    """Compiled where the CPU has the instructions, else in tiles."""
+    positions = [*range(3, 40, 2), *range(200, 500)]
+    case = attention_case([positions, [4, 9]], [500, 10], heads=(6, 2), head_dim=32, dtype=torch.bfloat16)
+    out = TorchBackend().prefill_attention(case.q, case.cache, case.meta, AttentionParams(0.2, window))
+    assert_close(out, attention_reference(case, 0.2, window), torch.bfloat16)
+
+
 def test_whether_onednn_multiplies_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert onednn_multiplies(torch.float32) == torch.backends.mkldnn.is_available()
     assert not onednn_multiplies(torch.float16)

@@ -13,7 +13,7 @@ from torch import Tensor
 from cacheblend_cli.model import experts
 from cacheblend_cli.model.experts import Experts, ExpertsBeside
 from cacheblend_cli.model.families import spec_from_config
-from cacheblend_cli.model.layer_weights import LayerWeights
+from cacheblend_cli.model.module_weights import ModuleWeights
 from cacheblend_cli.model.spec import ExpertsSpec
 from cacheblend_cli.model.weight_map import expected_shapes
 
@@ -33,7 +33,7 @@ def weights() -> dict[str, Tensor]:
 def layer(held: dict[str, Tensor], clamped: bool = True) -> Experts:
     assert SPEC.experts is not None
     spec = SPEC.experts if clamped else replace(SPEC.experts, clamped=None)
-    return Experts(LayerWeights(SPEC, dict(held), TorchBackend()), spec)
+    return Experts(ModuleWeights(SPEC, dict(held), TorchBackend()), spec)
 
 
 def row_by_row(held: dict[str, Tensor], h: Tensor, clamped: bool) -> Tensor:
@@ -92,7 +92,7 @@ def test_experts_beside_the_mlp_are_chosen_by_the_normed_input() -> None:
     }
     held["router_scale"][0] = 0.0
     norms = {"dense_out": lambda x: 2 * x, "experts_in": lambda x: x, "experts_out": lambda x: 5 * x}
-    beside = ExpertsBeside(LayerWeights(spec, dict(held), TorchBackend()), of_two, norms)
+    beside = ExpertsBeside(ModuleWeights(spec, dict(held), TorchBackend()), of_two, norms)
     h = torch.zeros(2, HIDDEN)
     h[0, :2], h[1, [0, 2]] = torch.tensor([9.0, 1.0]), torch.tensor([9.0, 1.0])  # channel 0 chooses nothing
     dense = torch.randn(2, HIDDEN)
@@ -115,7 +115,7 @@ def test_a_row_does_not_depend_on_where_others_are_sent() -> None:
     held["router.weight"][:, 0] = torch.tensor([-9.0, 9.0])
     of_two = ExpertsSpec(count=2, per_token=1, width=width, layers=(0,))
     spec = replace(SPEC, hidden_size=hidden, activation="silu")
-    layer = Experts(LayerWeights(spec, held, TorchBackend()), of_two)
+    layer = Experts(ModuleWeights(spec, held, TorchBackend()), of_two)
     h = torch.randn(8, hidden)
     h[:, 0] = torch.tensor([-1.0, 1, 1, 1, -1, -1, -1, -1])  # the first four: one expert gets one row of them
     assert torch.equal(layer(h[:4])[0], layer(h)[0])

@@ -107,7 +107,7 @@ def test_keep_alive_leaves_an_engine_running(cli: Cli, forked: None, monkeypatch
 
 
 def test_an_engine_over_a_read_only_store(cli: Cli, forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = ChunkStore.open
+    opened, access = ChunkStore.open, os.access
 
     def read_only(path: Path, *, mode: str, **others: Any) -> ChunkStore:
         if mode == "write":
@@ -115,6 +115,7 @@ def test_an_engine_over_a_read_only_store(cli: Cli, forked: None, monkeypatch: p
         return opened(path, mode="read", **others)
 
     monkeypatch.setattr(ChunkStore, "open", read_only)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
     url = in_background(cli, monkeypatch)["url"]
     asked = {"messages": [{"role": "user", "content": "who?"}], "documents": [{"text": "Mara leads billing."}]}
     answered = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60)

@@ -27,11 +27,12 @@ class Controller:
         self._speeds = self._file.read()
 
     def decide(self, request: Request) -> tuple[Request, AutoReport]:
-        """Return the request at the ratio that is free, request.blend.ratio at least, or in full. The time that
-        measuring this machine takes, once, does not count as part of the answer's."""
+        """Return the request at the largest ratio that loading hides, at least request.blend.ratio, or as a full
+        prefill. The time that measuring this machine takes, once, is not part of the answer's."""
         resolved = time.perf_counter()
-        speeds, work = self._measured(), workload(request)
+        speeds = self._measured()
         request = replace(request, started=request.started + time.perf_counter() - resolved)
+        work = workload(request)
         before_s = time.perf_counter() - request.started
         decision, other_s = decide(speeds, work, request.blend.ratio), before_s + speeds.rest_s
         predicted_s, full_s = (other_s + e.prefill_s for e in (decision.chosen, decision.full))

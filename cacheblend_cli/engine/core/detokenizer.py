@@ -112,37 +112,64 @@ class Channels:
 
 class StopStrings:
     """Ends an answer before the first stop string, which may span pieces of text; the beginning of a possible one is
-    held back."""
+    held back. Each character is compared once with each stop string (Knuth-Morris-Pratt)."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops, self._held, self.hit = stops, "", False
+        self._borders = [_borders(stop) for stop in stops]
+        self._matched = [0] * len(stops)  # characters of each stop string that end the text so far
 
     def push(self, piece: str) -> str:
         """Return the text that can be shown. After a hit, nothing."""
         if self.hit:
             return ""
+        if not self._stops:
+            return piece
         text = self._held + piece
-        if (start := self._find(text)) is not None:
+        end, length, self._matched = self._search(piece)
+        if length:
+            shown = text[: len(self._held) + end - length]
             self.hit, self._held = True, ""
-            return text[:start]
-        begun = (n for s in self._stops for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n]))
-        shown = len(text) - max(begun, default=0)
-        self._held = text[shown:]
-        return text[:shown]
+            return shown
+        keep = max(self._matched)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
 
     def is_in(self, piece: str) -> bool:
         """Return whether pushing the piece would be a hit."""
-        return self._find(self._held + piece) is not None
+        return bool(self._search(piece)[1])
 
     def flush(self) -> str:
         """Return the text held back, at the end of the answer."""
         held, self._held = self._held, ""
         return "" if self.hit else held
 
-    def _find(self, text: str) -> int | None:
-        """Return the start of the stop string that ends first, the longest if several end there."""
-        ends = [(text.index(stop) + len(stop), -len(stop)) for stop in self._stops if stop in text]
-        return sum(min(ends)) if ends else None
+    def _search(self, piece: str) -> tuple[int, int, list[int]]:
+        """Return where in the piece the first stop string ends, its length (0 = none), and the match lengths after the
+        piece."""
+        matched = list(self._matched)
+        for at, char in enumerate(piece):
+            for i, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
+                n = matched[i]
+                while n and stop[n] != char:
+                    n = borders[n - 1]
+                matched[i] = n + (stop[n] == char)
+            hits = [n for n, stop in zip(matched, self._stops, strict=True) if n == len(stop)]
+            if hits:
+                return at + 1, max(hits), matched
+        return 0, 0, matched
+
+
+def _borders(text: str) -> list[int]:
+    """Length of the longest proper prefix of each text[: i + 1] that is also its suffix."""
+    borders = [0] * len(text)
+    n = 0
+    for i in range(1, len(text)):
+        while n and text[i] != text[n]:
+            n = borders[n - 1]
+        n += text[i] == text[n]
+        borders[i] = n
+    return borders
 
 
 class Detokenizer:

@@ -94,9 +94,8 @@ class Executor:
             groups = groupby(own, key=lambda s: decoder.rope.regime(s.kv_len + 1) if decoder.steady else s)
             for group in [list(group) for _, group in groups]:
                 out = self._decode_together(group)
-                logits = (
-                    out.logits if len(group) == len(sequences) else out.logits.clone()
-                )  # the next step overwrites them
+                # the next group's step overwrites the logits
+                logits = out.logits if len(group) == len(sequences) else out.logits.clone()
                 output.decoded.append(Decoded(group, logits, out.attention))
             if elsewhere:
                 output.decoded.append(Decoded(elsewhere, self._decode_elsewhere(elsewhere), [None] * len(elsewhere)))

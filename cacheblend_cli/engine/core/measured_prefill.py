@@ -104,10 +104,10 @@ def prefill(
     decoder = runtime.decoder
     if runtime.driver is not None:
         raise UsageError("measurements run in one process", "leave --tensor-parallel out")
-    start, report = time.perf_counter(), None
+    report = None
     if request.options.auto:
-        request, report = decided(runtime, replace(request, started=start))
-        start = time.perf_counter()
+        request, report = decided(runtime, replace(request, started=time.perf_counter()))
+    start = time.perf_counter()
     while True:
         plan = request.plan
         runtime.check_length(plan.num_tokens, headroom)

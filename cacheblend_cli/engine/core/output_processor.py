@@ -247,7 +247,7 @@ class OutputProcessor:
         if state.num_started < state.num_answers:  # the next wave: its prompt is prefilled again
             state.sequences.append(Sequence(state, state.num_started))
             return
-        check = None if state.checks is None else check_of(self._runtime, state)
+        check = check_of(self._runtime, state)
         if check is None:
             self._end(state)
         else:

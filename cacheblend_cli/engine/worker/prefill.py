@@ -217,15 +217,15 @@ def compute_slices(prompts: Sequence[PrefillState]) -> list[PrefillOutput]:
     Raises BadChunk, after which every prompt can be computed again, alone.
     """
     start, decoder = time.perf_counter(), prompts[0]._decoder
-    device, parts, ids, outputs, ends = decoder.device, [], list[int](), list[int](), list[int]()
+    device, parts, ids, output_rows, ends = decoder.device, [], list[int](), list[int](), list[int]()
     for prompt in prompts:
         positions, token_ids = prompt._slices[prompt._done].positions, prompt._plan.token_ids
         parts.append((prompt._sequence, torch.tensor(positions, device=device), positions[-1] + 1))
-        outputs += range(len(ids) + prompt._first_output(), len(ids) + len(positions))
-        ends.append(len(outputs))
+        output_rows += range(len(ids) + prompt._first_output(), len(ids) + len(positions))
+        ends.append(len(output_rows))
         ids += [token_ids[p] for p in positions]
     rows = packed_rows(decoder, parts, max(prompt._plan.num_tokens for prompt in prompts))
-    steps = _SliceSteps([p._loader for p in prompts], decoder.spec.num_kv_layers - 1, upload(outputs, device))
+    steps = _SliceSteps([p._loader for p in prompts], decoder.spec.num_kv_layers - 1, upload(output_rows, device))
     hidden = finish(layer_by_layer(decoder, rows, upload(ids, device), steps))
     for prompt in prompts:
         agree(decoder, prompt._plan, prompt._loader.bad)
@@ -234,7 +234,7 @@ def compute_slices(prompts: Sequence[PrefillState]) -> list[PrefillOutput]:
         last_rows = [end - 1 for end in (*ends, *ends[-1:] * (-len(ends) % STEADY_ROWS))]
         last = hidden.logits(decoder, upload(last_rows, device))
         logits = [last[i : i + 1].clone() for i in range(len(prompts))]
-    outputs_of = [prompt._computed(hidden, row, start) for prompt, row in zip(prompts, logits, strict=True)]
+    outputs = [prompt._computed(hidden, row, start) for prompt, row in zip(prompts, logits, strict=True)]
     for prompt in prompts:  # all of them, or none
         prompt._done += 1
-    return outputs_of
+    return outputs

@@ -54,14 +54,14 @@ def _without_sections(rope: Any) -> Any:
 
 
 _WINDOWS = ("use_sliding_window", "sliding_window", "layer_types", "max_window_layers")
-_2 = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
-_VL = {"max_position_embeddings": 32768, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0,
+_QWEN2 = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
+_QWEN2_VL = {"max_position_embeddings": 32768, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0,
        "max_window_layers": 80}  # fmt: skip
 FAMILIES = (
-    Family("qwen2", ("Qwen2ForCausalLM", "Qwen2Model"), _WINDOWS, read_2, _2),
-    Family("qwen3", ("Qwen3ForCausalLM", "Qwen3Model"), (*_WINDOWS, "attention_bias"), read_3, _2 | {"head_dim": 128}),
-    Family("qwen2_vl_text", ("Qwen2VLTextModel",), _WINDOWS, read_vl, _VL),
-    Family("qwen2_5_vl_text", ("Qwen2_5_VLTextModel",), _WINDOWS, read_vl, _VL),
+    Family("qwen2", ("Qwen2ForCausalLM", "Qwen2Model"), _WINDOWS, read_2, _QWEN2),
+    Family("qwen3", ("Qwen3ForCausalLM", "Qwen3Model"), (*_WINDOWS, "attention_bias"), read_3, _QWEN2 | {"head_dim": 128}),
+    Family("qwen2_vl_text", ("Qwen2VLTextModel",), _WINDOWS, read_vl, _QWEN2_VL),
+    Family("qwen2_5_vl_text", ("Qwen2_5_VLTextModel",), _WINDOWS, read_vl, _QWEN2_VL),
     Family("qwen3_vl_text", ("Qwen3VLTextModel",), ("attention_bias",), read_3_vl,
            {"max_position_embeddings": 128000, "num_key_value_heads": 32, "head_dim": 128, "rope_theta": 500000.0}),
 )  # fmt: skip

@@ -91,24 +91,20 @@ def _language_model(state: ServerState) -> dict[str, Any]:
     kind, count = "gguf" if is_converted(model.path) else "safetensors", model.decoder.num_parameters
     parameters = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
     size = sum(file.stat().st_size for file in checkpoint_files(model.path))
-    return _entry(state, state.model, size, model.fingerprint, family, kind, parameters, level)
+    details = {"format": kind, "family": family, "parameter_size": parameters, "quantization_level": level}
+    return _entry(state, state.model, size, model.fingerprint, details)
 
 
 def _embedding_model(state: ServerState, own: Embedder) -> dict[str, Any]:
-    return _entry(state, name_of(state), 0, own.digest, "embedding", "safetensors")
+    return _entry(state, name_of(state), 0, own.digest, {"format": "safetensors", "family": "embedding"})
 
 
-def _entry(
-    state: ServerState, name: str, size: int, digest: str, family: str, kind: str, parameters: str = "", level: str = ""
-) -> dict[str, Any]:
+def _entry(state: ServerState, name: str, size: int, digest: str, details: dict[str, str]) -> dict[str, Any]:
     """Return a model list entry. size: bytes of the files. digest: identity of the weights."""
-    details = {
-        "parent_model": "", "format": kind, "family": family, "families": [family], "parameter_size": parameters,
-        "quantization_level": level,
-    }  # fmt: skip
+    unset = {"parent_model": "", "parameter_size": "", "quantization_level": ""}
     return {
         "name": tagged(name), "model": tagged(name), "modified_at": timestamp(state.started), "size": size, "digest": digest,
-        "details": details,
+        "details": {**unset, **details, "families": [details["family"]]},
     }  # fmt: skip
 
 

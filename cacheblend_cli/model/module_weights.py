@@ -37,25 +37,25 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class LayerWeights:
+class ModuleWeights:
     """Weights, what computes with them, and their storage (`weight_dtype`, see `linear`). The parts of a model do not
     keep this object: once packed, the original of a weight is freed."""
 
     spec: ModelSpec
-    weights: MutableMapping[str, Tensor]  # by name, in a layer without the layer's number
+    tensors: MutableMapping[str, Tensor]  # by name, in a layer without the layer's number
     kernels: KernelBackend
     weight_dtype: str = "auto"
 
-    def layer(self, index: int) -> LayerWeights:
+    def layer(self, index: int) -> ModuleWeights:
         """Take a layer's weights out of the model's."""
-        own = [name for name in self.weights if name.startswith(f"{index}.")]
-        return replace(self, weights={name.split(".", 1)[1]: self.weights.pop(name) for name in own})
+        own = [name for name in self.tensors if name.startswith(f"{index}.")]
+        return replace(self, tensors={name.split(".", 1)[1]: self.tensors.pop(name) for name in own})
 
     def product(self, name: str) -> Linear | Int8Linear:
         """Return the product with a weight and, if there is one, its bias."""
-        return linear(self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"), weight_dtype=self.weight_dtype)
+        return linear(self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"), weight_dtype=self.weight_dtype)
 
     def norm(self, name: str) -> Norm:
         """Return a norm as the spec has it."""
-        bias = self.weights.get(f"{name}.bias")
-        return Norm(self.kernels, self.weights[f"{name}.weight"], self.spec.rms_norm_eps, bias, self.spec.layer_norm)
+        bias = self.tensors.get(f"{name}.bias")
+        return Norm(self.kernels, self.tensors[f"{name}.weight"], self.spec.rms_norm_eps, bias, self.spec.layer_norm)
