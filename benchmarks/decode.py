@@ -100,7 +100,7 @@ def steps_of(folder: Path, precision: str, store_folder: Path, tokens: int) -> t
         state = RequestState(replace(request, blend=BlendParams(mode="reuse"), sampling=sampling), 0)
         admit(runtime, state)
         limits = Limits(max_sequences=1, enable_prefix_caching=False)
-        core = EngineCore(runtime, limits, runtime.pool((state.num_tokens + tokens) // config.block_size + 3))
+        core = EngineCore(runtime, limits, runtime.memory_for((state.num_tokens + tokens) // config.block_size + 3))
         core.add(state)
         while state.sequences[0].output is None:
             core.step()

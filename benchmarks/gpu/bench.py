@@ -31,7 +31,7 @@ from cacheblend_cli.engine.request.request import Request, RequestChunk
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.decode import CAPTURABLE, DecodeRunner, EagerRunner, GraphRunner
 from cacheblend_cli.engine.worker.memory import DeviceMemory
-from cacheblend_cli.kv.loader import KVLoader, make_loader
+from cacheblend_cli.kv.loader import NothingToLoad, make_loader
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 from cacheblend_cli.types import BlendParams
 
@@ -184,7 +184,7 @@ class Bench:
         with Loaded(self, length) as loaded:
             self.synchronize()
             start = time.perf_counter()
-            prompt = Prompt(self.model.decoder, loaded.plan, loaded.sequence, KVLoader())
+            prompt = Prompt(self.model.decoder, loaded.plan, loaded.sequence, NothingToLoad())
             policy = policy_of(blend, self.model.spec.num_layers, lossless, row_tile_of(self.device))
             result = blended_prefill(prompt, policy)
             result.logits[-1].argmax().item()

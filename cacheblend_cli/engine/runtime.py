@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 SLICE_ROWS, GPU_SLICE_ROWS = 256, 2048
 """Positions of a prefill per step. Smaller slices delay other answers less; larger products are more efficient."""
-FREE_SHARE = 0.25  # of a CPU's free memory, for a pool that many use
+FREE_SHARE = 0.25  # of a CPU's free memory, for a shared pool
 _SHARE_FROM_S, _SHARE_EVERY_S = 1.0, 0.2  # first and later reports of the share of weights that is read
 
 
@@ -133,7 +133,7 @@ class Runtime(Prompts):
             self._memory = take(self.decoder, self.config, at_once=at_once)
         return self._memory
 
-    def pool(self, num_blocks: int, at_once: int = 1) -> DeviceMemory:
+    def memory_for(self, num_blocks: int, at_once: int = 1) -> DeviceMemory:
         """Return the pool of a core that holds `at_once` prompts, and what decodes in it: on a GPU the lasting one, as
         large as the device has room for, on a CPU one of num_blocks blocks."""
         if (memory := self.memory(at_once)) is not None:
@@ -142,8 +142,8 @@ class Runtime(Prompts):
         pool = KVPool.of(self.decoder, num_blocks + -(-BatchRunner.SPARE // size), size)
         return DeviceMemory(pool, BatchRunner(self.decoder, pool))
 
-    def shared_pool(self, num_tokens: int | None, at_once: int) -> DeviceMemory:
-        """Return the pool of a core that many ask at once.
+    def shared_memory(self, num_tokens: int | None, at_once: int) -> DeviceMemory:
+        """Return the memory of a core with concurrent requests.
 
         num_tokens: positions of a CPU's pool; None: as many whole contexts as prompts, within a quarter of the free
         memory. Memory is taken when it is written to.
@@ -152,7 +152,7 @@ class Runtime(Prompts):
             ranks = 1 if self.decoder.shard is None else self.decoder.shard.ranks.size  # they share the memory
             fits = int(_free_bytes() * FREE_SHARE / (bytes_per_token(self.decoder) * ranks))
             num_tokens = max(self.context, min(fits, at_once * self.context))
-        return self.pool(-(-num_tokens // self.config.block_size), at_once)
+        return self.memory_for(-(-num_tokens // self.config.block_size), at_once)
 
     def worker(self, memory: DeviceMemory) -> Worker:
         """Return the worker of a core with this pool."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -19,14 +20,13 @@ from cacheblend_cli.kv.load_queue import LoadQueue, num_workers, workers
 from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.kv.source import BadChunk, ChunkReader, KVSource
 from cacheblend_cli.kv.stored_prompt import KVBatch, StoredPrompt, StoredSpan, batches_of, slots_of, stored_kv
-from cacheblend_cli.kv.transfer import CudaTransfer, StagedTransfer, Transfer
+from cacheblend_cli.kv.transfer import CudaTransfer, HostTransfer, StagedTransfer, Transfer
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.prompt.plan import PromptPlan
 
 
-class KVLoader:
-    """Load KV layer by layer, ahead of compute, while the context is entered. This one has nothing to load: its prompt
-    has no cached segments.
+class KVLoader(ABC):
+    """Loads KV layer by layer, ahead of compute, while the context is entered.
 
     The figures are final after the last wait. On a GPU, reading the seconds synchronises.
     """
@@ -50,9 +50,17 @@ class KVLoader:
     def __exit__(self, *exc: object) -> None:
         """Stop loading."""
 
+    @abstractmethod
     def wait(self, layer: int) -> None:
         """Return when the layer's KV is in the pool for the work queued next. Raises BadChunk, except with tensor
         parallelism."""
+
+
+class NothingToLoad(KVLoader):
+    """For a prompt without cached segments."""
+
+    def wait(self, layer: int) -> None:
+        pass
 
 
 class StoredLoader(KVLoader):
@@ -176,7 +184,7 @@ def make_loader(decoder: Decoder, source: KVSource | None, sequence: PagedSequen
     source: may be None for a plan without cached segments.
     """
     if not any(s.cached and s.token_ids for s in plan.segments):
-        return KVLoader()
+        return NothingToLoad()
     missing: BadChunk | None = None
     try:
         stored = None if source is None else StoredPrompt.find(decoder, source, sequence, plan)
@@ -218,6 +226,6 @@ def transfer_to(device: torch.device) -> Transfer:
         case "cuda":
             return CudaTransfer(device)
         case "cpu":
-            return Transfer()
+            return HostTransfer()
         case _:
             return StagedTransfer(device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
 
@@ -15,53 +16,82 @@ import torch
 from torch import Tensor
 
 
-class Transfer:
+class Transfer(ABC):
     """Moves buffers filled by workers to the device. Workers call `memory` and `send`; the computing thread calls the
-    rest. This one is for a pool in host memory: the worker itself writes the loaded KV into the pool.
+    rest.
 
     A buffer holds one batch: up to batch_bytes, or one chunk.
     """
+
+    most_workers: int
+    buffers_a_worker: int
+    batch_bytes: int
+
+    @abstractmethod
+    def open(self, num_buffers: int, num_bytes: int) -> None:
+        """Allocate the buffers, num_bytes each. Transfers start after the work queued so far."""
+
+    @abstractmethod
+    def memory(self, buffer: int) -> memoryview:
+        """Return the buffer's memory once its previous contents have been copied."""
+
+    @abstractmethod
+    def send(self, layer: int, buffer: int, num_bytes: int, place: Callable[[Tensor], None]) -> None:
+        """Copy the buffer's first num_bytes to the device and, after that, call `place` with them (uint8)."""
+
+    @abstractmethod
+    def arrive(self, layer: int) -> None:
+        """Record that computing has reached the layer; waiting from here on counts as stall."""
+
+    @abstractmethod
+    def join(self, layer: int) -> None:
+        """Order computing after the transfers of the layer. On a GPU the stream waits, not the host."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Order computing after all transfers, and free the buffers."""
+
+    @abstractmethod
+    def seconds(self) -> tuple[float, float]:
+        """Return (seconds from `open` until the last layer's KV arrived, seconds of it that computing waited).
+        Synchronises."""
+
+
+class HostTransfer(Transfer):
+    """For a pool in host memory: the worker itself writes the loaded KV into the pool."""
 
     most_workers, buffers_a_worker = 4, 1
     batch_bytes = 0  # each chunk by itself, while it is still in the CPU's cache
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
-        self._started = self._last = self._arrived_at = self._stall_s = 0.0
+        self._started = self._last = self._arrived = self._stall_s = 0.0
 
     def open(self, num_buffers: int, num_bytes: int) -> None:
-        """Allocate the buffers, num_bytes each. Transfers start after the work queued so far."""
         self._buffers = list(torch.empty(num_buffers * num_bytes, dtype=torch.uint8).split(num_bytes))
         self._started = self._last = time.perf_counter()
 
     def memory(self, buffer: int) -> memoryview:
-        """Return the buffer's memory once its previous contents have been copied."""
         return self._buffers[buffer].numpy().data
 
     def send(self, layer: int, buffer: int, num_bytes: int, place: Callable[[Tensor], None]) -> None:
-        """Copy the buffer's first num_bytes to the device and, after that, call `place` with them (uint8)."""
         place(self._buffers[buffer][:num_bytes])
         self._last = time.perf_counter()
 
     def arrive(self, layer: int) -> None:
-        """Record that computing has reached the layer; waiting from here on counts as stall."""
-        self._arrived_at = time.perf_counter()
+        self._arrived = time.perf_counter()
 
     def join(self, layer: int) -> None:
-        """Order computing after the transfers of the layer. On a GPU the stream waits, not the host."""
-        self._stall_s += time.perf_counter() - self._arrived_at
+        self._stall_s += time.perf_counter() - self._arrived
 
     def close(self) -> None:
-        """Order computing after all transfers, and free the buffers."""
         self._buffers = []
 
     def seconds(self) -> tuple[float, float]:
-        """Return (seconds from `open` until the last layer's KV arrived, seconds of it that computing waited).
-        Synchronises."""
         return self._last - self._started, self._stall_s
 
 
-class StagedTransfer(Transfer):
+class StagedTransfer(HostTransfer):
     """Transfer to a device without streams of its own (MPS): one worker copies to the device and writes there."""
 
     most_workers = 1
@@ -95,7 +125,6 @@ class CudaTransfer(Transfer):
     batch_bytes = 6 << 20  # several chunks per copy and launch, and still several batches per layer
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
         self._device = device
         self._copy, self._place = _streams(device)
         self._compute = torch.cuda.current_stream(device)

@@ -23,13 +23,13 @@ from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.kv import loader
 from cacheblend_cli.kv.load_queue import Workers
 from cacheblend_cli.kv.stored_prompt import KVBatch, StoredPrompt, StoredSpan, batches_of
-from cacheblend_cli.kv.transfer import Transfer
+from cacheblend_cli.kv.transfer import HostTransfer
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
 
 
-class LazyTransfer(Transfer):
+class LazyTransfer(HostTransfer):
     """What is sent is brought to the pool as late as it may be: when its buffer or its layer is waited for."""
 
     batch_bytes = 20_000  # so few that a layer has several
@@ -48,7 +48,7 @@ class LazyTransfer(Transfer):
 
     def send(self, layer: int, buffer: int, num_bytes: int, place: Callable[[torch.Tensor], None]) -> None:
         with self._lock:
-            self._sent.append(lambda: Transfer.send(self, layer, buffer, num_bytes, place))
+            self._sent.append(lambda: HostTransfer.send(self, layer, buffer, num_bytes, place))
             self.layers[layer] = self._last_of[buffer] = len(self._sent)
 
     def join(self, layer: int) -> None:
@@ -66,7 +66,7 @@ class TransferThatTrusts(LazyTransfer):
     """Gives a buffer away before what is in it was copied."""
 
     def memory(self, buffer: int) -> memoryview:
-        return Transfer.memory(self, buffer)
+        return HostTransfer.memory(self, buffer)
 
 
 @given(st.lists(st.tuples(st.integers(1, 70), st.sampled_from(CODECS)), min_size=1, max_size=8), st.data())
@@ -136,7 +136,7 @@ def test_through_the_buffers_arrives_what_was_stored(
     stored = Stored(tmp_path, codec)
     order = [stored.keys[i] for i in (4, 0, 2, 2, 5, 1)]
     with monkeypatch.context() as direct:
-        direct.setattr(loader, "transfer_to", lambda device: Transfer())
+        direct.setattr(loader, "transfer_to", lambda device: HostTransfer())
         expected = stored.prefill(order)
     assert not staged
     for _ in range(4):

@@ -205,7 +205,7 @@ class _ShortPrompt:
     """A few tokens, spread over the vocabulary, prefilled within the context."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._decoder, self._memory = runtime.decoder, runtime.pool(1)
+        self._decoder, self._memory = runtime.decoder, runtime.memory_for(1)
         size = self._decoder.spec.vocab_size
         self.token_ids = [i * size // TOKENS for i in range(TOKENS)]
         self.sequence: PagedSequence = self._memory.pool.new_sequence(TOKENS + STEPS)

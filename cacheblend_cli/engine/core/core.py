@@ -32,7 +32,7 @@ class EngineCore:
         """memory: pool of a single request, None for a shared one."""
         self._runtime, decoder = runtime, runtime.decoder
         watermark = 0.02 if memory is None else 0.0
-        self.worker = runtime.worker(memory or runtime.shared_pool(limits.pool_tokens, limits.max_sequences))
+        self.worker = runtime.worker(memory or runtime.shared_memory(limits.pool_tokens, limits.max_sequences))
         # where RoPE depends on the prompt's length, so does KV
         caches = limits.enable_prefix_caching and decoder.rope.switches_at is None
         windows = [layer.attention.sliding_window for layer in decoder.layers]
@@ -64,7 +64,7 @@ class EngineCore:
         admit(runtime, state)
         size, headroom = runtime.config.block_size, state.max_new_tokens
         each = -(-(headroom + size) // size) + 1  # blocks of each further answer
-        memory = runtime.pool(-(-(state.num_tokens + headroom) // size) + 1 + (state.num_answers - 1) * each)
+        memory = runtime.memory_for(-(-(state.num_tokens + headroom) // size) + 1 + (state.num_answers - 1) * each)
         memory.pool.check_fits(state.num_tokens + headroom)
         core = cls(runtime, ALONE, memory)
         core.add(state)

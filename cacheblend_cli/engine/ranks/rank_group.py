@@ -145,17 +145,17 @@ class RankGroup:
 
     def _watch(self) -> None:
         store: dist.Store = self._store.clone()  # type: ignore[attr-defined]  # a waiting one blocks all other uses
-        beats, told = Beats(range(1, self.size)), 0.0
+        beats, last_beat = Beats(range(1, self.size)), 0.0
         seen, since = 0, time.monotonic()
         while not self._ending.wait(BEAT_S / 4):
             now, exchanges = time.monotonic(), self.ranks.exchanges
             if exchanges != seen:
                 seen, since = exchanges, now
             try:
-                if now - told >= BEAT_S:
+                if now - last_beat >= BEAT_S:
                     store.set("beat/0", f"{now} {exchanges}")
                     beats.read(store)
-                    told = now
+                    last_beat = now
             except Exception as error:
                 self._found(f"the ranks' store failed: {error}")
             silent, behind = beats.silent, beats.behind(exchanges)

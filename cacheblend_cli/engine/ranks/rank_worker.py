@@ -74,12 +74,12 @@ T = TypeVar("T")
 def _by_all(method: Callable[..., T]) -> Callable[..., T]:
     """Return a method of `RankedWorker` that runs this one on all ranks."""
 
-    def told(worker: RankedWorker, *arguments: Any) -> T:
+    def on_all_ranks(worker: RankedWorker, *arguments: Any) -> T:
         raw = msgspec.Raw(msgspec.msgpack.encode(arguments))
         with worker.driver.telling(Call(worker.number, method.__name__, raw)):
             return method(worker, *arguments)
 
-    return told
+    return on_all_ranks
 
 
 class RankedWorker(Worker):

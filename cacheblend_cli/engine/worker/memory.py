@@ -17,7 +17,7 @@ from cacheblend_cli.blend.selectors import make_selector
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.worker.decode import DecodeRunner, make_runner
 from cacheblend_cli.errors import DeviceError
-from cacheblend_cli.kv.loader import KVLoader, ZeroLoader
+from cacheblend_cli.kv.loader import NothingToLoad, ZeroLoader
 from cacheblend_cli.kv.pool import KVPool, bytes_per_token
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.mlp import GPU_MLP_ROWS
@@ -201,7 +201,7 @@ def _prefill(decoder: Decoder, num_tokens: int, block_size: int) -> None:
         sequence = KVPool.of(decoder, -(-num_tokens // block_size), block_size).new_sequence(num_tokens)
         plan = plan_prompt([], [], [0] * num_tokens, prefix_key=None, reuse=False)
         policy = BlendPolicy(make_selector("none"), ((1, 0.0),))
-        blended_prefill(Prompt(decoder, plan, sequence, KVLoader()), policy)
+        blended_prefill(Prompt(decoder, plan, sequence, NothingToLoad()), policy)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             f"{decoder.device} has no room beside the weights for a prefill of {num_tokens} tokens",
