@@ -47,7 +47,7 @@ class KVLoader(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, *exc: object) -> None:  # noqa: B027 — a loader may have nothing to stop
         """Stop loading."""
 
     @abstractmethod
