@@ -21,7 +21,7 @@ from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.kv import loader
-from cacheblend_cli.kv.transfer import StagedTransfer, Transfer
+from cacheblend_cli.kv.transfer import HostTransfer, StagedTransfer
 from cacheblend_cli.model import linear
 from cacheblend_cli.model.device import resolve_device
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
@@ -44,7 +44,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kv_goes_to_the_device_before_it_is_placed() -> None:
     kinds = [type(loader.transfer_to(torch.device(name))) for name in ("cpu", "mps")]
-    assert kinds == [Transfer, StagedTransfer]
+    assert kinds == [HostTransfer, StagedTransfer]
     transfer, placed = StagedTransfer(torch.device("meta")), list[torch.Tensor]()
     transfer.open(1, 8)
     transfer.send(0, 0, 4, placed.append)
