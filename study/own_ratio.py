@@ -16,12 +16,12 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
 from cacheblend_store import ChunkStore
-from results import hardware, write_result
+from results import hardware, p90, write_result
 from sets import office
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
@@ -201,10 +201,6 @@ def profile_of(rows: list[dict[str, Any]]) -> Profile:
     limits = Settings()
     found = tuple(distance_of(row["ratio"], "regression", row["kl"]) for row in rows)
     return Profile({}, len(rows[0]["kl"]), limits.kl_mean, limits.kl_p90, found)
-
-
-def p90(kl: list[float]) -> float:
-    return quantiles(kl, n=10, method="inclusive")[-1]
 
 
 def page(result: dict[str, Any]) -> str:

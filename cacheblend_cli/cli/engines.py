@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from cacheblend_cli.corpus.search import SearchResult
     from cacheblend_cli.engine.engine import Request
-    from cacheblend_cli.types import Answer, AskPlan
+    from cacheblend_cli.types import Answer
 
 
 class WarmEngine:

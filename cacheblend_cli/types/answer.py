@@ -41,9 +41,7 @@ class ChunkUse:
     place: str = ""  # in the source, for readers; see the store's Locator
     headings: tuple[str, ...] = ()
     rank: int | None = None  # among the chunks that were found, from 1; None for a named chunk
-    attention: float | None = (
-        None  # share of the answer's attention to all chunks (engine/worker/attention.py), if watched
-    )
+    attention: float | None = None  # share of the answer's attention to all chunks, if watched
 
 
 @dataclass(frozen=True)

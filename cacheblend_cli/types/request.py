@@ -105,9 +105,7 @@ class AskRequest:
     tenant: str = ""  # owner of these documents
     search: SearchParams | None = None  # None: no search
     system: str | None = None  # system prompt, None for the engine's
-    prompt: str | None = (
-        None  # message with {chunks} and {question}, None for the engine's; PLAIN mentions no documents
-    )
+    prompt: str | None = None  # message with {chunks} and {question}, None for the engine's
     raw: bool = False  # no chat template
     day: date | None = None  # date that the template prints, None for the store's (see `Runtime.day`)
     model_sampling: tuple[str, ...] = ()  # fields of `sampling` that the model's generation_config.json decides

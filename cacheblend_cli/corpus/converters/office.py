@@ -9,7 +9,6 @@ import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
-from zipfile import ZipFile
 
 from cacheblend_cli.corpus.converters.converter import NoDocument, joined, parsing
 from cacheblend_cli.corpus.converters.html import html_text
@@ -109,7 +108,7 @@ def from_epub(data: bytes) -> Converted:
         return joined(list(_chapters(opened(data, what), fromstring)), "markdown")
 
 
-def _chapters(archive: ZipFile, fromstring: Callable[[bytes], Any]) -> Iterator[tuple[str, Mark]]:
+def _chapters(archive: zipfile.ZipFile, fromstring: Callable[[bytes], Any]) -> Iterator[tuple[str, Mark]]:
     root = fromstring(archive.read(_CONTAINER)).find(".//{*}rootfile").get("full-path")
     package = fromstring(archive.read(root))
     files = {item.get("id"): item.get("href") for item in package.findall(".//{*}item")}
