@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from cacheblend_kernels import BACKENDS, KernelError, select_backend
+from cacheblend_kernels.torch_attention import onednn_multiplies
 
 from cacheblend_cli.errors import DeviceError, NotFoundError, UsageError
 from cacheblend_cli.model.adapter import LoraAdapter
@@ -133,9 +134,12 @@ def load_model(
     if packed and held_as == "auto" and weight_layout(spec, compute_dtype) == "plain":
         packed, held_as = False, "plain"
 
+    copied = packed and (held_as == "int8" or onednn_multiplies(compute_dtype))
+
     def build(*, hollow: bool = False) -> Decoder:
+        shown = None if hollow else progress
         weights = load_weights(
-            shard or spec, path, compute_dtype, device, adapter, hollow, None if hollow else progress
+            shard or spec, path, compute_dtype, device, adapter, hollow, shown, copied=copied and not hollow
         )
         return Decoder(spec, weights, kernels, held_as, shard)
 

@@ -42,8 +42,10 @@ class ShardedTensors:
         cut = self._of.get(name, Cut())
         if cut.is_zero:
             return torch.zeros(stop - start)
-        parts = [self._rows(name, a, b, cut) for a, b in _runs(cut, start, stop)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        runs = _runs(cut, start, stop)
+        if len(runs) == 1:
+            return self._rows(name, *runs[0], cut)
+        return torch.cat([self._rows(name, a, b, cut).clone() for a, b in runs])  # each is valid until the next is read
 
     def whole(self, name: str) -> Tensor | None:
         cut = self._of.get(name, Cut())

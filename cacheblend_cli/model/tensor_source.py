@@ -74,7 +74,7 @@ class TensorSource(Protocol):
         ...
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows `start` to `stop` of a tensor."""
+        """Return rows `start` to `stop` of a tensor, valid until the next call."""
         ...
 
     def whole(self, name: str) -> Tensor | None:

@@ -6,6 +6,7 @@ import hashlib
 import math
 import mmap
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,7 +18,6 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.adapter import Delta, LoraAdapter
 from cacheblend_cli.model.checkpoint import tensor_source
 from cacheblend_cli.model.kv_scales import is_kv_scale
-from cacheblend_cli.model.linear import can_pack
 from cacheblend_cli.model.model_files import checkpoint_files
 from cacheblend_cli.model.parallel import Shard
 from cacheblend_cli.model.sharded import ShardedTensors, cut_deltas
@@ -37,27 +37,49 @@ QUANTISED = (
 IN_FILE = "embed_in_file"  # the embedding if it stays in its file
 
 
-class Weights(dict[str, Tensor]):
-    """Tensors by our names. Some are mapped parts of files until popped, so that packing makes the only copy."""
+@dataclass(frozen=True)
+class StoredPart:
+    """Rows of a weight that stay in their file until the weight is popped."""
 
-    def __init__(self) -> None:
+    source: TensorSource
+    name: str
+
+
+class Weights(dict[str, Tensor]):
+    """Tensors by our names. Some stay in their files until popped, and meta tensors stand for them. copied: whoever
+    pops a matrix copies it (packs it, or rounds it to int8), so that the next layer's can have its memory."""
+
+    def __init__(self, copied: bool, progress: Callable[[int], None]) -> None:
         super().__init__()
-        self.rest: dict[str, list[Tensor]] = {}  # further blocks of rows of a tensor
+        self._copied, self._progress = copied, progress
+        self._parts: dict[str, dict[int, Tensor | StoredPart]] = {}
         self._rooms: dict[tuple[str, Shape], Tensor] = {}
 
+    def leave(self, name: str, shape: Shape, dtype: torch.dtype, parts: dict[int, Tensor | StoredPart]) -> None:
+        """Leave a tensor in its files. parts: by their first row."""
+        self[name], self._parts[name] = torch.empty(shape, dtype=dtype, device="meta"), parts
+
     def pop(self, name: str) -> Tensor:  # type: ignore[override]
-        """Remove and return a tensor. If it is assembled from several parts to be packed, it is valid until the same
-        tensor of another layer is popped."""
-        first, rest = super().pop(name), self.rest.pop(name, ())
-        if not rest:
-            return first
-        parts, kind = (first, *rest), name.split(".", 1)[-1]
-        if not can_pack(first):
-            return torch.cat(parts)
-        shape = sum(map(len, parts)), *first.shape[1:]  # layers may differ in shape for the same tensor
-        if (kind, shape) not in self._rooms:
-            self._rooms[kind, shape] = _room(shape, first.dtype, first.device)
-        return torch.cat(parts, out=self._rooms[kind, shape])
+        """Remove and return a tensor. One that was left in its files is, if `copied`, valid until the same tensor of
+        another layer is popped."""
+        held, parts = super().pop(name), self._parts.pop(name, None)
+        if parts is None:
+            return held
+        kind, shape = name.split(".", 1)[-1], tuple(held.shape)  # layers may differ in shape for the same tensor
+        room = self._rooms.get((kind, shape))
+        if room is None:
+            room = _room(shape, held.dtype, torch.device("cpu"))
+            if self._copied:
+                self._rooms[kind, shape] = room
+        starts = sorted(parts)
+        for start, end in zip(starts, (*starts[1:], shape[0]), strict=True):
+            part = parts[start]
+            if isinstance(part, Tensor):
+                room[start:end] = part
+            else:
+                _copy(part.source, part.name, room[start:end])
+        self._progress(held.numel())
+        return room
 
 
 def load_weights(
@@ -68,6 +90,8 @@ def load_weights(
     adapter: LoraAdapter | None = None,
     hollow: bool = False,
     progress: Callable[[float], None] | None = None,
+    *,
+    copied: bool = False,
 ) -> Weights:
     """Load every tensor of the model under our names (see `weight_map.expected_shapes`), in `dtype` on `device`; norms
     with an offset in float32. For a shard, the rank's part of each.
@@ -78,8 +102,10 @@ def load_weights(
     mapped for good if the file has plain numbers, in the file's dtype, under the name IN_FILE.
 
     hollow: do not read matrices of OWN_MAPPING bytes or more, except embeddings: meta tensors stand for them. progress:
-    called with the share of the weights read so far. A tied model's file may hold the embedding, the head or both; two
-    that differ are both used, as in transformers.
+    called with the share of the weights read so far. copied: products copy their weights, so that on a CPU large
+    matrices are read, one at a time, when they are popped (see `Weights`): a model's weights are not held before they
+    are packed or rounded. A tied model's file may hold the embedding, the head or both; two that differ are both used,
+    as in transformers.
 
     Raises UsageError for a missing tensor, a wrong shape, a tensor that is not part of the model, quantised weights,
     and an adapter of another model.
@@ -94,7 +120,7 @@ def load_weights(
         deltas = cut_deltas(deltas, shard)
     if spec.tied:
         shapes[HEAD] = ((spec.vocab_size, spec.hidden_size), "lm_head", 0, (spec.vocab_size, spec.hidden_size))
-    weights, seen, mapped = Weights(), set[str](), dict[str, dict[int, Tensor]]()
+    seen, left = set[str](), dict[str, dict[int, Tensor | StoredPart]]()
     folded = spec.residual_scale != 1 or head_order(spec) is not None or spec.qkv_by_group
     embedding = embedding_name(spec)
     stays = device.type == "cpu" and not deltas and spec.experts is None and not folded
@@ -103,10 +129,15 @@ def load_weights(
         source = ShardedTensors(source, shard)
     headers = list(source.headers())
     total, done = sum(math.prod(shape) for *_, shape in headers), 0
-    for stored, kind, found in headers:
+
+    def report(count: int) -> None:
+        nonlocal done
+        done += count
         if progress is not None:
             progress(done / max(1, total))
-        done += math.prod(found)
+
+    weights = Weights(copied, report)
+    for stored, kind, found in headers:
         name = name_in(shapes, stored)
         if name is None:
             other = any(part in stored for part in NOT_THE_MODEL) or stored.startswith(spec.other_parts)
@@ -137,27 +168,39 @@ def load_weights(
             in_file = source.whole(stored)
             if in_file is not None:
                 weights[kept_as] = in_file
+                report(in_file.numel())
                 continue
         is_large = math.prod(full_shape) * dtype.itemsize >= OWN_MAPPING
-        if hollow and is_large and len(full_shape) == 2 and _may_be_hollow(spec, name, target):
+        if hollow and is_large and len(full_shape) == 2 and _is_of_product(spec, name, target):
             weights.setdefault(target, torch.empty(full_shape, dtype=dtype, device="meta"))
             continue
-        part = source.whole(stored) if stays and is_large else None
-        if part is not None and part.dtype == dtype:
-            mapped.setdefault(target, {})[start] = part
-            continue
+        if stays and is_large:
+            part: Tensor | StoredPart | None = source.whole(stored)
+            if not isinstance(part, Tensor) or part.dtype != dtype:
+                only_product = len(full_shape) == 2 and _is_of_product(spec, name, target)
+                part = StoredPart(source, stored) if copied and only_product else None
+            if part is not None:
+                left.setdefault(target, {})[start] = part
+                continue
         if target not in weights:
             part_of = target.split(".", 1)[-1]
             wide = spec.norm_offset and _is_norm(part_of)  # 1 + weight would be rounded in 16 bits
             wide = wide or part_of == "router_correction"  # it decides between scores that are close to each other
             weights[target] = _room(full_shape, torch.float32 if wide else dtype, device)
         _copy(source, stored, weights[target][start : start + shape[0]], deltas.get(name))
-    for target, parts in mapped.items():
-        if target not in weights:
-            weights[target], *weights.rest[target] = (parts[start] for start in sorted(parts))
-            continue
-        for start, part in parts.items():  # other parts have another dtype
-            weights[target][start : start + len(part)] = part
+        report(math.prod(found))
+    full_shapes = {target: shape for _, target, _, shape in shapes.values()}
+    for target, parts in left.items():
+        if target in weights:  # other parts have another dtype
+            for start, rows in parts.items():
+                assert isinstance(rows, Tensor)
+                weights[target][start : start + len(rows)] = rows
+                report(rows.numel())
+        elif isinstance(only := parts[min(parts)], Tensor) and only.shape == full_shapes[target]:
+            weights[target] = only
+            report(only.numel())
+        else:
+            weights.leave(target, full_shapes[target], dtype, parts)
     if spec.tied and (embedding in seen or HEAD in seen):
         if hollow and IN_FILE in weights:
             weights["lm_head"] = torch.empty_like(weights[IN_FILE], dtype=dtype, device="meta")
@@ -173,7 +216,7 @@ def load_weights(
     return weights
 
 
-def _may_be_hollow(spec: ModelSpec, name: str, target: str) -> bool:
+def _is_of_product(spec: ModelSpec, name: str, target: str) -> bool:
     """Return whether only products use this weight. Latent attention multiplies with slices of kv_b_proj."""
     elsewhere = target in ("embed", TOKEN_EMBEDDING) or target.endswith(".kv_b_proj.weight")
     return not elsewhere and not (spec.tied and name == HEAD)

@@ -282,9 +282,10 @@ def load_codes(stored: StoredKV, cache: LayerCache, slots: Slots) -> bool:
     return not failed
 
 
-def gguf_blocks(raw: Tensor, kind: int) -> Tensor | None:
+def gguf_blocks(raw: Tensor, kind: int, scratch: Tensor | None = None) -> Tensor | None:
     """Dequantise rows of a GGUF tensor: raw [num_rows, num_bytes] uint8 -> fp32 [num_rows, num_values], equal to the
-    gguf package's to the bit. kind: number of the GGMLQuantizationType."""
+    gguf package's to the bit. kind: number of the GGMLQuantizationType. scratch: fp32 memory for the result, used if it
+    is large enough: new memory costs six times what the blocks do."""
     code, (block_bytes, values) = library(), GGUF_BLOCKS.get(kind, (0, 0))
     if code is None or not values or raw.dtype != torch.uint8 or not raw.is_cpu or not raw.is_contiguous():
         return None
@@ -292,8 +293,10 @@ def gguf_blocks(raw: Tensor, kind: int) -> Tensor | None:
     if num_bytes % block_bytes:
         return None
     count = num_rows * (num_bytes // block_bytes)
-    # mapped, so that its pages go with it: freed blocks between weights that stay would be a fifth of these
-    out = torch.frombuffer(mmap(-1, max(1, 4 * count * values)), dtype=torch.float32)[: count * values]
+    if scratch is None or scratch.numel() < count * values:
+        # mapped, so that its pages go with it: freed blocks between weights that stay would be a fifth of these
+        scratch = torch.frombuffer(mmap(-1, max(4, 4 * count * values)), dtype=torch.float32)
+    out = scratch[: count * values]
     code.cb_gguf_blocks(_BLOCKS(raw.data_ptr(), out.data_ptr(), count, kind, _threads(count * values)))
     return out.view(num_rows, num_bytes // block_bytes * values)
 

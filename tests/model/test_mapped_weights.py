@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from gguf_files import write_gguf
 from hub_families import RUN
 from safetensors.torch import load_file, save_file
 
-from cacheblend_cli.model import weights as loading
+from cacheblend_cli.model import loading, weights
 from cacheblend_cli.model.families import read_spec
+from cacheblend_cli.model.loading import Precision, load_model
 from cacheblend_cli.model.weights import load_weights
 
 CPU = torch.device("cpu")
 
 
-def loaded(path: Path, least: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
-    monkeypatch.setattr(loading, "OWN_MAPPING", least)
-    held = load_weights(read_spec(path), path, torch.bfloat16, CPU)
+def loaded(path: Path, least: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict[str, torch.Tensor]:
+    monkeypatch.setattr(weights, "OWN_MAPPING", least)
+    held = load_weights(read_spec(path), path, torch.bfloat16, CPU, **options)
     return {name: held.pop(name).clone() for name in list(held)}
 
 
@@ -39,15 +42,57 @@ def test_they_are_the_same(tmp_path: Path, name: str, monkeypatch: pytest.Monkey
     other = next(name for name in tensors if "layers.0" in name and "k_proj.weight" in name)
     tensors[other] = tensors[other].float()
     save_file(tensors, file, {"format": "pt"})
-    copied, mapped = (loaded(tmp_path, least, monkeypatch) for least in (1 << 30, 256))
-    assert copied.keys() == mapped.keys()
-    for weight, tensor in copied.items():
+    check_alike(tmp_path, monkeypatch)
+
+
+def check_alike(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read at once is what stays mapped, and what is read when it is popped."""
+    shares = list[float]()
+    at_once = loaded(path, 1 << 30, monkeypatch)
+    mapped = loaded(path, 256, monkeypatch)
+    late = loaded(path, 256, monkeypatch, copied=True, progress=shares.append)
+    assert at_once.keys() == mapped.keys() == late.keys()
+    for weight, tensor in at_once.items():
         assert torch.equal(tensor, mapped[weight]), weight
+        assert torch.equal(tensor, late[weight]), weight
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_a_gguf_file_gives_the_same_late(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path / "m", "llama-gqa")
+    write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", kind)
+    check_alike(loading.resolve_model(str(tmp_path / "m.gguf")), monkeypatch)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "gguf"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_that_are_not_packed_have_their_own_weights(
+    tmp_path: Path, form: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights of a layer may take the memory of the layer before only where products copy them."""
+    write_checkpoint(tmp_path / "m", "llama-gqa")
+    path = tmp_path / "m"
+    if form == "gguf":
+        write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "Q8_0")
+        path = loading.resolve_model(str(tmp_path / "m.gguf"))
+    monkeypatch.setattr(weights, "OWN_MAPPING", 256)
+    results = list[list[torch.Tensor]]()
+    for layout in ("packed", "plain"):
+        monkeypatch.setattr(loading, "weight_layout", lambda spec, dtype, layout=layout: layout)
+        decoder = load_model(path, "m", CPU, Precision(dtype), "torch").decoder
+        x = torch.linspace(-1, 1, decoder.spec.hidden_size).to(decoder.dtype).expand(8, -1)
+        found = [(layer._qkv.both(x)[0], layer._o(x), layer.mlp(x)) for layer in decoder.layers]
+        results.append([tensor.float() for of_layer in found for tensor in of_layer])
+    for packed, plain in zip(*results, strict=True):
+        assert torch.allclose(packed, plain, atol=1e-5 if dtype == "float32" else 0.02, rtol=0.02)
+    assert not torch.allclose(results[1][0], results[1][-3], atol=0.1), "or this would prove little"
 
 
 def test_taking_one_out_gives_its_file_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path, "qwen2")
-    monkeypatch.setattr(loading, "OWN_MAPPING", 256)
+    monkeypatch.setattr(weights, "OWN_MAPPING", 256)
     held = load_weights(read_spec(tmp_path), tmp_path, torch.float32, CPU)
 
     def mappings() -> int:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ class GGUFTensors:
         content = json.loads((folder / GGUF_INDEX).read_text(encoding="utf-8"))
         self.file = Path(content["file"])
         self.index = {name: StoredTensor(**tensor) for name, tensor in content["tensors"].items()}
+        self._scratch = torch.frombuffer(mmap(-1, BLOCK_BYTES), dtype=torch.float32)
 
     def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         """Yield (name, dtype returned by `read`, shape)."""
@@ -91,11 +93,11 @@ class GGUFTensors:
         if len(tensor.shape) == 1:  # norms and biases: a row of blocks, whatever they are stored as
             raw = np.empty((1, tensor.num_bytes), np.uint8)
             self._fill(raw, tensor.offset)
-            return dequantised(raw, tensor.kind)[0, start:stop].clone()
+            return dequantised(raw, tensor.kind, self._scratch)[0, start:stop].clone()
         row_bytes = tensor.num_bytes // tensor.shape[0]
         raw = np.empty((stop - start, row_bytes), np.uint8)
         self._fill(raw, tensor.offset + start * row_bytes)
-        return dequantised(raw, tensor.kind)
+        return dequantised(raw, tensor.kind, self._scratch)
 
     def _fill(self, raw: np.ndarray, offset: int) -> None:
         """Read instead of mapping: a truncated file is an error, and its pages do not stay resident."""
@@ -108,11 +110,12 @@ class GGUFTensors:
                 done += count
 
 
-def dequantised(raw: np.ndarray, name: str) -> Tensor:
-    """Return rows of a tensor in float32: raw [num_rows, num_bytes] uint8. name: its GGMLQuantizationType."""
+def dequantised(raw: np.ndarray, name: str, scratch: Tensor) -> Tensor:
+    """Return rows of a tensor in float32: raw [num_rows, num_bytes] uint8. name: its GGMLQuantizationType. scratch:
+    fp32 memory that compiled code may use for the result."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
     kind = GGMLQuantizationType[name]
-    found = compiled.gguf_blocks(torch.from_numpy(raw), int(kind))
+    found = compiled.gguf_blocks(torch.from_numpy(raw), int(kind), scratch)
     return torch.from_numpy(dequantize(raw, kind)) if found is None else found
