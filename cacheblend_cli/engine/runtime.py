@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -109,6 +110,12 @@ class Runtime(Prompts):
             )
         if config.weight_dtype == "int8" and (vain := why_int8_does_not_pay(runtime.model.spec, runtime.decoder.dtype)):
             runtime.say(vain)
+        if size := runtime.model.uncached_bytes:
+            gb = math.ceil(size / 2**30 + 0.5)
+            runtime.say(
+                f"{size / 2**30:.1f} GiB of weights are packed at every start: to keep them on disk, "
+                f"cacheblend config set weights_cache_gb {gb}; to keep them in memory, cacheblend serve --background"
+            )
         if lora is None and (adapter := unused_adapter(path)):
             runtime.say(adapter)
         return runtime

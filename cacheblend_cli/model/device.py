@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
+
 import torch
 
 from cacheblend_cli.errors import DeviceError, UsageError
@@ -40,15 +43,52 @@ def make_current(device: torch.device) -> None:
 
 
 def check_room(spec: ModelSpec, dtype: torch.dtype, device: torch.device, free: int) -> None:
-    """Raise DeviceError if the weights alone exceed the device's free bytes, before anything is copied."""
+    """Raise DeviceError if the weights alone exceed the GPU's free bytes, before anything is copied."""
     if spec.generic:
         return  # transformers determines the weights
     needed = dtype.itemsize * num_parameters(spec)
     if needed > free:
-        name = str(dtype).removeprefix("torch.")
         most = free // dtype.itemsize
         raise DeviceError(
-            f"the weights take {needed / 2**30:.1f} GiB in {name}, and {free / 2**30:.1f} GiB are free on {device}",
+            f"the weights take {_gib(needed)} in {_name(dtype)}, and {_gib(free)} are free on {device}",
             f"up to about {most / 1e9:.1f} billion parameters would fit: use a smaller model, end what else uses the GPU, "
             "or use --device cpu",
         )
+
+
+def check_host_room(spec: ModelSpec, dtype: torch.dtype, weight_dtype: str, available: int | None) -> None:
+    """Raise DeviceError if the weights of the layers exceed the host's available bytes, before the system ends the
+    process without a word. available: None if unknown."""
+    if spec.generic or available is None:
+        return
+    count = num_parameters(spec) - spec.vocab_size * spec.hidden_size  # an embedding may stay in its file
+    needed = count * (1 if weight_dtype == "int8" else dtype.itemsize)
+    if needed > available:
+        smaller = "use a smaller model, or end other programs"
+        if weight_dtype != "int8" and torch.cpu._is_vnni_supported():
+            smaller = f"--weight-dtype int8 takes {_gib(count)}; or {smaller}"
+        stored_as = "int8" if weight_dtype == "int8" else _name(dtype)
+        raise DeviceError(
+            f"the weights take {_gib(needed)} in {stored_as}, and {_gib(available)} of memory are available", smaller
+        )
+
+
+def available_memory() -> int | None:
+    """Return the host memory in bytes that can be taken, with free swap and within a container's limit; None where the
+    system does not tell (other than Linux)."""
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        available = sum(int(lines[name].split()[0]) << 10 for name in ("MemAvailable", "SwapFree"))
+    except (OSError, ValueError, KeyError):
+        return None
+    with suppress(OSError, ValueError):  # "max": no limit
+        available = min(available, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return available
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

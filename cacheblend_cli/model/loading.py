@@ -18,7 +18,7 @@ from cacheblend_cli.errors import DeviceError, NotFoundError, UsageError
 from cacheblend_cli.model.adapter import LoraAdapter
 from cacheblend_cli.model.checkpoint import quantisation_of
 from cacheblend_cli.model.decoder import Decoder
-from cacheblend_cli.model.device import check_room, make_current
+from cacheblend_cli.model.device import available_memory, check_host_room, check_room, make_current
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.families.reader import OTHER_FIELDS
 from cacheblend_cli.model.generic.decoder import load_generic
@@ -58,6 +58,7 @@ class LoadedModel:
     lora_digest: str = ""  # digest of the adapter's content
     weight_dtype: str = "auto"
     files: tuple[Path, ...] = ()  # files that the weights were read from
+    uncached_bytes: int = 0  # packed weights, if they exceed the limit of their cache
 
     @property
     def shown_path(self) -> Path:
@@ -137,6 +138,8 @@ def load_model(
     copied = packed and (held_as == "int8" or onednn_multiplies(compute_dtype))
 
     def build(*, hollow: bool = False) -> Decoder:
+        if packed and not hollow:
+            check_host_room(spec if shard is None else shard.own, compute_dtype, held_as, available_memory())
         shown = None if hollow else progress
         weights = load_weights(
             shard or spec, path, compute_dtype, device, adapter, hollow, shown, copied=copied and not hollow
@@ -170,6 +173,7 @@ def load_model(
         lora_digest=lora_digest,
         weight_dtype=precision.weights,
         files=(cache.path,) if cache is not None and cache.is_used else tuple(checkpoint_files(path)),
+        uncached_bytes=0 if cache is None else cache.excess_bytes,
     )
 
 

@@ -81,6 +81,7 @@ class PackedCache:
     def __init__(self, fingerprint: str, max_bytes: int, least_bytes: int = LEAST_BYTES) -> None:
         self._max_bytes, self._least_bytes = max_bytes, least_bytes
         self.is_used = False  # after `decoder`: the file was used
+        self.excess_bytes = 0  # after `decoder`: size of the weights, if they exceed the limit
         self.path = user_cache.place(
             user_cache.PACKED_WEIGHTS, FORMAT, __version__, fingerprint, torch.__version__, cpu_name(), *cpu_features()
         )
@@ -101,7 +102,10 @@ class PackedCache:
                     return decoder
         decoder = build(hollow=False)
         products = [member for _, member in members_of(decoder) if not isinstance(member, torch.Tensor)]
-        if sum(product.num_bytes for product in products if product.packed) >= self._least_bytes:
+        size = sum(product.num_bytes for product in products if product.packed)
+        if size > self._max_bytes:
+            self.excess_bytes = size
+        elif size >= self._least_bytes:
             Writer(lambda stopped: self._keep(decoder, build, stopped)).start()
         return decoder
 

@@ -22,7 +22,7 @@ from cacheblend_cli.engine.worker import prefill as worker_prefill
 from cacheblend_cli.engine.worker.memory import MemoryProfile, blocks_that_fit, measure, reserve, warm_up
 from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.kv.pool import KVPool
-from cacheblend_cli.model.device import check_room
+from cacheblend_cli.model.device import available_memory, check_host_room, check_room
 from cacheblend_cli.types import AskOptions, AskRequest, BlendParams, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -203,6 +203,19 @@ def test_weights_that_cannot_fit_are_told_before_they_are_read(engine: Engine) -
     with pytest.raises(DeviceError, match="float32") as caught:
         check_room(engine.model.spec, torch.float32, torch.device("cuda:0"), 4 * decoder.num_parameters - 1)
     assert caught.value.hint
+
+
+def test_weights_that_the_host_cannot_hold_are_refused(engine: Engine) -> None:
+    spec, bf16 = engine.model.spec, torch.bfloat16
+    count = engine.model.decoder.num_parameters - spec.vocab_size * spec.hidden_size
+    for weights, size in (("auto", 2 * count), ("int8", count)):
+        check_host_room(spec, bf16, weights, size)
+        with pytest.raises(DeviceError, match="of memory") as caught:
+            check_host_room(spec, bf16, weights, size - 1)
+        assert ("int8 takes" in str(caught.value.hint)) == (weights == "auto" and torch.cpu._is_vnni_supported())
+    check_host_room(spec, bf16, "auto", None)
+    if Path("/proc/meminfo").exists():
+        assert 1 << 20 < (available_memory() or 0) < 1 << 50
 
 
 def test_no_room_at_all(engine: Engine) -> None:

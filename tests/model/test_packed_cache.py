@@ -16,6 +16,8 @@ from checkpoints import write_checkpoint
 
 from cacheblend_cli import user_cache
 from cacheblend_cli.cli.main import run
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.model import linear, packed_cache, weights
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.linear import Int8Linear
@@ -212,3 +214,17 @@ def test_a_file_that_is_given_up_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     [writer] = packed_cache.writers()
     writer.stop()
     assert files() == []
+
+
+def test_weights_larger_than_the_cache_are_told(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m", "qwen2")
+    assert load(tmp_path / "m", Precision("float32", "auto", 10_000)).uncached_bytes > 10_000
+    assert "weights_cache_gb" in told(tmp_path / "m", 1e-5)
+    assert load(tmp_path / "m", Precision("float32", "auto", PLENTY)).uncached_bytes == 0
+    assert told(tmp_path / "m", 1.0) == ""
+
+
+def told(path: Path, limit_gb: float) -> str:
+    notes = list[str]()
+    Runtime.load(EngineConfig(model=str(path), dtype="float32", weights_cache_gb=limit_gb), say=notes.append)
+    return " ".join(notes)
