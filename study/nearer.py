@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -161,6 +161,32 @@ class Sized(corrections.Regression):
         super().apply(layer, k, v)
 
 
+def noisier(tokens: int) -> AbstractContextManager[Any]:
+    """Let the regression see more noise where few tokens of a chunk are known: 1 + tokens / known as much."""
+    plain = corrections._noise
+
+    def noise(size: Tensor, share: Tensor) -> Tensor:
+        return plain(size, share) * (1 + tokens / (share > 0).sum(1, keepdim=True))
+
+    return patch.object(corrections, "_noise", noise)
+
+
+@contextmanager
+def shrunk(tokens: int) -> Iterator[None]:
+    """Move a chunk by known / (known + tokens) of what the regression predicts."""
+    noise, solved, known = corrections._noise, corrections._solved, list[Tensor]()
+
+    def counting(size: Tensor, share: Tensor) -> Tensor:
+        known[:] = [(share > 0).sum(1)[:, None, None]]
+        return noise(size, share)
+
+    def shorter(lower: Tensor, b: Tensor) -> Tensor:
+        return solved(lower, b) * (known[0] / (known[0] + tokens))
+
+    with patch.object(corrections, "_noise", counting), patch.object(corrections, "_solved", shorter):
+        yield
+
+
 def variants() -> dict[str, tuple[Callable[[], AbstractContextManager[Any]], dict[str, Any]]]:
     """Return what is compared: a context to run in, and fields of BlendParams, by name."""
     two = partial(patch.object, worker, "blended_layers")
@@ -176,6 +202,10 @@ def variants() -> dict[str, tuple[Callable[[], AbstractContextManager[Any]], dic
         "chunk's correlation .25 for 2": (partial(value, "CHUNK", 0.25), {}),
         "chunk's correlation .5 for 2": (partial(value, "CHUNK", 0.5), {}),
         "noise 2 for .5": (partial(value, "NOISE", 2.0), {}),
+        "noise times 1 + 10 / known": (partial(noisier, 10), {}),
+        "noise times 1 + 30 / known": (partial(noisier, 30), {}),
+        "move times known / (known + 3)": (partial(shrunk, 3), {}),
+        "move times known / (known + 6)": (partial(shrunk, 6), {}),
         "weights summed over layers": (partial(patch.object, blend_evidence, "Look", Summed), {}),
     }
 
