@@ -356,6 +356,20 @@ def test_the_time_to_load_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert llama_choice.decode_speeds(Engine.load(config).runtime).worth_after > 0
 
 
+def test_a_file_whose_kv_differs_is_not_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path / "m", "llama-gqa")
+    write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F32")
+    monkeypatch.setattr(llama_choice, "_probe", lambda file, num_threads: 1e-9)
+    monkeypatch.setattr(LlamaCpp, "check", Mock(side_effect=LlamaError("its KV is not that of the model")))
+    config = EngineConfig(str(tmp_path / "m.gguf"), dtype="float32", threads=1, block_size=16)
+    assert llama_engine(Engine.load(config).runtime) is None
+    monkeypatch.setattr(llama_choice, "LlamaCpp", lambda *args: pytest.fail("it is known"))
+    engine, said = Engine.load(config), list[str]()
+    engine.runtime.say = said.append
+    assert llama_engine(engine.runtime) is None
+    assert "its KV is not that of the model" in said[0]
+
+
 def test_both_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own, over the file itself."""
     write_checkpoint(tmp_path / "m", "llama-gqa")

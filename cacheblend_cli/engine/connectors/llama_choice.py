@@ -87,7 +87,12 @@ def _loaded(runtime: Runtime, file: Path, *, measured: bool) -> LlamaCpp | None:
     start = time.perf_counter()
     llama = LlamaCpp(library(), file, torch.get_num_threads())
     with _ShortPrompt(runtime) as prompt:
-        llama.check(prompt.token_ids, export(runtime.decoder, prompt.sequence, TOKENS))
+        try:
+            llama.check(prompt.token_ids, export(runtime.decoder, prompt.sequence, TOKENS))
+        except LlamaError as error:
+            if measured:  # loading the file again would find the same
+                _keep(runtime, replace(speeds, error=error.message))
+            raise
     if measured and not speeds.load_s:  # the measurement has just read the file, as for later starts
         _keep(runtime, replace(speeds, load_s=time.perf_counter() - start))
     return llama

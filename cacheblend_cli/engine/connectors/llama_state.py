@@ -146,4 +146,7 @@ def _channel_order(spec: ModelSpec, rope_type: int) -> Tensor | None:
 
 def _relative(own: np.ndarray, other: np.ndarray) -> float:
     a, b = (np.frombuffer(part.tobytes(), np.float16).astype(np.float32) for part in (own, other))
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b)) if len(a) == len(b) else float("inf")
+    if np.array_equal(a, b):
+        return 0.0
+    size = float(np.linalg.norm(b))
+    return float(np.linalg.norm(a - b)) / size if len(a) == len(b) and size else float("inf")
