@@ -86,6 +86,16 @@ def _shipped_codec() -> Iterator[str]:
         yield shipped
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _matrices_stay_in_their_files() -> Iterator[None]:
+    """Matrices of tiny models are loaded as those of published ones: mapped, or read when they are popped."""
+    from cacheblend_cli.model import weights
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "OWN_MAPPING", 256)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _default_codec(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _shipped_codec: str) -> None:
     """Tests marked `default_codec` store KV as users do."""

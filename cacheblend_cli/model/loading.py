@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from cacheblend_kernels import BACKENDS, KernelError, select_backend
-from cacheblend_kernels.torch_attention import onednn_multiplies
 
 from cacheblend_cli.errors import DeviceError, NotFoundError, UsageError
 from cacheblend_cli.model.adapter import LoraAdapter
@@ -24,7 +23,7 @@ from cacheblend_cli.model.families.reader import OTHER_FIELDS
 from cacheblend_cli.model.generic.decoder import load_generic
 from cacheblend_cli.model.gguf_files.conversion import gguf_in, model_dir_of
 from cacheblend_cli.model.hub import HubName, cached, fetch
-from cacheblend_cli.model.linear import bound_caches, check_weight_dtype
+from cacheblend_cli.model.linear import bound_caches, can_pack, check_weight_dtype
 from cacheblend_cli.model.machine_speeds import cpu_dtype, weight_layout
 from cacheblend_cli.model.model_files import checkpoint_files, gguf_file_of, is_converted, read_object, weight_names
 from cacheblend_cli.model.named import named_model
@@ -135,7 +134,7 @@ def load_model(
     if packed and held_as == "auto" and weight_layout(spec, compute_dtype) == "plain":
         packed, held_as = False, "plain"
 
-    copied = packed and (held_as == "int8" or onednn_multiplies(compute_dtype))
+    copied = packed and (held_as == "int8" or can_pack(torch.empty(0, dtype=compute_dtype)))
 
     def build(*, hollow: bool = False) -> Decoder:
         if packed and not hollow:

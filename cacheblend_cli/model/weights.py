@@ -28,7 +28,7 @@ from cacheblend_cli.model.weight_map import HEAD, TOKEN_EMBEDDING, Shape, embedd
 # Parts of the names of tensors that the language model does not use: RoPE's frequencies, and the heads of reward
 # models.
 NOT_THE_MODEL = ("rotary_emb.inv_freq", "v_head.", "value_head.")
-OWN_MAPPING = 1 << 20  # bytes of a weight
+OWN_MAPPING = 1 << 20  # minimum bytes of a matrix that stays in its file
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 QUANTISED = (
     ".qweight", ".qzeros", ".scales", ".g_idx", ".weight_scale", ".weight_scale_inv", ".weight_packed", ".absmax", ".quant_map",
@@ -170,15 +170,15 @@ def load_weights(
                 weights[kept_as] = in_file
                 report(in_file.numel())
                 continue
-        is_large = math.prod(full_shape) * dtype.itemsize >= OWN_MAPPING
-        if hollow and is_large and len(full_shape) == 2 and _is_of_product(spec, name, target):
+        is_large = len(full_shape) == 2 and math.prod(full_shape) * dtype.itemsize >= OWN_MAPPING
+        if hollow and is_large and _is_of_product(spec, name, target):
             weights.setdefault(target, torch.empty(full_shape, dtype=dtype, device="meta"))
             continue
         if stays and is_large:
             part: Tensor | StoredPart | None = source.whole(stored)
             if not isinstance(part, Tensor) or part.dtype != dtype:
-                only_product = len(full_shape) == 2 and _is_of_product(spec, name, target)
-                part = StoredPart(source, stored) if copied and only_product else None
+                later = copied and _is_of_product(spec, name, target)
+                part = StoredPart(source, stored) if later else None
             if part is not None:
                 left.setdefault(target, {})[start] = part
                 continue

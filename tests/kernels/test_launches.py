@@ -246,6 +246,17 @@ def test_a_models_launches_are_among_the_variants(arch: int, pool_dtype: torch.d
     assert not missing, "\n".join(sorted(missing))
 
 
+def give_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is zeros where nothing writes to it."""
+
+    def patched(empty: Callable[..., torch.Tensor], zeros: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        # zeros on the meta device are made by torch.empty
+        return lambda *args, **more: (empty if more.get("device") == "meta" else zeros)(*args, **more)
+
+    monkeypatch.setattr(torch, "empty", patched(torch.empty, torch.zeros))
+    monkeypatch.setattr(torch, "empty_like", patched(torch.empty_like, torch.zeros_like))
+
+
 @pytest.mark.parametrize(
     ("family", "float8", "selector"),
     [
@@ -260,8 +271,7 @@ def test_the_engine(family: str, float8: bool, selector: str, tmp_path: Path, mo
     launched before. Nothing runs, so every result is zero."""
     write_checkpoint(tmp_path / "model", family, num_hidden_layers=3)
     (tmp_path / "a.md").write_text("\n\n".join(" ".join(WORDS[p : p + 3]) + f" {p}." for p in range(3)) + "\n")
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, getattr(torch, name.replace("empty", "zeros")))
+    give_zeros(monkeypatch)
     with recorded(90) as launches:
         engine = Engine.load(
             EngineConfig(
@@ -343,8 +353,7 @@ def test_a_layer_is_four_products_and_five_kernels(
 ) -> None:
     """What a layer more costs the host, whatever is chosen: rotation and cache write are one launch, and nothing is
     copied."""
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, getattr(torch, name.replace("empty", "zeros")))
+    give_zeros(monkeypatch)
     monkeypatch.setattr(linear, "onednn_multiplies", lambda dtype: False)  # weights as on a GPU: not packed for a CPU
     policy = BlendPolicy(make_selector(selector), ((1, ratio),))
     few, more = (launched(tmp_path, n, policy) for n in (4, 5))

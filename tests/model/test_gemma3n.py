@@ -56,7 +56,7 @@ def test_the_whole_models_text_half_is_the_text_model(text: Path, tmp_path: Path
     cpu = torch.device("cpu")
     ours, theirs = (load_weights(spec, p, torch.float32, cpu) for spec, p in ((whole, path), (alone, text)))
     assert set(ours) == set(theirs)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert all(torch.equal(ours.pop(name), theirs.pop(name)) for name in list(ours))
 
 
 def test_a_token_without_a_row_in_the_second_embedding_gets_the_first_row(text: Path) -> None:

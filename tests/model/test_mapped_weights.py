@@ -66,13 +66,15 @@ def test_a_gguf_file_gives_the_same_late(tmp_path: Path, kind: str, monkeypatch:
     check_alike(loading.resolve_model(str(tmp_path / "m.gguf")), monkeypatch)
 
 
-@pytest.mark.parametrize("form", ["safetensors", "gguf"])
+@pytest.mark.parametrize(
+    ("family", "form"), [("llama-gqa", "safetensors"), ("llama-gqa", "gguf"), ("qwen2", "safetensors")]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layers_that_are_not_packed_have_their_own_weights(
-    tmp_path: Path, form: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, family: str, form: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights of a layer may take the memory of the layer before only where products copy them."""
-    write_checkpoint(tmp_path / "m", "llama-gqa")
+    write_checkpoint(tmp_path / "m", family)
     path = tmp_path / "m"
     if form == "gguf":
         write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "Q8_0")
