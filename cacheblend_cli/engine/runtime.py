@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 SLICE_ROWS, GPU_SLICE_ROWS = 256, 2048
 """Positions of a prefill per step. Smaller slices delay other answers less; larger products are more efficient."""
 FREE_SHARE = 0.25  # of a CPU's free memory, for a shared pool
+TOLD_FROM = 2 << 30  # bytes of weights that are packed at every start
 _SHARE_FROM_S, _SHARE_EVERY_S = 1.0, 0.2  # first and later reports of the share of weights that is read
 
 
@@ -110,11 +111,12 @@ class Runtime(Prompts):
             )
         if config.weight_dtype == "int8" and (vain := why_int8_does_not_pay(runtime.model.spec, runtime.decoder.dtype)):
             runtime.say(vain)
-        if size := runtime.model.uncached_bytes:
+        if (size := runtime.model.uncached_bytes) >= TOLD_FROM:
             gb = math.ceil(size / 2**30 + 0.5)
             runtime.say(
                 f"{size / 2**30:.1f} GiB of weights are packed at every start: to keep them on disk, "
-                f"cacheblend config set weights_cache_gb {gb}; to keep them in memory, cacheblend serve --background"
+                f"cacheblend config set weights_cache_gb {gb} (and four times that of free disk); to keep them in memory, "
+                "cacheblend serve --background"
             )
         if lora is None and (adapter := unused_adapter(path)):
             runtime.say(adapter)

@@ -57,7 +57,7 @@ class LoadedModel:
     lora_digest: str = ""  # digest of the adapter's content
     weight_dtype: str = "auto"
     files: tuple[Path, ...] = ()  # files that the weights were read from
-    uncached_bytes: int = 0  # packed weights, if they exceed the limit of their cache
+    uncached_bytes: int = 0  # packed weights, if there is no room for them in their cache
 
     @property
     def shown_path(self) -> Path:

@@ -81,7 +81,7 @@ class PackedCache:
     def __init__(self, fingerprint: str, max_bytes: int, least_bytes: int = LEAST_BYTES) -> None:
         self._max_bytes, self._least_bytes = max_bytes, least_bytes
         self.is_used = False  # after `decoder`: the file was used
-        self.excess_bytes = 0  # after `decoder`: size of the weights, if they exceed the limit
+        self.excess_bytes = 0  # after `decoder`: size of the weights, if there is no room for them
         self.path = user_cache.place(
             user_cache.PACKED_WEIGHTS, FORMAT, __version__, fingerprint, torch.__version__, cpu_name(), *cpu_features()
         )
@@ -103,7 +103,7 @@ class PackedCache:
         decoder = build(hollow=False)
         products = [member for _, member in members_of(decoder) if not isinstance(member, torch.Tensor)]
         size = sum(product.num_bytes for product in products if product.packed)
-        if size > self._max_bytes:
+        if size > self._most():
             self.excess_bytes = size
         elif size >= self._least_bytes:
             Writer(lambda stopped: self._keep(decoder, build, stopped)).start()
@@ -121,7 +121,6 @@ class PackedCache:
                 if isinstance(product, torch.Tensor) or product is None or not product.weight.is_mkldnn:
                     return
                 products[name] = product
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             if not self._has_room(num_bytes(products)):
                 return
             temporary = user_cache.temporary_of(self.path)
@@ -132,6 +131,14 @@ class PackedCache:
             finally:
                 temporary.unlink(missing_ok=True)
 
+    def _most(self) -> int:
+        """Return the largest size of a file, 0 where none can be written."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            return min(self._max_bytes, shutil.disk_usage(self.path.parent).free // FREE_SHARE)
+        except OSError:
+            return 0
+
     def _has_room(self, size: int) -> bool:
         """Return whether a file of this size may be written, after removing the least recently used files. Files used
         within the last day stay: otherwise models used in turn would be written at every start. Temporary files left by
@@ -140,7 +147,7 @@ class PackedCache:
         for path in folder.iterdir():
             if path.suffix and now - path.stat().st_mtime > DEAD_S:
                 path.unlink(missing_ok=True)
-        if not self._least_bytes <= size <= min(self._max_bytes, shutil.disk_usage(folder).free // FREE_SHARE):
+        if not self._least_bytes <= size <= self._most():
             return False
         newest_first = sorted(
             ((s.st_mtime, s.st_size, p) for p in folder.iterdir() for s in [p.stat()] if not p.suffix), reverse=True

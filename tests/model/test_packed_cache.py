@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from checkpoints import write_checkpoint
 
 from cacheblend_cli import user_cache
 from cacheblend_cli.cli.main import run
+from cacheblend_cli.engine import runtime
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.model import linear, packed_cache, weights
@@ -216,12 +219,16 @@ def test_a_file_that_is_given_up_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     assert files() == []
 
 
-def test_weights_larger_than_the_cache_are_told(tmp_path: Path) -> None:
+def test_weights_larger_than_the_cache_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "TOLD_FROM", 10_000)
     write_checkpoint(tmp_path / "m", "qwen2")
     assert load(tmp_path / "m", Precision("float32", "auto", 10_000)).uncached_bytes > 10_000
     assert "weights_cache_gb" in told(tmp_path / "m", 1e-5)
     assert load(tmp_path / "m", Precision("float32", "auto", PLENTY)).uncached_bytes == 0
     assert told(tmp_path / "m", 1.0) == ""
+    monkeypatch.setattr(shutil, "disk_usage", Mock(return_value=Mock(free=20_000)))
+    write_checkpoint(tmp_path / "n", "qwen2", seed=1)
+    assert "weights_cache_gb" in told(tmp_path / "n", 1.0)
 
 
 def told(path: Path, limit_gb: float) -> str:
