@@ -35,7 +35,8 @@ def draw(results: dict, path: Path) -> None:
     axes.set_yticks(range(len(BARS)), [label for label, _ in BARS.values()], fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.12 * max(max(times) for times in runs.values()))
-    axes.set_xlabel("seconds to the first token (median, fastest and slowest of three)", fontsize=9)
+    count = {len(times) for times in runs.values()}.pop()
+    axes.set_xlabel(f"seconds to the first token (median, fastest and slowest of {count})", fontsize=9)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     shape, hardware = results["shape"], results["hardware"]
