@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,6 +32,7 @@ from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.device import resolve_device
 from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.generic.decoder import GenericDecoder
+from cacheblend_cli.model.host_memory import available_memory, total_memory
 from cacheblend_cli.model.kv_scales import checkpoint_scales
 from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_model
 from cacheblend_cli.model.machine_speeds import describe as describe_speeds
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 SLICE_ROWS, GPU_SLICE_ROWS = 256, 2048
 """Positions of a prefill per step. Smaller slices delay other answers less; larger products are more efficient."""
-FREE_SHARE = 0.25  # of a CPU's free memory, for a shared pool
+FREE_SHARE = 0.25  # of a CPU's available memory, or of half of all where that is unknown, for a shared pool
 TOLD_FROM = 2 << 30  # bytes of weights that are packed at every start
 _SHARE_FROM_S, _SHARE_EVERY_S = 1.0, 0.2  # first and later reports of the share of weights that is read
 
@@ -154,12 +154,13 @@ class Runtime(Prompts):
     def shared_memory(self, num_tokens: int | None, at_once: int) -> DeviceMemory:
         """Return the memory of a core with concurrent requests.
 
-        num_tokens: positions of a CPU's pool; None: as many whole contexts as prompts, within a quarter of the free
-        memory. Memory is taken when it is written to.
+        num_tokens: positions of a CPU's pool; None: as many whole contexts as prompts, within a quarter of the
+        available memory. Memory is taken when it is written to.
         """
         if num_tokens is None:
             ranks = 1 if self.decoder.shard is None else self.decoder.shard.ranks.size  # they share the memory
-            fits = int(_free_bytes() * FREE_SHARE / (bytes_per_token(self.decoder) * ranks))
+            free = available_memory() or total_memory() // 2
+            fits = int(free * FREE_SHARE / (bytes_per_token(self.decoder) * ranks))
             num_tokens = max(self.context, min(fits, at_once * self.context))
         return self.memory_for(-(-num_tokens // self.config.block_size), at_once)
 
@@ -207,14 +208,6 @@ class Runtime(Prompts):
             "fingerprint": self.model.fingerprint,
             **(describe_speeds(spec, decoder.dtype, self.model.weight_dtype) if decoder.device.type == "cpu" else {}),
         }
-
-
-def _free_bytes() -> int:
-    """Return the host's free memory; half of all memory on systems that do not report it (macOS)."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    if "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_AVPHYS_PAGES") * page
-    return os.sysconf("SC_PHYS_PAGES") * page // 2
 
 
 def load_worker_model(config: EngineConfig) -> LoadedModel:

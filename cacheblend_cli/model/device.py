@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from pathlib import Path
-
 import torch
 
 from cacheblend_cli.errors import DeviceError, UsageError
@@ -71,19 +68,6 @@ def check_host_room(spec: ModelSpec, dtype: torch.dtype, weight_dtype: str, avai
         raise DeviceError(
             f"the weights take {_gib(needed)} in {stored_as}, and {_gib(available)} of memory are available", smaller
         )
-
-
-def available_memory() -> int | None:
-    """Return the host memory in bytes that can be taken, with free swap and within a container's limit; None where the
-    system does not tell (other than Linux)."""
-    try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        available = sum(int(lines[name].split()[0]) << 10 for name in ("MemAvailable", "SwapFree"))
-    except (OSError, ValueError, KeyError):
-        return None
-    with suppress(OSError, ValueError):  # "max": no limit
-        available = min(available, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return available
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -17,11 +17,12 @@ from cacheblend_cli.errors import DeviceError, NotFoundError, UsageError
 from cacheblend_cli.model.adapter import LoraAdapter
 from cacheblend_cli.model.checkpoint import quantisation_of
 from cacheblend_cli.model.decoder import Decoder
-from cacheblend_cli.model.device import available_memory, check_host_room, check_room, make_current
+from cacheblend_cli.model.device import check_host_room, check_room, make_current
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.families.reader import OTHER_FIELDS
 from cacheblend_cli.model.generic.decoder import load_generic
 from cacheblend_cli.model.gguf_files.conversion import gguf_in, model_dir_of
+from cacheblend_cli.model.host_memory import available_memory
 from cacheblend_cli.model.hub import HubName, cached, fetch
 from cacheblend_cli.model.linear import bound_caches, can_pack, check_weight_dtype
 from cacheblend_cli.model.machine_speeds import cpu_dtype, weight_layout
@@ -34,7 +35,7 @@ from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tensor_source import SafetensorsFiles
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.model.tokenizer_probes import turn_end
-from cacheblend_cli.model.weights import load_weights, weights_digest
+from cacheblend_cli.model.weights import Matrices, load_weights, weights_digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STORED_AS = {"F64": "float32", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' names
@@ -139,9 +140,9 @@ def load_model(
     def build(*, hollow: bool = False) -> Decoder:
         if packed and not hollow:
             check_host_room(spec if shard is None else shard.own, compute_dtype, held_as, available_memory())
-        shown = None if hollow else progress
+        matrices: Matrices = "hollow" if hollow else "late" if copied else "now"
         weights = load_weights(
-            shard or spec, path, compute_dtype, device, adapter, hollow, shown, copied=copied and not hollow
+            shard or spec, path, compute_dtype, device, adapter, matrices, None if hollow else progress
         )
         return Decoder(spec, weights, kernels, held_as, shard)
 

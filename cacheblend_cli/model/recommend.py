@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from cacheblend_cli.model.host_memory import total_memory
 from cacheblend_cli.model.named import INSTALL, SMOLLM2
 
 GPU_SHARE, CPU_SHARE = 0.5, 0.4
@@ -50,11 +50,8 @@ CANDIDATES = (
 
 def detect() -> Machine:
     """Read memory (a container's limit included), cores and GPU memory of this machine."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError, ValueError):  # "max": no limit
-        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machine(memory, cores, _gpu_bytes())
+    return Machine(total_memory(), cores, _gpu_bytes())
 
 
 def _gpu_bytes() -> int:

@@ -8,6 +8,7 @@ import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import xxhash
@@ -34,6 +35,7 @@ QUANTISED = (
     ".qweight", ".qzeros", ".scales", ".g_idx", ".weight_scale", ".weight_scale_inv", ".weight_packed", ".absmax", ".quant_map",
     ".SCB", "_scale_inv",
 )  # fmt: skip
+Matrices = Literal["now", "late", "hollow"]
 IN_FILE = "embed_in_file"  # the embedding if it stays in its file
 
 
@@ -88,10 +90,8 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     adapter: LoraAdapter | None = None,
-    hollow: bool = False,
+    matrices: Matrices = "now",
     progress: Callable[[float], None] | None = None,
-    *,
-    copied: bool = False,
 ) -> Weights:
     """Load every tensor of the model under our names (see `weight_map.expected_shapes`), in `dtype` on `device`; norms
     with an offset in float32. For a shard, the rank's part of each.
@@ -101,11 +101,10 @@ def load_weights(
     that need no conversion stay mapped in the file until popped. The embedding, of which a prompt needs few rows, stays
     mapped for good if the file has plain numbers, in the file's dtype, under the name IN_FILE.
 
-    hollow: do not read matrices of OWN_MAPPING bytes or more, except embeddings: meta tensors stand for them. progress:
-    called with the share of the weights read so far. copied: products copy their weights, so that on a CPU large
-    matrices are read, one at a time, when they are popped (see `Weights`): a model's weights are not held before they
-    are packed or rounded. A tied model's file may hold the embedding, the head or both; two that differ are both used,
-    as in transformers.
+    matrices: when those of OWN_MAPPING bytes or more are read, except embeddings. "now"; "late", on a CPU: one at a
+    time, as they are popped, which requires products that copy their weights (see `Weights`); "hollow": never, meta
+    tensors stand for them. progress: called with the share of the weights read so far. A tied model's file may hold
+    the embedding, the head or both; two that differ are both used, as in transformers.
 
     Raises UsageError for a missing tensor, a wrong shape, a tensor that is not part of the model, quantised weights,
     and an adapter of another model.
@@ -136,7 +135,7 @@ def load_weights(
         if progress is not None:
             progress(done / max(1, total))
 
-    weights = Weights(copied, report)
+    weights = Weights(matrices == "late", report)
     for stored, kind, found in headers:
         name = name_in(shapes, stored)
         if name is None:
@@ -171,13 +170,13 @@ def load_weights(
                 report(in_file.numel())
                 continue
         is_large = len(full_shape) == 2 and math.prod(full_shape) * dtype.itemsize >= OWN_MAPPING
-        if hollow and is_large and _is_of_product(spec, name, target):
+        if matrices == "hollow" and is_large and _is_of_product(spec, name, target):
             weights.setdefault(target, torch.empty(full_shape, dtype=dtype, device="meta"))
             continue
         if stays and is_large:
             part: Tensor | StoredPart | None = source.whole(stored)
             if not isinstance(part, Tensor) or part.dtype != dtype:
-                later = copied and _is_of_product(spec, name, target)
+                later = matrices == "late" and _is_of_product(spec, name, target)
                 part = StoredPart(source, stored) if later else None
             if part is not None:
                 left.setdefault(target, {})[start] = part
@@ -202,7 +201,7 @@ def load_weights(
         else:
             weights.leave(target, full_shapes[target], dtype, parts)
     if spec.tied and (embedding in seen or HEAD in seen):
-        if hollow and IN_FILE in weights:
+        if matrices == "hollow" and IN_FILE in weights:
             weights["lm_head"] = torch.empty_like(weights[IN_FILE], dtype=dtype, device="meta")
         else:
             _tie(weights, dtype)

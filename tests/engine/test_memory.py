@@ -22,7 +22,8 @@ from cacheblend_cli.engine.worker import prefill as worker_prefill
 from cacheblend_cli.engine.worker.memory import MemoryProfile, blocks_that_fit, measure, reserve, warm_up
 from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.kv.pool import KVPool
-from cacheblend_cli.model.device import available_memory, check_host_room, check_room
+from cacheblend_cli.model import host_memory
+from cacheblend_cli.model.device import check_host_room, check_room
 from cacheblend_cli.types import AskOptions, AskRequest, BlendParams, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -214,8 +215,17 @@ def test_weights_that_the_host_cannot_hold_are_refused(engine: Engine) -> None:
             check_host_room(spec, bf16, weights, size - 1)
         assert ("int8 takes" in str(caught.value.hint)) == (weights == "auto" and torch.cpu._is_vnni_supported())
     check_host_room(spec, bf16, "auto", None)
-    if Path("/proc/meminfo").exists():
-        assert 1 << 20 < (available_memory() or 0) < 1 << 50
+
+
+def test_a_containers_limit_is_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "CONTAINER_LIMIT", tmp_path / "memory.max")
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
+    (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:  4096 kB\n")
+    assert host_memory.available_memory() == 4 << 20
+    for text, limit in (("max\n", 4 << 20), ("1048576\n", 1 << 20)):
+        (tmp_path / "memory.max").write_text(text)
+        assert host_memory.available_memory() == limit
+    assert host_memory.total_memory() == 1 << 20
 
 
 def test_no_room_at_all(engine: Engine) -> None:

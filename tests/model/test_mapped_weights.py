@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from gguf_files import write_gguf
 from hub_families import RUN
 from safetensors.torch import load_file, save_file
 
-from cacheblend_cli.model import loading, weights
+from cacheblend_cli.model import loading, sharded, weights
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.loading import Precision, load_model
+from cacheblend_cli.model.parallel import Cut
 from cacheblend_cli.model.weights import load_weights
 
 CPU = torch.device("cpu")
@@ -50,7 +52,7 @@ def check_alike(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shares = list[float]()
     at_once = loaded(path, 1 << 30, monkeypatch)
     mapped = loaded(path, 256, monkeypatch)
-    late = loaded(path, 256, monkeypatch, copied=True, progress=shares.append)
+    late = loaded(path, 256, monkeypatch, matrices="late", progress=shares.append)
     assert at_once.keys() == mapped.keys() == late.keys()
     for weight, tensor in at_once.items():
         assert torch.equal(tensor, mapped[weight]), weight
@@ -90,6 +92,19 @@ def test_layers_that_are_not_packed_have_their_own_weights(
     for packed, plain in zip(*results, strict=True):
         assert torch.allclose(packed, plain, atol=1e-5 if dtype == "float32" else 0.02, rtol=0.02)
     assert not torch.allclose(results[1][0], results[1][-3], atol=0.1), "or this would prove little"
+
+
+def test_a_rank_reads_runs_of_rows_from_a_source_that_uses_its_memory_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, memory = torch.arange(16.0).view(8, 2), torch.empty(16)
+
+    def read(name: str, start: int, stop: int) -> torch.Tensor:
+        return memory[: 2 * (stop - start)].view(-1, 2).copy_(stored[start:stop])
+
+    source = Mock(read=read, headers=lambda: [("w", "F32", (8, 2))])
+    monkeypatch.setattr(sharded, "expected_shapes", lambda spec: {})
+    part = sharded.ShardedTensors(source, Mock(cuts={"w": Cut(rows=((0, 2), (4, 6)))}))
+    assert list(part.headers()) == [("w", "F32", (4, 2))]
+    assert torch.equal(part.read("w", 0, 4), stored[[0, 1, 4, 5]])
 
 
 def test_taking_one_out_gives_its_file_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

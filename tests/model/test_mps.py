@@ -16,13 +16,12 @@ from checkpoints import write_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
-from cacheblend_cli.engine import runtime
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.kv import loader
 from cacheblend_cli.kv.transfer import HostTransfer, StagedTransfer
-from cacheblend_cli.model import linear
+from cacheblend_cli.model import host_memory, linear
 from cacheblend_cli.model.device import resolve_device
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
@@ -52,9 +51,10 @@ def test_kv_goes_to_the_device_before_it_is_placed() -> None:
 
 
 def test_systems_that_do_not_tell_their_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {name: number for name, number in runtime.os.sysconf_names.items() if name != "SC_AVPHYS_PAGES"}
-    monkeypatch.setattr(runtime.os, "sysconf_names", names)
-    assert runtime._free_bytes() > 1 << 20
+    monkeypatch.setattr(host_memory, "MEMINFO", Path("/nonexistent"))
+    assert host_memory.available_memory() is None
+    runtime = Engine.load(EngineConfig("handbook", device="cpu")).runtime
+    runtime.shared_memory(None, 1).pool.check_fits(runtime.context)
 
 
 class Recorder(TorchDispatchMode):

@@ -81,7 +81,7 @@ def _loaded(runtime: Runtime, file: Path, *, measured: bool) -> LlamaCpp | None:
     """Return llama.cpp with a file whose KV is this model's; None if it is `measured` and slower. Raises LlamaError."""
     speeds = decode_speeds(runtime)
     if speeds.error is not None:
-        raise LlamaError(f"llama.cpp does not run here: {speeds.error}")
+        raise LlamaError(f"llama.cpp is not used here: {speeds.error}")
     if measured and speeds.own_s <= speeds.llama_cpp_s:
         return None
     start = time.perf_counter()
