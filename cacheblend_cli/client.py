@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import stat
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -63,16 +65,19 @@ class Connection:
 
     @classmethod
     def to(cls, path: Path, timeout_s: float | None = None) -> Connection | None:
-        """Connect. Return None if no engine of this user listens, as with a stale socket.
+        """Connect. Return None if no engine of this user listens, as with a stale socket or a link to one of others.
 
         timeout_s: for each read, None for no limit.
         """
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connected.settimeout(_CONNECT_S)
         try:
-            if os.lstat(path).st_uid != os.getuid():
-                raise OSError("the socket belongs to another user")
+            info = os.lstat(path)
+            if info.st_uid != os.geteuid() or not stat.S_ISSOCK(info.st_mode):
+                raise OSError("not a socket of this user")
             connected.connect(os.fspath(path))
+            if hasattr(socket, "SO_PEERCRED") and _peer_of(connected) != os.geteuid():
+                raise OSError("another user listens")
         except OSError:
             connected.close()
             return None
@@ -129,6 +134,12 @@ class Connection:
         except (OSError, ValueError, KeyError) as error:
             raise lost() from error
         raise lost()
+
+
+def _peer_of(connected: socket.socket) -> int:
+    """Return the user id of the process that listens at the other end. Linux only."""
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[1])
 
 
 class Client:

@@ -11,13 +11,16 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from cacheblend_store.private_files import read_regular
 from platformdirs import user_config_path, user_data_path
 
+from cacheblend_cli import trust
 from cacheblend_cli.errors import NotFoundError, UsageError, did_you_mean
-from cacheblend_cli.text_files import check_text, read_text
+from cacheblend_cli.text_files import check_text, decode_text, reading
 
 FILE = "cacheblend.toml"
 _ENV = "CACHEBLEND_"
+_MOST_BYTES = 1 << 20  # of a settings file
 API_KEY_VARIABLE = "CACHEBLEND_API_KEY"
 """Environment variable with the API keys of `serve`. Not a setting, because `config show` would print the secret."""
 
@@ -165,12 +168,10 @@ class Settings:
 
     @property
     def store_path(self) -> Path:
-        """Path of the store: --store, else ./.cacheblend/store if ./.cacheblend exists, else in user data."""
+        """Path of the store: --store, else ./.cacheblend/store if this user made ./.cacheblend, else in user data."""
         if self.store:
             return Path(self.store).expanduser()
-        if Path(".cacheblend").is_dir():
-            return Path(".cacheblend/store")
-        return user_data_path("cacheblend") / "store"
+        return (trust.project_folder() or user_data_path("cacheblend")) / trust.STORE
 
 
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -203,15 +204,32 @@ def grouped(*groups: str, but: Sequence[str] = ()) -> tuple[str, ...]:
     return tuple(name for group in groups for name in GROUPS[group] if name not in but)
 
 
+HARMLESS = frozenset((*grouped("search", "blend", "sampling", "prompt", "cutting", but=("embeddings",)),))
+"""Settings that change only the answers here. All others (what names a place, a model or a receiver, what uses the
+machine or removes stored data) are taken from a project's file only if the user trusts it."""
+
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """Settings, and the origin of each value: "default", a file, an environment variable or "flag"."""
+    """Settings, and the origin of each value: "default", a file, an environment variable or "flag".
+
+    ignored: settings of a project that is not trusted -> file or folder that sets them. See `trust`.
+    """
 
     settings: Settings
     origin: Mapping[str, str]
+    ignored: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ignored_note(self) -> str:
+        """Say what is ignored and how to trust it; "" if nothing is."""
+        places, names = list(dict.fromkeys(self.ignored.values())), ", ".join(self.ignored)
+        if not places:
+            return ""
+        subject = f"{' and '.join(places)} {'is' if len(places) == 1 else 'are'} not trusted"
+        return f"{subject}: ignored {names}; to accept: cacheblend trust"
 
 
 def _kind(hint: Any) -> type:
@@ -232,20 +250,27 @@ PATHS = ("store", "model", "lora", "prompt", "embeddings", "tier_key_file", "dec
 def resolve(flags: Mapping[str, Any]) -> Resolved:
     """Merge all sources. A flag of None or [] counts as not given. Raises UsageError with the origin of a bad value."""
     values: dict[str, Any] = {}
-    origin = dict(DEFAULTS.origin)
-    for path in config_files():
+    origin, ignored = dict(DEFAULTS.origin), dict[str, str]()
+    for number, path in enumerate(config_files()):
         if path.is_file():
-            _merge(values, origin, _read(path), str(path), path.parent)
+            content, found = read_settings(path)
+            if number and not trust.is_trusted(path, content):  # the project's
+                ignored = dict.fromkeys(risky_settings(found, path.parent), str(path))
+            found = {name: value for name, value in found.items() if name not in ignored}
+            _merge(values, origin, found, str(path), path.parent)
     for variable, text in os.environ.items():
         if variable.startswith(_ENV) and variable != API_KEY_VARIABLE and text:  # an empty variable counts as unset
             _merge(values, origin, {variable.removeprefix(_ENV).lower(): _Text(text)}, variable)
     _merge(values, origin, {k: v for k, v in flags.items() if v is not None and v != []}, "flag")
-    return Resolved(Settings(**values), origin)
+    if not values.get("store") and trust.project_folder() is None and os.path.lexists(trust.PROJECT_FOLDER):
+        ignored["store"] = os.path.abspath(trust.PROJECT_FOLDER)
+    chosen = {name for name, place in origin.items() if place == "flag" or place.startswith(_ENV)}
+    return Resolved(Settings(**values), origin, {name: p for name, p in ignored.items() if name not in chosen})
 
 
 def parse_setting(key: str, texts: Sequence[str]) -> tuple[str, Any]:
     """Return the field name and the converted value of `config set KEY VALUE...`. Raises UsageError."""
-    name = key.replace("-", "_")
+    name = _name(key)
     if name not in _FIELDS:
         raise UsageError(f"unknown setting {key!r}", _similar(name))
     if _FIELDS[name] is tuple:
@@ -255,15 +280,14 @@ def parse_setting(key: str, texts: Sequence[str]) -> tuple[str, Any]:
     return name, _convert(name, _Text(texts[0]), "")
 
 
-def config_files() -> list[Path]:
+def config_files(folder: Path = Path()) -> list[Path]:
     """Return the user's file and, if it exists, the project's file, which takes precedence.
 
-    The project's file is the nearest cacheblend.toml from the working directory up to the repository root or home
-    directory.
+    The project's file is the nearest cacheblend.toml from the folder up to the repository root or home directory.
     """
     files = [user_config_path("cacheblend") / "config.toml"]
     try:
-        here = Path.cwd()
+        here = Path.cwd() / folder
     except FileNotFoundError:
         raise NotFoundError("the current directory no longer exists", "change to another one") from None
     for folder in (here, *here.parents):
@@ -272,6 +296,33 @@ def config_files() -> list[Path]:
         if (folder / ".git").exists() or folder == Path.home():
             break
     return files
+
+
+def read_settings(path: Path) -> tuple[bytes, dict[str, Any]]:
+    """Return a settings file's content, as read and by name. Raises UsageError, NotFoundError."""
+    with reading(path):
+        content = read_regular(path, _MOST_BYTES)
+    try:
+        values = tomllib.loads(decode_text(content, str(path)))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not valid TOML: {error}", "fix or remove it") from error
+    return content, {_name(key): value for key, value in values.items()}
+
+
+def risky_settings(values: Mapping[str, Any], folder: Path) -> list[str]:
+    """Return which of these settings a project in this folder may set only if it is trusted."""
+
+    def is_harmless(name: str, value: Any) -> bool:
+        if name == "prompt":  # a file, which has to be inside the project
+            file = os.path.realpath(folder / Path(str(value)).expanduser())
+            return Path(file).is_relative_to(os.path.realpath(folder))
+        return name in HARMLESS or name not in _FIELDS  # an unknown name is an error in any case
+
+    return [name for name, value in values.items() if not is_harmless(name, value)]
+
+
+def _name(key: str) -> str:
+    return key.replace("-", "_")
 
 
 def of_settings(kind: type[T], settings: Settings, **others: Any) -> T:
@@ -285,18 +336,11 @@ class _Text(str):
     """A value from the environment or command line, to convert from text."""
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(read_text(path))
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path} is not valid TOML: {error}", "fix or remove it") from error
-
-
 def _merge(
     values: dict[str, Any], origin: dict[str, str], layer: Mapping[str, Any], place: str, folder: Path | None = None
 ) -> None:
     for key, value in layer.items():
-        name = key.replace("-", "_")
+        name = _name(key)
         if name not in _FIELDS:
             raise UsageError(f"unknown setting {key!r} in {place}", _similar(name))
         values[name] = _convert(name, value, place)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import stat
 import tempfile
 from pathlib import Path
+
+from cacheblend_store import private_files
+from cacheblend_store.private_files import InsecurePath, exposed
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Settings, grouped
@@ -40,11 +42,11 @@ def sockets_of(settings: Settings) -> list[Path]:
 
 
 def folder_of(settings: Settings) -> Path:
-    """Return the directory for sockets: the store, or a private directory if the path of the store is too long or this
-    user cannot write to it."""
+    """Return the directory for sockets: the store, or a private directory if the path of the store is too long or the
+    store is not this user's alone."""
     store = Path(os.path.realpath(settings.store_path))
-    is_writable = os.access(store, os.W_OK) or not store.exists()
-    if is_writable and len(os.fsencode(store)) + len(_NAME) + 18 <= _LONGEST:
+    is_own = not store.exists() or (os.access(store, os.W_OK) and exposed(store) is None)
+    if is_own and len(os.fsencode(store)) + len(_NAME) + 18 <= _LONGEST:
         return store
     name = f"cacheblend-{hashlib.blake2b(os.fsencode(store), digest_size=8).hexdigest()}"
     own = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
@@ -55,18 +57,17 @@ def folder_of(settings: Settings) -> Path:
 def make_folder(folder: Path) -> None:
     """Create the socket's directory.
 
-    Raises UsageError if the directory, or the parent of the fallback directory, belongs to another user or is writable
-    by others: they could replace the socket by their own.
+    Raises UsageError if the directory, or the parent of the fallback directory, belongs to another user or is a link:
+    others could replace the socket by their own.
     """
     is_fallback = folder.parent.name == _own_name()
-    for part in (folder.parent, folder):
-        part.mkdir(mode=0o700, parents=True, exist_ok=True)
     for part in (folder.parent, folder) if is_fallback else (folder,):
-        info = part.lstat() if is_fallback else part.stat()
-        if info.st_uid != os.getuid() or (is_fallback and not stat.S_ISDIR(info.st_mode)):
-            raise UsageError(f"{part} is not a directory of this user", _ELSEWHERE)
-        if is_fallback and info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise UsageError(f"other users may write to {part}", f"run: chmod 700 {part}; or {_ELSEWHERE}")
+        try:
+            if is_fallback and part.is_symlink():
+                raise InsecurePath("is a symbolic link", part)
+            private_files.make_folder(part)
+        except InsecurePath as error:
+            raise UsageError(f"{part} {error.strerror}", _ELSEWHERE) from error
 
 
 def _own_name() -> str:

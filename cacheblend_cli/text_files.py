@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -15,8 +16,16 @@ def read_text(path: Path) -> str:
 
     Raises NotFoundError if it does not exist, UsageError if it cannot be read or is not UTF-8.
     """
+    with reading(path):
+        data = path.read_bytes()
+    return decode_text(data, str(path))
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Convert errors of reading a file to NotFoundError and UsageError."""
     try:
-        return decode_text(path.read_bytes(), str(path))
+        yield
     except FileNotFoundError:
         raise NotFoundError(f"no such file: {path}", "check the path") from None
     except OSError as error:

@@ -7,8 +7,10 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from cacheblend_store import private_files
 from platformdirs import user_cache_path
 
+_MAX_BYTES = 16 << 20
 PACKED_WEIGHTS = "packed"
 """Kind of the files of model/packed_cache.py, the only large ones."""
 
@@ -26,32 +28,21 @@ def place(kind: str, *identity: object) -> Path:
 def recall(path: Path) -> str:
     """Return the text of a file; "" if it is missing or not UTF-8."""
     with suppress(OSError, UnicodeDecodeError):
-        return path.read_text(encoding="utf-8")
+        return private_files.read_bytes(path, _MAX_BYTES).decode()
     return ""
 
 
 def keep(path: Path, text: str) -> None:
     """Write the file. Failures are ignored, such as a read-only home."""
     with suppress(OSError):
-        replace(path, text)
-
-
-def replace(path: Path, text: str) -> None:
-    """Write the file atomically: concurrent processes never see half of it. Raises OSError."""
-    temporary = temporary_of(path)
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        private_files.replace(path, text.encode())
 
 
 def settle(path: Path, text: str) -> str:
     """Write the file unless another process did meanwhile. Return its content, which is the same for every process."""
     with suppress(OSError):
-        temporary = temporary_of(path)
+        temporary = private_files.temporary_of(path, text.encode())
         try:
-            temporary.write_text(text, encoding="utf-8")
             try:
                 os.link(temporary, path)  # fails if the file exists
             except FileExistsError:
@@ -62,13 +53,3 @@ def settle(path: Path, text: str) -> str:
         finally:
             temporary.unlink(missing_ok=True)
     return recall(path) or text
-
-
-def temporary_of(path: Path) -> Path:
-    """Create an empty private file with a unique name next to `path`, and the folder. Raises OSError."""
-    from tempfile import mkstemp
-
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor, name = mkstemp(prefix=f"{path.name}.", dir=path.parent)
-    os.close(descriptor)
-    return Path(name)

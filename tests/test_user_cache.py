@@ -29,10 +29,11 @@ def test_the_first_record_stays(path: Path) -> None:
 
 
 def test_a_failed_write_leaves_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Path, *args: object, **more: object) -> int:
+    def full(handle: int, mode: str) -> None:
+        os.close(handle)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "fdopen", full)
     assert user_cache.settle(path, "first") == "first"
     user_cache.keep(path, "second")
     assert list(path.parent.iterdir()) == []

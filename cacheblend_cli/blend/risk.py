@@ -14,10 +14,10 @@ from pathlib import Path
 
 import msgspec
 import torch
+from cacheblend_store import private_files
 from platformdirs import user_data_path
 from torch import Tensor
 
-from cacheblend_cli import user_cache
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.types import BlendParams
 
@@ -71,11 +71,11 @@ class RiskFile:
     def read(self) -> RiskFit | None:
         """Return the fit, None if the file is missing or invalid."""
         try:
-            found = msgspec.json.decode(self.path.read_bytes(), type=RiskFit)
+            found = msgspec.json.decode(private_files.read_bytes(self.path, 1 << 20), type=RiskFit)
         except (OSError, msgspec.MsgspecError):
             return None
         return found if len(found.weights) == SIGNALS else None
 
     def write(self, fit: RiskFit) -> None:
         """Raises OSError."""
-        user_cache.replace(self.path, json.dumps(asdict(fit)))
+        private_files.replace(self.path, json.dumps(asdict(fit)).encode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +66,11 @@ class AnswerResult:
         """The JSON object of --json."""
         record = self.answer.to_dict(ids=self.options.ids, explain=self.options.explain)
         return {**record, "notes": [*self.answer.notes, *self.explained]}
+
+    def with_notes(self, notes: Sequence[str]) -> AnswerResult:
+        """Return the answer with notes that the user has seen already: --json has them, too."""
+        answer = replace(self.answer, notes=[*self.answer.notes, *notes])
+        return replace(self, answer=answer, shown=[*self.shown, *notes])
 
     @property
     def new_notes(self) -> list[str]:

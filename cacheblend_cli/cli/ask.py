@@ -162,6 +162,7 @@ def ask(
     sampling_of(settings, **sampling)  # validate before opening anything
     sources: list[str] = []
     codes: list[int] = []
+    ignored = [resolved.ignored_note] if resolved.ignored else []
 
     def show(item: QuestionInput, result: AnswerResult, extra: dict[str, Any]) -> None:
         show_answer(result, output, json=json, extra=extra, seconds=None if batch else since_process_start())
@@ -178,12 +179,13 @@ def ask(
         if not isinstance(item.result, AnswerResult):
             show_plan(item.result, output, json=json, extra=extra)
             return extra
+        result = item.result.with_notes(ignored)
         if not json:
             if codes and quiet:  # --quiet hides the questions that otherwise separate answers
                 output.text("")
-            output.text(item.result.answer.text, end="")
-        show(item.question_input, item.result, extra)
-        return {**extra, **item.result.record}
+            output.text(result.answer.text, end="")
+        show(item.question_input, result, extra)
+        return {**extra, **result.record}
 
     with (
         store_in_use(settings, write=not dry_run) as store,
@@ -200,7 +202,7 @@ def ask(
             streams = AnswerStream(output, draft=confirm)
             result = session.ask(questions[0], None if json else streams)
             streams.end_reasoning()
-            show(questions[0], result, {})
+            show(questions[0], result.with_notes(ignored), {})
             session.suggest_background()
     if answer_file is not None:
         answer_file.close()

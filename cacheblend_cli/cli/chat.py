@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -169,12 +170,13 @@ def _reader() -> Callable[[], str]:
         from prompt_toolkit.history import FileHistory, InMemoryHistory
     except ImportError:
         return lambda: input("> ")
+    from cacheblend_store.private_files import make_folder, open_file
     from platformdirs import user_state_path
 
     file = user_state_path("cacheblend") / "chat_history"
     try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file.touch(mode=0o600)
+        make_folder(file.parent)
+        os.close(open_file(file, os.O_RDWR | os.O_CREAT))
         history: FileHistory | InMemoryHistory = FileHistory(str(file))
     except OSError:  # as in a read-only home
         history = InMemoryHistory()

@@ -11,11 +11,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
+from cacheblend_cli import trust
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.help import PANELS
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import NotFoundError, UsageError
-from cacheblend_cli.settings import FILE, PATHS, Settings, config_files, parse_setting, resolve
+from cacheblend_cli.settings import (
+    FILE,
+    PATHS,
+    Settings,
+    config_files,
+    parse_setting,
+    read_settings,
+    resolve,
+    risky_settings,
+)
 from cacheblend_cli.text_files import read_text
 
 if TYPE_CHECKING:
@@ -43,17 +53,34 @@ def show(
     output, resolved = Output(), resolve({"store": store})
     values = vars(resolved.settings) | {"store": str(resolved.settings.store_path)}
     if json:
-        output.json({name: {"value": value, "from": resolved.origin[name]} for name, value in values.items()})
+        output.json(
+            {
+                name: {"value": value, "from": resolved.origin[name]}
+                | ({"ignored": resolved.ignored[name]} if name in resolved.ignored else {})
+                for name, value in values.items()
+            }
+        )
         return
     left = 0
     for number, (title, names) in enumerate(_topics()):
-        shown = [n for n in names if every or not number or resolved.origin[n] != "default"]
+        shown = [n for n in names if every or not number or resolved.origin[n] != "default" or n in resolved.ignored]
         left += len(names) - len(shown)
         if shown:
-            rows = [(n, "not set" if values[n] in ("", None, ()) else values[n], resolved.origin[n]) for n in shown]
+            rows = [
+                (
+                    n,
+                    "not set" if values[n] in ("", None, ()) else values[n],
+                    f"{resolved.origin[n]} (ignored: {resolved.ignored[n]})"
+                    if n in resolved.ignored
+                    else resolved.origin[n],
+                )
+                for n in shown
+            ]
             if number:
                 output.line("")
             output.table((title, "value", "from"), rows)
+    if resolved.ignored:
+        output.warn(resolved.ignored_note)
     if left:
         output.note(f"{left} more settings have defaults; see: cacheblend config show --all")
 
@@ -171,12 +198,28 @@ def read_document(file: Path) -> TOMLDocument:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Replace the file atomically. Raises UsageError if it cannot be written."""
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    """Replace the file atomically. Trust a project's file if nothing in it was ignored before: the user wrote the rest.
+
+    Raises UsageError if it cannot be written.
+    """
+    is_own = file.name == FILE
+    if is_own and file.exists():
+        content, values = read_settings(file)
+        is_own = trust.is_trusted(file, content) or not risky_settings(values, file.parent)
+    beside = file.with_name(f".{file.name}.{os.urandom(4).hex()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text, encoding="utf-8")
+        with beside.open("x", encoding="utf-8") as stream:  # not through a link that a checkout holds
+            stream.write(text)
         beside.replace(file)
     except OSError as error:
         beside.unlink(missing_ok=True)
         raise UsageError(f"{file} cannot be written: {error.strerror}", "check its permissions") from error
+    if is_own:
+        try:
+            trust.trust(file, text.encode())
+        except OSError as error:
+            raise UsageError(
+                f"{file} is written, but cannot be recorded as trusted: {error.strerror}",
+                "set the value in the environment or in the user's file (--user)",
+            ) from error

@@ -95,14 +95,15 @@ def _first_line(error: BaseException) -> str:
 
 def _log(error: BaseException) -> Path | None:
     """Write the traceback to the user's log directory and return the file. If that fails, print it and return None."""
+    from cacheblend_store.private_files import make_folder, open_file
     from platformdirs import user_log_path
 
     folder = user_log_path("cacheblend")
     path = folder / f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log"
     text = "".join(traceback.format_exception(error))
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as stream:
+        make_folder(folder)
+        with os.fdopen(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as stream:
             stream.write(text)
     except OSError:
         with suppress(OSError):

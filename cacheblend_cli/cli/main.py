@@ -35,6 +35,7 @@ COMMANDS = {
     "chunks": ("chunks:app", "List, show, check, move and remove stored chunks."),
     "models": ("models:app", "List, describe, check and download models."),
     "config": ("config:app", "Show and change settings."),
+    "trust": ("trust:trust", "Accept the settings and the store that a project brings."),
     "doctor": ("doctor:doctor", "Check versions, device, store and model."),
     "demo": ("demo:demo", "Compare blending with full prefill, or write example documents."),
     "bench": ("bench:bench", "Measure speed on this machine."),

@@ -16,13 +16,13 @@ from typer import Option
 
 from cacheblend_cli.cli import completion
 from cacheblend_cli.cli.help import PANELS
+from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import CacheBlendError, NotFoundError
 from cacheblend_cli.settings import GROUPS, Resolved, Settings, grouped, of_settings, resolve
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
-    from cacheblend_cli.cli.output import Output
     from cacheblend_cli.engine.engine import Engine
     from cacheblend_cli.types import Scope
 
@@ -94,6 +94,8 @@ def with_settings(*names: str, **help_of: str) -> Callable[[Callable[..., T]], C
         @wraps(command)
         def run(**values: Any) -> T:
             resolved = resolve({name: values.pop(name) for name in flags})
+            if resolved.ignored:
+                Output().warn(resolved.ignored_note)
             if "tensor_parallel" in flags:
                 _serve_if_other_rank(resolved.settings.tensor_parallel)
             return command(**values, **{result: _RESULTS[result](resolved)})

@@ -31,7 +31,7 @@ def search(
     With -q, print only ids: cacheblend search "billing lead" -q | cacheblend ask --chunks - "Who leads billing?"
     """
     from cacheblend_cli.corpus.places import shown
-    from cacheblend_cli.corpus.search import WEAK, hits_cut_note, look
+    from cacheblend_cli.corpus.search import WEAK, damaged_note, hits_cut_note, look
 
     output = Output(quiet=quiet)
     if not query.strip():
@@ -59,6 +59,8 @@ def search(
         output.table(("id", "score", "source", "snippet"), rows, right=(1,), ends=(2,))
     if found.num_cut:
         output.note(hits_cut_note(found.num_cut))
+    if found.num_damaged:
+        output.note(damaged_note(found.num_damaged))
     if found.weak:
         output.note(WEAK)
     if by:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
+from cacheblend_cli import trust
+from cacheblend_cli.cli.output import Output
 from cacheblend_cli.settings import Settings
 
 if TYPE_CHECKING:
@@ -15,18 +18,30 @@ def open_store(
 ) -> ChunkStore:
     """Open the store of the settings. Writing creates it unless `create` is False; reading needs an existing one.
 
-    max_bytes: a new quota, or None to keep the store's.
+    max_bytes: a new quota, or None to keep the store's. A new store in a project's `.cacheblend` is marked as this
+    user's, so that later commands there use it.
     """
     from cacheblend_store import ChunkStore
 
-    return ChunkStore.open(
-        settings.store_path,
+    path = settings.store_path
+    is_new = write and create is not False and not os.path.lexists(path)
+    store = ChunkStore.open(
+        path,
         mode="write" if write else "read",
         create=create,
         max_bytes=max_bytes,
         lock_timeout=settings.lock_timeout,
         force=settings.force_store,
     )
+    if is_new and path.name == trust.STORE and path.parent.name == trust.PROJECT_FOLDER:
+        try:
+            trust.stamp(path.parent)
+        except OSError as error:
+            Output().warn(
+                f"{path.parent} cannot be marked as yours ({error.strerror}): other commands will not find the store; "
+                f"name it: --store {path}"
+            )
+    return store
 
 
 def store_in_use(settings: Settings, *, write: bool = True) -> ChunkStore:

@@ -6,7 +6,6 @@ import re
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -43,6 +42,7 @@ class IndexUpdate:
     new: Sequence[IndexEntry]  # places to add
     new_loose: Sequence[bytes]  # keys of chunks without a document to add
     gone: Mapping[int, str]  # row id -> source of the places to remove
+    changed: Iterable[bytes] | None  # keys of the chunks that were added, removed or replaced; None: all are compared
 
 
 def plan_update(db: sqlite3.Connection, reader: StoreReader, changes: Changes | None) -> IndexUpdate:
@@ -80,11 +80,15 @@ def plan_update(db: sqlite3.Connection, reader: StoreReader, changes: Changes | 
     kept = {place.key for place in rows if not place.document and place.key in loose - again}
     gone = {i: p.source for p, i in rows.items() if p not in in_documents and (p.document or p.key not in kept)}
     new_loose = loose - kept
-    return IndexUpdate(records, sorted(wanted - rows.keys()), sorted(map(bytes.fromhex, new_loose)), gone)
+    changed = None if changes is None else chunks
+    return IndexUpdate(records, sorted(wanted - rows.keys()), sorted(map(bytes.fromhex, new_loose)), gone, changed)
 
 
 def write_update(db: sqlite3.Connection, store: ChunkStore, update: IndexUpdate) -> None:
-    """Apply an update, reading the texts of new chunks from the store. Call it in a transaction."""
+    """Apply an update, reading the texts of new chunks from the store. Call it in a transaction.
+
+    Chunks with a damaged record have no text to search; their keys go into the table `damaged`.
+    """
     versions = [
         (document, _clean(r.source), r.collection, r.context, r.content_digest, r.updated)
         for document, r in update.records.items()
@@ -94,13 +98,18 @@ def write_update(db: sqlite3.Connection, store: ChunkStore, update: IndexUpdate)
     db.executemany("INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?)", versions)
     for table, column in (("chunks", "rowid"), ("places", "id"), ("vectors", "id"), ("pending", "id")):
         db.executemany(f"DELETE FROM {table} WHERE {column} = ?", [(i,) for i in update.gone])
+    if update.changed is None:
+        db.execute("DELETE FROM damaged")
+    else:
+        db.executemany("DELETE FROM damaged WHERE key = ?", [(key.hex(),) for key in update.changed])
+    damaged = list[bytes]()
     for batch in _by_source(update.new):
         keys = {bytes.fromhex(place.key) for places in batch.values() for place in places}
-        texts = {manifest.id: manifest.text for manifest in _manifests(store, keys)}
+        texts = {manifest.id: manifest.text for manifest in _manifests(store, keys, damaged)}
         for source, places in batch.items():
             _add(db, source, [(place, texts[place.key]) for place in places if place.key in texts])
     for start in range(0, len(update.new_loose), _BATCH):
-        for manifest in _manifests(store, update.new_loose[start : start + _BATCH]):
+        for manifest in _manifests(store, update.new_loose[start : start + _BATCH], damaged):
             place = IndexEntry(
                 manifest.id, _clean(manifest.source), manifest.index, manifest.collection, manifest.context, ""
             )
@@ -108,6 +117,7 @@ def write_update(db: sqlite3.Connection, store: ChunkStore, update: IndexUpdate)
             _add(db, place.source, [(place, None if hidden else manifest.text)])
     for source in sorted(set(update.gone.values())):
         _add(db, source, [])
+    db.executemany("INSERT OR IGNORE INTO damaged VALUES (?)", [(key.hex(),) for key in damaged])
 
 
 def _by_source(places: Iterable[IndexEntry]) -> Iterator[dict[str, list[IndexEntry]]]:
@@ -123,13 +133,15 @@ def _by_source(places: Iterable[IndexEntry]) -> Iterator[dict[str, list[IndexEnt
     yield batch
 
 
-def _manifests(store: ChunkStore, keys: Iterable[bytes]) -> Iterator[ChunkManifest]:
-    """Yield the manifests of the chunks, skipping missing and damaged ones."""
+def _manifests(store: ChunkStore, keys: Iterable[bytes], damaged: list[bytes]) -> Iterator[ChunkManifest]:
+    """Yield the manifests of the chunks, skipping missing ones. Adds the keys of damaged ones to `damaged`."""
     with store.read() as reader:
         for key in sorted(keys):
-            manifest = None
-            with suppress(BadBlob):
+            try:
                 manifest = reader.manifest(key)
+            except BadBlob:
+                damaged.append(key)
+                continue
             if manifest is not None:
                 yield manifest
 

@@ -103,6 +103,7 @@ class SearchResult(NamedTuple):
     hits: list[SearchHit]  # best first
     by: str  # "words", "meaning" or "both"
     num_cut: int = 0  # hits left out because their match is far below the best one's
+    num_damaged: int = 0  # chunks of the store that cannot be searched, because their records are damaged
 
     @property
     def weak(self) -> bool:
@@ -113,6 +114,12 @@ def hits_cut_note(count: int) -> str:
     """Say how many hits were left out and how to get them."""
     what = "1 more hit is" if count == 1 else f"{count} more hits are"
     return f"{what} left out: far below the best match (-k {NUM_HITS} takes all)"
+
+
+def damaged_note(count: int) -> str:
+    """Say how many chunks were not searched and how to repair them."""
+    what = "1 stored chunk is" if count == 1 else f"{count} stored chunks are"
+    return f"{what} damaged and not searched; repair: cacheblend chunks verify --repair, then cacheblend precompute"
 
 
 def search(store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[str] | None = None) -> SearchResult:
@@ -131,8 +138,9 @@ def search(store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[
     with open_index(store) as db:
         query, before = query[:_QUERY_CHARACTERS], lookup.before[:_QUERY_CHARACTERS]
         asked = Query(query, before, lookup.embedder if lookup.by != "words" else None)
+        [(damaged,)] = db.execute("SELECT count(*) FROM damaged")
         if not asked.terms:
-            return SearchResult([], lookup.by)
+            return SearchResult([], lookup.by, 0, damaged)
         counted = _Counted(db, collections, lookup.context, lookup.scope)
         words = None if lookup.by == "meaning" and asked.embedder else ByWords(db, asked)
         meaning = ByMeaning(db, asked) if asked.embedder else None
@@ -149,7 +157,7 @@ def search(store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[
         for row in rows:
             match = words.of(row)[0] if words and not meaning else row.score
             hits.append(_hit(row, _snippet(db, row, words.terms if words else (), asked), match))
-        return SearchResult([*hits, *_beside(db, rows, lookup.expand)], lookup.by, num_found - len(rows))
+        return SearchResult([*hits, *_beside(db, rows, lookup.expand)], lookup.by, num_found - len(rows), damaged)
 
 
 def is_weak(hits: Sequence[SearchHit], by: str) -> bool:
@@ -239,6 +247,8 @@ def look(store: ChunkStore, query: str, params: SearchParams, say: Callable[[str
     lookup = Lookup.with_weights(params, say)
     found = search(store, query, lookup)
     if not found.hits:
+        if found.num_damaged and say:
+            say(damaged_note(found.num_damaged))
         raise found_elsewhere(store, query, lookup) or NotFoundError(
             f"no stored chunk matches {query!r}", "try other words, or precompute more documents"
         )

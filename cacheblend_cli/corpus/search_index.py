@@ -8,12 +8,14 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 
-from cacheblend_store import ChunkStore
+from cacheblend_store import ChunkStore, StorePermission
+from cacheblend_store.private_files import InsecurePath, check_files, open_file
 
 from cacheblend_cli.corpus.index_update import plan_update, write_update
 
-_SCHEMA = 9
+_SCHEMA = 10
 _TABLES = f"""
     DROP TABLE IF EXISTS chunks;
     DROP TABLE IF EXISTS places;
@@ -22,6 +24,7 @@ _TABLES = f"""
     DROP TABLE IF EXISTS vectors;
     DROP TABLE IF EXISTS pending;
     DROP TABLE IF EXISTS embedder;
+    DROP TABLE IF EXISTS damaged;
     CREATE TABLE stamp (value TEXT);
     CREATE TABLE places (
         id INTEGER PRIMARY KEY, key TEXT, source TEXT, position INTEGER, collection TEXT, context TEXT, document TEXT
@@ -34,6 +37,7 @@ _TABLES = f"""
     CREATE TABLE vectors (id INTEGER PRIMARY KEY, vector BLOB);
     CREATE TABLE pending (id INTEGER PRIMARY KEY);
     CREATE TABLE embedder (digest TEXT);
+    CREATE TABLE damaged (key TEXT PRIMARY KEY);
     CREATE VIRTUAL TABLE chunks USING fts5(source, title, body, tokenize = 'porter unicode61');
     PRAGMA user_version = {_SCHEMA};
 """
@@ -43,7 +47,7 @@ _updating = threading.RLock()  # threads wait here, because SQLite's own lock ha
 
 @contextmanager
 def open_index(store: ChunkStore) -> Iterator[sqlite3.Connection]:
-    """Open an up-to-date index: the file in the store's directory, or one in memory if the directory is not writable.
+    """Open an up-to-date index: the file in the store's directory, or one in memory if the store is not this user's.
 
     Any thread may call this; the connection belongs to the thread that opened it. Tables:
 
@@ -51,6 +55,7 @@ def open_index(store: ChunkStore) -> Iterator[sqlite3.Connection]:
     - chunks (source, title, body), FTS5, rowid = places.id: one row per searchable place
     - versions (document, source, collection, context, digest, updated): one row per document record
     - vectors (id, vector), pending (id), embedder (digest): see corpus/ranking.py
+    - damaged (key): chunks whose record cannot be read
     """
     with closing(_up_to_date(store)) as db:
         yield db
@@ -73,9 +78,9 @@ def in_transaction(db: sqlite3.Connection) -> Iterator[None]:
 def _up_to_date(store: ChunkStore) -> sqlite3.Connection:
     path = store.path / "search.sqlite3"
     for _ in range(2):
-        if not os.access(store.path, os.W_OK):
+        if not store.is_own:
             break
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        _create(path)
         db = sqlite3.connect(path, timeout=_LOCKED_S, isolation_level=None)
         try:
             _refresh(db, store)
@@ -92,6 +97,16 @@ def _up_to_date(store: ChunkStore) -> sqlite3.Connection:
     db = sqlite3.connect(":memory:", isolation_level=None)
     _refresh(db, store)
     return db
+
+
+def _create(path: Path) -> None:
+    """Create the file if it is missing. Raises StorePermission for a link, or if it is not a file of this user: SQLite
+    would write to what it leads to."""
+    try:
+        os.close(open_file(path, os.O_RDWR | os.O_CREAT, anywhere=True))
+        check_files(*(path.with_name(f"{path.name}-{suffix}") for suffix in ("journal", "wal", "shm")), anywhere=True)
+    except InsecurePath as error:
+        raise StorePermission(f"{error.filename} {error.strerror}", f"remove it: rm {error.filename}") from error
 
 
 def _refresh(db: sqlite3.Connection, store: ChunkStore) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from cacheblend_store import private_files
 
 from cacheblend_cli import user_cache
 from cacheblend_cli.model.decoder import Decoder
@@ -123,7 +124,7 @@ class PackedCache:
                 products[name] = product
             if not self._has_room(num_bytes(products)):
                 return
-            temporary = user_cache.temporary_of(self.path)
+            temporary = private_files.temporary_of(self.path)
             try:
                 write(temporary, products, stopped)
                 PackedFile(temporary).fill(hollow)  # verify it as the next start would use it
@@ -134,7 +135,7 @@ class PackedCache:
     def _most(self) -> int:
         """Return the largest size of a file, 0 where none can be written."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            private_files.make_folder(self.path.parent)
             return min(self._max_bytes, shutil.disk_usage(self.path.parent).free // FREE_SHARE)
         except OSError:
             return 0

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import xxhash
+from cacheblend_store.private_files import open_file
 from torch import Tensor
 
 from cacheblend_cli.model.linear import Product
@@ -90,7 +91,7 @@ def write(path: Path, products: Mapping[str, Product], stopped: Callable[[], boo
     text = json.dumps(header).encode()
     text += b" " * (-(len(MAGIC) + 8 + len(text)) % ALIGNMENT)
     digest = xxhash.xxh3_128()
-    with path.open("wb") as stream:
+    with os.fdopen(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as stream:
 
         def put(data: bytes | memoryview) -> None:
             if stopped():
@@ -112,7 +113,7 @@ class PackedFile:
 
     def __init__(self, path: Path) -> None:
         """Map a file. Raises OSError, PackedMismatch."""
-        with path.open("rb") as stream:
+        with os.fdopen(open_file(path), "rb") as stream:
             if os.fstat(stream.fileno()).st_size < len(MAGIC) + 8 + DIGEST_BYTES:
                 raise PackedMismatch(str(path))
             # private and writable: torch takes an address only from a writable buffer

@@ -12,13 +12,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from cacheblend_store.private_files import InsecurePath, open_file, read_bytes
+
 from cacheblend_cli.client import Connection
-from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError
+from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError, UsageError
 from cacheblend_cli.settings import Settings
 from cacheblend_cli.sockets import folder_of, make_folder, socket_of, sockets_of
 
 _START_S = 300.0
 _POLL_S = 0.05
+_LOG_BYTES = 64 << 20
 _REPLY_S = 10.0  # to wait for the status of a listening engine
 _END_S = 15.0  # after the grace period, to close the store and free memory
 
@@ -40,10 +43,18 @@ def start(settings: Settings, idle_exit_s: float, arguments: Sequence[str] | Non
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold the file's lock. Child processes do not inherit it."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as stream:
+    with os.fdopen(_open(path, os.O_WRONLY | os.O_CREAT), "wb") as stream:
         with suppress(OSError):  # a filesystem without locks
             fcntl.flock(stream, fcntl.LOCK_EX)
         yield
+
+
+def _open(path: Path, flags: int) -> int:
+    """Open a file beside the socket. Raises UsageError for a link or a file of another user."""
+    try:
+        return open_file(path, flags)
+    except InsecurePath as error:
+        raise UsageError(f"{path} {error.strerror}", "remove it") from error
 
 
 def start_own(settings: Settings, idle_exit_s: float, flags: Sequence[str]) -> None:
@@ -69,7 +80,7 @@ def _started(path: Path, log: Path, idle_exit_s: float, arguments: Sequence[str]
     if not any(a.partition("=")[0] == "--idle-exit" for a in arguments):
         arguments = [*arguments, "--idle-exit", str(idle_exit_s)]
     command = [sys.executable, "-P", "-c", "from cacheblend_cli.cli.main import main; main()", *arguments]
-    with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600), "wb") as stream:
+    with os.fdopen(_open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), "wb") as stream:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True, close_fds=True
         )
@@ -78,7 +89,7 @@ def _started(path: Path, log: Path, idle_exit_s: float, arguments: Sequence[str]
         if (reply := ask_status(path)) is not None:
             return reply
         if process.poll() is not None:
-            log_lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            log_lines = read_bytes(log, _LOG_BYTES).decode(errors="replace").strip().splitlines()
             reply = dict(line.partition(": ")[::2] for line in reversed(log_lines))  # the first line of each kind
             error = CacheBlendError(
                 reply.get("error", "the engine exited during start-up"), reply.get("hint", f"see {log}")

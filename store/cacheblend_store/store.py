@@ -82,7 +82,7 @@ class ChunkStore:
 
     def _acquire(self, *, create: bool = False) -> Environment:
         check_directory(self.path, write=self.writable, create=create, force=self._force)
-        return acquire(self.path, self.lock_timeout, write_identity)
+        return acquire(self.path, self.lock_timeout, write_identity, force=self._force)
 
     def __enter__(self) -> ChunkStore:
         return self
@@ -121,6 +121,12 @@ class ChunkStore:
         manager waits up to FLUSH_S for pending uploads."""
         self.tier = tier
         tier.start(self.get_blobs, partial(self.memo, records.COLLECTION))
+
+    @property
+    def is_own(self) -> bool:
+        """Return whether the store belongs to this user alone (or was opened with force). In any other store nothing is
+        created: no index, lock or socket."""
+        return self._environment().is_own
 
     @property
     def generation(self) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from platformdirs import user_config_path
 
+from cacheblend_cli import trust
 from cacheblend_cli.cli.main import run
 from cacheblend_cli.errors import ExitCode, UsageError
 from cacheblend_cli.settings import GROUPS, Settings, resolve
@@ -27,6 +28,12 @@ def user_file(text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
+
+
+def trusted_file(here: Path, text: str) -> None:
+    """Write the project's settings, as a user who trusts them."""
+    (here / "cacheblend.toml").write_text(text)
+    trust.trust(here / "cacheblend.toml", text.encode())
 
 
 def test_flags_beat_variables_beat_the_project_beat_the_user(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +61,7 @@ def test_the_project_file_is_found_above_but_not_outside_the_repository(
 
 
 def test_paths_in_a_file_are_relative_to_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (here / "cacheblend.toml").write_text("store = 'kv'\nmodel = 'models/tiny'\n")
+    trusted_file(here, "store = 'kv'\nmodel = 'models/tiny'\n")
     (here / "sub").mkdir()
     monkeypatch.chdir(here / "sub")
     assert resolve({}).settings.store_path == here / "kv"
@@ -98,7 +105,7 @@ def test_a_ratio_is_a_number_or_auto(here: Path, monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_a_bad_file_and_its_key_are_named(here: Path, text: str, key: str) -> None:
-    (here / "cacheblend.toml").write_text(text)
+    trusted_file(here, text)
     with pytest.raises(UsageError, match=key) as caught:
         resolve({})
     assert str(here / "cacheblend.toml") in caught.value.message
@@ -121,14 +128,14 @@ def test_a_bad_variable_is_named_and_an_empty_one_is_unset(monkeypatch: pytest.M
 
 def test_the_example_in_configs_is_valid(here: Path) -> None:
     example = Path(__file__).parents[2] / "configs" / "cacheblend.toml"
-    (here / "cacheblend.toml").write_text(example.read_text(encoding="utf-8"))
+    trusted_file(here, example.read_text(encoding="utf-8"))
     assert resolve({}).settings.store_path == here / ".cacheblend" / "store"
 
 
 def test_a_switch_is_true_or_false(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve({}).settings.eager is False
     assert resolve({"eager": True}).settings.eager is True
-    (here / "cacheblend.toml").write_text("eager = true\n")
+    trusted_file(here, "eager = true\n")
     assert resolve({}).settings.eager is True
     monkeypatch.setenv("CACHEBLEND_EAGER", "no")
     assert resolve({}).settings.eager is False
@@ -137,7 +144,7 @@ def test_a_switch_is_true_or_false(here: Path, monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(UsageError):
             resolve({})
     monkeypatch.delenv("CACHEBLEND_EAGER")
-    (here / "cacheblend.toml").write_text("eager = 1\n")
+    trusted_file(here, "eager = 1\n")
     with pytest.raises(UsageError):
         resolve({})
     (here / "cacheblend.toml").write_text("ratio = true\n")

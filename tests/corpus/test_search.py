@@ -221,8 +221,10 @@ def test_an_index_of_another_store_or_version_is_made_anew(store: ChunkStore, tm
 def test_a_store_that_cannot_be_written_is_searched_in_memory(
     store: ChunkStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    store.close()
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert found(store, "canteen") == ["faq#0", "mara-lind#1"]
+    with ChunkStore.open(store.path) as reading:
+        assert found(reading, "canteen") == ["faq#0", "mara-lind#1"]
     assert not (store.path / "search.sqlite3").exists()
 
 

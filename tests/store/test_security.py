@@ -8,15 +8,27 @@ import stat
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import lmdb
 import pytest
 from bare_store import bare_writing
-from cacheblend_store import BadBlob, ChunkStore, StoreCorrupt, StoreError, StoreFormat, StorePermission, compact
+from cacheblend_store import (
+    BadBlob,
+    ChunkStore,
+    StoreCorrupt,
+    StoreError,
+    StoreFormat,
+    StorePermission,
+    compact,
+    verify,
+)
 from cacheblend_store.format.blobs import blob_prefix, blob_spec, encode_blob
 from cacheblend_store.lmdb_file.pages.reader import DATABASES
 from one_blob import read_blob
 from small_chunks import make_chunk
+
+_as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 
 
 @pytest.fixture
@@ -52,13 +64,12 @@ def test_a_store_that_everyone_may_write_is_read_and_not_written(path: Path, par
         store.put_chunk(*make_chunk(2))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_a_file_of_somebody_else_in_our_folder_is_read_and_not_written(path: Path) -> None:
+@_as_root
+@pytest.mark.parametrize("mode", ["read", "write"])
+def test_a_file_of_somebody_else_in_our_folder_is_refused(path: Path, mode: Literal["read", "write"]) -> None:
     os.chown(path / "data.mdb", 12345, 12345)
-    with pytest.raises(StorePermission):
-        ChunkStore.open(path, mode="write")
-    with ChunkStore.open(path) as store:
-        assert len(list(store.chunks())) == 1
+    with pytest.raises(StorePermission, match="belongs to another user"):
+        ChunkStore.open(path, mode=mode)
 
 
 def test_somebody_elses_store_by_its_owner(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,6 +78,75 @@ def test_somebody_elses_store_by_its_owner(path: Path, monkeypatch: pytest.Monke
         ChunkStore.open(path, mode="write")
     with ChunkStore.open(path) as store:
         assert len(list(store.chunks())) == 1
+
+
+@_as_root
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o777])
+def test_nothing_is_created_in_a_store_of_another_user(path: Path, mode: int) -> None:
+    """Also not by root, who could."""
+    for file in (path, *path.iterdir()):
+        os.chown(file, 12345, 12345)
+    path.chmod(mode)
+    for name in ("lock.mdb", "open.lock", "writer.lock"):
+        (path / name).unlink(missing_ok=True)
+        (path / name).symlink_to(path.parent / "victim")
+    with ChunkStore.open(path) as store:
+        assert not store.is_own
+        assert len(list(store.chunks())) == 1
+        assert verify(store).ok
+    with pytest.raises(StorePermission, match="belongs to another user"):
+        ChunkStore.open(path, mode="write")
+    assert not (path.parent / "victim").exists()
+
+
+@pytest.mark.parametrize("part", ["", "data.mdb"])
+def test_a_store_that_a_group_may_write_is_read_and_not_written(path: Path, part: str) -> None:
+    (path / part).chmod(0o770 if not part else 0o660)
+    with pytest.raises(StorePermission, match="writable by other users") as caught:
+        ChunkStore.open(path, mode="write")
+    assert f"chmod {'600' if part else '700'} {path / part}" in str(caught.value.hint)
+    with ChunkStore.open(path) as store:
+        assert not store.is_own
+        assert len(list(store.chunks())) == 1
+
+
+def test_a_store_below_a_folder_that_everyone_may_write_is_not_written(path: Path) -> None:
+    """They could exchange it. /tmp has the sticky bit, which prevents that."""
+    path.parent.chmod(0o777)
+    with pytest.raises(StorePermission, match="writable by every user") as caught:
+        ChunkStore.open(path, mode="write")
+    assert f"chmod o-w {path.parent}" in str(caught.value.hint)
+    with ChunkStore.open(path) as store:
+        assert not store.is_own
+    path.parent.chmod(0o1777)
+    with ChunkStore.open(path, mode="write") as store:
+        assert store.is_own
+
+
+@pytest.mark.parametrize("name", ["data.mdb", "lock.mdb", "open.lock", "writer.lock"])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "FIFO"])
+def test_a_file_of_a_store_that_leads_elsewhere_is_refused(path: Path, name: str, kind: str) -> None:
+    victim = path.parent / "victim"
+    if kind == "link":
+        victim.write_bytes((path / name).read_bytes())
+    (path / name).unlink()
+    os.mkfifo(path / name) if kind == "FIFO" else (path / name).symlink_to(victim)
+    before = victim.read_bytes() if victim.exists() else None
+    refused = pytest.raises(StorePermission, match=f"{name} is (a symbolic link|not a regular file)")
+    with refused, ChunkStore.open(path, mode="write") as store:
+        store.put_chunk(*make_chunk(2))
+    assert (victim.read_bytes() if victim.exists() else None) == before
+
+
+def test_leftovers_of_a_killed_writer_that_are_a_link_are_removed_and_not_followed(path: Path) -> None:
+    (path.parent / "victim").mkdir()
+    (path.parent / "victim" / "data.mdb").write_text("mine")
+    (path / "making.tmp").symlink_to(path.parent / "victim")
+    with ChunkStore.open(path, mode="write") as store:
+        compact(store)
+        assert len(list(store.chunks())) == 1
+    assert (path.parent / "victim" / "data.mdb").read_text() == "mine"
+    assert not (path / "making.tmp").exists()
 
 
 @pytest.mark.parametrize("mode", ["read", "write"])

@@ -169,6 +169,31 @@ def test_a_tier_of_another_format_or_key_is_refused(tmp_path: Path) -> None:
         open_tier(url).check()
 
 
+@pytest.mark.parametrize("kind", ["FIFO", "device", "link"])
+def test_an_object_that_is_not_a_regular_file_is_missing(tmp_path: Path, kind: str) -> None:
+    """Reading a FIFO would wait for ever, a device never ends, and a link leads elsewhere."""
+    tier = open_tier(f"file://{tmp_path}/tier")
+    manifest, blobs = chunk()
+    size = tier.put_chunk(manifest, blobs)
+    name = tier.name(manifest.collection, manifest.key)
+    file = tmp_path / "tier" / name
+    file.rename(tmp_path / "real")
+    if kind == "FIFO":
+        os.mkfifo(file)
+    else:
+        file.symlink_to(tmp_path / "real" if kind == "link" else "/dev/zero")
+    assert tier.size(name) is None
+    with pytest.raises(BadBlob, match="not a regular file"):
+        tier.get_chunk(name, size)
+    tier.put_chunk(manifest, blobs)  # replaces it
+    assert tier.get_chunk(name, size)[1] == blobs
+    marker = tmp_path / "tier" / "cacheblend-tier.json"
+    marker.unlink()
+    os.mkfifo(marker)
+    with pytest.raises(StoreFormat, match="not a regular file"):
+        open_tier(f"file://{tmp_path}/tier").check()
+
+
 def test_a_key_that_is_too_short_or_not_there_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(b"short")
     for name in ("short", "missing"):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cacheblend_store.private_files import open_file
 from torch import Tensor
 
 from cacheblend_cli.errors import DeviceError, UsageError
@@ -61,7 +62,7 @@ class HandOverFile:
         new = self._path.with_name(f"{self._path.name}.new")
         digest = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16).hexdigest()
         try:
-            self._lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            self._lock = open_file(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, anywhere=True)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             with os.fdopen(os.dup(self._lock), "wb") as file:
                 file.write(_header(kv, digest))
@@ -109,7 +110,7 @@ def _bytes(heads: Tensor) -> memoryview:
 def _remove_dead(file: Path) -> None:
     """Remove the file unless a living process holds its lock."""
     with suppress(OSError):
-        held = os.open(file, os.O_RDWR)
+        held = open_file(file, os.O_RDWR, anywhere=True)
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.unlink(missing_ok=True)

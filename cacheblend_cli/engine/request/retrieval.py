@@ -10,7 +10,7 @@ from functools import partial
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.collect.collector import PlannedChunk
-from cacheblend_cli.corpus.search import WEAK, Lookup, SearchHit, found_elsewhere, search
+from cacheblend_cli.corpus.search import WEAK, Lookup, SearchHit, damaged_note, found_elsewhere, search
 from cacheblend_cli.engine.events import Say
 from cacheblend_cli.engine.request.chunks import StoredChunks, in_stored_codec
 from cacheblend_cli.engine.request.prompts import Prompts
@@ -63,6 +63,8 @@ def retrieve(
     exact = exact_where_stored(in_stored_codec(own, prompts, stored, keys), stored, keys)
     rank_of = {hit.key: rank for rank, hit in enumerate(found.hits, 1)}
     ranks = {e: rank_of[key] for e, key in zip(exact, keys, strict=True)}
+    if found.num_damaged:
+        notes.append(damaged_note(found.num_damaged))
     return Retrieved(exact, ranks, [WEAK, *notes] if found.weak else notes, found.weak, found.num_cut)
 
 

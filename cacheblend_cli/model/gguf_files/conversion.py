@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cacheblend_store.private_files import make_folder, open_folder
+
 from cacheblend_cli import user_cache
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.gguf_files.architectures import Metadata, architecture_of
@@ -49,12 +51,12 @@ def model_dir_of(file: Path, say: Callable[[str], None] | None = None) -> Path:
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror}", "check the path") from error
     kept = user_cache.place("gguf", FORMAT, str(at), stat.st_size, stat.st_mtime_ns, stat.st_ino)
-    if (kept / GGUF_INDEX).is_file():
+    if _is_kept(kept):
         return kept
     if say:
         say(f"reading {file.name} for the first time: its tokenizer and tensor index are cached")
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(kept.parent)
         folder = Path(tempfile.mkdtemp(dir=kept.parent, prefix="new-"))
     except OSError:  # nothing can be kept: convert for this process only
         folder = kept = Path(tempfile.mkdtemp(prefix="cacheblend-gguf-"))
@@ -69,12 +71,21 @@ def model_dir_of(file: Path, say: Callable[[str], None] | None = None) -> Path:
     return kept
 
 
+def _is_kept(folder: Path) -> bool:
+    """Return whether the folder is a conversion of this user."""
+    try:
+        os.close(open_folder(folder))
+    except OSError:
+        return False
+    return (folder / GGUF_INDEX).is_file()
+
+
 def _put_in_place(folder: Path, kept: Path) -> None:
     """Move the folder into place atomically; another process may have been faster."""
     try:
         os.replace(folder, kept)
     except OSError:
-        if not (kept / GGUF_INDEX).is_file():
+        if not _is_kept(kept):
             raise
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -122,7 +133,7 @@ def _value(field: Any) -> Any:
 def _dtype(reader: GGUFReader) -> str:
     """Return the dtype of most weights: their own if they are not quantised, else bfloat16."""
     kinds = [t.tensor_type.name for t in reader.tensors if len(t.shape) > 1]
-    return DTYPES.get(max(set(kinds), key=kinds.count), "bfloat16")
+    return DTYPES.get(max(set(kinds), key=kinds.count, default=""), "bfloat16")
 
 
 def _index_of(reader: GGUFReader, config: dict[str, Any], metadata: Metadata) -> dict[str, StoredTensor]:

@@ -14,10 +14,11 @@ from typing import Any
 import lmdb
 
 from cacheblend_store.lmdb_file import locks
-from cacheblend_store.lmdb_file.directory import DATA, MAKING, check_space, sync_file
+from cacheblend_store.lmdb_file.directory import DATA, LOCK, MAKING, check_space, sync_file, sync_folder, unreadable
 from cacheblend_store.lmdb_file.pages.commits import snapshot
 from cacheblend_store.lmdb_file.pages.reader import DATABASES
 from cacheblend_store.lmdb_file.translation import MAX_READERS, system_errors, translated
+from cacheblend_store.private_files import InsecurePath, check_files, open_file
 
 MAP_SIZE = 16 << 40  # maximum; takes address space, not disk
 _LEAST_MAP = 64 << 20
@@ -32,6 +33,10 @@ def open_lmdb(store: Path) -> Any:
     The map is twice the size of the file system, which can grow while the store is open, or half of a limited address
     space. It does not grow, so that a process with many open stores has address space left.
     """
+    try:
+        check_files(store / DATA, store / LOCK, anywhere=True)
+    except InsecurePath as error:
+        raise unreadable(store / DATA, error) from error
     sync = not (store.name == MAKING and (store.parent / locks.WRITER).exists())
     disk, limit = os.statvfs(store), resource.getrlimit(resource.RLIMIT_AS)[0]
     size = min(MAP_SIZE, max(1 << 30, 2 * disk.f_blocks * disk.f_frsize))
@@ -55,7 +60,7 @@ def open_lmdb(store: Path) -> Any:
 def make_store(store: Path, lock_timeout: float, fill: Fill) -> None:
     """Create data.mdb unless another process has created it meanwhile."""
     with locks.writer_lock(store, lock_timeout):
-        if not (store / DATA).exists():
+        if not os.path.lexists(store / DATA):
             with made_aside(store) as folder, translated(store):
                 made = open_lmdb(folder)
                 dbs = {name: made.open_db(name.encode()) for name in DATABASES}
@@ -67,7 +72,7 @@ def make_store(store: Path, lock_timeout: float, fill: Fill) -> None:
 def compact_copy(store: Path, folder: Path) -> None:
     """Copy the store's data.mdb without its free pages into an empty directory. The store must not be open. LMDB trusts
     every page that it copies, so all pages are checked first. Raises StoreCorrupt."""
-    with (store / DATA).open("rb", buffering=0) as file, translated(store):
+    with os.fdopen(open_file(store / DATA, anywhere=True), "rb", buffering=0) as file, translated(store):
         pages = snapshot(file.fileno(), store)
         assert pages is not None, "the newest commit is always there"
         pages.check()
@@ -104,11 +109,14 @@ def made_aside(store: Path, num_bytes: int = 0) -> Iterator[Path]:
             os.chmod(folder / DATA, 0o600)  # LMDB's copies follow the umask
             sync_file(folder / DATA)
             os.rename(folder / DATA, store / DATA)
-            sync_file(store)
+            sync_folder(store)
     finally:
         clear_making(store)
 
 
 def clear_making(store: Path) -> None:
     """Remove the unfinished file of a process that was killed. Call it with the writer lock held."""
-    shutil.rmtree(store / MAKING, ignore_errors=True)
+    making = store / MAKING
+    if making.is_symlink():
+        making.unlink()
+    shutil.rmtree(making, ignore_errors=True)

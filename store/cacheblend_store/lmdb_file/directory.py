@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cacheblend_store.errors import StoreCorrupt, StoreError, StoreFormat, StoreNoSpace, StoreNotFound, StorePermission
 from cacheblend_store.lmdb_file.translation import again_hint, bad_disk, system_errors
+from cacheblend_store.private_files import InsecurePath, exposed, open_file
 
 DATA, LOCK, MAKING = "data.mdb", "lock.mdb", "making.tmp"
 OWN_FILES = ("writer.lock", "open.lock", MAKING, "search.sqlite3", "search.sqlite3-journal")
@@ -47,7 +48,7 @@ def _is_there(path: Path, *, create: bool) -> bool:
     """Return whether data.mdb exists; if not, check that it may be created."""
     if path.exists() and not path.is_dir():
         raise StoreFormat(f"{path} is a file, and a store is a directory", "name another --store")
-    if (path / DATA).exists():
+    if os.path.lexists(path / DATA):
         return True
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
     if LOCK in names:  # LMDB creates it when it opens a data.mdb
@@ -70,14 +71,30 @@ def _is_there(path: Path, *, create: bool) -> bool:
     return False
 
 
+def is_writable(path: Path, *, force: bool) -> bool:
+    """Return whether this user may write an existing store: it is this user's and private, or force."""
+    try:
+        _check_private(path, there=True, force=force)
+    except (StorePermission, OSError):
+        return False
+    return os.access(path / DATA, os.W_OK)
+
+
 def _check_private(path: Path, *, there: bool, force: bool) -> None:
-    """Check that no other user can write the store."""
-    for part, mode in ((path, "700"), (path / DATA, "600"))[: 1 + there] if not force else ():
-        info = part.stat()
-        if info.st_mode & stat.S_IWOTH:
-            raise StorePermission(f"the store at {path} is writable by everyone", f"run: chmod {mode} {part}")
-        if info.st_uid != os.geteuid():
+    """Check that no other user can write the store or exchange its directory."""
+    if not force:
+        error = exposed(path)
+        if error is not None and Path(error.filename) != path:
+            raise StorePermission(
+                f"{error.filename}, above the store at {path}, is writable by every user: they could exchange the store",
+                f"run: chmod o-w {error.filename}; or name another --store",
+            )
+        info = (path / DATA).lstat() if there else path.stat()
+        if info.st_uid != os.geteuid() or (error is not None and path.stat().st_uid != os.geteuid()):
             raise StorePermission(f"the store at {path} belongs to another user", "use a store of your own")
+        if error is not None or (info.st_mode & 0o022 and not stat.S_ISLNK(info.st_mode)):
+            part, mode = (path, "700") if error is not None else (path / DATA, "600")
+            raise StorePermission(f"the store at {path} is writable by other users", f"run: chmod {mode} {part}")
     if not os.access(path, os.W_OK):
         raise StorePermission(f"the store at {path} is read-only for this user", "use a store of your own")
 
@@ -85,15 +102,23 @@ def _check_private(path: Path, *, there: bool, force: bool) -> None:
 def _make_directory(path: Path, mode: int = 0o700) -> None:
     """Create the directory and its parents durably, so that the path of a store survives a power cut."""
     if not path.parent.is_dir():
-        _make_directory(path.parent, 0o777)
+        _make_directory(path.parent, 0o755)
     path.mkdir(mode=mode, exist_ok=True)
     with suppress(PermissionError):  # the parent directory may be enterable but not readable
-        sync_file(path.parent)
+        sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """fsync a directory."""
+    _sync(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
 def sync_file(path: Path) -> None:
-    """fsync a file or directory."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    """fsync a file of a store."""
+    _sync(open_file(path, anywhere=True))
+
+
+def _sync(handle: int) -> None:
     try:
         os.fsync(handle)
     finally:
@@ -103,6 +128,8 @@ def sync_file(path: Path) -> None:
 def unreadable(path: Path, error: OSError) -> StoreError:
     if path.name == DATA and isinstance(error, FileNotFoundError):
         return lost(path.parent)
+    if isinstance(error, InsecurePath):
+        return StorePermission(f"{error.filename} {error.strerror}", "remove it, or name another --store")
     return StorePermission(f"cannot read {path}: {error.strerror}", "use a store of your own")
 
 

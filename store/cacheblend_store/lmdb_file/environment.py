@@ -19,11 +19,12 @@ import lmdb
 from cacheblend_store.errors import StoreCorrupt, StoreError, StoreIOError, StorePermission
 from cacheblend_store.lmdb_file import locks
 from cacheblend_store.lmdb_file.datafile import Fill, clear_making, make_store, open_lmdb
-from cacheblend_store.lmdb_file.directory import DATA, unreadable
+from cacheblend_store.lmdb_file.directory import DATA, is_writable, unreadable
 from cacheblend_store.lmdb_file.pages.commits import check_index, read_metas, snapshot
 from cacheblend_store.lmdb_file.pages.layout import PAGE_SIZES
 from cacheblend_store.lmdb_file.pages.reader import DATABASES, PageReader
 from cacheblend_store.lmdb_file.translation import Reopen, damaged, translated
+from cacheblend_store.private_files import open_file
 
 _TRIES = 64  # attempts to begin a transaction, which other processes can make fail repeatedly
 
@@ -31,16 +32,17 @@ _TRIES = 64  # attempts to begin a transaction, which other processes can make f
 class Environment:
     """An open LMDB environment. Use `acquire` and `release`, which count users."""
 
-    def __init__(self, store: Path, lock_timeout: float) -> None:
+    def __init__(self, store: Path, lock_timeout: float, *, force: bool) -> None:
         self.store, self.pid, self.users = store, os.getpid(), 1
         self._timeout = lock_timeout
         self._changed = threading.Condition()
         self.transactions = self._waiting = 0
         self._file = -1  # -1: not open
         self._lmdb: Any = None
-        # A user without write permission gets no slot in the reader table: the owner may overwrite pages during a read.
-        self._is_owner = os.access(store / DATA, os.W_OK) and os.access(store, os.W_OK)
-        self._share = locks.share(store, lock_timeout)
+        # In a store that is not this user's own, nothing is created or locked. Without a slot in the reader table, its
+        # owner may overwrite pages during a read.
+        self.is_own = is_writable(store, force=force)
+        self._share = locks.share(store, lock_timeout) if self.is_own else None
         try:
             self._open()
             with self.reading() as pages:
@@ -53,14 +55,14 @@ class Environment:
         self._dbs: dict[str, Any] = {}
         self._free_list_checked = False
         try:
-            self._file = os.open(self.store / DATA, os.O_RDONLY | os.O_CLOEXEC)
+            self._file = open_file(self.store / DATA, anywhere=True)
         except OSError as error:
             raise unreadable(self.store / DATA, error) from error
         try:
             info = os.fstat(self._file)
             self._inode = info.st_dev, info.st_ino
             snapshot(self._file, self.store)  # checks the meta pages, which LMDB trusts as soon as it opens the file
-            if self._is_owner:
+            if self.is_own:
                 self._lmdb = open_lmdb(self.store)
                 with translated(self.store):
                     self._lmdb.reader_check()
@@ -95,7 +97,7 @@ class Environment:
         try:
             yield pages
         except StoreCorrupt as error:
-            if not self._is_owner and self._is_overwritten(pages.meta.txnid):
+            if not self.is_own and self._is_overwritten(pages.meta.txnid):
                 raise StoreIOError(
                     f"the store at {self.store} was changed by its owner while it was read", "try again"
                 ) from error
@@ -125,7 +127,7 @@ class Environment:
 
     def _begin(self, *, write: bool) -> tuple[Any, PageReader]:
         """Begin a transaction (None for a user who is not the owner), to be ended by `_end`. Returns its pages too."""
-        if write and not self._is_owner:
+        if write and not self.is_own:
             raise StorePermission(f"the store at {self.store} is read-only for this user", "use a store of your own")
         for _ in range(_TRIES):
             self._look_at_file()
@@ -171,7 +173,7 @@ class Environment:
         """Check the file before LMDB reads the meta pages in its map: a truncated file would raise a signal."""
         self._require_own()
         try:
-            info = os.stat(self.store / DATA)
+            info = os.lstat(self.store / DATA)
         except OSError as error:
             raise unreadable(self.store / DATA, error) from error
         if info.st_size < 2 * PAGE_SIZES[0]:
@@ -215,8 +217,9 @@ _inherited: dict[str, Environment] = {}  # of the parent; kept, because LMDB clo
 _registry = threading.RLock()
 
 
-def acquire(store: Path, lock_timeout: float, fill: Fill) -> Environment:
-    """Return the store's environment, opening or creating it if needed. The directory must have been checked."""
+def acquire(store: Path, lock_timeout: float, fill: Fill, *, force: bool) -> Environment:
+    """Return the store's environment, opening or creating it if needed. The directory must have been checked.
+    force: use a store of another user like an own one."""
     with _registry:
         key = str(store.resolve())
         if key in _shared:
@@ -224,9 +227,9 @@ def acquire(store: Path, lock_timeout: float, fill: Fill) -> Environment:
             return _shared[key]
         if key in _inherited:
             _close_inherited(key)
-        if not (store / DATA).exists():
+        if not os.path.lexists(store / DATA):
             make_store(store, lock_timeout, fill)
-        _shared[key] = Environment(store, lock_timeout)
+        _shared[key] = Environment(store, lock_timeout, force=force)
         return _shared[key]
 
 

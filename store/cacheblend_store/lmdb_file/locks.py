@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cacheblend_store.errors import StoreIOError, StoreLocked, StorePermission
+from cacheblend_store.lmdb_file.directory import unreadable
+from cacheblend_store.private_files import InsecurePath, open_file
 
 WRITER, OPEN = "writer.lock", "open.lock"
 _held: set[int] = set()
@@ -28,7 +30,7 @@ def writer_lock(store: Path, timeout: float) -> Iterator[None]:
         if not _wait(handle, fcntl.LOCK_EX, timeout):
             holder = ""
             with suppress(OSError):
-                holder = (store / WRITER).read_bytes()[:300].decode(errors="replace").strip()
+                holder = os.pread(handle, 300, 0).decode(errors="replace").strip()
             raise StoreLocked(
                 f"the store at {store} is being written by {holder or 'another process'}",
                 "wait for it, or raise --lock-timeout",
@@ -42,13 +44,10 @@ def writer_lock(store: Path, timeout: float) -> Iterator[None]:
         close(handle)
 
 
-def share(store: Path, timeout: float) -> int | None:
-    """Return the descriptor of a shared lock on an open store, held until `close`; None if the user may not lock.
-    Raises StoreLocked if the store is being rewritten for longer than `timeout` seconds."""
-    try:
-        handle = _open(store / OPEN)
-    except StorePermission:
-        return None
+def share(store: Path, timeout: float) -> int:
+    """Return the descriptor of a shared lock on an open store, held until `close`. Raises StoreLocked if the store is
+    being rewritten for longer than `timeout` seconds."""
+    handle = _open(store / OPEN)
     if not _wait(handle, fcntl.LOCK_SH, timeout):
         close(handle)
         raise StoreLocked(f"the store at {store} is being compacted", "wait for it, or raise --lock-timeout")
@@ -91,14 +90,11 @@ def _wait(handle: int, kind: int, timeout: float) -> bool:
 
 
 def _open(path: Path) -> int:
-    """Open the lock file and create it if needed; read-only if the user may not write it."""
+    """Open the lock file of a store that this user may write, and create it if needed."""
     try:
-        try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError:
-            if path.name != OPEN:
-                raise
-            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        handle = open_file(path, os.O_RDWR | os.O_CREAT, anywhere=True)
+    except InsecurePath as error:
+        raise unreadable(path, error) from error
     except OSError as error:
         raise StorePermission(f"cannot open {path}: {error.strerror}", "use a store of your own") from error
     _held.add(handle)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -79,7 +81,7 @@ def open_tier(url: str, key_file: str | Path | None = None, *, create: bool = Tr
             folder = Path(unquote(urlsplit(url).path))
             if not folder.is_dir() and not (create and folder.parent.is_dir()):
                 raise TierNotFound(f"there is no folder {folder}", "make it, or mount what it is on")
-            return Tier(url, LocalStore(folder, mkdir=True), cipher)
+            return Tier(url, LocalStore(folder, mkdir=True), cipher, folder)
         client: Any = {"timeout": f"{_REQUEST_S}s", "connect_timeout": f"{_CONNECT_S}s", "allow_http": True}
         return Tier(url, from_url(url, client_options=client, retry_config={"max_retries": 2}), cipher)
 
@@ -101,20 +103,22 @@ class TierObject(NamedTuple):
 
 
 class Tier:
-    """Chunks and documents shared by several stores. cipher: None for a tier without encryption.
+    """Chunks and documents shared by several stores. cipher: None for a tier without encryption. folder: of a file URL.
 
     A put is atomic. Do not trust data before `ObjectLayout` has bounded its size and `Head.layer` checked its digest.
     Methods raise TierError, never an error of a library.
     """
 
-    def __init__(self, url: str, store: Any, cipher: Cipher | None = None) -> None:
+    def __init__(self, url: str, store: Any, cipher: Cipher | None = None, folder: Path | None = None) -> None:
         import obstore
 
-        self.url, self._store, self._cipher, self._api = url, store, cipher, obstore
+        self.url, self._store, self._cipher, self._folder_path, self._api = url, store, cipher, folder, obstore
         self._marked = False
 
     def check(self) -> None:
         """Connect to the tier and check its format. Raises TierError."""
+        if not self._may_read(_MARKER):
+            raise StoreFormat(f"{_MARKER} at {self.url} is not a regular file", "use another prefix")
         with _errors(self.url):
             for _ in self._api.list(self._store, prefix=_ROOT, chunk_size=1):  # fails if the bucket does not exist
                 break
@@ -160,6 +164,8 @@ class Tier:
 
     def size(self, name: str) -> int | None:
         """Return the size of an object, or None if it does not exist."""
+        if not self._may_read(name):
+            return None
         try:
             with _errors(self.url):
                 return int(self._api.head(self._store, name)["size"])
@@ -172,6 +178,8 @@ class Tier:
 
     def read(self, name: str, start: int, end: int) -> memoryview:
         """Return exactly these bytes of an object."""
+        if not self._may_read(name):
+            raise BadBlob("its object is not a regular file")
         with _errors(self.url):
             pieces = [
                 memoryview(self._api.get_range(self._store, name, start=at, end=min(at + _PIECE_BYTES, end)))
@@ -261,6 +269,15 @@ class Tier:
         return f"{self._folder(collection)}/{_COLLECTION}"
 
     # objects
+
+    def _may_read(self, name: str) -> bool:
+        """Return False for a FIFO, a device or a link in a folder: reading could block for ever, or lead elsewhere."""
+        if self._folder_path is None:
+            return True
+        try:
+            return stat.S_ISREG(os.lstat(self._folder_path / name).st_mode)
+        except OSError:
+            return True  # the request reports it
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete up to 1,000 objects."""

@@ -13,6 +13,7 @@ from cacheblend_store.errors import BadBlob, StoreCorrupt
 from cacheblend_store.lmdb_file.datafile import compact_copy, replacing
 from cacheblend_store.lmdb_file.directory import DATA, unreadable
 from cacheblend_store.lmdb_file.pages.commits import salvageable
+from cacheblend_store.private_files import open_file
 from cacheblend_store.reader import StoreReader
 from cacheblend_store.state import check_format
 from cacheblend_store.store import ChunkStore
@@ -55,7 +56,7 @@ def salvage(path: Path, lock_timeout: float = 30.0, progress: Progress | None = 
     StoreFormat, StoreLocked, StoreNoSpace, StorePermission.
     """
     try:
-        file = (path / DATA).open("rb", buffering=0)
+        file = os.fdopen(open_file(path / DATA, anywhere=True), "rb", buffering=0)
     except OSError as error:
         raise unreadable(path / DATA, error) from error
     with (

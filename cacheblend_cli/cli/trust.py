@@ -1,0 +1,71 @@
+"""cacheblend trust: accept the settings and the store that a project brings."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from typer import Argument, Option
+
+from cacheblend_cli import trust as record
+from cacheblend_cli.cli import options
+from cacheblend_cli.cli.output import Output
+from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.settings import config_files, read_settings, risky_settings
+
+
+def trust(
+    folder: Path = Argument(Path(), help="Folder of the project.", metavar="[DIR]", show_default=False),
+    remove: bool = Option(False, "--remove", help="Trust it no longer."),
+    json: options.Json = False,
+) -> None:
+    """Accept the settings and the store that a project brings.
+
+    A project's cacheblend.toml may set the model, the store or a tier, and its .cacheblend may hold the store, only if
+    you trust them: they may have come with a checkout, and decide where your data goes. Shows what is accepted. If the
+    file changes, it has to be trusted again.
+    """
+    output = Output()
+    if not folder.is_dir():
+        raise NotFoundError(f"no such folder: {folder}", "check the path")
+    file, own = next(iter(config_files(folder)[1:]), None), folder / record.PROJECT_FOLDER
+    if file is None and not os.path.lexists(own / record.STORE):
+        raise NotFoundError(
+            f"{folder.resolve()} has neither a cacheblend.toml nor a .cacheblend/store", "name another one"
+        )
+    try:
+        found = _settings(file, remove=remove) if file else {}
+        store = _store(own, remove=remove) if os.path.lexists(own / record.STORE) else None
+    except OSError as error:
+        raise UsageError(f"{error.filename}: {error.strerror}", "check its owner and permissions") from error
+    if json:
+        output.json(
+            {"file": file and str(file), "settings": found, "store": store and str(store), "trusted": not remove}
+        )
+        return
+    verb = "no longer trusted" if remove else "trusted"
+    if file:
+        output.line(f"{verb}: {file}")
+        for name, value in found.items():
+            output.line(f"  {name} = {value!r}")
+    if store:
+        output.line(f"{verb}: {store}")
+
+
+def _settings(file: Path, *, remove: bool) -> dict[str, object]:
+    """Trust a settings file or, with remove, trust it no longer. Return the settings that need trust."""
+    content, values = read_settings(file)
+    if remove:
+        record.distrust(file)
+    else:
+        record.trust(file, content)
+    return {name: value for name, value in values.items() if name in risky_settings(values, file.parent)}
+
+
+def _store(folder: Path, *, remove: bool) -> Path:
+    """Trust the store in a `.cacheblend` or, with remove, trust it no longer. Return its path."""
+    if remove:
+        record.unstamp(folder)
+    else:
+        record.stamp(folder)
+    return folder.resolve() / record.STORE

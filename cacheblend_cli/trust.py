@@ -1,0 +1,136 @@
+"""Projects that this user trusts. A checkout can bring its own cacheblend.toml and .cacheblend: until they are trusted,
+they may not choose a model, a store or where data is sent.
+
+The record is in the user's data directory, where no checkout can write: a digest of each trusted cacheblend.toml, and
+a secret. A `.cacheblend` that was made on this machine by this user holds a stamp, which is computed from the secret;
+its owner alone says nothing, because `git clone` makes the victim the owner.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+from cacheblend_store import private_files
+from platformdirs import user_data_path
+
+from cacheblend_cli import user_cache
+
+PROJECT_FOLDER = ".cacheblend"
+STORE = "store"
+_STAMP = "stamp"
+_MOST_BYTES = 1 << 20
+
+
+def is_trusted(file: Path, content: bytes) -> bool:
+    """Return whether this user trusts a settings file with exactly this content."""
+    return _record().get(os.path.realpath(file)) == _digest(content)
+
+
+def trust(file: Path, content: bytes) -> None:
+    """Trust a settings file as long as it has this content. Raises OSError if that cannot be recorded."""
+    _keep(_record() | {os.path.realpath(file): _digest(content)})
+
+
+def distrust(file: Path) -> bool:
+    """Trust a settings file no longer. Return whether it was trusted. Raises OSError."""
+    record = _record()
+    was_trusted = record.pop(os.path.realpath(file), None) is not None
+    if was_trusted:
+        _keep(record)
+    return was_trusted
+
+
+def project_folder() -> Path | None:
+    """Return `.cacheblend` of the working directory if the store in it may be used: this user made it, or it has no
+    store yet."""
+    folder = Path(PROJECT_FOLDER)
+    return folder if _is_folder(folder) and (not os.path.lexists(folder / STORE) or made_here(folder)) else None
+
+
+def made_here(folder: Path) -> bool:
+    """Return whether a `.cacheblend` has the stamp that this user's secret gives it."""
+    with suppress(OSError, ValueError):
+        stamp = _read(folder / _STAMP).decode("ascii").strip()
+        return _is_folder(folder) and stamp == _stamp(folder, _secret())
+    return False
+
+
+def stamp(folder: Path) -> None:
+    """Mark a `.cacheblend` as made by this user. Raises OSError.
+
+    A .gitignore keeps it out of repositories: a published stamp would let others replace the store.
+    """
+    if not _is_folder(folder):
+        raise private_files.InsecurePath("is not a directory of this user", folder)
+    _write(folder / _STAMP, _stamp(folder, _secret(create=True)).encode() + b"\n")
+    if not os.path.lexists(folder / ".gitignore"):
+        _write(folder / ".gitignore", b"*\n")
+
+
+def unstamp(folder: Path) -> bool:
+    """Undo `stamp`. Return whether there was one. Raises OSError."""
+    was_made_here = made_here(folder)
+    (folder / _STAMP).unlink(missing_ok=True)
+    return was_made_here
+
+
+def _is_folder(folder: Path) -> bool:
+    """Return whether the path is a directory of this user, not a link to one."""
+    try:
+        info = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid()
+
+
+def _stamp(folder: Path, secret: bytes) -> str:
+    """Return the stamp of a directory. It stays valid when the directory is renamed, and not in a copy."""
+    return hashlib.blake2b(str(folder.stat().st_ino).encode(), key=secret, digest_size=16).hexdigest()
+
+
+def _secret(*, create: bool = False) -> bytes:
+    """Return the secret of stamps. Raises OSError if there is none or it cannot be kept."""
+    file = user_data_path("cacheblend") / "stamp-secret"
+    if create and not user_cache.recall(file):
+        user_cache.settle(file, os.urandom(32).hex())
+    secret = user_cache.recall(file)
+    if len(secret) != 64:
+        raise OSError(errno.ENOENT, "no secret is kept", os.fspath(file))
+    return secret.encode()
+
+
+def _record() -> dict[str, str]:
+    """Return path -> digest of the trusted files."""
+    with suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(private_files.read_bytes(_record_file(), _MOST_BYTES), type=dict[str, str])
+    return {}
+
+
+def _keep(record: dict[str, str]) -> None:
+    private_files.replace(_record_file(), msgspec.json.encode(record))
+
+
+def _record_file() -> Path:
+    return user_data_path("cacheblend") / "trusted.json"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=32).hexdigest()
+
+
+def _read(file: Path) -> bytes:
+    """Read a small file of this user in a project, which its group may be allowed to write."""
+    with os.fdopen(private_files.open_file(file, anywhere=True), "rb") as stream:
+        return stream.read(_MOST_BYTES)
+
+
+def _write(file: Path, data: bytes) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    with os.fdopen(private_files.open_file(file, flags, 0o600, anywhere=True), "wb") as stream:
+        stream.write(data)
