@@ -123,6 +123,9 @@ MATRICES static void multiply_matrices(float *sums, const uint16_t *a, int64_t s
 
 typedef struct { uint8_t bytes[64]; } Tiles;
 
+/* GCC's intrinsics name only the first 8 bytes of a configuration: it would leave out the stores of the others. */
+MATRICES static inline void load_tiles(const Tiles *tiles) { __asm__ volatile("ldtilecfg %0" : : "m"(*tiles)); }
+
 /* Eight tiles of 16 rows of 64 bytes; returns the tiles that were configured before, for `leave_tiles`: oneDNN's. */
 MATRICES static Tiles enter_tiles(void) {
     Tiles before, own = {{1}}; /* palette 1 */
@@ -130,14 +133,14 @@ MATRICES static Tiles enter_tiles(void) {
         own.bytes[16 + 2 * tile] = 64;
         own.bytes[48 + tile] = 16;
     }
-    _tile_storeconfig(&before);
-    _tile_loadconfig(&own);
+    __asm__ volatile("sttilecfg %0" : "=m"(before));
+    load_tiles(&own);
     return before;
 }
 
 MATRICES static void leave_tiles(const Tiles *before) {
     if (before->bytes[0])
-        _tile_loadconfig(before);
+        load_tiles(before);
     else
         _tile_release();
 }
