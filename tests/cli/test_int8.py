@@ -83,7 +83,7 @@ def test_an_answer_with_int8_weights(cli: Cli, docs: Path) -> None:
 
 
 @needs_vnni
-def test_the_setting_is_one_like_others(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "cacheblend.toml").write_text('weight_dtype = "int8"\n')
+def test_the_setting_is_one_like_others(cli: Cli) -> None:
+    assert cli("config", "set", "weight_dtype", "int8").code == 0
     shown = cli("config", "show", "--json").records[0]
     assert "int8" in json.dumps(shown)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,8 +31,8 @@ def test_a_float8_pool_answers(cli: Cli, stored: list[str], mode: str) -> None:
     assert ours["generated_tokens"] == 4
 
 
-def test_it_is_a_setting_and_an_unknown_value_is_refused(cli: Cli, stored: list[str], tmp_path: Path) -> None:
-    (tmp_path / "cacheblend.toml").write_text('kv_pool_dtype = "int4"\n')
+def test_it_is_a_setting_and_an_unknown_value_is_refused(cli: Cli, stored: list[str]) -> None:
+    assert cli("config", "set", "kv_pool_dtype", "int4").code == 0
     refused = cli("ask", "who?", "--chunks", stored[0])
     assert refused.code == 2
     assert "'int4'" in refused.err

@@ -13,14 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cacheblend_store import ChunkStore, StoreReader
+from bare_store import bare_writing
+from cacheblend_store import ChunkStore, StoreReader, verify
 from cacheblend_store.format.records import document_key
 from stored_texts import forget
 from stored_texts import put_document as put
 
 from cacheblend_cli.corpus.ranking import query_terms
-from cacheblend_cli.corpus.search import Lookup, search
+from cacheblend_cli.corpus.search import Lookup, damaged_note, look, search
 from cacheblend_cli.corpus.search_index import open_index
+from cacheblend_cli.errors import NotFoundError
+from cacheblend_cli.types import SearchParams
 
 
 @pytest.fixture
@@ -243,3 +246,44 @@ def test_several_processes_search_while_the_store_changes(store: ChunkStore) -> 
         assert reader.communicate(timeout=60)[1] == b""
         assert reader.returncode == 0
     assert len(found(store, "canteen", 50)) == 17
+
+
+def damage(store: ChunkStore, key: str) -> bytes:
+    """Flip a bit of a chunk's record. Return the record as it was."""
+    with bare_writing(store) as (transaction, dbs):
+        record = bytes(transaction.get(bytes.fromhex(key), db=dbs["chunks"]))
+        transaction.put(bytes.fromhex(key), record[:-1] + bytes([record[-1] ^ 1]), db=dbs["chunks"])
+    return record
+
+
+def test_chunks_that_cannot_be_searched_are_counted(store: ChunkStore) -> None:
+    """Where the index is built after their records were damaged."""
+    ids = put(store, "/docs/lunch.md", "Lunch is at noon.\n", "The soup is free.\n", "No dessert.\n")
+    damage(store, ids[1])
+    result = search(store, "soup lunch", Lookup(5))
+    assert [f"{Path(h.source).stem}#{h.index}" for h in result.hits] == ["lunch#0", "lunch#2"]
+    assert result.num_damaged == 1
+    assert damaged_note(1).startswith("1 stored chunk is damaged and not searched; repair: ")
+    assert search(store, "?!", Lookup(5)).num_damaged == 1
+    said: list[str] = []
+    with pytest.raises(NotFoundError):
+        look(store, "soup", SearchParams(by="words"), said.append)
+    assert said == [damaged_note(1)]
+
+    put(store, "/docs/other.md", "Something else.\n")  # an update of other chunks
+    assert search(store, "soup", Lookup(5)).num_damaged == 1
+    verify(store, repair=True)
+    assert search(store, "soup", Lookup(5)).num_damaged == 0
+    put(store, "/docs/lunch.md", "Lunch is at noon.\n", "The soup is free.\n", "No dessert.\n")
+    assert found(store, "soup") == ["lunch#1"]
+
+
+def test_damaged_chunks_are_counted_anew_where_all_is_compared(store: ChunkStore, tmp_path: Path) -> None:
+    """As after the change log had a gap."""
+    [key] = put(store, "/docs/lunch.md", "Lunch is at noon.\n")
+    damage(store, key)
+    assert search(store, "lunch", Lookup(5)).num_damaged == 1
+    forget(store, "one", "/docs/lunch.md")
+    with sqlite3.connect(store.path / "search.sqlite3") as db:
+        db.execute("UPDATE stamp SET value = ?", (f"{store.identity}:1",))
+    assert search(store, "lunch", Lookup(5)).num_damaged == 0

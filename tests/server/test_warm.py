@@ -6,6 +6,8 @@ import json
 import os
 import socket
 import stat
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +15,10 @@ from typing import Any
 
 import httpx
 import pytest
+from children import Child
 from command_line import ASK, Cli, process
 
-from cacheblend_cli import sockets
+from cacheblend_cli import client, sockets
 from cacheblend_cli.client import Connection, EngineLost
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.server.background import ask_status
@@ -308,6 +311,60 @@ def test_a_socket_folder_is_this_users_alone(tmp_path: Path, mode: int) -> None:
     (own / "link").symlink_to(tmp_path)
     with pytest.raises(UsageError):
         sockets.make_folder(own / "link")
+
+
+def test_a_question_goes_only_to_a_process_of_this_user(
+    cli: Cli, server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not through a link to the socket of another one, nor to what listens at a socket of ours."""
+    path = sockets.socket_of(server.state.settings)
+    assert ENGINE in cli(*ASK).last
+    path.rename(tmp_path / "elsewhere.sock")
+    path.symlink_to(tmp_path / "elsewhere.sock")
+    assert Connection.to(path) is None
+    assert ENGINE not in cli(*ASK).last
+    path.unlink()
+    (tmp_path / "elsewhere.sock").rename(path)
+    assert Connection.is_open(path)
+    monkeypatch.setattr(client, "_peer_of", lambda connected: os.geteuid() + 1)
+    assert Connection.to(path) is None
+    assert ENGINE not in cli(*ASK).last
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_the_user_of_the_process_at_the_other_end_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "their.sock"
+
+    def listen(acknowledge: Callable[[], None]) -> None:
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(os.fspath(path))  # the file is this user's
+            os.setuid(12345)
+            bound.listen()
+            acknowledge()
+            time.sleep(60)
+
+    child = Child(listen)
+    try:
+        child.until(1)
+        with socket.socket(socket.AF_UNIX) as connected:
+            connected.connect(os.fspath(path))
+            assert client._peer_of(connected) == 12345
+        assert Connection.to(path) is None
+    finally:
+        child.kill()
+
+
+@pytest.mark.parametrize("name", ["lock", "log"])
+def test_a_log_or_lock_of_an_engine_that_is_a_link_is_refused(cli: Cli, tmp_path: Path, name: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    path = sockets.socket_of(resolve({}).settings)
+    sockets.make_folder(path.parent)
+    path.with_suffix(f".{name}").symlink_to(victim)
+    result = cli("serve", "--background", "--port", "0")
+    assert result.code == 2
+    assert f".{name} is a symbolic link" in result.err
+    assert victim.read_text() == "mine"
 
 
 def test_what_cannot_be_served_is_told(cli: Cli) -> None:

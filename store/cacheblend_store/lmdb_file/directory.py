@@ -87,7 +87,7 @@ def _check_private(path: Path, *, there: bool, force: bool) -> None:
         if error is not None and Path(error.filename) != path:
             raise StorePermission(
                 f"{error.filename}, above the store at {path}, is writable by every user: they could exchange the store",
-                f"run: chmod o-w {error.filename}; or name another --store",
+                f"run: chmod o-w {error.filename}; or, if only you use this machine, set CACHEBLEND_FORCE_STORE=1",
             )
         info = (path / DATA).lstat() if there else path.stat()
         if info.st_uid != os.geteuid() or (error is not None and path.stat().st_uid != os.geteuid()):
