@@ -1,4 +1,4 @@
-"""A model's chat template: jinja, compiled and rendered as in transformers."""
+"""A model's chat template: jinja, compiled and rendered as in transformers. Only `template_process` imports this."""
 
 from __future__ import annotations
 
@@ -30,10 +30,17 @@ class ChatTemplate:
         self._environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         self._environment.filters["tojson"] = _tojson
         self._environment.globals["raise_exception"] = _raise_exception
+        del self._environment.globals["lipsum"]  # random text of any length
         try:
             self._template = self._environment.from_string(source)
         except TemplateError as error:
             raise TemplateFailed(str(error)) from error
+        except RecursionError as error:
+            raise TemplateFailed("it is nested too deeply") from error
+        except MemoryError:
+            raise
+        except Exception as error:  # jinja and Python's compiler can raise anything
+            raise TemplateFailed(f"{type(error).__name__}: {error}") from error
 
     def render(self, given: Mapping[str, Any], variables: Mapping[str, Any]) -> str:
         """Render the template. given: variables passed to every template. variables: set by the user for this one."""
@@ -51,6 +58,8 @@ class ChatTemplate:
             raise TemplateFailed(str(error), f"set it with --template-var NAME=VALUE; it knows: {missing}") from error
         except TemplateError as error:
             raise TemplateFailed(str(error)) from error
+        except MemoryError:
+            raise
         except Exception as error:  # templates can raise anything
             raise TemplateFailed(*self._blame(error, given)) from error
 

@@ -5,9 +5,12 @@ A directory of another format gets an error that names the format.
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
+
+from cacheblend_store.private_files import InsecurePath, read_regular
 
 from cacheblend_cli.errors import NotFoundError, UsageError
 
@@ -20,6 +23,9 @@ SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja", "adapter_config.json", INDEX,
 )  # fmt: skip
+SMALL_BYTES = 16 << 20
+LARGE_BYTES = 256 << 20
+"""Limits of files that are read as text. Large: a tokenizer, or an index with the tensors of every expert."""
 OTHER_FORMATS = {
     "*.bin": ("PyTorch weights", "convert them with transformers' save_pretrained, which writes safetensors"),
     "*.pth": ("PyTorch weights", "take the checkpoint that transformers reads, with model.safetensors"),
@@ -33,12 +39,12 @@ def weight_names(model_dir: Path) -> list[str]:
     Other files (consolidated.safetensors, an EMA, an adapter, a value head) are not read. Empty if there is neither.
     Raises UsageError on a damaged index.
     """
-    if (model_dir / SINGLE).is_file():
+    if is_there(model_dir / SINGLE):
         return [SINGLE]
     index = model_dir / INDEX
-    if not index.is_file():
+    if not is_there(index):
         return []
-    weight_map = read_object(index).get("weight_map")
+    weight_map = read_object(index, LARGE_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise UsageError(f"{index} is not a valid index: it has no weight_map of file names", AGAIN)
     names = sorted(set(weight_map.values()))
@@ -54,7 +60,7 @@ def is_converted(model_dir: Path) -> bool:
 
 def gguf_file_of(model_dir: Path) -> Path:
     """Return the GGUF file that a converted directory stands for."""
-    return Path(read_object(model_dir / GGUF_INDEX)["file"])
+    return Path(read_object(model_dir / GGUF_INDEX, LARGE_BYTES)["file"])
 
 
 def checkpoint_files(model_dir: Path) -> list[Path]:
@@ -69,16 +75,16 @@ def checkpoint_files(model_dir: Path) -> list[Path]:
             f"{model_dir} has no weights: neither {SINGLE} nor {INDEX}",
             "cacheblend reads safetensors checkpoints; give the directory that transformers' save_pretrained wrote",
         )
-    missing = [name for name in names if not (model_dir / name).is_file()]
-    if missing:
-        raise NotFoundError(f"{model_dir} lacks the shard {missing[0]}", AGAIN)
+    missing = next((name for name in names if not is_there(model_dir / name)), None)
+    if missing is not None:
+        raise NotFoundError(f"{model_dir} lacks the shard {missing}", AGAIN)
     return [model_dir / name for name in names]
 
 
 def refuse_other_formats(model_dir: Path) -> None:
     """Raise UsageError, naming the format, for a directory with only an adapter or weights of another format."""
     adapter = model_dir / "adapter_config.json"
-    if adapter.is_file():
+    if is_there(adapter):
         base = read_object(adapter).get("base_model_name_or_path", "another model")
         raise UsageError(
             f"{model_dir} holds only a LoRA adapter (adapter_config.json) of {base}",
@@ -100,22 +106,45 @@ def unused_adapter(model_dir: Path) -> str | None:
 AGAIN = "fetch the checkpoint again"
 
 
-def read_text(path: Path) -> str:
-    """Return the file's text. Raises UsageError if it is not UTF-8."""
+def is_there(path: Path) -> bool:
+    """Return whether a file exists, also behind a link. Raises UsageError if it is not a regular file: reading a FIFO
+    or a device may not end."""
+    if path.is_file():
+        return True
+    if path.exists():
+        raise _not_regular(path)
+    return False
+
+
+def read_text(path: Path, most: int = SMALL_BYTES) -> str:
+    """Return the file's text, with line ends converted to newlines. Raises UsageError if it is not UTF-8, not a regular
+    file, or has more than `most` bytes."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(path, most).decode().replace("\r\n", "\n").replace("\r", "\n")
+    except InsecurePath:
+        raise _not_regular(path) from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not text: {error}", AGAIN) from error
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        raise UsageError(f"{path} {error.strerror}, the limit for such a file", AGAIN) from error
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def _not_regular(path: Path) -> UsageError:
+    return UsageError(f"{path} is not a regular file", "replace it by the file itself, or by a link to it")
+
+
+def read_object(path: Path, most: int = SMALL_BYTES) -> dict[str, Any]:
     """Return the file's JSON object, an empty one if the file is missing. Raises UsageError for anything else."""
-    if not path.is_file():
+    if not is_there(path):
         return {}
     try:
-        data = json.loads(read_text(path))
+        data = json.loads(read_text(path, most))
     except ValueError as error:
         raise UsageError(f"{path} is not valid JSON: {error}", AGAIN) from error
+    except RecursionError:
+        raise UsageError(f"{path} is nested too deeply", AGAIN) from None
     if not isinstance(data, dict):
         raise UsageError(f"{path} holds no JSON object", AGAIN)
     return data

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.families.values import MOST_EXPERTS
 from cacheblend_cli.model.tensor_source import TensorSource
 
 MERGED = re.compile(r"(?P<base>.*\.experts\.)(?P<name>gate_up_proj|down_proj)(?P<kind>_bias|_blocks|_scales|)")
@@ -49,7 +50,7 @@ class SplitExperts:
             match = MERGED.fullmatch(name)
             if match and match["kind"] == "_scales" and f"{match['base']}{match['name']}_blocks" in shapes:
                 continue
-            if match is None or len(shape) != DIMENSIONS.get(match["kind"]):
+            if match is None or len(shape) != DIMENSIONS.get(match["kind"]) or 0 in shape or shape[0] > MOST_EXPERTS:
                 yield name, kind, shape
                 continue
             if match["kind"] == "_blocks":

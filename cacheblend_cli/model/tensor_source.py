@@ -14,6 +14,8 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.model_files import AGAIN
 
 SMALL = 1 << 18  # elements
+# Limits of a file's header. The largest models have half as many tensors in all their files.
+MOST_TENSORS, MOST_HEADER_BYTES = 1 << 18, 32 << 20
 
 
 class SafetensorsFiles:
@@ -27,8 +29,16 @@ class SafetensorsFiles:
 
     def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         for file in self._files:
+            with open(file, "rb") as stream:
+                header_bytes = int.from_bytes(stream.read(8), "little")
+            if MOST_HEADER_BYTES < header_bytes <= file.stat().st_size:
+                raise UsageError(
+                    f"{file} has a header of {header_bytes:,} bytes, and {MOST_HEADER_BYTES:,} is the limit", AGAIN
+                )
             try:
                 with safe_open(file, framework="pt") as handle:
+                    if (count := len(handle.keys())) > MOST_TENSORS:
+                        raise UsageError(f"{file} holds {count:,} tensors, and {MOST_TENSORS:,} is the limit", AGAIN)
                     slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
                     found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
             except SafetensorError as error:

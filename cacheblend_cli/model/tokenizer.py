@@ -5,19 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tokenizers
 
-from cacheblend_cli.errors import NotFoundError, TextRefused, UsageError
-from cacheblend_cli.model.model_files import AGAIN, read_object, read_text
-from cacheblend_cli.model.tokenizer_json import for_the_middle, is_control, without_added
-
-if TYPE_CHECKING:
-    from cacheblend_cli.model.chat_template import ChatTemplate
+from cacheblend_cli.errors import CacheBlendError, NotFoundError, TextRefused, UsageError
+from cacheblend_cli.model import template_process
+from cacheblend_cli.model.model_files import AGAIN, LARGE_BYTES, is_there, read_object, read_text
+from cacheblend_cli.model.template_process import Rendered
+from cacheblend_cli.model.tokenizer_json import check_growth, for_the_middle, is_control, without_added
 
 _LONG = 4096  # characters, which take a few milliseconds to encode
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -30,24 +31,31 @@ class Tokenizer:
         """num_embeddings: the model's. A tokenizer may have more tokens (such as an added padding token); text that
         needs one of them is refused."""
         path = model_dir / "tokenizer.json"
-        if not path.is_file():
+        if not is_there(path):
             raise NotFoundError(
                 f"{model_dir} has no tokenizer.json", "save the tokenizer with transformers' save_pretrained"
             )
-        raw = read_text(path)
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(raw)
-            data = json.loads(raw)
-        except Exception as error:  # tokenizers raises bare Exception
-            raise UsageError(f"{path} is not a readable tokenizer: {error}", "fetch the checkpoint again") from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self.decoder: dict[str, Any] | None = data.get("decoder")
-        self._has_bytes = "ByteFallback" in json.dumps(self.decoder)
         self.config = read_object(model_dir / "tokenizer_config.json")
         if "added_tokens_decoder" not in self.config:  # transformers reads the older file only in this case
             self.config |= read_object(model_dir / "special_tokens_map.json")
         self.template_source = self._find_template(model_dir)
+        if self.has_template:
+            template_process.warm_up()
+        raw = read_text(path, LARGE_BYTES)
+        with _checked(lambda error: UsageError(f"{path} is not a readable tokenizer: {error}", AGAIN)):
+            self._read(raw)
+        self.fingerprint = hashlib.blake2b(raw.encode(), digest_size=16).hexdigest()
+        self._num_embeddings = self.vocab_size if num_embeddings is None else num_embeddings
+
+    def _read(self, raw: str) -> None:
+        """Read a tokenizer.json."""
+        data = json.loads(raw)
+        check_growth(data)
+        self._tokenizer = tokenizers.Tokenizer.from_str(raw)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.decoder: dict[str, Any] | None = data.get("decoder")
+        self._has_bytes = "ByteFallback" in json.dumps(self.decoder)
         added = data.get("added_tokens") or ()
         self.added_ids: frozenset[int] = frozenset(token["id"] for token in added)
         self._special_ids = frozenset(token["id"] for token in added if token["special"])
@@ -64,8 +72,6 @@ class Tokenizer:
         self._middle = self._tokenizer if middle is data else tokenizers.Tokenizer.from_str(json.dumps(middle))
         # Text is encoded by a copy without control tokens, so `<|im_end|>` in a document is several plain pieces.
         self._plain = tokenizers.Tokenizer.from_str(json.dumps(without_added(middle, self.control_ids | unknown)))
-        self.fingerprint = hashlib.blake2b(raw.encode(), digest_size=16).hexdigest()
-        self._num_embeddings = self.vocab_size if num_embeddings is None else num_embeddings
 
     def to_json(self) -> str:
         """Return tokenizer.json as tokenizers writes it."""
@@ -87,7 +93,8 @@ class Tokenizer:
     @property
     def beginning(self) -> str:
         """Text that the tokenizer itself puts before any text, without a chat template: "" or a control token."""
-        ids = self._tokenizer.encode("").ids
+        with _checked(lambda error: UsageError(f"the tokenizer cannot begin a text: {error}", AGAIN)):
+            ids = self._tokenizer.encode("").ids
         return self.decode([i for i in ids if str(self._tokenizer.id_to_token(i)) == self.special("bos_token")], False)
 
     def encode_text(self, text: str) -> list[int]:
@@ -146,7 +153,8 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text by the tokenizer's decoder. `clean_up_tokenization_spaces` is ignored: it removes spaces that
         are in the ids ("a ? b"), so transformers does not apply it to BPE either."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        with _checked(lambda error: UsageError(f"the tokenizer cannot decode an answer: {error}", AGAIN)):
+            return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def is_silent(self, token_id: int) -> bool:
         """Return whether `decode` skips the id: a special token, or not in the vocabulary (embeddings are padded)."""
@@ -177,36 +185,28 @@ class Tokenizer:
         found = next((i for i in ids if i in self._special_ids and i in self.control_ids), None)
         return None if found is None else str(self._tokenizer.id_to_token(found))
 
-    def render(
-        self, messages: list[dict[str, str]], strftime_now: Callable[[str], str], variables: Mapping[str, Any]
-    ) -> str:
+    def render(self, messages: list[dict[str, str]], now: datetime, variables: Mapping[str, Any]) -> Rendered:
         """Render the chat template over the messages with the generation prompt. Without a template: bos and the plain
         content.
 
-        strftime_now: called by templates for the date, with its format. variables: other variables of the template;
-        enable_thinking defaults to False. Raises UsageError for a variable that the template does not have, and
-        TemplateFailed.
+        now: the date that the template may print. variables: other variables of the template; enable_thinking defaults
+        to False. Raises UsageError for a variable that the template does not have, and TemplateFailed.
         """
         if self.template_source is None:
             if variables:
                 raise UsageError(
                     "the model has no chat template, so template variables have no effect", "leave them out"
                 )
-            return (self.special("bos_token") or "") + "\n\n".join(m["content"] for m in messages) + "\n\nAnswer:"
+            return Rendered(
+                (self.special("bos_token") or "") + "\n\n".join(m["content"] for m in messages) + "\n\nAnswer:"
+            )
         tokens = {n: v for n in ("bos_token", "eos_token", "unk_token", "pad_token") if (v := self.special(n))}
         given = {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None, **tokens}
-        return self._template.render({**given, "strftime_now": strftime_now}, variables)
-
-    @cached_property
-    def _template(self) -> ChatTemplate:
-        from cacheblend_cli.model.chat_template import ChatTemplate  # importing jinja takes a tenth of a second
-
-        assert self.template_source is not None
-        return ChatTemplate(self.template_source)
+        return template_process.render(self.template_source, given, variables, now)
 
     def _find_template(self, model_dir: Path) -> str | None:
         file = model_dir / "chat_template.jinja"
-        if file.is_file():
+        if is_there(file):
             return read_text(file)
         template = self.config.get("chat_template")
         if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
@@ -217,13 +217,28 @@ class Tokenizer:
         return template
 
 
+@contextmanager
+def _checked(refusal: Callable[[BaseException], UsageError]) -> Iterator[None]:
+    """Turn an error of the tokenizers library into a UsageError. It raises bare Exception, and where its Rust code
+    panics a PanicException, which is not an Exception."""
+    try:
+        yield
+    except CacheBlendError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise refusal(error) from error
+
+
 def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
     """Return ids without special tokens. A long text is encoded without Python's lock, which `encode` holds."""
-    if len(text) < _LONG:
-        encoding = tokenizer.encode(text, add_special_tokens=False)
-    else:
-        [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
-    return list(encoding.ids)
+    with _checked(lambda error: TextRefused(f"the tokenizer cannot encode this text: {error}", AGAIN)):
+        if len(text) < _LONG:
+            encoding = tokenizer.encode(text, add_special_tokens=False)
+        else:
+            [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return list(encoding.ids)
 
 
 def _unknown_id(model: dict[str, Any]) -> int | None:

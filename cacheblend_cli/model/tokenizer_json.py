@@ -8,11 +8,16 @@ a control token.
 
 from __future__ import annotations
 
+import base64
+import math
 import re
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
+MOST_GROWTH = 16
+"""Limit of the factor by which normalizer and pre_tokenizer, or decoder, lengthen a text. Published ones: at most 4."""
+MOST_STAGES, MOST_SPECIAL = 512, 4096
 Stage = dict[str, Any]
 _BARRED = re.compile(
     "<[|\uff5c].*>|<.*[|\uff5c]>"
@@ -26,6 +31,53 @@ _HTML = frozenset(
     "math menu meta nav noscript object ol option p param picture pre q rp rt ruby s samp script section select small span strike strong style sub summary sup "
     "svg table tbody td template textarea tfoot th thead time title tr track tt u ul var video wbr".split()
 )
+
+
+def check_growth(data: Stage) -> None:
+    """Raise ValueError for a tokenizer.json that makes a long text of a short one, and any exception if it is not a
+    tokenizer."""
+    for parts in (("normalizer", "pre_tokenizer"), ("decoder",)):
+        stages = [stage for part in parts for stage in _objects(data.get(part))]
+        if len(stages) > MOST_STAGES:
+            raise ValueError(f"its {' and '.join(parts)} have {len(stages):,} parts; {MOST_STAGES} is the limit")
+        if math.prod(map(_growth, stages)) > MOST_GROWTH:
+            raise ValueError(f"its {' and '.join(parts)} can make a text more than {MOST_GROWTH} times as long")
+    for stage in _objects(data.get("post_processor")):
+        single, tokens = stage.get("single", []), stage.get("special_tokens", {})
+        added = len(single) * max((len(token["ids"]) for token in tokens.values()), default=0) if tokens else 0
+        if added > MOST_SPECIAL or sum("Sequence" in piece for piece in single) > 1:
+            raise ValueError("its post_processor repeats a text, or adds too many tokens to it")
+
+
+def _objects(value: Any) -> Iterator[Stage]:
+    """Yield all objects in a JSON value. Stages are told by their fields: the library reads some without a type."""
+    if isinstance(value, dict):
+        yield value
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _objects(part)
+
+
+def _growth(stage: Stage) -> float:
+    """Return the factor by which a stage lengthens a text at most. An empty pattern matches around each character, and
+    a Regex may match nothing too."""
+    factor = 1.0
+    if "pattern" in stage and "content" in stage:  # Replace
+        pattern, content = stage["pattern"], stage["content"]
+        literal = pattern if isinstance(pattern, str) else pattern.get("String")
+        factor = max(1.0, len(content) / len(literal)) if literal else 1.0 + len(content)
+    if "prepend" in stage:
+        factor = 1.0 + len(stage["prepend"])  # once for each part of the text between added tokens
+    if stage.get("type") == "ByteLevel" or "trim_offsets" in stage:
+        factor = 2.0  # a character for each byte, of one or two bytes
+    if stage.get("type") == "Metaspace" or "replacement" in stage:
+        factor = 2.0  # before each part
+    if "" in (stage.get("suffix"), stage.get("word_delimiter_token")):  # BPEDecoder, CTC
+        factor = 2.0
+    if "precompiled_charsmap" in stage:
+        blob = base64.b64decode(stage["precompiled_charsmap"])
+        texts = blob[4 + int.from_bytes(blob[:4], "little") :]
+        factor = max(1.0, max(map(len, texts.split(b"\0"))) / 12)  # NFKC has one of 33 bytes, for 3 bytes
+    return factor
 
 
 def for_the_middle(data: Stage) -> Stage:

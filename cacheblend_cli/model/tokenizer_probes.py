@@ -46,7 +46,7 @@ def turn_end(tokenizer: Tokenizer) -> int | None:
     texts = {"user": _ASKED, "assistant": _ANSWERED}
     messages = [{"role": role, "content": text} for role, text in texts.items()] + [{"role": "user", "content": _NEXT}]
     try:
-        rendered = tokenizer.render(messages, lambda form: datetime.now().strftime(form), {})
+        rendered = tokenizer.render(messages, datetime.now(), {}).text
     except UsageError:
         return None
     behind = rendered.partition(_ANSWERED)[2].partition(_NEXT)[0]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from functools import cached_property
 from itertools import chain, count, zip_longest
 
 from cacheblend_cli.errors import TemplateFailed, UsageError
+from cacheblend_cli.model.template_process import Rendered
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.prompt.reasoning_tags import THINK, ReasoningTags, find_tags
 from cacheblend_cli.prompt.wording import Wording
@@ -79,11 +80,8 @@ class PromptTemplate:
         """Return the template text before, between and after `count` turns, starting after the chunks."""
         marks = Marks(self.wording)
         turns = [marks.turn(i) for i in range(count)]
-        day = self.day or date.today()
-        rendered = _render(
-            self.tokenizer, self.wording, lambda form: datetime.combine(day, time()).strftime(form), marks, turns
-        )
-        before, _, rest = rendered.partition(marks.chunks)
+        rendered = _render(self.tokenizer, self.wording, self.day or date.today(), marks, turns)
+        before, _, rest = rendered.text.partition(marks.chunks)
         around = []
         for turn in turns:
             piece, found, rest = rest.partition(turn)
@@ -132,27 +130,20 @@ def split_template(tokenizer: Tokenizer, wording: Wording | None = None, day: da
     wording: None for the default. day: date to print, by default today; the time is midnight. Raises UsageError if the
     template drops, repeats or escapes the user's message or the system prompt, or does not know a variable.
     """
-    wording = wording or Wording()
-    printed: set[date] = set()
-
-    def strftime_now(form: str) -> str:
-        printed.add(day or date.today())
-        return datetime.combine(max(printed), time()).strftime(form)
-
+    wording, day = wording or Wording(), day or date.today()
     marks = Marks(wording)
     question = marks.turn(0)
-    rendered = _render(tokenizer, wording, strftime_now, marks, [question])
-    if rendered.count(marks.chunks) != 1 or rendered.count(question) != 1:
+    rendered = _render(tokenizer, wording, day, marks, [question])
+    if rendered.text.count(marks.chunks) != 1 or rendered.text.count(question) != 1:
         raise UsageError(
             "the chat template does not render the user's message exactly once, unchanged",
             "correct chat_template in the model directory: documents are put into its output as they are, so it must not drop, "
             "repeat, cut or escape (tojson) a message",
         )
-    prefix, rest = rendered.split(marks.chunks)
+    prefix, rest = rendered.text.split(marks.chunks)
     before, after = rest.split(question)
-    return PromptTemplate(
-        tokenizer, wording, tuple(tokenizer.encode_template(prefix)), prefix, before, after, max(printed, default=None)
-    )
+    prefix_ids, day_in_prefix = tuple(tokenizer.encode_template(prefix)), day if rendered.has_date else None
+    return PromptTemplate(tokenizer, wording, prefix_ids, prefix, before, after, day_in_prefix)
 
 
 class Marks:
@@ -169,16 +160,15 @@ class Marks:
         return f"Turn{index:04}{self._turn}"
 
 
-def _render(
-    tokenizer: Tokenizer, wording: Wording, strftime_now: Callable[[str], str], marks: Marks, turns: Sequence[str]
-) -> str:
+def _render(tokenizer: Tokenizer, wording: Wording, day: date, marks: Marks, turns: Sequence[str]) -> Rendered:
     """Render a conversation.
 
-    turns: texts alternating between user and model; the sentinel of the chunks goes into the first. Raises UsageError
-    if the template repeats or drops the system prompt, or if --system or --prompt contains a control token.
+    day: date to print; the time is midnight. turns: texts alternating between user and model; the sentinel of the
+    chunks goes into the first. Raises UsageError if the template repeats or drops the system prompt, or if --system or
+    --prompt contains a control token.
     """
     if wording.raw:
-        return tokenizer.beginning + marks.chunks + "".join(turns)
+        return Rendered(tokenizer.beginning + marks.chunks + "".join(turns))
     for flag, text in (("--system", wording.system), ("--prompt", wording.prompt)):
         if token := tokenizer.special_in(text):
             raise UsageError(
@@ -187,18 +177,19 @@ def _render(
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
     messages[0]["content"] = wording.message(marks.chunks, turns[0])
+    now = datetime.combine(day, time())
     if not wording.system:
-        return tokenizer.render(messages, strftime_now, wording.variables)
+        return tokenizer.render(messages, now, wording.variables)
     to_do = "leave --system out, and write it into the file of --prompt"
 
-    def with_system(text: str) -> str:
+    def with_system(text: str) -> Rendered:
         try:
-            return tokenizer.render([{"role": "system", "content": text}, *messages], strftime_now, wording.variables)
+            return tokenizer.render([{"role": "system", "content": text}, *messages], now, wording.variables)
         except TemplateFailed as error:
-            tokenizer.render(messages, strftime_now, wording.variables)  # raises if the failure has another cause
+            tokenizer.render(messages, now, wording.variables)  # raises if the failure has another cause
             raise UsageError(f"the chat template takes no system prompt: {error.reason}", to_do) from error
 
     # count a sentinel: the text itself may occur in the template
-    if with_system(marks.system).count(marks.system) != 1:
+    if with_system(marks.system).text.count(marks.system) != 1:
         raise UsageError("the chat template does not render the system prompt exactly once", to_do)
     return with_system(wording.system)

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import convert, to_builtins
 
 from cacheblend_cli.errors import NotFoundError, UsageError
-from cacheblend_cli.model.model_files import read_text
+from cacheblend_cli.model.model_files import is_there, read_text
 
 OWN_FILE = "cacheblend_prompt.txt"
 """File in a model's directory with the prompt that the model was trained with. It is the model's default."""
@@ -49,7 +49,7 @@ class Wording:
         template_var: items NAME=VALUE.
         """
         own = model_dir / OWN_FILE
-        text = prompt or (read_text(own).strip() if own.is_file() else DEFAULT)
+        text = prompt or (read_text(own).strip() if is_there(own) else DEFAULT)
         return cls(text, system.strip(), parse_variables(template_var), given=bool(prompt))
 
     @property

@@ -140,12 +140,17 @@ def temporary_of(path: Path, data: bytes = b"") -> Path:
     make_folder(path.parent)
     temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}")
     try:
-        with os.fdopen(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as stream:
-            stream.write(data)
+        create(temporary, data)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
     return temporary
+
+
+def create(path: Path, data: bytes) -> None:
+    """Write a new private file in a directory of this user. Raises FileExistsError, InsecurePath, OSError."""
+    with os.fdopen(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as stream:
+        stream.write(data)
 
 
 def exposed(folder: Path) -> InsecurePath | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -152,7 +153,7 @@ def test_the_template_matches_transformers(tmp_path: Path) -> None:
     ours = Tokenizer(tmp_path / "m")
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "who <leads>?"}]
     rendered = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert ours.render(messages, str, {}) == rendered
+    assert ours.render(messages, datetime.now(), {}).text == rendered
     assert ours.encode_template(rendered) == reference(rendered, add_special_tokens=False)["input_ids"]
 
 
@@ -171,7 +172,7 @@ def test_a_template_written_for_training_renders_as_with_transformers(tmp_path: 
     reference = AutoTokenizer.from_pretrained(tmp_path / "m")
     expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert '{"content":"wer f\\u00fchrt <das>?","role":"user"}nobody' in expected
-    assert Tokenizer(tmp_path / "m").render(messages, str, {}) == expected
+    assert Tokenizer(tmp_path / "m").render(messages, datetime.now(), {}).text == expected
 
 
 def test_control_tokens_in_a_question_stay_text(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ do."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import torch
 from checkpoints import write_checkpoint
 from safetensors.torch import load_file, save_file
 
-from cacheblend_cli.errors import CacheBlendError
+from cacheblend_cli.errors import CacheBlendError, UsageError
+from cacheblend_cli.model import tensor_source, tokenizer
+from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.loading import Precision, load_model
 
 NORM, EXTRA = "model.norm.weight", "model.layers.9.mlp.up_proj.weight"
@@ -59,6 +62,30 @@ def cut(path: Path) -> None:
     (path / "model.safetensors").write_bytes(data[: len(data) // 2])
 
 
+def fifo(name: str) -> Callable[[Path], None]:
+    """A FIFO in the place of a file: whoever opens it waits for a writer that never comes."""
+
+    def damage(path: Path) -> None:
+        (path / name).unlink(missing_ok=True)
+        os.mkfifo(path / name)
+
+    return damage
+
+
+def link(name: str, target: str) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        (path / name).unlink(missing_ok=True)
+        (path / name).symlink_to(target)
+
+    return damage
+
+
+DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
+FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
+         "model.safetensors")  # fmt: skip
+HUGE = (2**31, 10**12, 2**63)
+
+
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
@@ -96,6 +123,35 @@ def cut(path: Path) -> None:
         (config(hidden_act="relu"), "'relu'"),
         (config(num_key_value_heads=3), "3 KV heads"),
         (config(intermediate_size=None), "'intermediate_size'"),
+        *((fifo(name), f"{name} is not a regular file") for name in FILES),
+        *((link(name, "/dev/zero"), f"{name} is not a regular file") for name in FILES),
+        *((link(name, "."), f"{name} is not a regular file") for name in FILES),
+        *((text(name, DEEP), "config.json is nested too deeply") for name in ("config.json", "tokenizer_config.json")),
+        (text("tokenizer.json", DEEP), "tokenizer.json is not a readable tokenizer"),
+        (
+            text("config.json", "{}" + " " * (16 << 20)),
+            "config.json is larger than 16,777,216 bytes, the limit for such a file",
+        ),
+        *(
+            (config(**{name: value}), f"{name} in config.json is {value}")
+            for name in (
+                "num_hidden_layers",
+                "hidden_size",
+                "vocab_size",
+                "intermediate_size",
+                "num_attention_heads",
+                "head_dim",
+            )
+            for value in HUGE
+        ),
+        *((config(max_position_embeddings=value), "max_position_embeddings") for value in HUGE),
+        (config(num_hidden_layers=4097), "num_hidden_layers in config.json is 4097"),
+        # numbers within the limits, and beyond what the file holds
+        (config(num_hidden_layers=4096, layer_types=None), "num_layers 4,096"),
+        (config(hidden_size=2**31 - 8), "hidden_size 2,147,483,640"),
+        (config(vocab_size=2**31 - 1), "vocab_size 2,147,483,647"),
+        (config(intermediate_size=2**31 - 1), "intermediate_size 2,147,483,647"),
+        (config(num_attention_heads=2**16, head_dim=2**16), "num_heads 65,536"),
     ],
 )
 def test_it_is_refused_with_what_is_wrong(tmp_path: Path, damage: Callable[[Path], None], told: str) -> None:
@@ -108,3 +164,76 @@ def test_it_is_refused_with_what_is_wrong(tmp_path: Path, damage: Callable[[Path
     assert told in refused.value.message
     assert refused.value.hint
     assert refused.value.exit_code in (2, 3)
+
+
+def test_a_config_alone_is_refused_too(tmp_path: Path) -> None:
+    """`models show` and `models pull` read no weights."""
+    path = tmp_path / "m"
+    write_checkpoint(path, "qwen2-window")
+    assert read_spec(path).num_layers == 4
+    config(num_hidden_layers=4096, layer_types=None)(path)
+    with pytest.raises(UsageError, match=r"num_layers 4,096, .* and its weights have [\d,]+ bytes"):
+        read_spec(path)
+    (path / "model.safetensors").unlink()
+    assert read_spec(path).num_layers == 4096  # it may not be fetched yet
+    config(num_hidden_layers=10**6)(path)
+    with pytest.raises(UsageError, match=r"num_hidden_layers in config\.json is 1000000"):
+        read_spec(path)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"num_local_experts": 2**31 - 1}, "experts in each of 4 layers"),
+        ({"num_local_experts": 2**15 + 1}, "32,769 experts in each of 4 layers"),
+        ({"moe_intermediate_size": 2**31 - 1}, "and its weights have"),
+    ],
+)
+def test_experts_beyond_what_the_weights_hold(tmp_path: Path, values: dict[str, int], told: str) -> None:
+    write_checkpoint(tmp_path, "qwen3-moe")
+    read_spec(tmp_path)
+    config(**values)(tmp_path)
+    with pytest.raises(UsageError, match=told):
+        read_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers in config.json is 1000000000"),
+        ({"hidden_size": 2**63}, "hidden_size in config.json is 9223372036854775808"),
+        ({"vocab_size": 2**31 - 1}, "vocab_size 2,147,483,647"),
+        ({"intermediate_size": 2**31 - 1}, "intermediate_size 2,147,483,647"),
+    ],
+)
+def test_a_config_that_transformers_reads(tmp_path: Path, values: dict[str, int], told: str) -> None:
+    write_checkpoint(tmp_path, "olmo")
+    assert read_spec(tmp_path).generic
+    config(**values)(tmp_path)
+    with pytest.raises(UsageError, match=told):
+        read_spec(tmp_path)
+
+
+def test_more_tensors_than_any_model_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, "qwen2-window")
+    monkeypatch.setattr(tensor_source, "MOST_TENSORS", 10)
+    with pytest.raises(UsageError, match=r"model\.safetensors holds \d+ tensors, and 10 is the limit"):
+        load_model(tmp_path, "m", torch.device("cpu"), Precision("float32"), "torch")
+    monkeypatch.setattr(tensor_source, "MOST_HEADER_BYTES", 1000)
+    with pytest.raises(UsageError, match=r"model\.safetensors has a header of [\d,]+ bytes, and 1,000 is the limit"):
+        load_model(tmp_path, "m", torch.device("cpu"), Precision("float32"), "torch")
+
+
+def test_experts_of_a_tensor_without_elements_are_not_counted(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "qwen3-moe")
+    empty = "model.layers.0.mlp.experts.gate_up_proj"
+    weights(lambda t: t.update({empty: torch.zeros(10**15, 0, 1)}))(tmp_path)
+    with pytest.raises(UsageError, match=f"unexpected tensor {empty}"):
+        load_model(tmp_path, "m", torch.device("cpu"), Precision("float32"), "torch")
+
+
+def test_a_large_tokenizer_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, "qwen2-window")
+    monkeypatch.setattr(tokenizer, "LARGE_BYTES", 1000)
+    with pytest.raises(UsageError, match=r"tokenizer\.json is larger than 1,000 bytes, the limit for such a file"):
+        tokenizer.Tokenizer(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def test_it_is_rendered_as_by_transformers(tmp_path: Path, config: dict[str, Any
         (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     ours = Tokenizer(tmp_path)
-    assert ours.render(MESSAGES, str, {}) == theirs.apply_chat_template(
+    assert ours.render(MESSAGES, datetime.now(), {}).text == theirs.apply_chat_template(
         MESSAGES, tokenize=False, add_generation_prompt=True
     )
     assert ours.special("bos_token") == theirs.bos_token

@@ -4,6 +4,7 @@ tokenizer."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def prompt_ids(template: PromptTemplate, chunks: list[str], question: str) -> li
 
 def rendered(template: PromptTemplate, chunks: list[str], question: str) -> str:
     content = Wording().message("".join(chunks), question)
-    return template.tokenizer.render([{"role": "user", "content": content}], str, {})
+    return template.tokenizer.render([{"role": "user", "content": content}], datetime.now(), {}).text
 
 
 def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:

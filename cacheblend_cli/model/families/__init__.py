@@ -17,23 +17,54 @@ from cacheblend_cli.model.families.refusals import UNSUPPORTED, check_weights, r
 from cacheblend_cli.model.families.values import shown
 from cacheblend_cli.model.families.wrappers import EYES, WRAPPERS, Wrapper
 from cacheblend_cli.model.generic.config import generic_spec
-from cacheblend_cli.model.model_files import read_object, refuse_other_formats
+from cacheblend_cli.model.model_files import (
+    AGAIN,
+    gguf_file_of,
+    is_converted,
+    is_there,
+    read_object,
+    refuse_other_formats,
+    weight_names,
+)
 from cacheblend_cli.model.spec import ModelSpec
+from cacheblend_cli.model.weight_map import num_parameters
 
+MOST_PARAMETERS_PER_BYTE = 8
+"""The densest quantisations of GGUF files have 5."""
 FAMILIES = {f.model_type: f for file in (llama, qwen, gemma, moe, alibi, deepseek) for f in file.FAMILIES}
 
 
 def read_spec(model_dir: Path) -> ModelSpec:
     """Return the spec of the checkpoint in `model_dir`. Raises NotFoundError without config.json, UsageError for
-    anything unknown in it."""
+    anything unknown in it, and for a model that is too large for its weight files, if they are there."""
     path = model_dir / "config.json"
-    if not path.is_file():
+    if not is_there(path):
         refuse_other_formats(model_dir)
         raise NotFoundError(
             f"{model_dir} has no config.json, so it is not a model directory",
             "give --model a directory with config.json, tokenizer.json and *.safetensors, or a hub id",
         )
-    return spec_from_config(read_object(path))
+    spec = spec_from_config(read_object(path))
+    names = weight_names(model_dir)
+    files = [gguf_file_of(model_dir)] if is_converted(model_dir) else [model_dir / name for name in names]
+    if files and all(map(is_there, files)):
+        _check_size(spec, sum(file.stat().st_size for file in files))
+    return spec
+
+
+def _check_size(spec: ModelSpec, size: int) -> None:
+    """Raise UsageError if weights of `size` bytes cannot hold the model, before anything is made in its size."""
+    if spec.generic:  # at least an embedding, the queries of a layer, and a matrix of an MLP
+        count = spec.hidden_size * (spec.vocab_size + spec.num_heads * spec.head_dim + spec.intermediate_size)
+    else:
+        count = num_parameters(spec)
+    if count > size * MOST_PARAMETERS_PER_BYTE:
+        names = "num_layers hidden_size intermediate_size num_heads num_kv_heads head_dim vocab_size".split()
+        shape = ", ".join(f"{name} {getattr(spec, name):,}" for name in names)
+        raise UsageError(
+            f"config.json describes a model of {count:,} parameters ({shape}), and its weights have {size:,} bytes",
+            AGAIN,
+        )
 
 
 def spec_from_config(config: dict[str, Any]) -> ModelSpec:

@@ -222,8 +222,8 @@ def _heads(fields: ConfigFields, spec: ModelSpec, layer: int, full: bool) -> tup
     """Return (KV heads, head_dim) of a layer, from per_layer_config as transformers 5 writes it (names such as "05"),
     or from the fields of older files."""
     given = fields.values.get("per_layer_config")
-    if not isinstance(given, dict | None):
-        raise wrong_value("per_layer_config", given, "an object or null")
+    if not isinstance(given, dict | None) or len(given or {}) > spec.num_layers:
+        raise wrong_value("per_layer_config", given, "null, or an object with an entry for a layer")
     if given is not None:
         own = next((of for name, of in given.items() if str(name).lstrip("0") == str(layer).lstrip("0")), None) or {}
         if not isinstance(own, dict) or not set(own) <= {"head_dim", "num_key_value_heads"}:

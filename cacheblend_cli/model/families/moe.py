@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.families.reader import ConfigFields, Family, plain_decoder, windows_by_pattern, windows_of
-from cacheblend_cli.model.families.values import wrong_value
+from cacheblend_cli.model.families.values import MOST_EXPERTS, wrong_value
 from cacheblend_cli.model.spec import ExpertsSpec, ModelSpec
 
 GPT_OSS_ROPE = {
@@ -36,6 +36,7 @@ def _qwen_experts(fields: ConfigFields, num_layers: int) -> ExpertsSpec:
     plain, step = fields.values.get("mlp_only_layers"), fields.integer("decoder_sparse_step", 1)
     if not isinstance(plain, list | None) or any(not isinstance(layer, int) for layer in plain or []):
         raise wrong_value("mlp_only_layers", plain, "a list of layers, or null")
+    dense = set(plain or [])
     named = fields.integer("num_local_experts", fields.integer("num_experts"))
     if fields.values.get("num_experts", named) != named:
         raise wrong_value("num_local_experts", named, "what num_experts is")
@@ -44,7 +45,7 @@ def _qwen_experts(fields: ConfigFields, num_layers: int) -> ExpertsSpec:
             count=named,
             per_token=fields.integer("num_experts_per_tok"),
             width=fields.integer("moe_intermediate_size"),
-            layers=tuple(i for i in range(num_layers) if i not in (plain or []) and (i + 1) % step == 0),
+            layers=tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0),
             normed=fields.flag("norm_topk_prob"),
         )
     )
@@ -82,7 +83,13 @@ def read_gpt_oss(fields: ConfigFields) -> ModelSpec:
 
 
 def checked(experts: ExpertsSpec, name: str = "num_experts_per_tok") -> ExpertsSpec:
-    """Return the experts after checking per_token. name: the field of per_token."""
+    """Return the experts after checking per_token and the number of experts. name: the field of per_token."""
+    if experts.count * len(experts.layers) > MOST_EXPERTS:
+        raise UsageError(
+            f"config.json has {experts.count:,} experts in each of {len(experts.layers):,} layers, and {MOST_EXPERTS:,} in all "
+            "layers together is the limit",
+            "correct config.json, or fetch the checkpoint again",
+        )
     if experts.per_token > experts.count:
         raise wrong_value(name, experts.per_token, f"at most {experts.count}, which is all of them")
     return experts

@@ -8,7 +8,7 @@ from typing import Any
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.families.rope_fields import rope_parameters
-from cacheblend_cli.model.families.values import is_number, wrong_value
+from cacheblend_cli.model.families.values import LARGEST, LARGEST_INTEGER, is_number, wrong_value
 from cacheblend_cli.model.spec import ModelSpec
 
 # Names in config.json -> names in the kernels.
@@ -81,12 +81,15 @@ class ConfigFields:
         return self.values.get(name, self.missing.get(name, default))
 
     def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """Return a whole number of `least` or more. Without any default the field is required."""
+        """Return a whole number of `least` or more, up to its limit in LARGEST. Without any default the field is
+        required."""
         value = self.value(name, default)
         if value is None and name not in self.values:
             raise UsageError(f"config.json lacks {name!r}", "fetch the checkpoint again")
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise wrong_value(name, value, f"a whole number of {least} or more")
+        if value > (most := LARGEST.get(name, LARGEST_INTEGER)):
+            raise wrong_value(name, value, f"{most} or less")
         return value
 
     def optional_integer(self, name: str, default: int | None = None) -> int | None:

@@ -6,6 +6,14 @@ from typing import Any
 
 from cacheblend_cli.errors import UsageError
 
+LARGEST = {
+    "num_hidden_layers": 1 << 12, "num_attention_heads": 1 << 16, "num_key_value_heads": 1 << 16, "altup_num_inputs": 1 << 6,
+}  # fmt: skip
+"""Limits of the numbers in a config that something is made of one by one. No model comes near."""
+LARGEST_INTEGER = (1 << 31) - 1
+MOST_EXPERTS = 1 << 17
+"""Limit of the experts of all layers."""
+
 
 def shown(value: Any) -> str:
     """Return the value as JSON, shortened if it is long."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.families.rope_fields import KINDS, rope_parameters
-from cacheblend_cli.model.families.values import shown
+from cacheblend_cli.model.families.values import LARGEST, LARGEST_INTEGER, shown, wrong_value
 from cacheblend_cli.model.model_files import AGAIN
 from cacheblend_cli.model.spec import LENGTH_DEPENDENT, ModelSpec
 
 CHOOSING = ("indexer", "index_topk", "index_n_heads", "index_local", "sparse_att", "sparse_block", "compress_r", "logn")
 """Parts of field names of models whose layers compute differently for long prompts."""
+LAYER_COUNT = re.compile(r"(n|num)(_\w+)?_layers?|(decoder|encoder)_layers")
+SIZE = re.compile(r"size|dim|width|rank|head|expert|position|length|n_embd|d_model")
 
 
 def generic_spec(config: dict[str, Any]) -> ModelSpec | None:
@@ -33,6 +36,7 @@ def generic_spec(config: dict[str, Any]) -> ModelSpec | None:
     named = config.get("architectures") or []
     if named and architecture not in named:
         raise UsageError(f"unknown architecture {named} of model_type {model_type!r}", f"known: {architecture}")
+    _check_sizes(config)
     try:
         with quiet():
             read = CONFIG_MAPPING[model_type].from_dict(config)
@@ -54,6 +58,14 @@ def generic_spec(config: dict[str, Any]) -> ModelSpec | None:
     if not getattr(transformers, architecture)._supports_attention_backend:
         raise not_generic(model_type, "its attention does not go through AttentionInterface")
     return _spec(model_type, architecture, read, config)
+
+
+def _check_sizes(config: dict[str, Any]) -> None:
+    """Raise UsageError for numbers that no model has: transformers' classes make lists of the number of layers."""
+    for name, value in config.items():
+        most = LARGEST["num_hidden_layers"] if LAYER_COUNT.fullmatch(name) else LARGEST_INTEGER
+        if isinstance(value, int) and value > most and (most < LARGEST_INTEGER or SIZE.search(name)):
+            raise wrong_value(name, value, f"{most} or less")
 
 
 def _spec(model_type: str, architecture: str, read: Any, config: dict[str, Any]) -> ModelSpec:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.families.values import LARGEST_INTEGER, is_number
 
 Metadata = Mapping[str, Any]
 Config = dict[str, Any]
@@ -41,13 +42,13 @@ class Keys:
             value = value[0]
         if isinstance(value, list):
             raise self.refusal(key, "layers that differ are not implemented")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.refusal(key, "it has to be a whole number of 1 or more")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_INTEGER:
+            raise self.refusal(key, f"it has to be a whole number from 1 to {LARGEST_INTEGER}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._given(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if not is_number(value) or value <= 0:
             raise self.refusal(key, "it has to be a number above 0")
         return float(f"{value:.7g}")  # it was a float32: 1e-05 instead of 9.999999747378752e-06
 

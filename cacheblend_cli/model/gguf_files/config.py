@@ -53,7 +53,9 @@ def config_of(
     keys.refuse_unknown({*KNOWN, *architecture.keys})
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     head_dim = keys.integer("attention.key_length", hidden // heads)
-    context = keys.integer("context_length")
+    context, layers = keys.integer("context_length"), keys.integer("block_count")
+    if layers > len(tensors):
+        raise keys.refusal("block_count", f"the file has {len(tensors)} tensors, and each layer has several")
     if keys.integer("attention.value_length", head_dim) != head_dim:
         raise keys.refusal("attention.value_length", f"only {head_dim}, the width of a head, is implemented")
     rotated = keys.integer("rope.dimension_count", head_dim)
@@ -64,7 +66,7 @@ def config_of(
         "vocab_size": _rows(tensors, "token_embd.weight"),
         "hidden_size": hidden,
         "intermediate_size": keys.integer("feed_forward_length", keys.optional_integer("expert_feed_forward_length")),
-        "num_hidden_layers": keys.integer("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,

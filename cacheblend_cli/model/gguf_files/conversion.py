@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_store.private_files import make_folder, open_folder
+from cacheblend_store.private_files import create, make_folder, open_folder
 
 from cacheblend_cli import user_cache
 from cacheblend_cli.errors import UsageError
@@ -118,7 +118,7 @@ def _convert(file: Path, folder: Path) -> None:
     shapes = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in tensors.items()}
     factors = {name: tensors[name].data for name in FACTORS if name in tensors}
     config = config_of(metadata, shapes, factors, _dtype(reader))
-    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    create(folder / "config.json", json.dumps(config, indent=2).encode())
     write_tokenizer(file, metadata, folder)
     write_index(folder, file, _index_of(reader, config, metadata))
 

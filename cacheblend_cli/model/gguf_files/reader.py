@@ -1,24 +1,44 @@
-"""A reader of GGUF files that distinguishes a truncated file from other damage."""
+"""A reader of GGUF files that distinguishes a truncated file from other damage, and bounds what it reads."""
 
 from __future__ import annotations
 
 import math
 import struct
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType
 
 LONG = 4096  # elements; longer arrays (the vocabulary) are skipped: the package takes seconds for 100,000 strings
+# Limits: the package makes several objects of each key, tensor and string. Gemma 3 has 40, 444 and 1.3 million.
+MOST_KEYS, MOST_TENSORS, MOST_ITEMS = 1 << 10, 1 << 16, 1 << 22
 
 
 class CheckedReader(GGUFReader):
-    """The package's reader. Raises EOFError, with the sizes, for a file that ends before its last tensor."""
+    """The package's reader. Raises EOFError, with the sizes, for a file that ends before its last tensor, and
+    ValueError for other damage."""
+
+    def __init__(self, path: Path | str) -> None:
+        if not Path(path).is_file():  # mapping a FIFO waits for its writer
+            raise ValueError("it is not a regular file")
+        self._num_items = 0
+        super().__init__(path)
 
     def _get(self, offset: int, dtype: Any, count: int = 1, *args: Any, **kwargs: Any) -> Any:
-        if offset + count * np.dtype(dtype).itemsize > len(self.data):
+        if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):
             raise EOFError(f"it ends after {len(self.data):,} bytes, inside its header")
         return super()._get(offset, dtype, count, *args, **kwargs)
+
+    def _build_fields(self, offs: int, count: int) -> Any:
+        if count > MOST_KEYS:
+            raise ValueError(f"it has {count:,} keys, and {MOST_KEYS:,} is the limit")
+        return super()._build_fields(offs, count)
+
+    def _build_tensor_info(self, offs: int, count: int) -> Any:
+        if count > MOST_TENSORS:
+            raise ValueError(f"it has {count:,} tensors, and {MOST_TENSORS:,} is the limit")
+        return super()._build_tensor_info(offs, count)
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
         """Return a field's bytes, parts, indices of its values among the parts, and types. A long array is one part
@@ -26,7 +46,12 @@ class CheckedReader(GGUFReader):
         if raw_type != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
         kind, count = int(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])
-        if count < LONG or kind == GGUFValueType.ARRAY:
+        self._num_items += count
+        if kind == GGUFValueType.ARRAY:
+            raise ValueError("it has an array of arrays")
+        if self._num_items > MOST_ITEMS:
+            raise ValueError(f"its arrays have {self._num_items:,} values, and {MOST_ITEMS:,} is the limit")
+        if count < LONG:
             return super()._get_field_parts(orig_offs, raw_type)
         item_type, start = GGUFValueType(kind), orig_offs + 12
         if item_type == GGUFValueType.STRING:

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from cacheblend_kernels import compiled
+from cacheblend_store.private_files import create
 from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.model_files import GGUF_INDEX
+from cacheblend_cli.model.model_files import GGUF_INDEX, LARGE_BYTES, read_object
 
 BLOCK_BYTES = 4 << 20  # of float32: more is not faster, and takes memory besides the weights
 
@@ -38,7 +39,7 @@ class StoredTensor:
 def write_index(folder: Path, file: Path, tensors: dict[str, StoredTensor]) -> None:
     """Write the index, the last file of a converted directory: if it exists, the others do too."""
     content = {"file": str(file), "tensors": {name: asdict(tensor) for name, tensor in tensors.items()}}
-    (folder / GGUF_INDEX).write_text(json.dumps(content), encoding="utf-8")
+    create(folder / GGUF_INDEX, json.dumps(content).encode())
 
 
 def is_readable(kind: Any) -> bool:
@@ -59,9 +60,14 @@ class GGUFTensors:
     block_bytes = BLOCK_BYTES
 
     def __init__(self, folder: Path) -> None:
-        content = json.loads((folder / GGUF_INDEX).read_text(encoding="utf-8"))
+        content = read_object(folder / GGUF_INDEX, LARGE_BYTES)
         self.file = Path(content["file"])
         self.index = {name: StoredTensor(**tensor) for name, tensor in content["tensors"].items()}
+        size = self.file.stat().st_size
+        if any(min(t.offset, t.num_bytes) < 0 or t.offset + t.num_bytes > size for t in self.index.values()):
+            raise UsageError(
+                f"{folder / GGUF_INDEX} does not fit {self.file}", "remove the directory, and give the file"
+            )
         self._scratch = torch.frombuffer(mmap(-1, BLOCK_BYTES), dtype=torch.float32)
 
     def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:

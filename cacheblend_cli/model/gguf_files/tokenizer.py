@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cacheblend_store.private_files import create
 from tokenizers import Regex, normalizers, pre_tokenizers
 
 from cacheblend_cli.errors import UsageError
@@ -73,7 +74,7 @@ def write_tokenizer(file: Path, metadata: Mapping[str, Any], folder: Path) -> No
     tokens = {name: _token(metadata, backend, kind) for name, kind in SPECIAL.items()}
     _write_json(folder / "tokenizer_config.json", {name: token for name, token in tokens.items() if token is not None})
     if template := metadata.get("tokenizer.chat_template"):
-        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+        create(folder / "chat_template.jinja", template.encode())
     ends = {i for kind in ENDS if (i := metadata.get(f"tokenizer.ggml.{kind}_token_id")) is not None}
     if ends:
         _write_json(folder / "generation_config.json", {"eos_token_id": sorted(ends)})
@@ -120,4 +121,4 @@ def _token(metadata: Mapping[str, Any], backend: Any, kind: str) -> str | None:
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     # These bytes are the tokenizer's fingerprint: with another layout, stored chunks would not be found.
-    path.write_text(json.dumps(content, indent=2), encoding="utf-8")
+    create(path, json.dumps(content, indent=2).encode())

@@ -1,0 +1,198 @@
+"""Untrusted input, processed in another process with limits of CPU time and memory.
+
+Hostile or broken input kills that process, not the caller. The caller has a `LimitedProcess` for a module; run as
+`python -m`, the module calls `serve` and works within `limits`.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+MIB = 1 << 20
+_SIZE = 8
+"""Bytes of a message's length field."""
+_KEPT_MIB = 512
+"""Peak resident memory (MiB) above which the process ends after an answer, to free its memory."""
+
+
+class ProcessEnded(Exception):
+    """The process ended without an answer. status: its exit status, negative for a signal."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"signal {-status}" if status < 0 else f"status {status}")
+        self.status = status
+
+    @property
+    def is_too_slow(self) -> bool:
+        """Return whether the CPU time was used up."""
+        return self.status == -signal.SIGPROF
+
+
+class LimitedProcess:
+    """Another process that answers messages, one at a time.
+
+    It starts with the first message or `start`, again after it ended, and ends with this object. After a fork, the
+    child starts a process of its own.
+    """
+
+    def __init__(self, module: str) -> None:
+        """module: its name; it calls `serve` when it is run."""
+        self._module = module
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._finalizer: weakref.finalize | None = None
+        _ALL.add(self)
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the process, so that its imports are done before the first message."""
+        with self._lock:
+            self._started()
+
+    def ask(self, message: bytes) -> bytes:
+        """Return the answer. Raises ProcessEnded."""
+        with self._lock:
+            if self._process is not None and self._process.poll() is not None:  # killed while it waited
+                self._stop()
+            process = self._started()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                _send(process.stdin, message)
+                answer = _receive(process.stdout)
+            except (BrokenPipeError, EOFError):
+                status = process.wait()
+                self._stop()
+                raise ProcessEnded(status) from None
+            except BaseException:  # an interrupt may leave a part of a message in the pipes
+                self._stop()
+                raise
+            if answer[0]:
+                self._stop()
+            return answer[1:]
+
+    def close(self) -> None:
+        with self._lock:
+            self._stop()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            # -P: do not import modules from the current directory, which may be a folder of documents
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", self._module],
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+            self._finalizer = weakref.finalize(self, _stop, self._process)
+        return self._process
+
+    def _stop(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+        self._process = self._finalizer = None
+
+    def forget(self) -> None:
+        """Leave the process to the parent, after a fork."""
+        self._lock = threading.Lock()
+        if self._process is not None and self._finalizer is not None:
+            self._finalizer.detach()
+            self._process.returncode = 0
+            _close(self._process)
+        self._process = self._finalizer = None
+
+
+_ALL: weakref.WeakSet[LimitedProcess] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for process in list(_ALL):
+        process.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    _close(process)
+    process.wait()
+
+
+def _close(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        with suppress(OSError):
+            if pipe is not None:
+                pipe.close()
+
+
+def _send(stream: IO[bytes], message: bytes) -> None:
+    for part in (len(message).to_bytes(_SIZE, "big"), message):
+        left = memoryview(part)
+        while left:
+            left = left[stream.write(left) :]
+    stream.flush()
+
+
+def _receive(stream: IO[bytes]) -> bytes:
+    """Read one message. Raises EOFError at the end of the stream."""
+    return _read(stream, int.from_bytes(_read(stream, _SIZE), "big"))
+
+
+def _read(stream: IO[bytes], count: int) -> bytes:
+    found = bytearray()
+    while len(found) < count:
+        piece = stream.read(min(count - len(found), MIB))
+        if not piece:
+            raise EOFError
+        found += piece
+    return bytes(found)
+
+
+def serve(answer: Callable[[bytes], bytes]) -> None:
+    """Answer the messages on stdin until the caller closes its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the caller's
+    with suppress(EOFError, BrokenPipeError):
+        while True:
+            found = answer(_receive(sys.stdin.buffer))
+            _send(sys.stdout.buffer, bytes([peak_mib() > _KEPT_MIB]) + found)
+
+
+@contextmanager
+def limits(seconds: float, memory: int) -> Iterator[None]:
+    """Limit this process to seconds of CPU time and bytes of address space. SIGPROF ends it when the time is used up,
+    even inside C code; memory beyond the limit is a MemoryError."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with suppress(ValueError, OSError):  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (memory, before[1]))
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def peak_mib() -> float:
+    """Return the peak resident memory of this process in MiB."""
+    with suppress(OSError, StopIteration):  # Linux's ru_maxrss begins with that of the process which started this one
+        status = Path("/proc/self/status").read_text()
+        line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) / 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (MIB if sys.platform == "darwin" else 1 << 10)
