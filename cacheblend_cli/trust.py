@@ -50,7 +50,12 @@ def project_folder() -> Path | None:
     """Return `.cacheblend` of the working directory if the store in it may be used: this user made it, or it has no
     store yet."""
     folder = Path(PROJECT_FOLDER)
-    return folder if _is_folder(folder) and (not os.path.lexists(folder / STORE) or made_here(folder)) else None
+    return folder if _is_folder(folder) and (not has_store(folder) or made_here(folder)) else None
+
+
+def has_store(folder: Path) -> bool:
+    """Return whether there is a store in a `.cacheblend`; a directory with a server's socket alone is none."""
+    return os.path.lexists(folder / STORE / "data.mdb") or (folder / STORE).is_symlink()
 
 
 def made_here(folder: Path) -> bool:

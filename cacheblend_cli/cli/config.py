@@ -53,29 +53,18 @@ def show(
     output, resolved = Output(), resolve({"store": store})
     values = vars(resolved.settings) | {"store": str(resolved.settings.store_path)}
     if json:
-        output.json(
-            {
-                name: {"value": value, "from": resolved.origin[name]}
-                | ({"ignored": resolved.ignored[name]} if name in resolved.ignored else {})
-                for name, value in values.items()
-            }
-        )
+        found = {name: {"value": value, "from": resolved.origin[name]} for name, value in values.items()}
+        for name, place in resolved.ignored.items():
+            found[name]["ignored"] = place
+        output.json(found)
         return
+    origin = {**resolved.origin, **{n: f"{resolved.origin[n]} (ignored: {p})" for n, p in resolved.ignored.items()}}
     left = 0
     for number, (title, names) in enumerate(_topics()):
-        shown = [n for n in names if every or not number or resolved.origin[n] != "default" or n in resolved.ignored]
+        shown = [n for n in names if every or not number or origin[n] != "default"]
         left += len(names) - len(shown)
         if shown:
-            rows = [
-                (
-                    n,
-                    "not set" if values[n] in ("", None, ()) else values[n],
-                    f"{resolved.origin[n]} (ignored: {resolved.ignored[n]})"
-                    if n in resolved.ignored
-                    else resolved.origin[n],
-                )
-                for n in shown
-            ]
+            rows = [(n, "not set" if values[n] in ("", None, ()) else values[n], origin[n]) for n in shown]
             if number:
                 output.line("")
             output.table((title, "value", "from"), rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from cacheblend_cli import trust
@@ -24,7 +23,8 @@ def open_store(
     from cacheblend_store import ChunkStore
 
     path = settings.store_path
-    is_new = write and create is not False and not os.path.lexists(path)
+    is_projects = path.name == trust.STORE and path.parent.name == trust.PROJECT_FOLDER
+    is_new = is_projects and not trust.has_store(path.parent)
     store = ChunkStore.open(
         path,
         mode="write" if write else "read",
@@ -33,7 +33,7 @@ def open_store(
         lock_timeout=settings.lock_timeout,
         force=settings.force_store,
     )
-    if is_new and path.name == trust.STORE and path.parent.name == trust.PROJECT_FOLDER:
+    if is_new:
         try:
             trust.stamp(path.parent)
         except OSError as error:

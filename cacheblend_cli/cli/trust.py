@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from typer import Argument, Option
@@ -29,13 +28,13 @@ def trust(
     if not folder.is_dir():
         raise NotFoundError(f"no such folder: {folder}", "check the path")
     file, own = next(iter(config_files(folder)[1:]), None), folder / record.PROJECT_FOLDER
-    if file is None and not os.path.lexists(own / record.STORE):
+    if file is None and not record.has_store(own):
         raise NotFoundError(
             f"{folder.resolve()} has neither a cacheblend.toml nor a .cacheblend/store", "name another one"
         )
     try:
         found = _settings(file, remove=remove) if file else {}
-        store = _store(own, remove=remove) if os.path.lexists(own / record.STORE) else None
+        store = _store(own, remove=remove) if record.has_store(own) else None
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}", "check its owner and permissions") from error
     if json:

@@ -176,7 +176,12 @@ def _rebuild(settings: Settings, output: Output) -> SalvageReport | None:
     except StoreCorrupt as error:
         output.warn(error.message)
         with output.progress("rebuild") as bar:
-            return salvage(settings.store_path, settings.lock_timeout, lambda done, total: bar(done, total, "chunks"))
+            return salvage(
+                settings.store_path,
+                settings.lock_timeout,
+                lambda done, total: bar(done, total, "chunks"),
+                force=settings.force_store,
+            )
     return None
 
 

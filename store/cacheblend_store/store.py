@@ -45,7 +45,7 @@ class ChunkStore:
     """
 
     def __init__(self, path: Path, write: bool, create: bool, lock_timeout: float, force: bool) -> None:
-        self.path, self.writable, self.lock_timeout, self._force = path, write, lock_timeout, force
+        self.path, self.writable, self.lock_timeout, self.forced = path, write, lock_timeout, force
         self._touched: dict[bytes, float] = {}
         self._touch_lock = threading.Lock()
         self.tier: SharedTier | None = None
@@ -81,8 +81,8 @@ class ChunkStore:
         return store
 
     def _acquire(self, *, create: bool = False) -> Environment:
-        check_directory(self.path, write=self.writable, create=create, force=self._force)
-        return acquire(self.path, self.lock_timeout, write_identity, force=self._force)
+        check_directory(self.path, write=self.writable, create=create, force=self.forced)
+        return acquire(self.path, self.lock_timeout, write_identity, force=self.forced)
 
     def __enter__(self) -> ChunkStore:
         return self

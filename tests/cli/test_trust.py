@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from command_line import Cli
+from command_line import Cli, process
 from platformdirs import user_data_path
 
 from cacheblend_cli import trust
@@ -260,3 +260,19 @@ def test_writing_settings_follows_no_link_of_a_checkout(cli: Cli, home: Path, mo
     Path(".cacheblend.toml.00000000").symlink_to(home / ".ssh" / "authorized_keys")
     assert cli("config", "set", "top_k", "3").code == 2
     assert list((home / ".ssh").iterdir()) == []
+
+
+def test_a_server_may_be_the_first_in_a_project(cli: Cli, home: Path, docs: Path) -> None:
+    """Its socket is in the directory of the store before the store is."""
+    Path(".cacheblend").mkdir()
+    serving = process("serve", "--background", "--port", "0", "--idle-exit", "60")
+    try:
+        assert serving.code == 0, serving.err
+        for command in (("serve", "--status"), ("precompute", str(docs)), ("search", "alpha")):
+            result = cli(*command)
+            assert result.code == 0, result.err
+            assert "trust" not in result.err
+    finally:
+        cli("serve", "--stop")
+    assert Path(".cacheblend/store/data.mdb").exists()
+    assert not (user_data_path("cacheblend") / "store").exists()

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from cacheblend_store.errors import BadBlob, StoreCorrupt
 from cacheblend_store.lmdb_file.datafile import compact_copy, replacing
-from cacheblend_store.lmdb_file.directory import DATA, unreadable
+from cacheblend_store.lmdb_file.directory import DATA, check_directory, unreadable
 from cacheblend_store.lmdb_file.pages.commits import salvageable
 from cacheblend_store.private_files import open_file
 from cacheblend_store.reader import StoreReader
@@ -48,13 +48,16 @@ class SalvageReport:
     sources: tuple[str, ...]  # documents of the lost chunks, to precompute again
 
 
-def salvage(path: Path, lock_timeout: float = 30.0, progress: Progress | None = None) -> SalvageReport:
+def salvage(
+    path: Path, lock_timeout: float = 30.0, progress: Progress | None = None, *, force: bool = False
+) -> SalvageReport:
     """Rebuild a store that cannot be opened any more (StoreCorrupt).
 
     Needs disk space for a copy, and no other process may have the store open. Records that cannot be read or do not
-    match their digests are dropped; they are computed again. Raises StoreCorrupt if the file cannot be identified,
-    StoreFormat, StoreLocked, StoreNoSpace, StorePermission.
+    match their digests are dropped; they are computed again. force: as in `ChunkStore.open`. Raises StoreCorrupt if the
+    file cannot be identified, StoreFormat, StoreLocked, StoreNoSpace, StorePermission.
     """
+    check_directory(path, write=True, create=False, force=force)
     try:
         file = os.fdopen(open_file(path / DATA, anywhere=True), "rb", buffering=0)
     except OSError as error:

@@ -74,7 +74,7 @@ def verify(store: ChunkStore, progress: Progress | None = None, repair: bool = F
         store.require_writable()
         if any(f.kind == "page" for f in report.findings):
             with store.set_aside():
-                salvage(store.path, store.lock_timeout, progress)
+                salvage(store.path, store.lock_timeout, progress, force=store.forced)
         else:
             _repair(store, report)
         report.repaired = len(report.findings)
