@@ -61,7 +61,7 @@ def demo(
     results: list[Compared] = []
     with (
         tempfile.TemporaryDirectory(prefix="cacheblend-demo-") as folder,
-        ChunkStore.open(Path(folder) / "store", mode="write") as store,
+        ChunkStore.open(Path(folder) / "store", mode="write", force=True) as store,  # wherever TMPDIR is
         engine,
     ):
         run = Demo(engine, store, case)

@@ -222,7 +222,7 @@ def _store(settings: Settings, named: str | None) -> Iterator[ChunkStore]:
 
     with (
         tempfile.TemporaryDirectory(prefix="cacheblend-eval-") as folder,
-        ChunkStore.open(Path(folder) / "store", mode="write") as store,
+        ChunkStore.open(Path(folder) / "store", mode="write", force=True) as store,  # wherever TMPDIR is
     ):
         yield store
 

@@ -133,7 +133,7 @@ def bench(
     try:
         with (
             tempfile.TemporaryDirectory(prefix="cacheblend-bench-") as folder,
-            ChunkStore.open(Path(folder) / "store", mode="write") as store,
+            ChunkStore.open(Path(folder) / "store", mode="write", force=True) as store,  # wherever TMPDIR is
         ):
             on_run(0, (rounds + 1) * (len(settings) + 1), "collect")
             start = time.perf_counter()

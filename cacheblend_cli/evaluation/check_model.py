@@ -42,7 +42,7 @@ def check_model(engine: Engine, *, with_transformers: bool) -> ModelCheck:
     """Compare the last logits of a prompt over pages of the demo's handbook."""
     with (
         tempfile.TemporaryDirectory(prefix="cacheblend-check-") as folder,
-        ChunkStore.open(Path(folder) / "store", mode="write") as store,
+        ChunkStore.open(Path(folder) / "store", mode="write", force=True) as store,  # wherever TMPDIR is
     ):
         pages = [str(page) for page in sorted(handbook_dir().glob("*.md"))[:PAGES]]
         wanted = PrecomputeOptions(chunk_tokens=min(CHUNK_TOKENS, engine.context // 8))

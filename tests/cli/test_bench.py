@@ -30,6 +30,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The system's temporary folder, empty."""
     path = tmp_path / "temporary"
     path.mkdir()
+    path.chmod(0o777)  # some systems have it so
     monkeypatch.setattr(tempfile, "tempdir", str(path))
     return path
 

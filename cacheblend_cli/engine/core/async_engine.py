@@ -325,7 +325,7 @@ class EngineThread:
     def _temporary_store(self) -> ChunkStore:
         self._folder = TemporaryDirectory(prefix="cacheblend-")
         folder = self._temporary.enter_context(self._folder)
-        return self._temporary.enter_context(ChunkStore.open(folder, mode="write"))
+        return self._temporary.enter_context(ChunkStore.open(folder, mode="write", force=True))  # wherever TMPDIR is
 
     def _running(self) -> AsyncEngine:
         with self._lock:
