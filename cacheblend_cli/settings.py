@@ -204,7 +204,7 @@ def grouped(*groups: str, but: Sequence[str] = ()) -> tuple[str, ...]:
     return tuple(name for group in groups for name in GROUPS[group] if name not in but)
 
 
-HARMLESS = frozenset((*grouped("search", "blend", "sampling", "prompt", "cutting", but=("embeddings",)),))
+HARMLESS = frozenset(grouped("search", "blend", "sampling", "prompt", "cutting", but=("embeddings",)))
 """Settings that change only the answers here. All others (what names a place, a model or a receiver, what uses the
 machine or removes stored data) are taken from a project's file only if the user trusts it."""
 
@@ -287,7 +287,7 @@ def config_files(folder: Path = Path()) -> list[Path]:
     """
     files = [user_config_path("cacheblend") / "config.toml"]
     try:
-        here = Path.cwd() / folder
+        here = Path(os.path.abspath(folder))
     except FileNotFoundError:
         raise NotFoundError("the current directory no longer exists", "change to another one") from None
     for folder in (here, *here.parents):

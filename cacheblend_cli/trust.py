@@ -37,13 +37,11 @@ def trust(file: Path, content: bytes) -> None:
     _keep(_record() | {os.path.realpath(file): _digest(content)})
 
 
-def distrust(file: Path) -> bool:
-    """Trust a settings file no longer. Return whether it was trusted. Raises OSError."""
+def distrust(file: Path) -> None:
+    """Trust a settings file no longer. Raises OSError."""
     record = _record()
-    was_trusted = record.pop(os.path.realpath(file), None) is not None
-    if was_trusted:
+    if record.pop(os.path.realpath(file), None) is not None:
         _keep(record)
-    return was_trusted
 
 
 def project_folder() -> Path | None:
@@ -61,8 +59,8 @@ def has_store(folder: Path) -> bool:
 def made_here(folder: Path) -> bool:
     """Return whether a `.cacheblend` has the stamp that this user's secret gives it."""
     with suppress(OSError, ValueError):
-        stamp = _read(folder / _STAMP).decode("ascii").strip()
-        return _is_folder(folder) and stamp == _stamp(folder, _secret())
+        found = _read(folder / _STAMP).decode("ascii").strip()
+        return _is_folder(folder) and found == _stamp(folder, _secret())
     return False
 
 
@@ -78,11 +76,9 @@ def stamp(folder: Path) -> None:
         _write(folder / ".gitignore", b"*\n")
 
 
-def unstamp(folder: Path) -> bool:
-    """Undo `stamp`. Return whether there was one. Raises OSError."""
-    was_made_here = made_here(folder)
+def unstamp(folder: Path) -> None:
+    """Undo `stamp`. Raises OSError."""
     (folder / _STAMP).unlink(missing_ok=True)
-    return was_made_here
 
 
 def _is_folder(folder: Path) -> bool:

@@ -58,7 +58,7 @@ def _settings(file: Path, *, remove: bool) -> dict[str, object]:
         record.distrust(file)
     else:
         record.trust(file, content)
-    return {name: value for name, value in values.items() if name in risky_settings(values, file.parent)}
+    return {name: values[name] for name in risky_settings(values, file.parent)}
 
 
 def _store(folder: Path, *, remove: bool) -> Path:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 from adapters import write_adapter
+from bare_store import bare_writing
+from cacheblend_store import ChunkStore
 
 Cli = Callable[..., Any]
 
@@ -90,3 +92,16 @@ def test_an_adapter_is_named(cli: Cli, docs: Path, model: Path, tmp_path: Path) 
     assert "--lora" in refused.err
     assert cli("precompute", "docs/alpha.md", "--lora", "lora").code == 0
     assert cli("ask", "alpha", "--lora", "lora", "--max-tokens", "1", "--verify").code == 0
+
+
+@pytest.mark.parametrize("command", [("search", "alpha"), ("ask", "alpha", "--local")])
+def test_where_only_damaged_chunks_would_answer_that_is_said(
+    cli: Cli, stored: list[str], tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    with ChunkStore.open(tmp_path / "store", mode="write") as store, bare_writing(store) as (transaction, dbs):
+        for key in map(bytes.fromhex, stored):
+            record = bytes(transaction.get(key, db=dbs["chunks"]))
+            transaction.put(key, record[:-1] + bytes([record[-1] ^ 1]), db=dbs["chunks"])
+    result = cli(*command)
+    assert result.code == 3
+    assert f"{len(stored)} stored chunks are damaged and not searched; repair: " in result.err

@@ -276,3 +276,20 @@ def test_a_server_may_be_the_first_in_a_project(cli: Cli, home: Path, docs: Path
         cli("serve", "--stop")
     assert Path(".cacheblend/store/data.mdb").exists()
     assert not (user_data_path("cacheblend") / "store").exists()
+
+
+@pytest.mark.parametrize("typed", ["..", "../child/..", "."])
+def test_the_folder_that_is_named_is_the_one_that_is_trusted(
+    cli: Cli, home: Path, monkeypatch: pytest.MonkeyPatch, typed: str
+) -> None:
+    """Not its child, from which `..` was typed."""
+    parent = Path.cwd()
+    child = parent / "child"
+    child.mkdir()
+    (child / "cacheblend.toml").write_text("tier = 's3://theirs/x'\n")
+    monkeypatch.chdir(parent if typed == "." else child)
+    assert cli("trust", typed).code == 3
+    (parent / "cacheblend.toml").write_text("tier = 's3://mine/x'\n")
+    assert cli("trust", typed, "--json").records[0]["file"] == str(parent / "cacheblend.toml")
+    monkeypatch.chdir(child)
+    assert "tier" in resolve({}).ignored

@@ -54,6 +54,8 @@ def retrieve(
     if not lookup.query:
         lookup = replace(lookup, before=" ".join(ask.history[-2:]))  # the last question and its answer
     found = search(store, query, lookup, collections)
+    if found.num_damaged and not found.hits and say:
+        say(damaged_note(found.num_damaged))
     if not found.hits:
         raise found_elsewhere(store, query, lookup, collections) or nothing_found(store, own, usable)
     if found.weak and lookup.on_weak_match == "refuse" and not ask.keys:
