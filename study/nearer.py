@@ -76,16 +76,18 @@ class Watching(BlendSteps):
     it is then."""
 
     layers: frozenset[int] = frozenset()
-    found: Tensor
+    _peaks: Tensor
+
+    @property
+    def found(self) -> Tensor:
+        return self._peaks[self._all.positions]
 
     def queries(self, layer: DecoderLayer, q: Tensor, rows: Rows) -> None:
         num = len(self._prompt.plan.segments[-1].token_ids)
         if layer.index == 0:
-            self.found = torch.zeros(len(self._all))
+            self._peaks = torch.zeros(self._prompt.plan.num_tokens)
         if layer.index in self.layers and len(q) >= num:
-            keys = self._prompt.keys(layer.index, rows.attention.max_kv_len)
-            found = attention_peaks(layer, q[-num:], rows.positions[-num:], keys, self._all)
-            self.found = torch.maximum(self.found, found)
+            attention_peaks(self._prompt.sequence, layer, q[-num:], rows.positions[-num:], rows, self._peaks)
 
 
 class Second(BlendSteps):

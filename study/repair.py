@@ -56,13 +56,17 @@ class Looks(Steps):
 
     def __init__(self, sequence: PagedSequence, layers: Sequence[int], candidates: Candidates) -> None:
         self._sequence, self._layers, self._candidates = sequence, frozenset(layers), candidates
-        self.weights = torch.zeros(len(candidates))
+        self._peaks = torch.zeros(0)
+
+    @property
+    def weights(self) -> Tensor:
+        return self._peaks[self._candidates.positions]
 
     def queries(self, layer: DecoderLayer, q: Tensor, rows: Rows) -> None:
         if layer.index in self._layers:
-            keys = self._sequence.pool.keys(layer.index, self._sequence.slots_to(rows.attention.max_kv_len))
-            found = attention_peaks(layer, q[-1:], rows.positions[-1:], keys, self._candidates)
-            self.weights = torch.maximum(self.weights, found)
+            if not len(self._peaks):
+                self._peaks = torch.zeros(rows.attention.max_kv_len)
+            attention_peaks(self._sequence, layer, q[-1:], rows.positions[-1:], rows, self._peaks)
 
 
 def unchosen(done: Prefilled) -> Candidates:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
-from cacheblend_kernels import Slots
+from cacheblend_kernels import Regressed, RegressionPrior, Slots
 from torch import Tensor
 
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Candidates
-from cacheblend_cli.kv.pool import KVPool
+from cacheblend_cli.kv.pool import KVPool, upload
 from cacheblend_cli.kv.rows import Rows
 from cacheblend_cli.model.decoder import DecoderLayer
 from cacheblend_cli.model.rope import CosSin
@@ -54,14 +55,19 @@ class Regression:
     """
 
     def __init__(self, prompt: Prompt, every: Candidates, repaired: Candidates) -> None:
-        self._pool = prompt.pool
+        self._pool, self._rows, self._prior = prompt.pool, None, _prior()
+        decoder = prompt.decoder
+        if decoder.kernels.has_correction and decoder.shard is None and decoder.spec.latent is None:
+            self._rows = _regressed(every, repaired, every_rows := prompt.rows(every.positions))
+            self._rotations = every_rows.rotations
+            return
         known = torch.isin(every.positions, repaired.positions).cpu()
-        lengths = torch.unique_consecutive(every.chunk.cpu(), return_counts=True)[1].tolist()
+        lengths = every.lengths
         number = known.cumsum(0) - 1  # index among the recomputed tokens, where known
         self._repaired = prompt.rows(repaired.positions)
-        _, chunk, counts = torch.unique_consecutive(repaired.chunk, return_inverse=True, return_counts=True)
         # per recomputed token: number of them in its chunk and the chunks before it
-        self._so_far = counts.cumsum(0)[chunk]
+        until = torch.tensor(lengths).cumsum(0).repeat_interleave(torch.tensor(lengths)) - 1
+        self._so_far = upload((number + 1)[until][known], every.positions.device)
         of_size: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
         for tokens, there in zip(torch.arange(len(known)).split(lengths), known.split(lengths), strict=True):
             if 0 < (count := int(there.sum())) < len(tokens):
@@ -78,6 +84,11 @@ class Regression:
     def apply(self, layer: DecoderLayer, k: Tensor, v: Tensor) -> None:
         """Correct the layer's stale rows in the pool. k (before RoPE), v: fresh values of the repaired tokens,
         [num_repaired, num_kv_heads, head_dim]; the pool still holds their old values and is updated afterwards."""
+        if self._rows is not None:
+            damped = layer.attention.sliding_window is not None
+            cache, rotation = self._pool.layers[layer.index], self._rotations[layer.rope]
+            layer.kernels.correct_stale(k, v, cache, self._rows, rotation, self._prior, damped)
+            return
         pairs = zip((k, v), old_kv(layer, self._repaired), strict=True)
         change = torch.cat([(fresh.float() - old).flatten(1) for fresh, old in pairs], -1)
         sizes = _over_heads(layer, torch.linalg.vector_norm(change, dim=-1).square_())
@@ -91,6 +102,21 @@ class Regression:
         """Return, for each repaired token, the mean change over its chunk and the chunks before it. change: fp32
         [num_repaired, width]."""
         return change.cumsum(0)[self._so_far - 1] / self._so_far[:, None]
+
+
+def _prior() -> RegressionPrior:
+    return RegressionPrior(CHUNK, NEAR, LENGTHS, NOISE, LEAST_NOISE, COMMON)
+
+
+def _regressed(every: Candidates, repaired: Candidates, rows: Rows) -> Regressed:
+    """Return the rows that a backend's own regression takes. rows: those of `every`. Reads nothing on the host."""
+    device, lengths = every.positions.device, every.lengths
+    starts = upload([0, *accumulate(lengths)], device, torch.int32)
+    known = torch.searchsorted(every.positions, repaired.positions, out_int32=True)
+    known_starts = torch.searchsorted(known, starts, out_int32=True)
+    so_far = known_starts[1:, None]
+    before = torch.arange(len(known), device=device) < so_far
+    return Regressed(rows.slots, starts, known, known_starts, before / so_far.clamp_min(1), max(lengths))
 
 
 @dataclass(frozen=True)
@@ -120,12 +146,16 @@ class _Part:
             row[: len(s)], row[stale : stale + len(k)] = s, k
             here[: len(s)] = here[stale : stale + len(k)] = True
         device = every.positions.device
-        own, real, tokens = number[index[:, stale:]].to(device), real.to(device), every.take(index.to(device))
+        own, tokens = upload(number[index[:, stale:]], device), every.take(upload(index, device))
+        real = upload(real, device, torch.bool)
         rows = prompt.rows(tokens.positions.flatten())
         # square of RoPE's attention factor, else 1
         squares = [cos.square() + sin.square() for cos, sin in rows.rotations]
         back = [(cos / s, -sin / s) for (cos, sin), s in zip(rows.rotations, squares, strict=True)]
-        first = [(t.view(*index.shape, -1)[:, :stale].flatten(0, 1) for t in pair) for pair in rows.rotations]
+        first = [
+            tuple(t.view(*index.shape, -1)[:, :stale].reshape(-1, t.shape[-1]).contiguous() for t in pair)
+            for pair in rows.rotations
+        ]
         apart = (tokens.offset[:, stale:, None] - tokens.offset[:, None]).abs()
         near = sum(torch.exp(-apart / length) for length in LENGTHS)
         placed = (CHUNK + NEAR * near) * (real[:, stale:, None] & real[:, None])
@@ -169,7 +199,7 @@ class _Part:
             before = old.split(widths, -1)[1]
             v = before[:, stale].lerp(v, self._relative_size(layer, before)[:, stale])
         k, v = k.reshape(-1, *old_k.shape[1:]), v.reshape(-1, *old_v.shape[1:])
-        slots = Slots(self.slots[:, stale].flatten(), *self.forth[layer.rope])
+        slots = Slots(self.slots[:, stale].reshape(-1).contiguous(), *self.forth[layer.rope])
         layer.kernels.rope_and_cache(None, k, v, pool.layers[layer.index], slots)
 
     def _relative_size(self, layer: DecoderLayer, v: Tensor) -> Tensor:
@@ -211,7 +241,8 @@ def _noise(size: Tensor, share: Tensor) -> Tensor:
 
 NUMBERS_AT_ONCE, GPU_NUMBERS_AT_ONCE = 1 << 22, 1 << 24
 """Maximum elements of K and V in a part with several chunks: 16 MiB in fp32, plus a handful of temporaries of that
-size. 64 MiB on a GPU, where each part costs about thirty launches per layer."""
+size. 64 MiB on a GPU, where a backend without a regression of its own launches about eighty operations a part and
+layer."""
 
 CHUNK, NEAR, LENGTHS, NOISE, LEAST_NOISE = 2.0, 0.3, (8.0, 30.0), 0.5, 0.1
 """Parameters of the prior, relative to 1 for tokens with the same old K and V. CHUNK: correlation of two tokens of a

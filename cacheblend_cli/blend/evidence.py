@@ -20,6 +20,7 @@ from cacheblend_cli.kv.forward import (
     queries,
     rotate,
 )
+from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.kv.rows import Rows, positions_of
 from cacheblend_cli.model.decoder import Decoder, DecoderLayer
 
@@ -74,7 +75,7 @@ def run_fresh(prompt: Prompt, look: Look) -> Pass[Hidden | None]:
 class Look(Steps):
     """Observe the attention of a pass's last rows (at most as many as the suffix has) in the probe layers.
 
-    found: largest attention weight on each candidate so far, [n] fp32. stop: last layer whose queries are needed.
+    stop: last layer whose queries are needed.
     """
 
     def __init__(
@@ -82,7 +83,12 @@ class Look(Steps):
     ) -> None:
         self._prompt, self._probe_layers, self._candidates, self._stop = prompt, probe_layers, candidates, stop
         self._num_looking = len(prompt.plan.segments[-1].token_ids)
-        self.found = torch.zeros(len(candidates), device=prompt.decoder.device)
+        self._peaks = torch.zeros(prompt.plan.num_tokens, device=prompt.decoder.device)
+
+    @property
+    def found(self) -> Tensor:
+        """Largest attention weight on each candidate so far, [n] fp32."""
+        return self._peaks[self._candidates.positions]
 
     def at(self, layer: DecoderLayer) -> LayerStep:
         if layer.own_kv:
@@ -92,9 +98,7 @@ class Look(Steps):
     def queries(self, layer: DecoderLayer, q: Tensor, rows: Rows) -> None:
         if layer.index in self._probe_layers:
             q, positions = q[-self._num_looking :], rows.positions[-self._num_looking :]
-            keys = self._prompt.keys(layer.index, rows.attention.max_kv_len)
-            weights = attention_peaks(layer, q, positions, keys, self._candidates)
-            self.found = torch.maximum(self.found, weights)
+            attention_peaks(self._prompt.sequence, layer, q, positions, rows, self._peaks)
 
 
 class AtCheckLayer:
@@ -130,9 +134,9 @@ class AtCheckLayer:
     def attention(self, candidates: Candidates) -> Tensor:
         """Return the suffix's largest attention weight on the old KV of each candidate at this layer, [n] fp32."""
         q, positions = self.suffix_queries()
-        keys = self.prompt.keys(self.layer.index, self.prompt.plan.num_tokens)
-        peaks = attention_peaks(self.layer, q, positions, keys, candidates)
-        return largest_over_ranks(self.prompt.decoder, peaks)
+        peaks = torch.zeros(self.prompt.plan.num_tokens, device=q.device)
+        attention_peaks(self.prompt.sequence, self.layer, q, positions, self._suffix, peaks)
+        return largest_over_ranks(self.prompt.decoder, peaks[candidates.positions])
 
     def suffix_queries(self) -> tuple[Tensor, Tensor]:
         """Return q of the suffix's rows, [num_rows, num_heads, head_dim] after RoPE, and their positions."""
@@ -144,20 +148,25 @@ def largest_over_ranks(decoder: Decoder, found: Tensor) -> Tensor:
     return found if decoder.shard is None else decoder.shard.ranks.largest(found)
 
 
-def attention_peaks(layer: DecoderLayer, q: Tensor, positions: Tensor, keys: Tensor, candidates: Candidates) -> Tensor:
-    """Return the largest softmax weight of rotated q [num_rows, num_heads, head_dim] on each candidate, [n] fp32.
+def attention_peaks(
+    sequence: PagedSequence, layer: DecoderLayer, q: Tensor, positions: Tensor, rows: Rows, peaks: Tensor
+) -> None:
+    """Raise `peaks` [kv_len] fp32 to the largest softmax weight of rotated q [num_rows, num_heads, head_dim] on each of
+    the sequence's first positions.
 
-    positions: [num_rows] int64, the rows' positions; keys: `KVPool.keys` from position 0 on, fp32 [kv_len,
-    num_kv_heads, dim].
+    positions: [num_rows] int64, the rows' positions; rows: rows of the same sequence.
     """
-    q, found = layer.to_keys(q), torch.zeros(len(keys), device=q.device)
+    cache = sequence.pool.layers[layer.index]
+    if layer.kernels.has_attention_peaks and layer.latent_heads is None:
+        layer.kernels.attention_peaks(q, positions, cache, rows.attention, layer.attention, peaks)
+        return
+    q, keys = layer.to_keys(q), sequence.pool.keys(layer.index, sequence.slots_to(len(peaks)))
     # with latent attention all heads share one key: compute a few heads at a time
     parts = (q,) if layer.latent_heads is None else q.split(LATENT_HEADS_AT_ONCE, 1)
     for part in parts:
         at_once = heads_at_once(q.device, part.shape[1] // keys.shape[1] * len(q) * len(keys))
         for weights in attention_weights(layer, part, positions, keys, at_once):
-            found = torch.maximum(found, weights.flatten(0, 2).amax(0))
-    return found[candidates.positions]
+            torch.maximum(peaks, weights.flatten(0, 2).amax(0), out=peaks)
 
 
 def attention_weights(
@@ -165,7 +174,8 @@ def attention_weights(
 ) -> Iterator[Tensor]:
     """Softmax weights, causal by position, of `at_once` KV heads at a time: fp32 [heads, group, num_rows, kv_len].
 
-    q: as `DecoderLayer.to_keys` gives it. Other arguments as for `attention_peaks`.
+    q: as `DecoderLayer.to_keys` gives it; positions: [num_rows] int64, the rows' positions; keys: `KVPool.keys` from
+    position 0 on, fp32 [kv_len, num_kv_heads, dim].
     """
     params, (kv_len, num_kv_heads, head_dim) = layer.attention, keys.shape
     rows = q.float().view(len(q), num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)  # KV heads, group, rows

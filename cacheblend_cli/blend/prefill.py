@@ -160,4 +160,6 @@ def _split(plan: PromptPlan, device: torch.device) -> tuple[Candidates, Tensor]:
 
     chunk = joined([torch.full((len(s.token_ids),), i) for i, s in blended], device)
     offset = joined([torch.arange(len(s.token_ids)) for _, s in blended], device)
-    return Candidates(positions_of([s for _, s in blended], device), chunk, offset), positions_of(computed, device)
+    sizes = tuple(len(s.token_ids) for _, s in blended if s.token_ids)
+    every = Candidates(positions_of([s for _, s in blended], device), chunk, offset, sizes)
+    return every, positions_of(computed, device)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.kv.pool import upload
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,12 @@ class Candidates:
     positions: Tensor  # [n] int64, sorted
     chunk: Tensor  # [n] int64, index of the prompt's chunk
     offset: Tensor  # [n] int64, position in the chunk
+    sizes: tuple[int, ...] = ()  # of the chunks, () if not known on the host
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of tokens of each chunk. Waits for the device if `sizes` is not set."""
+        return self.sizes or tuple(torch.unique_consecutive(self.chunk, return_counts=True)[1].tolist())
 
     def __len__(self) -> int:
         return int(self.positions.shape[0])
@@ -86,7 +93,7 @@ class RandomTokens:
 
     def scores(self, candidates: Candidates, evidence: Evidence) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed)
-        return torch.rand(len(candidates), generator=generator).to(candidates.positions.device)
+        return upload(torch.rand(len(candidates), generator=generator), candidates.positions.device, torch.float32)
 
 
 class Combined:
@@ -160,11 +167,13 @@ def choose(
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=scores.device)
     if block > 1:
-        run = candidates.chunk * (int(candidates.offset.max()) // block + 1) + candidates.offset // block
-        _, run = torch.unique(run, return_inverse=True)
-        total = torch.zeros(int(run.max()) + 1, device=scores.device).index_add_(0, run, scores.float())
-        size = torch.bincount(run).clamp_min(1)
-        scores = (total / size)[run]
+        place = torch.stack((candidates.chunk, candidates.offset // block))
+        begins = (place[:, 1:] != place[:, :-1]).any(0)
+        run = torch.cat((begins.new_zeros(1), begins)).cumsum(0)
+        total, size = torch.zeros(2, len(run), device=scores.device)
+        total.index_add_(0, run, scores.float())
+        size.index_add_(0, run, torch.ones_like(total))
+        scores = (total / size.clamp_min(1))[run]
     order = torch.argsort(scores, descending=True, stable=True)
     if required is not None:
         order = order[torch.argsort(required[order].int(), descending=True, stable=True)]

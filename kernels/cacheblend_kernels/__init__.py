@@ -7,6 +7,8 @@ from cacheblend_kernels.interface import (
     KernelError,
     LatentHeads,
     LayerCache,
+    Regressed,
+    RegressionPrior,
     Slots,
     StoredKV,
 )  # fmt: skip
@@ -14,5 +16,5 @@ from cacheblend_kernels.registry import BACKENDS, fallback_reason, missing_for, 
 
 __all__ = [
     "BACKENDS", "AttentionMetadata", "AttentionParams", "KernelBackend", "KernelError", "LatentHeads", "LayerCache",
-    "Slots", "StoredKV", "fallback_reason", "missing_for", "select_backend",
+    "Regressed", "RegressionPrior", "Slots", "StoredKV", "fallback_reason", "missing_for", "select_backend",
 ]  # fmt: skip

@@ -45,14 +45,14 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class StoredKV:
-    """Unrotated K and V of rows in one of the stored formats.
+    """Unrotated K and V of rows in one of the stored formats. The rows may belong to several chunks of one format.
 
     - float16, bfloat16, float32: k, v [num_rows, num_kv_heads, head_dim], no scales;
-    - float8_e4m3fn, float8_e5m2: the same shape, multiplied by k_scale, v_scale [num_kv_heads] fp32;
+    - float8_e4m3fn, float8_e5m2: the same shape, multiplied by k_scale, v_scale [num_chunks, num_kv_heads] fp32;
     - uint8: K = mixed(k_levels[codes] * k_scale) + k_mean, V = mixed(v_levels[codes] * v_scale), with k_scale, v_scale
-      [num_rows, num_kv_heads] and k_mean [1, num_kv_heads, head_dim] bfloat16, and k_levels, v_levels [2^bits] fp32.
-      The codes of a head are packed in planes of PLANES[bits] bits, low bits first: byte j of the n of a plane has the
-      codes of channels j, j + n, j + 2 n, ..., from its low bits up. mixed: see `torch_backend.mixed`.
+      [num_rows, num_kv_heads] and k_mean [num_chunks, num_kv_heads, head_dim] bfloat16, and k_levels, v_levels [2^bits]
+      fp32. The codes of a head are packed in planes of PLANES[bits] bits, low bits first: byte j of the n of a plane
+      has the codes of channels j, j + n, j + 2 n, ..., from its low bits up. mixed: see `torch_backend.mixed`.
     """
 
     k: Tensor
@@ -62,6 +62,7 @@ class StoredKV:
     k_mean: Tensor | None = None
     k_levels: Tensor | None = None
     v_levels: Tensor | None = None
+    row_chunks: Tensor | None = None  # [num_rows] int32, index of each row's chunk; None if there is one chunk
 
     @property
     def bits(self) -> tuple[int, int]:
@@ -173,11 +174,38 @@ class AttentionMetadata:
         return self.contiguous_slots[0] if len(self.contiguous_slots) == 1 else -1
 
 
+@dataclass(frozen=True)
+class RegressionPrior:
+    """Prior of the changes of a chunk's K and V: covariances of two rows, relative to 1 for rows with equal K and V."""
+
+    of_chunk: float  # of any two rows of a chunk
+    of_near: float  # of neighbours, decaying over each of `lengths`
+    lengths: tuple[float, float]  # in tokens
+    noise: float  # variance of the own part of a change of mean size
+    least_noise: float  # minimum of that part, relative to it
+    common: float  # share of the chunks' common change that K follows
+
+
+@dataclass(frozen=True)
+class Regressed:
+    """Rows of the chunks whose stale KV is corrected: all rows of a chunk are adjacent, the chunks are in order."""
+
+    slots: Tensor  # [num_rows] int64
+    starts: Tensor  # [num_chunks + 1] int32, rows of chunk i are starts[i]:starts[i+1]
+    known: Tensor  # [num_known] int32, sorted, the rows that were recomputed
+    known_starts: Tensor  # [num_chunks + 1] int32, known rows of chunk i are known[known_starts[i]:known_starts[i+1]]
+    # [num_chunks, num_known] fp32, weights that average over the known rows of a chunk and the chunks before it
+    average: Tensor
+    longest: int  # rows of the longest chunk
+
+
 class KernelBackend(ABC):
     """One implementation of every kernel the engine calls. Outputs are new tensors unless stated otherwise."""
 
     name: str
     has_latent_attention = False
+    has_attention_peaks = False
+    has_correction = False
 
     @abstractmethod
     def prefill_attention(
@@ -232,6 +260,31 @@ class KernelBackend(ABC):
         k: rotated, as the pool's K is; a rotation preserves distances. slots: [num_rows] int64. kind: "k", "v" or "kv"
         (the sum). CacheBlend (arXiv 2405.16444), section 4.3.
         """
+
+    def attention_peaks(
+        self, q: Tensor, positions: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams,
+        peaks: Tensor,
+    ) -> None:  # fmt: skip
+        """Raise `peaks` [kv_len] fp32 to the largest softmax weight that any row and head gives each key of the first
+        kv_len positions of the only sequence, causal by position.
+
+        q: [num_rows, num_heads, head_dim], rotated; positions: [num_rows] int64, sorted. Only of a backend that
+        `has_attention_peaks`.
+        """
+        raise NotImplementedError
+
+    def correct_stale(
+        self, k: Tensor, v: Tensor, cache: LayerCache, rows: Regressed, rotation: tuple[Tensor, Tensor],
+        prior: RegressionPrior, damped: bool,
+    ) -> None:  # fmt: skip
+        """Add to the pool what the changes of each chunk's known rows predict for its other rows, in place (Gaussian
+        process regression over K before RoPE and V). Known rows get values without meaning.
+
+        k (before RoPE), v: fresh values of the known rows, [num_known, num_kv_heads, head_dim]. rotation: cos and sin
+        [num_rows, head_dim] fp32 of `rows`. damped: a V smaller than its chunk's mean moves less. Only of a backend
+        that `has_correction`.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

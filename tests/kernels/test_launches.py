@@ -23,6 +23,7 @@ from checkpoints import WORDS, write_checkpoint
 from kernel_references import BITS
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cacheblend_cli.blend.corrections import Regression
 from cacheblend_cli.blend.policy import BlendPolicy
 from cacheblend_cli.blend.prefill import blended_prefill
 from cacheblend_cli.blend.prompt import Prompt
@@ -38,7 +39,15 @@ from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 pytest.importorskip("triton", reason="triton is not installed")
-from cacheblend_kernels import AttentionMetadata, AttentionParams, LayerCache, Slots, StoredKV
+from cacheblend_kernels import (
+    AttentionMetadata,
+    AttentionParams,
+    LayerCache,
+    Regressed,
+    RegressionPrior,
+    Slots,
+    StoredKV,
+)
 from cacheblend_kernels.interface import packed_bytes
 from cacheblend_kernels.triton_backend.backend import TritonBackend
 from cacheblend_kernels.triton_backend.norms import ACTIVATIONS
@@ -81,22 +90,41 @@ class Inputs:
     def stored(self, codec: str) -> StoredKV:
         """NUM_ROWS rows of K and V in a form that `load_kv` takes."""
         num_kv_heads, dim = self.heads[1], self.head_dim
+        chunks = torch.zeros(NUM_ROWS, dtype=torch.int32)
         if codec.startswith("int"):
             codes = [
                 torch.zeros(NUM_ROWS, num_kv_heads, packed_bytes(dim, bits), dtype=torch.uint8) for bits in BITS[codec]
             ]
             scale = torch.zeros(NUM_ROWS, num_kv_heads, dtype=torch.bfloat16)
-            mean = torch.zeros(1, num_kv_heads, dim, dtype=torch.bfloat16)
-            return StoredKV(*codes, scale, scale, mean, *(torch.zeros(2**bits) for bits in BITS[codec]))
+            mean = torch.zeros(2, num_kv_heads, dim, dtype=torch.bfloat16)
+            levels = [torch.zeros(2**bits) for bits in BITS[codec]]
+            return StoredKV(*codes, scale, scale, mean, *levels, row_chunks=chunks)
         values = torch.zeros(NUM_ROWS, num_kv_heads, dim).to(getattr(torch, codec))
-        scales = [torch.ones(num_kv_heads)] * 2 if "float8" in codec else []
-        return StoredKV(values, values, *scales)
+        if "float8" in codec:
+            return StoredKV(values, values, *[torch.ones(2, num_kv_heads)] * 2, row_chunks=chunks)
+        return StoredKV(values, values)
 
     def calls(self) -> Iterator[Call]:
         """Every method, with and without whatever it may be given or not."""
         yield from self._attention()
         yield from self._cache()
         yield from self._rows()
+        yield from self._correction()
+
+    def _correction(self) -> Iterator[Call]:
+        numbers = torch.zeros(2, dtype=torch.int32)
+        for contiguous, window in product((False, True), (None, LENGTH)):
+            meta = self.metadata(NUM_ROWS, contiguous)
+            params = AttentionParams(0.1, window)
+            yield lambda b, m=meta, p=params: b.attention_peaks(
+                self.q[:NUM_ROWS], m.positions, self.cache, m, p, torch.zeros(LENGTH)
+            )
+        known = torch.zeros(NUM_ROWS, dtype=torch.int32)
+        rows = Regressed(torch.arange(LENGTH), numbers, known, numbers, torch.zeros(1, NUM_ROWS), LENGTH)
+        prior, rotation = RegressionPrior(2.0, 0.3, (8.0, 30.0), 0.5, 0.1, 0.8), (self.cos, self.sin)
+        k, v = (x[:NUM_ROWS].clone() for x in (self.k, self.v))
+        for damped in (False, True):
+            yield lambda b, d=damped: b.correct_stale(k, v, self.cache, rows, rotation, prior, d)
 
     def _attention(self) -> Iterator[Call]:
         scale = self.head_dim**-0.5
@@ -215,10 +243,13 @@ def sampled(launch: Launch) -> bool:
 
 
 def standing(launch: Launch) -> Launch:
-    """As `kernel_variants.py` has it: split contexts stand as 8 splits there."""
-    splits = launch.constants.get("SPLITS", 1)
-    joins = launch.kernel.__name__ == "join_splits_kernel"
-    return launch if splits == 1 or joins else replace(launch, constants={**launch.constants, "SPLITS": 8})
+    """As `kernel_variants.py` has it: split contexts of attention stand as 8 splits there."""
+    attends = launch.kernel.__name__ in ("prefill_attention_kernel", "decode_attention_kernel")
+    return (
+        launch
+        if launch.constants.get("SPLITS", 1) == 1 or not attends
+        else replace(launch, constants={**launch.constants, "SPLITS": 8})
+    )
 
 
 @pytest.mark.parametrize("pool_dtype", [torch.bfloat16, FLOAT8], ids=["plain pool", "float8 pool"])
@@ -347,6 +378,15 @@ def launched(root: Path, num_layers: int, policy: BlendPolicy) -> Counter[str]:
     return operations.counts + Counter(launch.kernel.__name__ for launch in launches)
 
 
+LAYER = {
+    "linear": 4,
+    "prefill_attention_kernel": 1,
+    "rope_and_cache_kernel": 1,
+    "rms_norm_kernel": 2,
+    "act_and_mul_kernel": 1,
+}
+
+
 @pytest.mark.parametrize(("selector", "ratio"), [("first", 0.2), ("hkvd", 0.2), ("all", 1.0)])
 def test_a_layer_is_four_products_and_five_kernels(
     selector: str, ratio: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -357,11 +397,34 @@ def test_a_layer_is_four_products_and_five_kernels(
     monkeypatch.setattr(linear, "onednn_multiplies", lambda dtype: False)  # weights as on a GPU: not packed for a CPU
     policy = BlendPolicy(make_selector(selector), ((1, ratio),))
     few, more = (launched(tmp_path, n, policy) for n in (4, 5))
-    assert more - few == {
-        "linear": 4,
-        "prefill_attention_kernel": 1,
-        "rope_and_cache_kernel": 1,
-        "rms_norm_kernel": 2,
-        "act_and_mul_kernel": 1,
-    }
+    assert more - few == LAYER
     assert not few - more
+
+
+def test_a_corrected_layer_launches_seven_kernels_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many chunks are corrected; and a product, and the two gathers of the fresh K and V."""
+    give_zeros(monkeypatch)
+    monkeypatch.setattr(linear, "onednn_multiplies", lambda dtype: False)
+    policy = BlendPolicy(make_selector("first"), ((1, 0.2),), correction=Regression)
+    few, more = (launched(tmp_path, n, policy) for n in (4, 5))
+    assert more - few == LAYER | {
+        "chunk_spread_kernel": 1,
+        "standardise_kernel": 1,
+        "change_kernel": 1,
+        "covariance_kernel": 1,
+        "inverse_kernel": 1,
+        "weights_kernel": 1,
+        "move_stale_kernel": 1,
+        "mm": 1,
+        "index": 2,
+    }
+
+
+def test_a_probed_layer_launches_two_kernels_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    give_zeros(monkeypatch)
+    monkeypatch.setattr(linear, "onednn_multiplies", lambda dtype: False)
+    few, more = (
+        launched(tmp_path, 6, BlendPolicy(make_selector("query"), ((1, 0.2),), probe_layers=(1, *range(2, last))))
+        for last in (4, 5)
+    )
+    assert more - few == LAYER | {"row_lse_kernel": 1, "key_peaks_kernel": 1}

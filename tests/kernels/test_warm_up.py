@@ -40,7 +40,9 @@ def launch_every_size(backend: TritonBackend, q: torch.Tensor, cache: LayerCache
     for slot in (-1, 0):
         for keys in CONTEXTS:
             for rows in ROWS:
-                backend.prefill_attention(q[:rows], cache, metadata(rows, keys, slot), params)
+                meta = metadata(rows, keys, slot)
+                backend.prefill_attention(q[:rows], cache, meta, params)
+                backend.attention_peaks(q[:rows], meta.positions, cache, meta, params, torch.zeros(keys))
             for batch in (1, 2, 4, 8, 64):
                 one = metadata(1, keys, slot if batch == 1 else -1)
                 meta = replace(one, kv_lens=one.kv_lens.repeat(batch), block_table=one.block_table.repeat(batch, 1))
@@ -50,10 +52,10 @@ def launch_every_size(backend: TritonBackend, q: torch.Tensor, cache: LayerCache
 @pytest.mark.parametrize(
     ("heads", "head_dim", "arch", "dtype", "window", "count"),
     [
-        ((32, 8), 128, 90, torch.bfloat16, None, 53),  # 3 tiles and decode, 6 numbers of splits, paged or not; 5 joins
-        ((32, 8), 128, 90, torch.bfloat16, 1024, 26),
-        ((14, 2), 64, 80, torch.bfloat16, None, 62),
-        ((7, 1), 64, 90, torch.float32, None, 34),
+        ((32, 8), 128, 90, torch.bfloat16, None, 57),  # 3 tiles and decode, 6 numbers of splits, paged or not; 5 joins; peaks
+        ((32, 8), 128, 90, torch.bfloat16, 1024, 30),
+        ((14, 2), 64, 80, torch.bfloat16, None, 66),
+        ((7, 1), 64, 90, torch.float32, None, 38),
     ],
 )
 def test_every_size_is_among_the_warmed(

@@ -27,13 +27,18 @@ def stored_kv(
     *,
     nan: bool = False,
     seed: int = 0,
+    num_chunks: int = 1,
 ) -> StoredKV:
     """Random K and V as a codec stores them.
 
-    Of float8 every code occurs in turn, NaNs and infinities only if asked for.
+    Of float8 every code occurs in turn, NaNs and infinities only if asked for. num_chunks: of different
+    lengths; values without scales do not tell them apart.
     """
     gen = torch.Generator(device).manual_seed(seed)
     shape = (num_rows, num_kv_heads, head_dim)
+    row_chunks = None
+    if num_chunks > 1:
+        row_chunks = (torch.arange(num_rows, device=device).float() / num_rows).sqrt().mul(num_chunks).int()
     if codec in PLAIN:
         return StoredKV(*(torch.randn(shape, device=device, generator=gen).to(PLAIN[codec]) for _ in range(2)))
     if codec in FLOAT8:
@@ -42,28 +47,32 @@ def stored_kv(
             codes[codes % 128 >= (127 if codec == "fp8" else 124)] = 0
         k = codes.to(torch.uint8)
         most = 448 / torch.finfo(FLOAT8[codec]).max  # values are of one size, whatever the codec
-        scales = [(0.01 + torch.rand(num_kv_heads, device=device, generator=gen)) * most for _ in range(2)]
-        return StoredKV(k.view(FLOAT8[codec]), k.flip(0).view(FLOAT8[codec]), *scales)
+        of_chunks = num_chunks, num_kv_heads
+        scales = [(0.01 + torch.rand(of_chunks, device=device, generator=gen)) * most for _ in range(2)]
+        return StoredKV(k.view(FLOAT8[codec]), k.flip(0).view(FLOAT8[codec]), *scales, row_chunks=row_chunks)
     sizes = [sum(-(-head_dim * plane // 8) for plane in PLANES[bits]) for bits in BITS[codec]]
     codes = [torch.randint(0, 256, (*shape[:2], size), device=device, generator=gen) for size in sizes]
     scales = [torch.rand(shape[:2], device=device, generator=gen).bfloat16() / 2 for _ in range(2)]
-    mean = torch.randn(1, *shape[1:], device=device, generator=gen).bfloat16()
+    mean = torch.randn(num_chunks, *shape[1:], device=device, generator=gen).bfloat16()
     levels = [torch.randn(2**bits, device=device, generator=gen) for bits in BITS[codec]]
-    return StoredKV(*(c.to(torch.uint8) for c in codes), *scales, mean, *levels)
+    return StoredKV(*(c.to(torch.uint8) for c in codes), *scales, mean, *levels, row_chunks=row_chunks)
 
 
 def decoded(stored: StoredKV, head_dim: int) -> tuple[Tensor, Tensor]:
     """K and V [num_rows, num_kv_heads, head_dim] in fp64 that `stored` stands for."""
     k, v = stored.k, stored.v
+    chunks = torch.zeros(len(k), dtype=torch.int64, device=k.device)
+    chunks = chunks if stored.row_chunks is None else stored.row_chunks.long()
     if k.dtype in FLOAT8.values():
         assert stored.k_scale is not None
         assert stored.v_scale is not None
-        return (k.float().double() * stored.k_scale[:, None], v.float().double() * stored.v_scale[:, None])
+        k_scale, v_scale = (scale[chunks, :, None] for scale in (stored.k_scale, stored.v_scale))
+        return k.float().double() * k_scale, v.float().double() * v_scale
     if k.dtype == torch.uint8:
         assert stored.k_mean is not None
         k = _of_codes(k, stored.k_scale, stored.k_levels, head_dim)
         v = _of_codes(v, stored.v_scale, stored.v_levels, head_dim)
-        return k + stored.k_mean.double(), v
+        return k + stored.k_mean.double()[chunks], v
     return k.double(), v.double()
 
 

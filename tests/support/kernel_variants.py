@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from cacheblend_kernels.triton_backend import cache_ops, load_kv, norms
+from cacheblend_kernels.triton_backend import attention_peaks, cache_ops, correction, load_kv, norms
 from cacheblend_kernels.triton_backend.attention_core import join_splits_kernel
 from cacheblend_kernels.triton_backend.configs import TileConfig, copies_tiles, decode_config, padded, prefill_configs
 from cacheblend_kernels.triton_backend.decode_attention import decode_attention_kernel
@@ -25,7 +25,7 @@ from kernel_references import BITS
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 HEAD_DIMS = (64, 80, 96, 128, 256, 512)
 NUM_KV_HEADS, GROUP, BLOCK_SIZE = 8, 4, 64
-_INTS = ("num_seqs", "first_slot", "table_stride", "window", "words", "num_rows", "width")
+_INTS = ("num_seqs", "kv_len", "first_slot", "table_stride", "window", "words", "num_rows", "width")
 _FLOATS = ("scale", "soft_cap", "eps", "factor")
 # What a launch does not use it passes as some tensor at hand: the type is that tensor's (`KernelVariant.types`).
 _POINTERS = {
@@ -36,6 +36,7 @@ _POINTERS = {
     "kv_lens_ptr": "*i32",
     "table_ptr": "*i32",
     "slots_ptr": "*i64",
+    "row_chunks_ptr": "*i32",
     "addresses_ptr": "*i64",
     "src_ptr": "*i64",
     "dst_ptr": "*i64",
@@ -103,6 +104,8 @@ def all_variants(arch: int) -> Iterator[KernelVariant]:
     yield from _decode()
     yield from _cache_writes()
     yield from _row_kernels()
+    yield from _peaks()
+    yield from _correction()
 
 
 SINKS: dict[str, dict[str, Any]] = {  # as gpt-oss has them
@@ -295,7 +298,7 @@ def _cache_writes() -> Iterator[KernelVariant]:
                 stored = f"*{source}" if codec == "plain" else "*u8"
                 types = {"k_ptr": stored, "v_ptr": stored}
                 absent = ["slots_ptr"] * run + ["pool_k_scale_ptr", "pool_v_scale_ptr"] * (not fp8)
-                absent += ["k_scale_ptr", "v_scale_ptr"] * (codec == "plain")
+                absent += ["k_scale_ptr", "v_scale_ptr", "row_chunks_ptr"] * (codec == "plain")
                 absent += ["k_mean_ptr", "k_levels_ptr", "v_levels_ptr"] * (codec != "codes")
                 if fp8:
                     types |= {"k_cache_ptr": "*u8", "v_cache_ptr": "*u8"}
@@ -323,6 +326,101 @@ def _cache_writes() -> Iterator[KernelVariant]:
                     core=head_dim == 128 and run and not fp8 and source in ("bf16", "fp8", "int7", "int6"),
                     types=types,
                 )
+
+
+def _peaks() -> Iterator[KernelVariant]:
+    kernels = {"row_lse": attention_peaks.row_lse_kernel, "key_peaks": attention_peaks.key_peaks_kernel}
+    for (family, kernel), dtype, head_dim in product(kernels.items(), SIZES, HEAD_DIMS):
+        block_m, block_n, num_warps = attention_peaks.tile_of(padded(head_dim), SIZES[dtype])
+        config = TileConfig(block_m, block_n, num_warps, 3)
+        cases = [{}, {"CONTIGUOUS": True}]
+        if dtype == "bf16" and head_dim == 128:
+            cases += [
+                {"CONTIGUOUS": contiguous, "WINDOW": window, "FP8": fp8}
+                for contiguous, window, fp8 in product((False, True), (False, True), (False, True))
+                if window or fp8
+            ]
+        for options in cases:
+            of_case = {"SPLITS": attention_peaks.SPLITS, **options}
+            constants = _attention_constants(head_dim, config, of_case)
+            constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+            yield KernelVariant(
+                family,
+                f"{dtype} d{head_dim} {' '.join(name.lower() for name, on in options.items() if on)}".strip(),
+                kernel,
+                dtype,
+                constants,
+                num_warps,
+                core=dtype == "bf16" and head_dim == 128 and not options,
+                types={"peaks_ptr": "*i32"} | ({"k_ptr": "*u8"} if options.get("FP8") else {}),
+            )
+
+
+def _correction() -> Iterator[KernelVariant]:
+    floats = ("of_chunk", "of_near", "near_length", "far_length", "noise", "least_noise", "less_common")
+    types = dict.fromkeys(floats, "fp32") | {"longest": "i32", "stride": "i32"}
+    types |= dict.fromkeys(("starts_ptr", "known_ptr", "known_starts_ptr"), "*i32")
+    sums = ("mean", "spread", "norms", "sizes", "change", "common", "covariance", "inverse", "weights")
+    types |= {f"{name}_ptr": "*fp32" for name in sums}
+    for dtype, head_dim, fp8 in product(SIZES, HEAD_DIMS, (False, True)):
+        if fp8 and (dtype != "bf16" or head_dim != 128):
+            continue
+        tiles = correction.tiles_of(head_dim, SIZES[dtype])
+        pool = {"k_ptr": "*u8", "v_ptr": "*u8"} if fp8 else {}
+        plain = {} if fp8 else dict.fromkeys(("k_scale_ptr", "v_scale_ptr"))
+        of_head = {"NUM_KV_HEADS": NUM_KV_HEADS, "HEAD_DIM": head_dim, "BLOCK_HALF": max(16, padded(head_dim // 2))}
+        width, heads = NUM_KV_HEADS * head_dim, {"BLOCK_HEADS": padded(NUM_KV_HEADS)}
+        out, block = {"out_ptr": "*fp32"}, correction.BLOCK
+        kernels: list[tuple[str, Any, dict[str, Any], dict[str, str], int]] = [
+            ("chunk_spread", correction.chunk_spread_kernel, {**of_head, **plain, "BLOCK_ROWS": tiles.spread}, pool, 8),
+            (
+                "standardise",
+                correction.standardise_kernel,
+                {**of_head, **plain, **heads},
+                pool,
+                4,
+            ),
+            ("change", correction.change_kernel, {**of_head, **plain, **heads}, pool, 4),
+            *(
+                (
+                    f"move_stale{' damped' * damped}",
+                    correction.move_stale_kernel,
+                    {**of_head, **plain, "BLOCK_M": tiles.known, "BLOCK_N": tiles.moved, "DAMPED": damped},
+                    pool,
+                    4,
+                )
+                for damped in (False, True)
+            ),
+        ]
+        if not fp8:
+            kernels += [
+                (
+                    "covariance",
+                    correction.covariance_kernel,
+                    {"WIDTH": 2 * width, "BLOCK_M": block, "BLOCK_N": block, "BLOCK_K": tiles.channels},
+                    out,
+                    4,
+                ),
+                ("inverse", correction.inverse_kernel, {"BLOCK_M": correction.INVERSE_BLOCK}, out, 8),
+                (
+                    "weights",
+                    correction.weights_kernel,
+                    {"K_WIDTH": width, "BLOCK_M": block, "BLOCK_W": block},
+                    out,
+                    4,
+                ),
+            ]
+        for family, kernel, constants, own, num_warps in kernels:
+            yield KernelVariant(
+                family,
+                f"{dtype} d{head_dim}{' fp8 pool' * fp8}",
+                kernel,
+                dtype,
+                constants,
+                num_warps,
+                core=dtype == "bf16" and head_dim == 128 and not fp8 and "damped" not in family,
+                types=types | own,
+            )
 
 
 def _row_kernels() -> Iterator[KernelVariant]:

@@ -11,10 +11,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cacheblend_kernels.interface import AttentionMetadata, AttentionParams, KernelBackend, KernelError, LayerCache
+from cacheblend_kernels.interface import (
+    AttentionMetadata,
+    AttentionParams,
+    KernelBackend,
+    KernelError,
+    LayerCache,
+)
 from cacheblend_kernels.triton_backend import cache_ops, norms
+from cacheblend_kernels.triton_backend.attention_peaks import attention_peaks
 from cacheblend_kernels.triton_backend.checks import interpreted, is_float8
 from cacheblend_kernels.triton_backend.configs import LaunchPlan, arch_of, prefill_configs, split_counts
+from cacheblend_kernels.triton_backend.correction import correct_stale
 from cacheblend_kernels.triton_backend.decode_attention import decode_attention
 from cacheblend_kernels.triton_backend.load_kv import load_kv
 from cacheblend_kernels.triton_backend.prefill_attention import prefill_attention
@@ -28,6 +36,8 @@ class TritonBackend(KernelBackend):
     num_sms: target of the launch plans, read from the device unless given."""
 
     name = "triton"
+    has_attention_peaks = True
+    has_correction = True
 
     def __init__(self, device: torch.device, *, arch: int | None = None, num_sms: int | None = None) -> None:
         if device.type == "cuda":
@@ -60,6 +70,8 @@ class TritonBackend(KernelBackend):
         out[: meta.num_seqs] = decode_attention(q[: meta.num_seqs], cache, meta, params, self._plan)
         return out
 
+    attention_peaks = staticmethod(attention_peaks)
+    correct_stale = staticmethod(correct_stale)
     rope_and_cache = staticmethod(cache_ops.rope_and_cache)
     load_kv = staticmethod(load_kv)
     rope = staticmethod(cache_ops.rope)
@@ -77,12 +89,14 @@ class TritonBackend(KernelBackend):
 
     def _launches(
         self, q: Tensor, cache: LayerCache, params: AttentionParams, max_keys: int
-    ) -> list[Callable[[], Tensor]]:
-        """Return launches of all prefill tiles, and of all split counts of both kernels, with and without a table."""
+    ) -> list[Callable[[], Tensor | None]]:
+        """Return launches of all prefill tiles, of all split counts of both kernels, and of the peaks, with and without
+        a table."""
         plan, (num_kv_heads, head_dim) = self._plan, cache.k.shape[2:]
         keys = max_keys if params.sliding_window is None else min(max_keys, params.sliding_window)
         configs = prefill_configs(plan.arch, head_dim, q.element_size(), is_float8(cache))
-        launches: list[Callable[[], Tensor]] = []
+        launches: list[Callable[[], Tensor | None]] = []
+        peaks = torch.zeros(1, device=q.device)
         for meta in (_one_row(q.device, contiguous_slot) for contiguous_slot in (-1, 0)):
             for splits in split_counts(num_kv_heads, keys, plan.num_sms):
                 split = replace(plan, num_splits=splits)
@@ -92,6 +106,7 @@ class TritonBackend(KernelBackend):
                     if config.block_m >= q.shape[1] // num_kv_heads
                 ]
                 launches.append(partial(decode_attention, q, cache, meta, params, split))
+            launches.append(partial(attention_peaks, q, meta.positions, cache, meta, params, peaks))
         return launches
 
 

@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from cacheblend_kernels.interface import AttentionParams, KernelError, LayerCache, Slots, StoredKV
+from cacheblend_kernels.interface import AttentionParams, KernelError, LayerCache, Regressed, Slots, StoredKV
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # stored KV may have either; a pool has the first
@@ -42,7 +42,7 @@ Arguments = TypeVarTuple("Arguments")
 
 def once(check: Callable[[*Arguments], None]) -> Callable[[*Arguments], None]:
     """Wrap a check so that it is skipped for arguments that match earlier ones that passed. Arguments match if tensors
-    have the same shape, dtype, strides and device, and all other values are equal."""
+    have the same shape, dtype, strides and device, and all other values are equal. A dataclass keeps its signature."""
     passed: set[tuple[Any, ...]] = set()
 
     @wraps(check)
@@ -61,12 +61,15 @@ def once(check: Callable[[*Arguments], None]) -> Callable[[*Arguments], None]:
 def _signature(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.stride(), value.device
-    if isinstance(value, AttentionParams | LayerCache | Slots | StoredKV):
-        return tuple(map(_signature, vars(value).values()))
+    if isinstance(value, AttentionParams | LayerCache | Regressed | Slots | StoredKV):
+        known = value.__dict__.get("_signature")
+        if known is None:
+            known = value.__dict__["_signature"] = tuple(map(_signature, vars(value).values()))
+        return known
     return value
 
 
-def tensors_of(given: LayerCache | Slots | StoredKV) -> list[Tensor]:
+def tensors_of(given: LayerCache | Regressed | Slots | StoredKV) -> list[Tensor]:
     return [value for value in vars(given).values() if isinstance(value, Tensor)]
 
 

@@ -18,6 +18,8 @@ are those of CacheBlend's selective recomputation (arXiv 2405.16444).
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -47,6 +49,7 @@ from cacheblend_kernels.triton_backend.checks import (
 )
 from cacheblend_kernels.triton_backend.configs import (
     LaunchPlan,
+    TileConfig,
     copies_tiles,
     num_context_splits,
     num_tiles,
@@ -311,15 +314,13 @@ def prefill_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_rows == 0:
         return out
-    group, fp8 = num_heads // num_kv_heads, is_float8(cache)
     keys = most_keys(meta, block_size, params.sliding_window)
-    configs = prefill_configs(plan.arch, head_dim, q.element_size(), fp8)
-    config = plan.config or pick_prefill_config(configs, group, num_rows, num_kv_heads, plan.num_sms, keys)
-    copied = not fp8 and params.alibi is None  # pairs of copied tiles carry no positions
-    tma = copied and copies_tiles(config, head_dim, q.element_size(), block_size, contiguous)
-    k_desc, v_desc = (tile_descriptor(c, config.block_n) if tma else None for c in (cache.k, cache.v))
-    tiles = num_tiles(config, group, num_rows, meta.num_seqs)
-    splits = plan.num_splits or num_context_splits(tiles * num_kv_heads, keys, plan.num_sms)
+    launch = _launch_of(
+        plan, head_dim, q.element_size(), is_float8(cache), num_heads // num_kv_heads, num_kv_heads, block_size,
+        num_rows, meta.num_seqs, keys, contiguous, params.alibi is not None,
+    )  # fmt: skip
+    config, tiles, splits, tma = launch
+    k_desc, v_desc = tile_descriptors(cache, config.block_n) if tma else (None, None)
     part, lse = split_buffers(q, splits)
     with device_guard(q):
         prefill_attention_kernel[(num_kv_heads, tiles, splits)](
@@ -334,6 +335,40 @@ def prefill_attention(
         if splits > 1:
             join_splits(part, lse, out)
     return out
+
+
+@lru_cache(maxsize=256)
+def _launch_of(
+    plan: LaunchPlan,
+    head_dim: int,
+    element_size: int,
+    fp8: bool,
+    group: int,
+    num_kv_heads: int,
+    block_size: int,
+    num_rows: int,
+    num_seqs: int,
+    keys: int,
+    contiguous: bool,
+    alibi: bool,
+) -> tuple[TileConfig, int, int, bool]:
+    """Return the tile, the number of tiles and of splits, and whether tiles are copied. The layers of a pass have the
+    same."""
+    configs = prefill_configs(plan.arch, head_dim, element_size, fp8)
+    config = plan.config or pick_prefill_config(configs, group, num_rows, num_kv_heads, plan.num_sms, keys)
+    copied = not fp8 and not alibi  # pairs of copied tiles carry no positions
+    tma = copied and copies_tiles(config, head_dim, element_size, block_size, contiguous)
+    tiles = num_tiles(config, group, num_rows, num_seqs)
+    return config, tiles, plan.num_splits or num_context_splits(tiles * num_kv_heads, keys, plan.num_sms), tma
+
+
+def tile_descriptors(cache: LayerCache, block_n: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Return boxes of block_n slots and one head of both pools. The cache keeps them."""
+    kept = cache.__dict__.setdefault("_descriptors", {})
+    if block_n not in kept:
+        kept[block_n] = tuple(tile_descriptor(pool, block_n) for pool in (cache.k, cache.v))
+    found: tuple[TensorDescriptor, TensorDescriptor] = kept[block_n]
+    return found
 
 
 def tile_descriptor(cache: Tensor, block_n: int) -> TensorDescriptor:

@@ -1,0 +1,639 @@
+"""Correction of stale KV by Gaussian process regression, one chunk at a time (`blend/corrections.py: Regression`).
+
+A chunk's old K (before RoPE) and V become points, its recomputed rows are observations of the change, and the mean of
+the posterior (Rasmussen and Williams, Gaussian Processes for Machine Learning, section 2.2) is added to the other rows.
+Seven launches and one product a layer, whatever the number of chunks. How many rows of a chunk were recomputed stays on
+the device: grids cover the largest possible number, and programs beyond the real one return at once.
+
+RoPE is linear, so the change of a rotated key is the rotated change.
+"""
+
+# Kernels are untyped: their arguments are Triton's.
+# mypy: allow-untyped-defs, no-check-untyped-defs
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cacheblend_kernels.interface import LayerCache, Regressed, RegressionPrior
+from cacheblend_kernels.triton_backend.attention_core import product
+from cacheblend_kernels.triton_backend.cache_ops import rotate, to_pool
+from cacheblend_kernels.triton_backend.checks import (
+    check,
+    check_cache,
+    check_device,
+    check_heads,
+    check_rope,
+    check_tensor,
+    device_guard,
+    once,
+    pool_bits,
+    tensors_of,
+)
+from cacheblend_kernels.triton_backend.configs import padded
+from cacheblend_kernels.triton_backend.float8 import e4m3_to_fp32
+
+BLOCK = 64  # rows of a tile
+INVERSE_BLOCK = 32  # recomputed rows of a block of the inverse: with 64 it would spill registers
+
+
+@triton.jit
+def _halves(pool_ptr, scale_ptr, slots, head, dims, mask, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Return both halves of a head of slots [N], fp32 [N, BLOCK_HALF]."""
+    at = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + head * HEAD_DIM + dims[None, :]
+    x1 = tl.load(pool_ptr + at, mask=mask, other=0)
+    x2 = tl.load(pool_ptr + at + HEAD_DIM // 2, mask=mask, other=0)
+    if scale_ptr is not None:
+        factor = tl.load(scale_ptr + head)
+        return e4m3_to_fp32(x1) * factor, e4m3_to_fp32(x2) * factor
+    return x1.to(tl.float32), x2.to(tl.float32)
+
+
+@triton.jit
+def _unrotate(x1, x2, cos_ptr, sin_ptr, rows, dims, mask, HEAD_DIM: tl.constexpr):
+    """Return both halves of K before RoPE. cos and sin may be scaled by RoPE's attention factor."""
+    at = rows[:, None] * HEAD_DIM + dims[None, :]
+    cos = tl.load(cos_ptr + at, mask=mask, other=1.0)
+    sin = tl.load(sin_ptr + at, mask=mask, other=0.0)
+    square = cos * cos + sin * sin
+    return rotate(x1, x2, cos / square, -sin / square)
+
+
+@triton.jit
+def chunk_spread_kernel(
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    cos_ptr,
+    sin_ptr,
+    slots_ptr,
+    starts_ptr,
+    mean_ptr,
+    spread_ptr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """One chunk, one head of K or V. Grid (num_chunks, 2 * num_kv_heads): mean [head_dim] of the head over the chunk's
+    rows, and the mean squared distance from it. Sums are of distances from the first row, so that channels with a large
+    offset lose no digits."""
+    chunk = tl.program_id(0)
+    part = tl.program_id(1)
+    head = part % NUM_KV_HEADS
+    begin = tl.load(starts_ptr + chunk)
+    end = tl.load(starts_ptr + chunk + 1)
+    dims = tl.arange(0, BLOCK_HALF)
+    in_half = dims < HEAD_DIM // 2
+    first = begin + tl.zeros([1], dtype=tl.int32)
+    sum1 = tl.zeros([BLOCK_HALF], dtype=tl.float32)
+    sum2 = tl.zeros([BLOCK_HALF], dtype=tl.float32)
+    squares = tl.zeros([BLOCK_HALF], dtype=tl.float32)
+    base1 = tl.zeros([1, BLOCK_HALF], dtype=tl.float32)
+    base2 = tl.zeros([1, BLOCK_HALF], dtype=tl.float32)
+    slot = tl.load(slots_ptr + first)
+    if part < NUM_KV_HEADS:
+        base1, base2 = _halves(k_ptr, k_scale_ptr, slot, head, dims, in_half[None, :], NUM_KV_HEADS, HEAD_DIM)
+        base1, base2 = _unrotate(base1, base2, cos_ptr, sin_ptr, first, dims, in_half[None, :], HEAD_DIM)
+    else:
+        base1, base2 = _halves(v_ptr, v_scale_ptr, slot, head, dims, in_half[None, :], NUM_KV_HEADS, HEAD_DIM)
+    for start in range(begin, end, BLOCK_ROWS):
+        rows = start + tl.arange(0, BLOCK_ROWS)
+        mask = (rows < end)[:, None] & in_half[None, :]
+        slots = tl.load(slots_ptr + rows, mask=rows < end, other=0)
+        if part < NUM_KV_HEADS:
+            x1, x2 = _halves(k_ptr, k_scale_ptr, slots, head, dims, mask, NUM_KV_HEADS, HEAD_DIM)
+            x1, x2 = _unrotate(x1, x2, cos_ptr, sin_ptr, rows, dims, mask, HEAD_DIM)
+        else:
+            x1, x2 = _halves(v_ptr, v_scale_ptr, slots, head, dims, mask, NUM_KV_HEADS, HEAD_DIM)
+        x1 = tl.where(mask, x1 - base1, 0.0)
+        x2 = tl.where(mask, x2 - base2, 0.0)
+        sum1 += tl.sum(x1, 0)
+        sum2 += tl.sum(x2, 0)
+        squares += tl.sum(x1 * x1 + x2 * x2, 0)
+    count = (end - begin).to(tl.float32)
+    mean1 = sum1 / count
+    mean2 = sum2 / count
+    at = (chunk * 2 * NUM_KV_HEADS + part) * HEAD_DIM + dims
+    tl.store(mean_ptr + at, mean1 + tl.sum(base1, 0), mask=in_half)
+    tl.store(mean_ptr + at + HEAD_DIM // 2, mean2 + tl.sum(base2, 0), mask=in_half)
+    spread = tl.sum(squares / count - mean1 * mean1 - mean2 * mean2, 0)
+    tl.store(spread_ptr + chunk * 2 * NUM_KV_HEADS + part, tl.maximum(spread, 0.0))
+
+
+@triton.jit
+def _row(pool_ptr, scale_ptr, slot, heads, dims, mask, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Return both halves of all heads of one slot, fp32 [BLOCK_HEADS, BLOCK_HALF]."""
+    at = slot * (NUM_KV_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + dims[None, :]
+    x1 = tl.load(pool_ptr + at, mask=mask, other=0)
+    x2 = tl.load(pool_ptr + at + HEAD_DIM // 2, mask=mask, other=0)
+    if scale_ptr is not None:
+        factor = tl.load(scale_ptr + heads, mask=heads < NUM_KV_HEADS, other=0.0)[:, None]
+        return e4m3_to_fp32(x1) * factor, e4m3_to_fp32(x2) * factor
+    return x1.to(tl.float32), x2.to(tl.float32)
+
+
+@triton.jit
+def _unrotate_row(x1, x2, cos_ptr, sin_ptr, row, dims, HEAD_DIM: tl.constexpr):
+    """Return both halves of all heads of one row's K before RoPE."""
+    in_half = dims < HEAD_DIM // 2
+    cos = tl.load(cos_ptr + row * HEAD_DIM + dims, mask=in_half, other=1.0)[None, :]
+    sin = tl.load(sin_ptr + row * HEAD_DIM + dims, mask=in_half, other=0.0)[None, :]
+    square = cos * cos + sin * sin
+    return rotate(x1, x2, cos / square, -sin / square)
+
+
+@triton.jit
+def standardise_kernel(
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    cos_ptr,
+    sin_ptr,
+    slots_ptr,
+    starts_ptr,
+    mean_ptr,
+    spread_ptr,
+    points_ptr,
+    norms_ptr,
+    sizes_ptr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+):
+    """One row of one chunk. Grid (num_chunks, longest): its point, K before RoPE and V as distances from the chunk's
+    mean in units of their root mean square; half of its squared norm; and the norm of V itself."""
+    chunk = tl.program_id(0)
+    row = tl.load(starts_ptr + chunk).to(tl.int64) + tl.program_id(1)
+    if row >= tl.load(starts_ptr + chunk + 1):
+        return
+    slot = tl.load(slots_ptr + row)
+    heads = tl.arange(0, BLOCK_HEADS)
+    dims = tl.arange(0, BLOCK_HALF)
+    mask = (heads < NUM_KV_HEADS)[:, None] & (dims < HEAD_DIM // 2)[None, :]
+    norm = 0.0
+    for which in tl.static_range(2):
+        part = chunk * 2 + which
+        spread = tl.load(spread_ptr + part * NUM_KV_HEADS + heads, mask=heads < NUM_KV_HEADS, other=0.0)
+        factor = 1.0 / tl.sqrt(tl.maximum(tl.sum(spread, 0), 1e-30))
+        if which == 0:
+            x1, x2 = _row(k_ptr, k_scale_ptr, slot, heads, dims, mask, NUM_KV_HEADS, HEAD_DIM)
+            x1, x2 = _unrotate_row(x1, x2, cos_ptr, sin_ptr, row, dims, HEAD_DIM)
+        else:
+            x1, x2 = _row(v_ptr, v_scale_ptr, slot, heads, dims, mask, NUM_KV_HEADS, HEAD_DIM)
+            size = tl.sum(tl.sum(x1 * x1 + x2 * x2, 1), 0)
+            tl.store(sizes_ptr + row, tl.sqrt(size))
+        at = heads[:, None] * HEAD_DIM + dims[None, :]
+        means = mean_ptr + part * (NUM_KV_HEADS * HEAD_DIM) + at
+        x1 = (x1 - tl.load(means, mask=mask, other=0.0)) * factor
+        x2 = (x2 - tl.load(means + HEAD_DIM // 2, mask=mask, other=0.0)) * factor
+        x1 = x1.to(points_ptr.dtype.element_ty)
+        x2 = x2.to(points_ptr.dtype.element_ty)
+        to = points_ptr + (row * 2 + which) * (NUM_KV_HEADS * HEAD_DIM) + at
+        tl.store(to, x1, mask=mask)
+        tl.store(to + HEAD_DIM // 2, x2, mask=mask)
+        x1 = tl.where(mask, x1.to(tl.float32), 0.0)
+        x2 = tl.where(mask, x2.to(tl.float32), 0.0)
+        norm += tl.sum(tl.sum(x1 * x1 + x2 * x2, 1), 0)
+    tl.store(norms_ptr + row, 0.5 * norm)
+
+
+@triton.jit
+def change_kernel(
+    fresh_k_ptr,
+    fresh_v_ptr,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    cos_ptr,
+    sin_ptr,
+    slots_ptr,
+    known_ptr,
+    change_ptr,
+    sizes_ptr,
+    k_stride,
+    v_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+):
+    """One recomputed row. Grid (num_known,): fresh minus old K (before RoPE) and V, and its squared norm."""
+    number = tl.program_id(0).to(tl.int64)
+    row = tl.load(known_ptr + number).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    heads = tl.arange(0, BLOCK_HEADS)
+    dims = tl.arange(0, BLOCK_HALF)
+    mask = (heads < NUM_KV_HEADS)[:, None] & (dims < HEAD_DIM // 2)[None, :]
+    at = heads[:, None] * HEAD_DIM + dims[None, :]
+    size = 0.0
+    for which in tl.static_range(2):
+        if which == 0:
+            old1, old2 = _row(k_ptr, k_scale_ptr, slot, heads, dims, mask, NUM_KV_HEADS, HEAD_DIM)
+            old1, old2 = _unrotate_row(old1, old2, cos_ptr, sin_ptr, row, dims, HEAD_DIM)
+            fresh = fresh_k_ptr + number * k_stride + at
+        else:
+            old1, old2 = _row(v_ptr, v_scale_ptr, slot, heads, dims, mask, NUM_KV_HEADS, HEAD_DIM)
+            fresh = fresh_v_ptr + number * v_stride + at
+        x1 = tl.load(fresh, mask=mask, other=0.0).to(tl.float32) - old1
+        x2 = tl.load(fresh + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32) - old2
+        to = change_ptr + (number * 2 + which) * (NUM_KV_HEADS * HEAD_DIM) + at
+        tl.store(to, x1, mask=mask)
+        tl.store(to + HEAD_DIM // 2, x2, mask=mask)
+        x1 = tl.where(mask, x1, 0.0)
+        x2 = tl.where(mask, x2, 0.0)
+        size += tl.sum(tl.sum(x1 * x1 + x2 * x2, 1), 0)
+    tl.store(sizes_ptr + number, size)
+
+
+@triton.jit(do_not_specialize=["longest"])
+def covariance_kernel(
+    points_ptr,
+    norms_ptr,
+    starts_ptr,
+    known_ptr,
+    known_starts_ptr,
+    out_ptr,
+    longest,
+    of_chunk,
+    of_near,
+    near_length,
+    far_length,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A tile of recomputed rows by rows of one chunk. Grid (num_chunks, tiles of the most recomputed, tiles of the
+    longest): prior covariance of their changes, out [num_known, longest] fp32."""
+    chunk = tl.program_id(0)
+    begin = tl.load(starts_ptr + chunk)
+    end = tl.load(starts_ptr + chunk + 1)
+    first = tl.load(known_starts_ptr + chunk) + tl.program_id(1) * BLOCK_M
+    last = tl.load(known_starts_ptr + chunk + 1)
+    start = begin + tl.program_id(2) * BLOCK_N
+    if first >= last:
+        return
+    if start >= end:
+        return
+    numbers = first + tl.arange(0, BLOCK_M)
+    rows = start + tl.arange(0, BLOCK_N)
+    own = numbers < last
+    real = rows < end
+    known = tl.load(known_ptr + numbers, mask=own, other=0)
+    channels = tl.arange(0, BLOCK_K)
+    a_ptrs = points_ptr + known.to(tl.int64)[:, None] * WIDTH + channels[None, :]
+    b_ptrs = points_ptr + rows.to(tl.int64)[:, None] * WIDTH + channels[None, :]
+    inner = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for at in range(0, WIDTH, BLOCK_K):
+        here = (at + channels < WIDTH)[None, :]
+        a = tl.load(a_ptrs + at, mask=own[:, None] & here, other=0.0)
+        b = tl.load(b_ptrs + at, mask=real[:, None] & here, other=0.0)
+        inner = product(a, tl.trans(b), inner)
+    far = tl.load(norms_ptr + known, mask=own, other=0.0)[:, None]
+    far += tl.load(norms_ptr + rows, mask=real, other=0.0)[None, :]
+    apart = tl.abs(known[:, None] - rows[None, :]).to(tl.float32)
+    near = tl.exp(-apart / near_length) + tl.exp(-apart / far_length)
+    found = tl.exp(tl.minimum(inner - far, 0.0)) + of_chunk + of_near * near
+    at = numbers.to(tl.int64)[:, None] * longest + (rows - begin)[None, :]
+    tl.store(out_ptr + at, found, mask=own[:, None] & real[None, :])
+
+
+@triton.jit
+def _inverse(a, BLOCK_M: tl.constexpr):
+    """Invert a positive definite tile [BLOCK_M, BLOCK_M] fp32 by Gauss-Jordan elimination, which needs no pivots
+    there."""
+    index = tl.arange(0, BLOCK_M)
+    for step in range(BLOCK_M):
+        here = index == step
+        row = tl.sum(tl.where(here[:, None], a, 0.0), 0)
+        column = tl.sum(tl.where(here[None, :], a, 0.0), 1)
+        pivot = 1.0 / tl.sum(tl.where(here, row, 0.0), 0)
+        row = tl.where(here, pivot, row * pivot)
+        rest = tl.where(here[:, None] | here[None, :], 0.0, a)
+        a = rest - tl.where(here, 0.0, column)[:, None] * row[None, :] + tl.where(here[:, None], row[None, :], 0.0)
+    return a
+
+
+@triton.jit
+def _tile(inverse_ptr, stride, i, j, count, BLOCK_M: tl.constexpr):
+    """Return pointers and mask of tile (i, j) of a chunk's matrix."""
+    rows = i * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = j * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask = (rows < count)[:, None] & (columns < count)[None, :]
+    return inverse_ptr + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask
+
+
+@triton.jit
+def _matrix_product(a, b, acc):
+    """Return a @ b + acc of fp32 tiles, on tensor cores with three TF32 products: nearly fp32."""
+    return tl.dot(a, b, acc, input_precision="tf32x3")
+
+
+@triton.jit(do_not_specialize=["longest", "stride"])
+def inverse_kernel(
+    covariance_ptr,
+    sizes_ptr,
+    starts_ptr,
+    known_ptr,
+    known_starts_ptr,
+    out_ptr,
+    longest,
+    stride,
+    noise,
+    least_noise,
+    BLOCK_M: tl.constexpr,
+):
+    """One chunk. Grid (num_chunks,): out [num_known, stride] fp32, the inverse of the covariance of its recomputed rows
+    plus their noise, by blocks of BLOCK_M, in place."""
+    chunk = tl.program_id(0)
+    begin = tl.load(starts_ptr + chunk)
+    first = tl.load(known_starts_ptr + chunk)
+    count = tl.load(known_starts_ptr + chunk + 1) - first
+    if count == 0:
+        return
+    index = tl.arange(0, BLOCK_M)
+    blocks = (count + BLOCK_M - 1) // BLOCK_M
+    mean = 0.0
+    for start in range(0, count, BLOCK_M):
+        mean += tl.sum(tl.load(sizes_ptr + first + start + index, mask=start + index < count, other=0.0), 0)
+    mean = tl.maximum(mean / count, 1e-30)
+    inverse_ptr = out_ptr + first.to(tl.int64) * stride
+    same = index[:, None] == index[None, :]
+    for i in range(blocks):
+        rows = i * BLOCK_M + index
+        size = tl.load(sizes_ptr + first + rows, mask=rows < count, other=0.0)
+        own = noise * tl.maximum(size / mean, least_noise)
+        for j in range(blocks):
+            columns = j * BLOCK_M + index
+            at = tl.load(known_ptr + first + columns, mask=columns < count, other=0) - begin
+            to, mask = _tile(inverse_ptr, stride, i, j, count, BLOCK_M)
+            from_ptrs = covariance_ptr + (first + rows).to(tl.int64)[:, None] * longest + at[None, :]
+            a = tl.load(from_ptrs, mask=mask, other=0.0)
+            if i == j:
+                a += tl.where(same, own[:, None], 0.0)
+            tl.store(to, a, mask=mask)
+    for step in range(blocks):
+        tl.debug_barrier()
+        at, mask = _tile(inverse_ptr, stride, step, step, count, BLOCK_M)
+        a = tl.load(at, mask=mask, other=0.0)
+        a = tl.where((step * BLOCK_M + index >= count)[:, None] & same, 1.0, a)  # rows of no token
+        pivot = _inverse(a, BLOCK_M)
+        tl.debug_barrier()
+        tl.store(at, pivot, mask=mask)
+        for j in range(blocks):
+            if j != step:
+                at, mask = _tile(inverse_ptr, stride, step, j, count, BLOCK_M)
+                a = tl.load(at, mask=mask, other=0.0)
+                a = _matrix_product(pivot, a, tl.zeros([BLOCK_M, BLOCK_M], dtype=tl.float32))
+                tl.debug_barrier()
+                tl.store(at, a, mask=mask)
+        tl.debug_barrier()
+        for i in range(blocks):
+            if i != step:
+                side_at, side_mask = _tile(inverse_ptr, stride, i, step, count, BLOCK_M)
+                side = -tl.load(side_at, mask=side_mask, other=0.0)
+                for j in range(blocks):
+                    if j != step:
+                        top_at, top_mask = _tile(inverse_ptr, stride, step, j, count, BLOCK_M)
+                        top = tl.load(top_at, mask=top_mask, other=0.0)
+                        at, mask = _tile(inverse_ptr, stride, i, j, count, BLOCK_M)
+                        a = _matrix_product(side, top, tl.load(at, mask=mask, other=0.0))
+                        tl.debug_barrier()
+                        tl.store(at, a, mask=mask)
+                a = _matrix_product(side, pivot, tl.zeros([BLOCK_M, BLOCK_M], dtype=tl.float32))
+                tl.debug_barrier()
+                tl.store(side_at, a, mask=side_mask)
+
+
+@triton.jit(do_not_specialize=["stride"])
+def weights_kernel(
+    inverse_ptr,
+    change_ptr,
+    common_ptr,
+    known_starts_ptr,
+    out_ptr,
+    stride,
+    less_common,
+    K_WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """A tile of recomputed rows by channels of one chunk. Grid (num_chunks, tiles of the most recomputed, tiles of both
+    widths): out [num_known, 2 * K_WIDTH] fp32, inverse times change, where K changes less by a share of the common
+    change."""
+    chunk = tl.program_id(0)
+    first = tl.load(known_starts_ptr + chunk)
+    count = tl.load(known_starts_ptr + chunk + 1) - first
+    tile = tl.program_id(1)
+    if tile * BLOCK_M >= count:
+        return
+    index = tl.arange(0, BLOCK_M)
+    channels = tl.program_id(2) * BLOCK_W + tl.arange(0, BLOCK_W)
+    real = channels < 2 * K_WIDTH
+    common = tl.load(common_ptr + chunk * K_WIDTH + channels, mask=channels < K_WIDTH, other=0.0) * less_common
+    acc = tl.zeros([BLOCK_M, BLOCK_W], dtype=tl.float32)
+    for start in range(0, count, BLOCK_M):
+        at, mask = _tile(inverse_ptr + first.to(tl.int64) * stride, stride, tile, start // BLOCK_M, count, BLOCK_M)
+        rows = start + index
+        inside = (rows < count)[:, None] & real[None, :]
+        from_ptrs = change_ptr + (first + rows).to(tl.int64)[:, None] * (2 * K_WIDTH) + channels[None, :]
+        change = tl.load(from_ptrs, mask=inside, other=0.0) - common[None, :]
+        change = tl.where(inside, change, 0.0)
+        acc = _matrix_product(tl.load(at, mask=mask, other=0.0), change, acc)
+    rows = tile * BLOCK_M + index
+    to = out_ptr + (first + rows).to(tl.int64)[:, None] * (2 * K_WIDTH) + channels[None, :]
+    tl.store(to, acc, mask=(rows < count)[:, None] & real[None, :])
+
+
+@triton.jit(do_not_specialize=["longest"])
+def move_stale_kernel(
+    covariance_ptr,
+    weights_ptr,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    cos_ptr,
+    sin_ptr,
+    slots_ptr,
+    starts_ptr,
+    known_starts_ptr,
+    sizes_ptr,
+    longest,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DAMPED: tl.constexpr,
+):
+    """A tile of rows of one chunk, one head of K or V. Grid (num_chunks, tiles of the longest, 2 * num_kv_heads): adds
+    covariance times weights to the pool, in place. DAMPED: a small V moves less. Recomputed rows are written too: fresh
+    values overwrite them later."""
+    chunk = tl.program_id(0)
+    part = tl.program_id(2)
+    head = part % NUM_KV_HEADS
+    begin = tl.load(starts_ptr + chunk)
+    end = tl.load(starts_ptr + chunk + 1)
+    first = tl.load(known_starts_ptr + chunk)
+    count = tl.load(known_starts_ptr + chunk + 1) - first
+    start = tl.program_id(1) * BLOCK_N
+    if count == 0:
+        return
+    if begin + start >= end:
+        return
+    local = start + tl.arange(0, BLOCK_N)
+    real = begin + local < end
+    dims = tl.arange(0, BLOCK_HALF)
+    in_half = dims < HEAD_DIM // 2
+    index = tl.arange(0, BLOCK_M)
+    acc1 = tl.zeros([BLOCK_N, BLOCK_HALF], dtype=tl.float32)
+    acc2 = tl.zeros([BLOCK_N, BLOCK_HALF], dtype=tl.float32)
+    for at in range(0, count, BLOCK_M):
+        numbers = (first + at + index).to(tl.int64)
+        own = at + index < count
+        ptrs = covariance_ptr + numbers[None, :] * longest + local[:, None]
+        cross = tl.load(ptrs, mask=own[None, :] & real[:, None], other=0.0)
+        ptrs = weights_ptr + (numbers * (2 * NUM_KV_HEADS) + part)[:, None] * HEAD_DIM + dims[None, :]
+        inside = own[:, None] & in_half[None, :]
+        acc1 = _matrix_product(cross, tl.load(ptrs, mask=inside, other=0.0), acc1)
+        acc2 = _matrix_product(cross, tl.load(ptrs + HEAD_DIM // 2, mask=inside, other=0.0), acc2)
+    rows = begin + local
+    mask = real[:, None] & in_half[None, :]
+    slots = tl.load(slots_ptr + rows, mask=real, other=0)
+    to = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + head * HEAD_DIM + dims[None, :]
+    if part < NUM_KV_HEADS:
+        table = rows[:, None] * HEAD_DIM + dims[None, :]
+        cos = tl.load(cos_ptr + table, mask=mask, other=0.0)
+        sin = tl.load(sin_ptr + table, mask=mask, other=0.0)
+        y1, y2 = rotate(acc1, acc2, cos, sin)
+        x1, x2 = _halves(k_ptr, k_scale_ptr, slots, head, dims, mask, NUM_KV_HEADS, HEAD_DIM)
+        factor = 1.0
+        if k_scale_ptr is not None:
+            factor = 1.0 / tl.load(k_scale_ptr + head)
+        tl.store(k_ptr + to, to_pool((x1 + y1) * factor, k_ptr), mask=mask)
+        tl.store(k_ptr + to + HEAD_DIM // 2, to_pool((x2 + y2) * factor, k_ptr), mask=mask)
+    else:
+        if DAMPED:
+            mean = 0.0
+            for at in range(begin, end, BLOCK_M):
+                mean += tl.sum(tl.load(sizes_ptr + at + index, mask=at + index < end, other=0.0), 0)
+            mean = tl.maximum(mean / (end - begin), 1e-30)
+            share = tl.minimum(tl.load(sizes_ptr + rows, mask=real, other=0.0) / mean, 1.0)[:, None]
+            acc1 *= share
+            acc2 *= share
+        x1, x2 = _halves(v_ptr, v_scale_ptr, slots, head, dims, mask, NUM_KV_HEADS, HEAD_DIM)
+        factor = 1.0
+        if v_scale_ptr is not None:
+            factor = 1.0 / tl.load(v_scale_ptr + head)
+        tl.store(v_ptr + to, to_pool((x1 + acc1) * factor, v_ptr), mask=mask)
+        tl.store(v_ptr + to + HEAD_DIM // 2, to_pool((x2 + acc2) * factor, v_ptr), mask=mask)
+
+
+def correct_stale(
+    k: Tensor,
+    v: Tensor,
+    cache: LayerCache,
+    rows: Regressed,
+    rotation: tuple[Tensor, Tensor],
+    prior: RegressionPrior,
+    damped: bool,
+) -> None:
+    """`KernelBackend.correct_stale`. Rows of k and v may be strided."""
+    _check(k, v, cache, rows, *rotation)
+    num_known, num_rows, num_chunks = len(rows.known), len(rows.slots), len(rows.starts) - 1
+    if num_known == 0 or num_chunks == 0:
+        return
+    num_kv_heads, head_dim = k.shape[1:]
+    width, device = num_kv_heads * head_dim, k.device
+    most = min(num_known, rows.longest)
+    stride = -(-most // BLOCK) * BLOCK
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    mean, spread = empty(num_chunks, 2 * width), empty(num_chunks, 2 * num_kv_heads)
+    points, norms, sizes = empty(num_rows, 2 * width, dtype=k.dtype), empty(num_rows), empty(num_rows)
+    change, change_sizes, weights = empty(num_known, 2 * width), empty(num_known), empty(num_known, 2 * width)
+    covariance, inverse = empty(num_known, rows.longest), empty(num_known, stride)
+    pool = pool_bits(cache.k), pool_bits(cache.v), cache.k_scale, cache.v_scale, *rotation, rows.slots
+    of_head = {"NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim, "BLOCK_HALF": max(16, padded(head_dim // 2))}
+    heads, tiles = padded(num_kv_heads), tiles_of(head_dim, k.element_size())
+    known_tiles = stride // BLOCK
+    with device_guard(k):
+        chunk_spread_kernel[(num_chunks, 2 * num_kv_heads)](
+            *pool, rows.starts, mean, spread, **of_head, BLOCK_ROWS=tiles.spread, num_warps=8
+        )
+        standardise_kernel[(num_chunks, rows.longest)](
+            *pool, rows.starts, mean, spread, points, norms, sizes,
+            **of_head, BLOCK_HEADS=heads, num_warps=4,
+        )  # fmt: skip
+        change_kernel[(num_known,)](
+            k, v, *pool, rows.known, change, change_sizes, k.stride(0), v.stride(0),
+            **of_head, BLOCK_HEADS=heads, num_warps=4,
+        )  # fmt: skip
+        common = torch.mm(rows.average, change[:, :width])
+        covariance_kernel[(num_chunks, known_tiles, -(-rows.longest // BLOCK))](
+            points, norms, rows.starts, rows.known, rows.known_starts, covariance,
+            rows.longest, prior.of_chunk, prior.of_near, *prior.lengths,
+            WIDTH=2 * width, BLOCK_M=BLOCK, BLOCK_N=BLOCK, BLOCK_K=tiles.channels, num_warps=4,
+        )  # fmt: skip
+        inverse_kernel[(num_chunks,)](
+            covariance, change_sizes, rows.starts, rows.known, rows.known_starts, inverse,
+            rows.longest, stride, prior.noise, prior.least_noise, BLOCK_M=INVERSE_BLOCK, num_warps=8,
+        )  # fmt: skip
+        weights_kernel[(num_chunks, known_tiles, -(-2 * width // BLOCK))](
+            inverse, change, common, rows.known_starts, weights, stride, 1 - prior.common,
+            K_WIDTH=width, BLOCK_M=BLOCK, BLOCK_W=BLOCK, num_warps=4,
+        )  # fmt: skip
+        move_stale_kernel[(num_chunks, -(-rows.longest // tiles.moved), 2 * num_kv_heads)](
+            covariance, weights, *pool, rows.starts, rows.known_starts, sizes, rows.longest,
+            **of_head, BLOCK_M=tiles.known, BLOCK_N=tiles.moved, DAMPED=damped, num_warps=4,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tile sizes that keep all values in registers."""
+
+    spread: int  # rows of `chunk_spread_kernel`
+    channels: int  # of `covariance_kernel`
+    moved: int  # rows of `move_stale_kernel`
+    known: int  # recomputed rows of `move_stale_kernel`
+
+
+@cache
+def tiles_of(head_dim: int, element_size: int) -> Tiles:
+    narrow = head_dim <= 128
+    return Tiles(
+        64 if narrow else 16, 16 if element_size == 4 else 64, 64 if narrow else 16, 32 if head_dim <= 256 else 16
+    )
+
+
+@once
+def _check(k: Tensor, v: Tensor, cache: LayerCache, rows: Regressed, cos: Tensor, sin: Tensor) -> None:
+    check_cache(cache)
+    check_heads("k", k)
+    check_heads("v", v)
+    held = tuple(cache.k.shape[2:])
+    check(len(k) == len(rows.known), f"{len(k)} rows, {len(rows.known)} known")
+    check(k.shape == v.shape and tuple(k.shape[1:]) == held, f"rows of {list(k.shape[1:])}, slots of {list(held)}")
+    num_rows, num_known, num_chunks = len(rows.slots), len(rows.known), len(rows.starts) - 1
+    check_rope(cos, sin, num_rows, held[1])
+    check_tensor("slots", rows.slots, (num_rows,), torch.int64)
+    check_tensor("starts", rows.starts, (num_chunks + 1,), torch.int32)
+    check_tensor("known", rows.known, (num_known,), torch.int32)
+    check_tensor("known_starts", rows.known_starts, (num_chunks + 1,), torch.int32)
+    check_tensor("average", rows.average, (num_chunks, num_known), torch.float32)
+    check_device(k, v, cos, sin, *tensors_of(cache), *tensors_of(rows))
