@@ -18,7 +18,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_store import BadBlob, ChunkStore, StoreError
-from cacheblend_store.format.codecs import encode_kv
 from cacheblend_store.format.records import decode_manifest, encode_manifest
 from cacheblend_store.tier import open_tier
 from cacheblend_store.writer import with_digests
@@ -31,6 +30,7 @@ from cacheblend_cli.collect.collector import (
     collect_sequences,
     planned_of,
 )
+from cacheblend_cli.collect.encoding import encoded
 from cacheblend_cli.collect.prefill import PrefixKV, collect, collect_prefix, pack_tokens
 from cacheblend_cli.errors import CacheBlendError, DeviceError, UsageError
 from cacheblend_cli.prompt.collection import Collection
@@ -87,8 +87,7 @@ class RemoteWorker:
         )
         found, puts = list[Record](), []
         with ThreadPoolExecutor(_PUTS) as pool:
-            for manifest, kv in zip(manifests, collected, strict=True):
-                blobs = [encode_kv(k, v, manifest.codec) for k, v in zip(kv.k, kv.v, strict=True)]
+            for manifest, (_, blobs) in zip(manifests, encoded(collected, chunks.codec), strict=True):
                 whole = with_digests(manifest, blobs)
                 found.append((whole.key, encode_manifest(whole)))
                 puts.append(pool.submit(tier.put_chunk, whole, blobs))

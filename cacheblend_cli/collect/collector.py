@@ -10,12 +10,13 @@ from typing import Literal, NamedTuple
 
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
 from cacheblend_store.format.blobs import FINER
-from cacheblend_store.format.codecs import decode_kv, encode_kv, view_kv
+from cacheblend_store.format.codecs import decode_kv, view_kv
 from cacheblend_store.format.records import encode_manifest
 from cacheblend_store.store import PutStatus
 from torch import Tensor
 
 from cacheblend_cli.collect.commits import Whole, commit
+from cacheblend_cli.collect.encoding import encode_chunk, encoded
 from cacheblend_cli.collect.prefill import ChunkKV, CollectSequence, Kept, PrefixKV, collect, collect_prefix
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.kv.source import TieredSource
@@ -140,8 +141,10 @@ class Collector:
         return True
 
     def _computed(self, chunks: Sequence[PlannedChunk]) -> Iterator[Whole]:
-        for planned, kv in zip(chunks, self.collect(chunks), strict=True):
-            yield self._whole(planned, kv)
+        blobs_of = encoded(self.collect(chunks), self.collection.codec)
+        for planned, (key, blobs) in zip(chunks, blobs_of, strict=True):
+            assert planned.key == key
+            yield chunk_manifest(self.collection, planned), blobs
 
     def _converted(self, chunks: Sequence[PlannedChunk]) -> Iterator[Whole]:
         collection = self.collection
@@ -175,7 +178,7 @@ class Collector:
     def _whole(self, planned: PlannedChunk, kv: ChunkKV) -> Whole:
         assert planned.key == kv.key
         manifest = chunk_manifest(self.collection, planned)
-        return manifest, [encode_kv(k, v, manifest.codec) for k, v in zip(kv.k, kv.v, strict=True)]
+        return manifest, encode_chunk(kv, manifest.codec).blobs()
 
 
 def _layers(store: ChunkStore, key: bytes, planned: PlannedChunk) -> list[tuple[Tensor, Tensor]] | None:

@@ -187,7 +187,7 @@ def _seconds_per_token(collection: Collection, tokens: int) -> float:
     probe, best = CollectSequence((0,) * size, (Kept(b"", 0, size),)), float("inf")
     for _ in range(2):
         start = time.perf_counter()
-        for _ in collect(decoder, prefix, [probe]):
-            pass
+        [kv] = collect(decoder, prefix, [probe])
+        kv.k[-1][-1].tolist()  # wait for the device
         best = min(best, time.perf_counter() - start)
     return best / size

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.kv.forward import FreshKV, KVOnly, finish, layer_by_layer
-from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.kv.pool import KVPool, PagedSequence, upload
 from cacheblend_cli.kv.rows import Rows, packed_rows
 from cacheblend_cli.model.decoder import Decoder
 
@@ -225,8 +225,7 @@ class _Place:
             base += end - start
         rows = packed_rows(self._decoder, parts, self._rope_len)
         keeper = _Keeper(self._decoder, rows, [ChunkKV(key) for key, _ in kept], [where for _, where in kept])
-        token_ids = torch.tensor(ids, device=self._decoder.device)
-        finish(layer_by_layer(self._decoder, rows, token_ids, keeper))
+        finish(layer_by_layer(self._decoder, rows, upload(ids, self._decoder.device), keeper))
         return keeper.chunks
 
 

@@ -97,7 +97,8 @@ def _compute(collector: Collector, manifest: ChunkManifest) -> ChunkKV:
 
 def _compare(store: ChunkStore, manifest: ChunkManifest, fresh: ChunkKV, noise: float) -> Mismatch | None:
     """Return the mismatch of the first layer that differs, None if none does. Raises BadBlob."""
-    for layer, computed in enumerate(zip(fresh.k, fresh.v, strict=True)):
+    for layer, (k, v) in enumerate(zip(fresh.k, fresh.v, strict=True)):
+        computed = k.cpu(), v.cpu()
         with store.read() as reader:
             stored = decode_kv(
                 view_kv(reader.layer(manifest, layer), manifest.codec, manifest.num_tokens, *manifest.shapes[layer]),
@@ -106,7 +107,7 @@ def _compare(store: ChunkStore, manifest: ChunkManifest, fresh: ChunkKV, noise: 
             )
         again = decode_kv(coded(*computed, manifest.codec), manifest.codec, manifest.v_head_dim)
         for part, was, now, through in zip("kv", stored, computed, again, strict=True):
-            now = now.float().cpu()
+            now = now.float()
             error = _worst_token(was, now)
             allowed = 2 * _worst_token(through, now) + noise
             if not error <= allowed:  # NaN is a mismatch

@@ -10,16 +10,23 @@ from queue import SimpleQueue
 from typing import Self
 
 import torch
-from cacheblend_kernels import Slots, StoredKV
+from cacheblend_kernels import StoredKV
 from cacheblend_store import StoreError
-from cacheblend_store.format.blobs import blob_spec
-from cacheblend_store.format.codecs import DTYPES
 from torch import Tensor
 
 from cacheblend_cli.kv.load_queue import LoadQueue, num_workers, workers
 from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.kv.source import BadChunk, ChunkReader, KVSource
-from cacheblend_cli.kv.stored_prompt import KVBatch, StoredPrompt, StoredSpan, batches_of, slots_of, stored_kv
+from cacheblend_cli.kv.stored_prompt import (
+    BatchRows,
+    KVBatch,
+    StoredPrompt,
+    StoredSpan,
+    batches_of,
+    row_chunks_of,
+    rows_of_spans,
+    stored_kv,
+)
 from cacheblend_cli.kv.transfer import CudaTransfer, HostTransfer, StagedTransfer, Transfer
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.prompt.plan import PromptPlan
@@ -77,7 +84,7 @@ class StoredLoader(KVLoader):
         self._shapes = stored.decoder.spec.kv_shapes
         self._batches = batches_of(stored.spans, self._shapes, transfer.batch_bytes)
         self._queue = LoadQueue(stored.num_layers, len(self._batches))
-        self._slots: list[tuple[Slots, ...]] = []
+        self._rows: list[BatchRows] = []
         self._free: SimpleQueue[int] = SimpleQueue()  # buffers not held by a worker
         self._running: list[Future[None]] = []
         self.num_bytes = stored.num_bytes
@@ -91,7 +98,7 @@ class StoredLoader(KVLoader):
         return self._transfer.seconds()[1]
 
     def __enter__(self) -> StoredLoader:
-        self._slots = [self._stored.slots(batch[self._shapes[0]].spans) for batch in self._batches]
+        self._rows = [self._stored.rows(batch[self._shapes[0]].spans) for batch in self._batches]
         num_batches = self._stored.num_layers * len(self._batches)
         num_buffers = min(num_batches, self._workers.count * self._transfer.buffers_a_worker)
         self._transfer.open(num_buffers, max(of.num_bytes for batch in self._batches for of in batch.values()))
@@ -105,7 +112,7 @@ class StoredLoader(KVLoader):
         for running in self._running:
             running.result()
         self._transfer.close()
-        self._slots = []  # a loader outlives the load because of its figures: drop the tables
+        self._rows = []  # a loader outlives the load because of its figures: drop the tables
 
     def wait(self, layer: int) -> None:
         self._transfer.arrive(layer)
@@ -125,7 +132,7 @@ class StoredLoader(KVLoader):
         batch, buffer = self._batches[which][self._shapes[layer]], self._free.get()
         try:
             self._copy(reader, layer, batch, self._transfer.memory(buffer))
-            place = partial(self._place, layer, batch, self._slots[which])
+            place = partial(self._place, layer, batch, self._rows[which])
             self._transfer.send(layer, buffer, batch.num_bytes, place)
         finally:
             self._free.put(buffer)
@@ -143,8 +150,8 @@ class StoredLoader(KVLoader):
                 for target in batch.targets(index, memory).values():
                     target[:] = bytes(len(target))
 
-    def _place(self, layer: int, batch: KVBatch, slots: tuple[Slots, ...], staged: Tensor) -> None:
-        self._stored.place(layer, batch.spans[0].codec, batch.tensors(staged), slots)
+    def _place(self, layer: int, batch: KVBatch, rows: BatchRows, staged: Tensor) -> None:
+        self._stored.place(layer, batch.spans[0].codec, batch.tensors(staged), rows)
 
 
 class ZeroLoader(KVLoader):
@@ -161,7 +168,7 @@ class ZeroLoader(KVLoader):
         for segment in (s for s in plan.segments if s.cached):
             span = StoredSpan(segment.start, segment.end, codec)
             of_heads = {heads: zeros(span, heads, decoder.device) for heads in set(self._heads)}
-            self._rows.append((of_heads, slots_of(decoder, sequence, [span], plan.num_tokens)))
+            self._rows.append((of_heads, rows_of_spans(decoder, sequence, [span], plan.num_tokens).slots))
 
     def wait(self, layer: int) -> None:
         for of_heads, slots in self._rows:
@@ -173,9 +180,9 @@ class ZeroLoader(KVLoader):
 
 def zeros(span: StoredSpan, heads: tuple[int, ...], device: torch.device) -> StoredKV:
     """Return stored KV of zeros in the span's codec. heads: (KV heads, head_dim) of the layer."""
-    tensors = blob_spec(span.codec, span.num_tokens, *heads)
-    stored = {name: torch.zeros(t.shape, dtype=DTYPES[t.dtype], device=device) for name, t in tensors.items()}
-    return stored_kv(span.codec, stored, *heads[1:])
+    batch = KVBatch(0, [span], *heads)
+    tensors = batch.tensors(torch.zeros(batch.num_bytes, dtype=torch.uint8, device=device))
+    return stored_kv(span.codec, tensors, row_chunks_of([span], device), *heads[1:])
 
 
 def make_loader(decoder: Decoder, source: KVSource | None, sequence: PagedSequence, plan: PromptPlan) -> KVLoader:

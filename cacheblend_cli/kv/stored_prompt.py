@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate, pairwise
 
 import torch
@@ -15,7 +14,7 @@ from cacheblend_store.format.codecs import DTYPES, level_table
 from cacheblend_store.format.levels import BITS, bits_of
 from torch import Tensor
 
-from cacheblend_cli.kv.pool import PagedSequence
+from cacheblend_cli.kv.pool import PagedSequence, upload
 from cacheblend_cli.kv.source import BadChunk, ChunkReader, KVSource
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.rope import rows_of_tables
@@ -36,6 +35,14 @@ class StoredSpan:
     @property
     def num_tokens(self) -> int:
         return self.end - self.start
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """Rows of the chunks that are placed together. The same for every layer."""
+
+    slots: tuple[Slots, ...]  # for each RoPE of the model
+    chunks: Tensor | None  # see `StoredKV.row_chunks`
 
 
 @dataclass(frozen=True)
@@ -68,41 +75,49 @@ class StoredPrompt:
         blobs = (blob_spec(s.codec, s.num_tokens, *heads) for heads in self.decoder.spec.kv_shapes for s in self.spans)
         return sum(tensor.num_bytes for blob in blobs for tensor in blob.values())
 
-    def slots(self, spans: Sequence[StoredSpan]) -> tuple[Slots, ...]:
-        """Return the slots of the spans' rows, one span after another, for each RoPE of the model; created on the
-        current stream."""
-        return slots_of(self.decoder, self.sequence, spans, self.rope_len)
+    def rows(self, spans: Sequence[StoredSpan]) -> BatchRows:
+        """Return the rows of the spans, one span after another; created on the current stream."""
+        return rows_of_spans(self.decoder, self.sequence, spans, self.rope_len)
 
-    def place(self, layer: int, codec: str, tensors: Mapping[str, Tensor], slots: tuple[Slots, ...]) -> None:
-        """Write stored rows to their slots of a layer. tensors: see `blobs.blob_spec`; slots: see `slots`."""
+    def place(self, layer: int, codec: str, tensors: Mapping[str, Tensor], rows: BatchRows) -> None:
+        """Write stored rows to their slots of a layer. tensors: see `KVBatch.tensors`."""
         cache, shard = self.sequence.pool.layers[layer], self.decoder.shard
         if shard is not None:
             tensors = {name: shard.own_heads(tensor, layer) for name, tensor in tensors.items()}
-        stored = stored_kv(codec, tensors, cache.k.shape[-1], cache.v.shape[-1])
-        self.decoder.kernels.load_kv(stored, cache, slots[self.decoder.rope.of_layer[layer]])
+        stored = stored_kv(codec, tensors, rows.chunks, cache.k.shape[-1], cache.v.shape[-1])
+        self.decoder.kernels.load_kv(stored, cache, rows.slots[self.decoder.rope.of_layer[layer]])
 
     def bad(self, index: int, error: StoreError) -> BadChunk:
         return BadChunk(self.manifests[index].key, error.message)
 
 
-def stored_kv(codec: str, tensors: Mapping[str, Tensor], *dims: int) -> StoredKV:
-    """Return stored rows in the form kernels take. tensors: see `blobs.blob_spec`; dims: head_dim of K and V."""
+def stored_kv(codec: str, tensors: Mapping[str, Tensor], row_chunks: Tensor | None, *dims: int) -> StoredKV:
+    """Return stored rows in the form kernels take. tensors: see `KVBatch.tensors`; dims: head_dim of K and V."""
     if codec not in BITS:
-        return StoredKV(**tensors)
-    k_levels, v_levels = (_levels(bits, tensors["k"].device) for bits in bits_of(codec, *dims))
-    return StoredKV(**tensors, k_levels=k_levels, v_levels=v_levels)
+        return StoredKV(**tensors, row_chunks=row_chunks)
+    k_levels, v_levels = (level_table(bits, tensors["k"].device) for bits in bits_of(codec, *dims))
+    return StoredKV(**tensors, k_levels=k_levels, v_levels=v_levels, row_chunks=row_chunks)
 
 
-@cache
-def _levels(bits: int, device: torch.device) -> Tensor:
-    return level_table(bits).to(device)
+def rows_of_spans(decoder: Decoder, sequence: PagedSequence, spans: Sequence[StoredSpan], rope_len: int) -> BatchRows:
+    """Return the rows of spans of one codec in a sequence."""
+    return BatchRows(_slots_of(decoder, sequence, spans, rope_len), row_chunks_of(spans, decoder.device))
 
 
-def slots_of(
+def row_chunks_of(spans: Sequence[StoredSpan], device: torch.device) -> Tensor | None:
+    """Return the index of each row's span, [num_rows] int32; None where kernels do without. On a GPU, a single span has
+    it too if its codec has scales: the kernel is then compiled in one form."""
+    if spans[0].codec in PLAIN or (len(spans) == 1 and device.type != "cuda"):
+        return None
+    counts = torch.tensor([span.num_tokens for span in spans])
+    return upload(torch.repeat_interleave(torch.arange(len(spans)), counts), device, torch.int32)
+
+
+def _slots_of(
     decoder: Decoder, sequence: PagedSequence, spans: Sequence[StoredSpan], rope_len: int
 ) -> tuple[Slots, ...]:
-    """Return the slots of the spans' rows in a sequence, for each RoPE. For one contiguous run, cos and sin are views
-    of its table."""
+    """Return the slots of the spans' rows for each RoPE. For one contiguous run, cos and sin are views of its
+    table."""
     tables = decoder.rope.tables(rope_len)
     if all(a.end == b.start for a, b in pairwise(spans)):
         start, end = spans[0].start, spans[-1].end
@@ -132,8 +147,8 @@ def _manifest(reader: ChunkReader, segment: Segment, spec: ModelSpec) -> ChunkMa
 class KVBatch:
     """Chunks of one layer that are copied and placed together. The batches group the same chunks at every layer.
 
-    The buffer holds the codec's tensors one after another, each for all chunks in order: k of every chunk, then v. So
-    chunks stored without scales become one tensor; a chunk with scales is a batch of its own.
+    The buffer holds the codec's tensors one after another, each for all chunks in order: k of every chunk, then v, then
+    scales and means. So the chunks become one tensor each: tensors of rows are concatenated, those of a chunk stacked.
     """
 
     def __init__(self, first: int, spans: Sequence[StoredSpan], *heads: int) -> None:
@@ -144,7 +159,10 @@ class KVBatch:
         self.num_bytes = 0
         for name, spec in specs[0].items():
             bounds = list(accumulate((s[name].num_bytes for s in specs), initial=self.num_bytes))
-            shape = [sum(s[name].shape[0] for s in specs), *spec.shape[1:]]
+            if len(spec.shape) > 1:
+                shape = [sum(s[name].shape[0] for s in specs), *spec.shape[1:]]
+            else:  # a scale per head
+                shape = [len(specs), *spec.shape]
             self._parts[name] = DTYPES[spec.dtype], shape, bounds
             self.num_bytes = bounds[-1] + -bounds[-1] % ALIGNMENT
 
@@ -153,7 +171,7 @@ class KVBatch:
         return {name: buffer[at[index] : at[index + 1]] for name, (_, _, at) in self._parts.items()}
 
     def tensors(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Tensors of all chunks as views of the buffer [num_bytes] uint8."""
+        """Tensors of all chunks as views of the buffer [num_bytes] uint8, in the shapes of `StoredKV`."""
         return {
             name: buffer[at[0] : at[-1]].view(dtype).view(shape) for name, (dtype, shape, at) in self._parts.items()
         }
@@ -162,7 +180,7 @@ class KVBatch:
 def batches_of(
     spans: Sequence[StoredSpan], shapes: Sequence[tuple[int, ...]], most_bytes: int
 ) -> list[dict[tuple[int, ...], KVBatch]]:
-    """Group adjacent chunks with the same plain codec, up to most_bytes; every other chunk is a batch of its own.
+    """Group adjacent chunks of the same codec, up to most_bytes; a larger chunk is a batch of its own.
 
     Returns, per group, a batch for each of the layers' shapes (KV heads, head_dim). The largest shape decides the size
     of a group.
@@ -173,7 +191,7 @@ def batches_of(
     for span in spans:
         spec = blob_spec(span.codec, span.num_tokens, *largest)
         size = sum(tensor.num_bytes for tensor in spec.values())
-        if groups and span.codec in PLAIN and span.codec == groups[-1][0].codec and size <= room:
+        if groups and span.codec == groups[-1][0].codec and size <= room:
             groups[-1].append(span)
         else:
             groups.append([span])

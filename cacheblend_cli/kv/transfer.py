@@ -122,7 +122,9 @@ class CudaTransfer(Transfer):
     """
 
     most_workers, buffers_a_worker = 8, 2  # one buffer is filled while the other is copied
-    batch_bytes = 6 << 20  # several chunks per copy and launch, and still several batches per layer
+    # A layer of 4,096 tokens of an 8B is one batch in int7 (7 MB), two in bfloat16: Python's work is per batch, and
+    # workers load several layers at once. All buffers together take 128 MiB; pinned blocks are powers of two.
+    batch_bytes = 8 << 20
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

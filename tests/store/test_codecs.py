@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from cacheblend_store import BadBlob, CodecError
 from cacheblend_store.format.blobs import PLAIN, blob_size, blob_spec
-from cacheblend_store.format.codecs import CODECS, decode_kv, encode_kv, is_lossless, rotated
+from cacheblend_store.format.codecs import (
+    CODECS,
+    check_finite,
+    coded,
+    coded_unchecked,
+    decode_kv,
+    encode_kv,
+    is_lossless,
+    rotated,
+)
 from cacheblend_store.format.levels import BITS, bits_of, levels_of
 from cacheblend_store.writer import with_digests
 from hypothesis import given, settings
@@ -208,6 +218,51 @@ def test_values_beyond_a_codecs_range_are_refused() -> None:
         for k, v in ((huge, torch.zeros(3, 2, 8)), (torch.zeros(3, 2, 8), huge * torch.ones(1))):
             with pytest.raises(CodecError, match="too large"):
                 encode_kv(k * torch.tensor([1.0, -1.0, 1.0])[:, None, None], v, codec)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (20, 33)])
+def test_layers_encoded_together_are_those_encoded_alone(codec: str, dims: tuple[int, int]) -> None:
+    """As on a GPU: several layers at once, no flag read before the end."""
+    torch.manual_seed(0)
+    k, v = (torch.randn(4, 50, 2, dim).bfloat16() for dim in dims)
+    k[1, :, :, 7] *= 30
+    k[2, 3] *= 1000
+    v[0, 5], v[1, 6], v[2] = 3.0, 0.0, 0.0  # rows that a wider scale suits, and empty ones
+    tensors, excess = coded_unchecked(k, v, codec)
+    assert excess.tolist() == [[0.0, 0.0]] * 4
+    for layer in range(4):
+        alone = coded(k[layer], v[layer], codec)
+        assert alone.keys() == tensors.keys()
+        for name, tensor in alone.items():
+            assert torch.equal(tensors[name][layer].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 70_000.0, 3e38])
+def test_excess_names_the_layer_that_does_not_fit(codec: str, bad: float) -> None:
+    """And the other layers are what they are without it."""
+    torch.manual_seed(0)
+    k, v = torch.randn(2, 3, 20, 2, 8)
+    good, _ = coded_unchecked(k, v, codec)
+    v[1, 4, 0, :2] = bad
+    tensors, excess = coded_unchecked(k, v, codec)
+    refusals = [
+        _refusal(lambda: coded(k[1], v[1], codec)),
+        _refusal(lambda: check_finite(excess.flatten().tolist(), codec)),
+    ]
+    assert refusals[0] == refusals[1]
+    assert excess.flatten().nonzero().flatten().tolist() == ([3] if refusals[0] else [])
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor[::2].view(torch.uint8), good[name][::2].view(torch.uint8))
+
+
+def _refusal(call: Callable[[], object]) -> tuple[str, str | None] | None:
+    try:
+        call()
+    except CodecError as error:
+        return error.message, error.hint
+    return None
 
 
 @pytest.mark.parametrize("codec", BITS)

@@ -21,7 +21,6 @@ from cacheblend_kernels.triton_backend.checks import (
     check,
     check_cache,
     check_device,
-    check_head_scales,
     check_heads,
     check_rope,
     check_tensor,
@@ -84,7 +83,7 @@ def _of_codes(
 
 @triton.jit
 def _halves(
-    ptr, scale_ptr, levels_ptr, row, heads, halves, mask, factor, CODEC: tl.constexpr, BITS: tl.constexpr,
+    ptr, scale_ptr, levels_ptr, row, chunk, heads, halves, mask, factor, CODEC: tl.constexpr, BITS: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """Return both halves of the heads' channels of one stored row, fp32 [BLOCK_HEADS, BLOCK_HALF], without a mean."""
@@ -93,20 +92,21 @@ def _halves(
         a = _of_codes(ptr, scale_ptr, levels_ptr, row, heads, halves, mask, BITS, BLOCK, STAGES, NUM_KV_HEADS, HEAD_DIM)
         b = _of_codes(ptr, scale_ptr, levels_ptr, row, heads, high, mask, BITS, BLOCK, STAGES, NUM_KV_HEADS, HEAD_DIM)
         return (a + b) * factor, (a - b) * factor
-    a = _decoded(ptr, scale_ptr, row, heads, halves, mask, CODEC, NUM_KV_HEADS, HEAD_DIM)
-    return a, _decoded(ptr, scale_ptr, row, heads, high, mask, CODEC, NUM_KV_HEADS, HEAD_DIM)
+    a = _decoded(ptr, scale_ptr, row, chunk, heads, halves, mask, CODEC, NUM_KV_HEADS, HEAD_DIM)
+    return a, _decoded(ptr, scale_ptr, row, chunk, heads, high, mask, CODEC, NUM_KV_HEADS, HEAD_DIM)
 
 
 @triton.jit
 def _decoded(
-    ptr, scale_ptr, row, heads, channels, mask, CODEC: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
+    ptr, scale_ptr, row, chunk, heads, channels, mask,
+    CODEC: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """Return the heads' channels of one row stored as plain values, fp32 [BLOCK_HEADS, BLOCK_HALF]."""
     at = row * (NUM_KV_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + channels[None, :]
     value = tl.load(ptr + at, mask=mask, other=0)
     if CODEC != "plain":
         value = e4m3_to_fp32(value) if CODEC == "fp8" else e5m2_to_fp32(value)
-        value *= tl.load(scale_ptr + heads, mask=heads < NUM_KV_HEADS, other=0.0)[:, None]
+        value *= tl.load(scale_ptr + chunk * NUM_KV_HEADS + heads, mask=heads < NUM_KV_HEADS, other=0.0)[:, None]
     return value.to(tl.float32)
 
 
@@ -119,6 +119,7 @@ def load_kv_kernel(
     k_cache_ptr,
     v_cache_ptr,
     slots_ptr,
+    row_chunks_ptr,
     k_scale_ptr,
     v_scale_ptr,
     k_mean_ptr,
@@ -140,9 +141,10 @@ def load_kv_kernel(
 ):
     """BLOCK_HEADS heads of one row. Grid (num_rows, parts).
 
-    slots_ptr None: the slots are first_slot, first_slot + 1, ... Other pointers are None if the format of the stored
-    values or of the pool does not need them. CODEC "codes" has K_BITS and V_BITS per value, mixed in blocks of
-    BLOCK = 2^STAGES channels in each half of a head. factor: makes mixing its own inverse.
+    slots_ptr None: the slots are first_slot, first_slot + 1, ... row_chunks_ptr None: all rows are of one chunk. Other
+    pointers are None if the format of the stored values or of the pool does not need them. CODEC "codes" has K_BITS and
+    V_BITS per value, mixed in blocks of BLOCK = 2^STAGES channels in each half of a head. factor: makes mixing its own
+    inverse.
     """
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -150,6 +152,7 @@ def load_kv_kernel(
     in_half = halves < HEAD_DIM // 2
     mask = (heads < NUM_KV_HEADS)[:, None] & in_half[None, :]
     slot = first_slot + row if slots_ptr is None else tl.load(slots_ptr + row)
+    chunk = 0 if row_chunks_ptr is None else tl.load(row_chunks_ptr + row)
     at = slot * (NUM_KV_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + halves[None, :]
     cos = tl.load(cos_ptr + row * HEAD_DIM + halves, mask=in_half, other=0.0)[None, :]
     sin = tl.load(sin_ptr + row * HEAD_DIM + halves, mask=in_half, other=0.0)[None, :]
@@ -160,13 +163,15 @@ def load_kv_kernel(
         v_factor = 1.0 / tl.load(pool_v_scale_ptr + heads, mask=heads < NUM_KV_HEADS, other=1.0)[:, None]
 
     k1, k2 = _halves(
-        k_ptr, k_scale_ptr, k_levels_ptr, row, heads, halves, mask, factor, CODEC, K_BITS, BLOCK, STAGES, NUM_KV_HEADS, HEAD_DIM
+        k_ptr, k_scale_ptr, k_levels_ptr, row, chunk, heads, halves, mask, factor,
+        CODEC, K_BITS, BLOCK, STAGES, NUM_KV_HEADS, HEAD_DIM,
     )  # fmt: skip
     v1, v2 = _halves(
-        v_ptr, v_scale_ptr, v_levels_ptr, row, heads, halves, mask, factor, CODEC, V_BITS, BLOCK, STAGES, NUM_KV_HEADS, HEAD_DIM
+        v_ptr, v_scale_ptr, v_levels_ptr, row, chunk, heads, halves, mask, factor,
+        CODEC, V_BITS, BLOCK, STAGES, NUM_KV_HEADS, HEAD_DIM,
     )  # fmt: skip
     if CODEC == "codes":
-        mean_at = k_mean_ptr + heads[:, None] * HEAD_DIM + halves[None, :]
+        mean_at = k_mean_ptr + (chunk * NUM_KV_HEADS + heads[:, None]) * HEAD_DIM + halves[None, :]
         k1 += tl.load(mean_at, mask=mask, other=0.0).to(tl.float32)
         k2 += tl.load(mean_at + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
     k1, k2 = rotate(k1, k2, cos, sin)
@@ -196,6 +201,7 @@ def load_kv(stored: StoredKV, cache: LayerCache, slots: Slots) -> None:
             pool_bits(cache.k),
             pool_bits(cache.v),
             None if run else slots.slots,
+            stored.row_chunks,
             stored.k_scale,
             stored.v_scale,
             stored.k_mean,
@@ -243,7 +249,11 @@ def _check(stored: StoredKV, cache: LayerCache, cos: Tensor, sin: Tensor, slots:
     if slots is not None:
         check_tensor("slots", slots, (num_rows,), torch.int64)
     check_device(*tensors_of(stored), *tensors_of(cache), cos, sin, slots)
-    full = (num_rows, num_kv_heads, head_dim)
+    full, num_chunks = (num_rows, num_kv_heads, head_dim), 1
+    if stored.row_chunks is not None:
+        check_tensor("row_chunks", stored.row_chunks, (num_rows,), torch.int32)
+        per_chunk = stored.k_scale if stored.k_mean is None else stored.k_mean
+        num_chunks = 0 if per_chunk is None else per_chunk.shape[0]
     if k.dtype == torch.uint8:
         for name, part, bits in (("k", k, stored.bits[0]), ("v", v, stored.bits[1])):
             check(bits in PLANES, f"codes need {name}_levels, of {list(PLANES)} bits")
@@ -251,7 +261,7 @@ def _check(stored: StoredKV, cache: LayerCache, cos: Tensor, sin: Tensor, slots:
         for name, t, wanted, dtype in (
             ("k_scale", stored.k_scale, full[:2], torch.bfloat16),
             ("v_scale", stored.v_scale, full[:2], torch.bfloat16),
-            ("k_mean", stored.k_mean, (1, *full[1:]), torch.bfloat16),
+            ("k_mean", stored.k_mean, (num_chunks, *full[1:]), torch.bfloat16),
             ("k_levels", stored.k_levels, (2 ** stored.bits[0],), torch.float32),
             ("v_levels", stored.v_levels, (2 ** stored.bits[1],), torch.float32),
         ):
@@ -261,6 +271,8 @@ def _check(stored: StoredKV, cache: LayerCache, cos: Tensor, sin: Tensor, slots:
     check(k.shape == full, f"k is {list(k.shape)}, the pool's rows {list(full)}")
     check(stored.k_mean is None and stored.bits == (0, 0), "a mean and levels are for codes")
     if k.dtype in FLOAT8:
-        check_head_scales("float8", num_kv_heads, stored.k_scale, stored.v_scale)
+        for name, scale in (("k_scale", stored.k_scale), ("v_scale", stored.v_scale)):
+            check_tensor(f"{name} of float8", scale, (num_chunks, num_kv_heads), torch.float32)
     else:
         check(stored.k_scale is None and stored.v_scale is None, f"{k.dtype} takes no scales")
+        check(stored.row_chunks is None, f"{k.dtype} takes no row_chunks: it has nothing per chunk")

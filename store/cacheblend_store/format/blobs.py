@@ -10,9 +10,9 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
+from typing import NamedTuple
 
 from cacheblend_store.errors import BadBlob
 from cacheblend_store.format.levels import BITS, bits_of, packed_bytes
@@ -33,8 +33,7 @@ FINER: Mapping[str, tuple[str, ...]] = {
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "U8": 1}
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):  # hashed for every layer of every chunk that is loaded
     """Type and shape of one tensor in a blob."""
 
     dtype: str  # as named by safetensors

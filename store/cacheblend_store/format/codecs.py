@@ -14,7 +14,7 @@ A row's error does not depend on other rows, so outlier tokens (attention sinks)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import torch
@@ -24,7 +24,19 @@ from cacheblend_store.errors import CodecError
 from cacheblend_store.format.blobs import CODECS, FLOAT8, PLAIN, blob_spec, encode_blob
 from cacheblend_store.format.levels import PLANES, bits_of, levels_of
 
-__all__ = ["CODECS", "blob_spec", "coded", "decode_kv", "encode_kv", "is_lossless", "level_table", "rotated", "view_kv"]
+__all__ = [
+    "CODECS",
+    "blob_spec",
+    "check_finite",
+    "coded",
+    "coded_unchecked",
+    "decode_kv",
+    "encode_kv",
+    "is_lossless",
+    "level_table",
+    "rotated",
+    "view_kv",
+]
 
 DTYPES = {
     "F32": torch.float32,
@@ -38,6 +50,7 @@ DTYPES = {
 # scale.
 _USUAL = 3.7
 _CELLS = 1 << 14
+CPU = torch.device("cpu")
 
 
 def is_lossless(codec: str, dtype: torch.dtype) -> bool:
@@ -47,28 +60,67 @@ def is_lossless(codec: str, dtype: torch.dtype) -> bool:
 
 def encode_kv(k: Tensor, v: Tensor, codec: str) -> bytes:
     """Return a blob of k and v, see `coded`."""
-    spec, tensors = blob_spec(codec, *k.shape, v.shape[-1]), coded(k, v, codec)
+    spec, tensors = blob_spec(codec, *k.shape, v.shape[-1]), coded(k.cpu(), v.cpu(), codec)
     return encode_blob(spec, {name: _bytes(tensors[name]) for name in spec})
 
 
 def coded(k: Tensor, v: Tensor, codec: str) -> dict[str, Tensor]:
-    """Return the tensors of a blob of k and v, both [tokens, num_kv_heads, head_dim] (v's may differ), any float dtype,
-    any device.
+    """Return the tensors of a blob of k and v on their device, see `coded_unchecked`. Waits for the device.
 
     Raises CodecError for values beyond the codec's range, and in codecs that scale for infinities and NaNs.
     """
-    k, v = k.detach().cpu(), v.detach().cpu()
-    if codec in PLAIN:
-        return {name: _converted(t, codec) for name, t in (("k", k), ("v", v))}
-    if codec not in FLOAT8:
-        return _coded_in_levels(k.float(), v.float(), codec)
-    tensors, dtype = {}, DTYPES[FLOAT8[codec]]
-    most = torch.finfo(dtype).max
-    for name, t in (("k", k.float()), ("v", v.float())):
-        scale = _scale(t.abs().amax(dim=(0, 2)) / most, codec)
-        tensors[name] = (t / scale[None, :, None]).clamp(-most, most).to(dtype)
-        tensors[f"{name}_scale"] = scale
+    tensors, excess = _coded(k.detach(), v.detach(), codec, may_wait=k.is_cpu)
+    check_finite(excess.flatten().tolist(), codec)
     return tensors
+
+
+def coded_unchecked(k: Tensor, v: Tensor, codec: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the tensors of a blob of k and v, and their excess for `check_finite`.
+
+    k, v: [..., tokens, num_kv_heads, head_dim] (v's head_dim may differ), any float dtype, on one device; leading
+    dimensions are layers, encoded independently. excess: fp32 [..., 2] of K and V.
+
+    On a GPU everything is queued, nothing waits. Its sums are in another order than a CPU's: a scale or mean may differ
+    in the last bit, and a value at the boundary of two levels may get the other one.
+    """
+    return _coded(k.detach(), v.detach(), codec, may_wait=False)
+
+
+def _coded(k: Tensor, v: Tensor, codec: str, *, may_wait: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """Return `coded_unchecked`. may_wait: read flags, and compute the rare cases only where they occur."""
+    tensors, excess = dict[str, Tensor](), []
+    if codec in PLAIN:
+        for name, x in (("k", k), ("v", v)):
+            tensors[name], own = _converted(x, codec, may_wait)
+            excess.append(own)
+    elif codec in FLOAT8:
+        for name, x in (("k", k), ("v", v)):
+            tensors[name], tensors[f"{name}_scale"], own = _scaled(x.float(), codec)
+            excess.append(own)
+    else:
+        k, v, bits = k.float(), v.float(), bits_of(codec, k.shape[-1], v.shape[-1])
+        mean = k.mean(-3, keepdim=True).bfloat16()
+        for name, x, num_bits in zip("kv", (k - mean.float(), v), bits, strict=True):
+            tensors[name], tensors[f"{name}_scale"], own = _codes(x, num_bits, may_wait)
+            excess.append(own)
+        tensors["k_mean"] = mean
+    return tensors, torch.stack(excess, -1)
+
+
+def check_finite(excess: Sequence[float], codec: str) -> None:
+    """Raise CodecError for the first number that is not 0: the largest value of K or V that overflows the codec, or
+    infinity for values that are not finite."""
+    for value in excess:
+        if value and codec in PLAIN:
+            raise CodecError(
+                f"the KV has values up to {value:.3g}, which {codec} cannot hold",
+                "use --kv-dtype bfloat16 or float32",
+            )
+        if value:
+            raise CodecError(
+                f"the KV has values that are not finite, or too large, which {codec} cannot store",
+                "check the model and its --dtype; --kv-dtype float32 stores anything",
+            )
 
 
 def view_kv(
@@ -93,33 +145,36 @@ def decode_kv(tensors: Mapping[str, Tensor], codec: str, v_head_dim: int = 0) ->
     for x, scale, dim, bits in zip(
         (k, v), (tensors["k_scale"], tensors["v_scale"]), dims, bits_of(codec, *dims), strict=True
     ):
-        codes, levels = _unpack(x, bits, dim), level_table(bits)
+        codes, levels = _unpack(x, bits, dim), level_table(bits, x.device)
         parts.append(rotated(levels[codes.long()] * scale.float()[..., None]))
     return parts[0] + mean, parts[1]
 
 
-def _converted(x: Tensor, codec: str) -> Tensor:
-    """Return x in a plain codec's dtype. Raises CodecError if a finite value overflows."""
+def _converted(x: Tensor, codec: str, may_wait: bool) -> tuple[Tensor, Tensor]:
+    """Return x in a plain codec's dtype, and its excess: the largest finite value if one overflows, else 0."""
     out = x.to(DTYPES[PLAIN[codec]])
-    if out.dtype != x.dtype and bool((out.isinf() & x.isfinite()).any()):
-        raise CodecError(
-            f"the KV has values up to {float(x.abs().nan_to_num(posinf=0).max()):.3g}, which {codec} cannot hold",
-            "use --kv-dtype bfloat16 or float32",
-        )
-    return out
+    excess = x.new_zeros(x.shape[:-3], dtype=torch.float32)
+    if out.dtype == x.dtype:
+        return out, excess
+    overflows = out.isinf() & x.isfinite()
+    if may_wait and not bool(overflows.any()):
+        return out, excess
+    largest = x.abs().nan_to_num(posinf=0).amax((-3, -2, -1)).float()
+    return out, torch.where(overflows.any(-1).any(-1).any(-1), largest, excess)
 
 
-def _scale(scale: Tensor, codec: str) -> Tensor:
-    if not bool(scale.isfinite().all()):
-        raise _not_finite(codec)
-    return scale.clamp_min(1e-12)
+def _scaled(x: Tensor, codec: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x in a float8 codec's dtype, the scales [..., heads] and the excess."""
+    dtype = DTYPES[FLOAT8[codec]]
+    most = torch.finfo(dtype).max
+    scale = x.abs().amax((-3, -1)) / most
+    excess, scale = _infinite(scale.isfinite().all(-1)), scale.clamp_min(1e-12)
+    return (x / scale[..., None, :, None]).clamp(-most, most).to(dtype), scale, excess
 
 
-def _not_finite(codec: str) -> CodecError:
-    return CodecError(
-        f"the KV has values that are not finite, or too large, which {codec} cannot store",
-        "check the model and its --dtype; --kv-dtype float32 stores anything",
-    )
+def _infinite(is_finite: Tensor) -> Tensor:
+    """Return the excess, fp32: 0 where finite, else infinity."""
+    return torch.zeros_like(is_finite, dtype=torch.float32).masked_fill(~is_finite, torch.inf)
 
 
 def rotated(x: Tensor) -> Tensor:
@@ -142,64 +197,73 @@ def rotated(x: Tensor) -> Tensor:
 
 
 @cache
-def level_table(bits: int) -> Tensor:
+def level_table(bits: int, device: torch.device = CPU) -> Tensor:
     """Return the levels for `bits` bits, fp32 [2^bits]."""
-    return torch.tensor(levels_of(bits), dtype=torch.float32)
+    return torch.tensor(levels_of(bits), dtype=torch.float32).to(device)
 
 
 @cache
-def _grid(bits: int) -> Tensor:
+def _grid(bits: int, device: torch.device) -> Tensor:
     """Return the code of the nearest level, uint8 [_CELLS], for cells of equal width over the range of the levels. Near
     the boundary between two levels, the choice is off by at most 1/64 of a step."""
     levels = level_table(bits)
     cells = torch.linspace(float(levels[0]), float(levels[-1]), _CELLS)
-    return torch.bucketize(cells, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
+    return torch.bucketize(cells, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8).to(device)
 
 
 @cache
-def _rotation(dim: int) -> Tensor:
-    """Return the matrix of `rotated`, fp32 [dim, dim]. On a CPU, multiplying by it is faster than the transform."""
-    return rotated(torch.eye(dim))
+def _middle(device: torch.device) -> Tensor:
+    """Return the middle of the grid, as `addcmul` takes it on every device."""
+    return torch.tensor(_CELLS / 2).to(device)
 
 
-def _coded_in_levels(k: Tensor, v: Tensor, codec: str) -> dict[str, Tensor]:
-    mean = k.mean(0, keepdim=True).bfloat16()
-    if not bool(mean.isfinite().all()):
-        raise _not_finite(codec)
-    k_bits, v_bits = bits_of(codec, k.shape[-1], v.shape[-1])
-    k_codes, k_scale = _codes(k - mean.float(), k_bits, codec)
-    v_codes, v_scale = _codes(v, v_bits, codec)
-    return {"k": k_codes, "v": v_codes, "k_scale": k_scale, "v_scale": v_scale, "k_mean": mean}
+@cache
+def _rotation(dim: int, device: torch.device) -> Tensor:
+    """Return the matrix of `rotated`, fp32 [dim, dim]. Multiplying by it is faster than the transform."""
+    return rotated(torch.eye(dim)).to(device)
 
 
-def _codes(x: Tensor, bits: int, codec: str) -> tuple[Tensor, Tensor]:
-    """Return the packed codes and the scales of x [tokens, heads, dim]."""
-    levels = level_table(bits)
-    rows = x if x.shape[-1] % 2 else x @ _rotation(x.shape[-1])
+def _codes(x: Tensor, bits: int, may_wait: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the packed codes, the scales and the excess of x [..., tokens, heads, dim]."""
+    levels = level_table(bits, x.device)
+    rows = x if x.shape[-1] % 2 else x @ _rotation(x.shape[-1], x.device)
     scale = (rows.norm(dim=-1) * rows.shape[-1] ** -0.5).bfloat16()
-    if not bool(scale.isfinite().all()):
-        raise _not_finite(codec)
+    is_finite = scale.isfinite()
+    if not (may_wait and bool(is_finite.all())):  # NaN has no place in the grid
+        rows, scale = torch.where(is_finite[..., None], rows, 0.0), torch.where(is_finite, scale, 0.0)
     codes, largest = _nearest(rows, scale, bits), rows.abs().amax(-1)
     clipped = largest > scale.float() * levels[-1].clamp_min(_USUAL)
-    if bool(clipped.any()):
+    if not may_wait:
+        wide = (largest / levels[-1]).bfloat16()
+        again, better = _if_better(rows, (codes, scale), wide, bits)
+        better &= clipped
+        codes, scale = torch.where(better[..., None], again, codes), torch.where(better, wide, scale)
+    elif bool(clipped.any()):
         few, wide = rows[clipped], (largest[clipped] / levels[-1]).bfloat16()
-        again = _nearest(few, wide, bits)
-        errors = [
-            torch.addcmul(few, levels[c.int()], s.float()[..., None], value=-1).square().sum(-1)
-            for c, s in ((codes[clipped], scale[clipped]), (again, wide))
-        ]
-        better = errors[1] < errors[0]
+        again, better = _if_better(few, (codes[clipped], scale[clipped]), wide, bits)
         codes[clipped] = torch.where(better[:, None], again, codes[clipped])
         scale[clipped] = torch.where(better, wide, scale[clipped])
-    return _pack(codes, bits), scale
+    return _pack(codes, bits), scale, _infinite(is_finite.flatten(-2).all(-1))
+
+
+def _if_better(rows: Tensor, now: tuple[Tensor, Tensor], wide: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return the codes of rows [..., dim] with scales `wide`, and for which rows their error is smaller. now: codes and
+    scales."""
+    levels, again = level_table(bits, rows.device), _nearest(rows, wide, bits)
+    before, after = (
+        torch.addcmul(rows, levels[codes.int()], scale.float()[..., None], value=-1).square().sum(-1)
+        for codes, scale in (now, (again, wide))
+    )
+    return again, after < before
 
 
 def _nearest(rows: Tensor, scale: Tensor, bits: int) -> Tensor:
     """Return the codes of the levels nearest to rows [..., dim], uint8."""
-    cells = (_CELLS - 1) / 2 / level_table(bits)[-1]
+    device = rows.device
+    cells = (_CELLS - 1) / 2 / level_table(bits, device)[-1]
     by = cells / torch.where(scale > 0, scale, 1.0).float()
-    at = torch.addcmul(torch.tensor(_CELLS / 2), rows, by[..., None]).clamp_(0, _CELLS - 1).long()
-    return torch.index_select(_grid(bits), 0, at.flatten()).view(at.shape)
+    at = torch.addcmul(_middle(device), rows, by[..., None]).clamp_(0, _CELLS - 1).long()
+    return torch.index_select(_grid(bits, device), 0, at.flatten()).view(at.shape)
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:

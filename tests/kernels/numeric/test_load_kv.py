@@ -15,9 +15,9 @@ BLOCK_SIZE = 8
 CPU = torch.device("cpu")
 
 
-def stored(codec: str, *shape: int) -> tuple[StoredKV, torch.Tensor, torch.Tensor]:
+def stored(codec: str, *shape: int, num_chunks: int = 1) -> tuple[StoredKV, torch.Tensor, torch.Tensor]:
     """(what is stored, K and V it stands for in fp64) of shape (num_rows, num_kv_heads, head_dim)."""
-    made = stored_kv(codec, *shape, CPU)
+    made = stored_kv(codec, *shape, CPU, num_chunks=num_chunks)
     return made, *decoded(made, shape[2])
 
 
@@ -33,7 +33,7 @@ def stored(codec: str, *shape: int) -> tuple[StoredKV, torch.Tensor, torch.Tenso
 )
 def test_load_kv(codec: str, heads: int, dim: int, pool_dtype: torch.dtype, run: bool, device: torch.device) -> None:
     num_rows = 6
-    given, k_value, v_value = stored(codec, num_rows, heads, dim)
+    given, k_value, v_value = stored(codec, num_rows, heads, dim, num_chunks=1 if run else 4)
     cos, sin = rope_tables(num_rows, dim)
     slots = torch.arange(13, 13 + num_rows) if run else torch.randperm(48)[:num_rows]
     pools = [torch.full((6, BLOCK_SIZE, heads, dim), 7.0, device=device).to(pool_dtype) for _ in range(2)]
@@ -85,6 +85,14 @@ def test_refusals(device: torch.device) -> None:
         load_kv(replace(codes, k_scale=codes.k_scale.float()), cache, slots)
     with pytest.raises(KernelError, match="float32"):
         load_kv(replace(plain, k_scale=codes.k_scale), cache, slots)
+    chunks = torch.zeros(5, dtype=torch.int32, device=device)
+    with pytest.raises(KernelError, match="row_chunks"):
+        load_kv(replace(plain, row_chunks=chunks), cache, slots)
+    with pytest.raises(KernelError, match="row_chunks"):
+        load_kv(replace(codes, row_chunks=chunks.long()), cache, slots)
+    assert codes.k_mean is not None
+    with pytest.raises(KernelError, match="k_mean"):
+        load_kv(replace(codes, k_mean=codes.k_mean.repeat(2, 1, 1)), cache, slots)
     with pytest.raises(KernelError, match="slots"):
         load_kv(plain, cache, replace(slots, first_slot=12))
     float8 = [pool.to(torch.float8_e4m3fn) for pool in pools]
