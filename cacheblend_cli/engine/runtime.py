@@ -133,6 +133,12 @@ class Runtime(Prompts):
     def decoder(self) -> Decoder:
         return self.model.decoder
 
+    @property
+    def async_scheduling(self) -> bool:
+        """Return whether decode steps are queued before the host knows the last tokens: on a GPU, if this process alone
+        decodes."""
+        return self.decoder.device.type == "cuda" and self.driver is None and self.decode_with.file is None
+
     def memory(self, at_once: int = 1) -> DeviceMemory | None:
         """Return the GPU's pool and decode graphs, allocated on first use for `at_once` prompts; None on a CPU. Raises
         DeviceError."""

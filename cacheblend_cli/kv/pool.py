@@ -178,7 +178,7 @@ class SequenceView(PagedSequence):
         return
 
 
-def upload(values: Sequence[int] | Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+def upload(values: Sequence[float] | Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Return host values [n] as a tensor on `device`. On CUDA the copy goes through pinned memory and is queued;
     nothing waits."""
     if device.type != "cuda":

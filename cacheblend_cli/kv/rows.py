@@ -82,13 +82,25 @@ def packed_rows(decoder: Decoder, parts: Sequence[tuple[PagedSequence, Tensor, i
 
 def next_rows(decoder: Decoder, sequences: Sequence[PagedSequence], kv_lens: Sequence[int]) -> Rows:
     """Return the rows of the token after the kv_len tokens of each sequence; blocks are allocated and made writable."""
-    parts = []
+    slots, device = list[int](), decoder.device
     for sequence, kv_len in zip(sequences, kv_lens, strict=True):
         sequence.ensure(kv_len + 1)
         sequence.make_writable(kv_len, kv_len + 1)
-        parts.append((sequence, upload([kv_len], decoder.device), kv_len + 1))
+        block, offset = divmod(kv_len, sequence.pool.block_size)
+        slots.append(sequence.blocks[block] * sequence.pool.block_size + offset)
     assert len({decoder.rope.regime(n + 1) for n in kv_lens}) == 1, "one launch has one set of RoPE frequencies"
-    return replace(packed_rows(decoder, parts, max(kv_lens) + 1), decode=True)
+    max_kv_len = max(kv_lens) + 1
+    positions, slot_mapping = upload(torch.tensor([list(kv_lens), slots]), device)
+    attention = AttentionMetadata(
+        positions=positions,
+        cu_rows=torch.arange(len(slots) + 1, dtype=torch.int32, device=device),
+        block_table=block_tables(sequences, device),
+        kv_lens=(positions + 1).int(),
+        max_kv_len=max_kv_len,
+        contiguous_slots=tuple(s.contiguous_slot for s in sequences),
+    )
+    rotations = decoder.rope.cos_sin(positions, max_kv_len)
+    return Rows(sequences[0].pool, positions, slot_mapping, rotations, attention, decode=True)
 
 
 def filled(decoder: Decoder, rows: Rows, count: int, spare: int) -> Rows:

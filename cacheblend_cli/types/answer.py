@@ -60,7 +60,7 @@ class Timing:
     model_load_s: float
     kv_load_s: float
     kv_load_stall_s: float
-    prefill_s: float
+    prefill_s: float  # of the device's work, waits for KV included
     ttft_s: float  # from the loaded model and the known question to the first token
     decode_tokens_per_s: float
 

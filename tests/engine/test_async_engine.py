@@ -12,7 +12,7 @@ import pytest
 from cacheblend_store import ChunkManifest, ChunkStore
 from engine_driver import SAMPLING, WAIT_S, Listener, StoredEngine, open_stored_engine
 
-from cacheblend_cli.collect.collector import Collector
+from cacheblend_cli.collect import collector
 from cacheblend_cli.engine.core.async_engine import AsyncEngine
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.events import Done, Event, Failed, Limits, Started, Text
@@ -187,8 +187,10 @@ def test_an_answer_goes_on_while_anothers_chunks_are_stored(
 ) -> None:
     stored.store.evict_chunks(stored.keys)
     listener, counts = Listener(), list[int]()
-    whole = Collector._whole
-    monkeypatch.setattr(Collector, "_whole", lambda *given: (counts.append(len(listener.events)), whole(*given))[1])
+    manifest = collector.chunk_manifest
+    monkeypatch.setattr(
+        collector, "chunk_manifest", lambda *given: (counts.append(len(listener.events)), manifest(*given))[1]
+    )
     submit(
         service,
         stored.request(AskRequest("who?", (), BlendParams(), replace(SAMPLING, max_tokens=200, logprobs=0))),

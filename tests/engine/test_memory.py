@@ -19,9 +19,21 @@ from cacheblend_cli.collect import prefill as collect
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.worker import prefill as worker_prefill
-from cacheblend_cli.engine.worker.memory import MemoryProfile, blocks_that_fit, measure, reserve, warm_up
+from cacheblend_cli.engine.worker.decode import GraphRunner
+from cacheblend_cli.engine.worker.memory import (
+    MemoryProfile,
+    blocks_that_fit,
+    measure,
+    reserve,
+    warm_up,
+    warm_up_graphs,
+    warm_up_transfer,
+)
 from cacheblend_cli.errors import DeviceError, UsageError
+from cacheblend_cli.kv import transfer
+from cacheblend_cli.kv.load_queue import num_workers, workers
 from cacheblend_cli.kv.pool import KVPool
+from cacheblend_cli.kv.transfer import CudaTransfer
 from cacheblend_cli.model import host_memory
 from cacheblend_cli.model.device import check_host_room, check_room
 from cacheblend_cli.types import AskOptions, AskRequest, BlendParams, SamplingParams
@@ -141,6 +153,49 @@ def test_the_warm_up_runs_what_a_question_runs(engine: Engine, monkeypatch: pyte
     }
     assert {"load_kv", "rope", "rope_and_cache", "prefill_attention"} <= set(launched)
     assert pool.allocator.num_used == 0
+
+
+def test_the_first_answer_captures_no_graph(engine: Engine) -> None:
+    """The graphs of one answer are captured for contexts of usual length, and none for more than the model has."""
+    captured: list[int] = []
+
+    def capture(function: Callable[[], None]) -> Callable[[], None]:
+        captured.append(1)
+        return function
+
+    decoder = engine.model.decoder
+    pool = KVPool.of(decoder, 40, 16)
+    runner = GraphRunner(decoder, pool, capture)
+    warm_up_graphs(runner, 3000)
+    assert sorted(runner._graphs) == [(1, 1024), (1, 2048), (1, 4096)]
+    sequence = pool.new_sequence(32)
+    runner.begin([sequence], [20], 4)
+    runner.step(torch.tensor([5]))
+    assert len(captured) == 3
+    others = GraphRunner(decoder, pool, capture)
+    warm_up_graphs(others, 100)
+    assert sorted(others._graphs) == [(1, 1024)]
+    warm_up_graphs(others, 1 << 20)
+    assert max(others._graphs) == (1, 8192)
+
+
+def test_the_first_load_finds_its_pinned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch keeps freed pinned memory by powers of two."""
+    pinned: list[int] = []
+    empty = torch.empty
+
+    def allocate(size: int, pin_memory: bool = False, **about: Any) -> torch.Tensor:
+        pinned.append((size - 1).bit_length())
+        assert pin_memory
+        return empty(1)
+
+    monkeypatch.setattr(torch, "empty", allocate)
+    monkeypatch.setattr(transfer, "_streams", lambda device: (None, None))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    warm_up_transfer(torch.device("cuda"))
+    num_buffers = workers(num_workers(CudaTransfer.most_workers)).count * CudaTransfer.buffers_a_worker
+    for batch_bytes in (CudaTransfer.batch_bytes, CudaTransfer.batch_bytes * 3 // 8):
+        assert (num_buffers * batch_bytes - 1).bit_length() in pinned
 
 
 def test_what_would_fit_is_said(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,8 @@ from transformers import (
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.request.model_sampling import as_the_model, model_sampling
-from cacheblend_cli.engine.worker.sampling import Penalties, filtered_probs
+from cacheblend_cli.engine.worker import sampling
+from cacheblend_cli.engine.worker.sampling import Penalties, Sampler, draw_together, filtered_probs
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.settings import Settings, resolve
@@ -65,6 +66,25 @@ def test_the_repetition_penalty_and_the_filters_are_those_of_transformers(
     params = SamplingParams(repetition_penalty=penalty, temperature=temperature, top_k=top_k, top_p=top_p)
     ours = filtered_probs(penalised(params, prompt, said, logits), params)
     torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_settings_are_uploaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through `upload`, which waits for nothing: a tensor made of values on a GPU would wait."""
+    uploads, tensor, upload = list[Any](), torch.tensor, sampling.upload
+    monkeypatch.setattr(sampling, "upload", lambda *given: (uploads.append(given[0]), upload(*given))[1])
+
+    def on_the_host(*given: Any, **about: Any) -> torch.Tensor:
+        assert "device" not in about
+        return tensor(*given, **about)
+
+    monkeypatch.setattr(torch, "tensor", on_the_host)
+    params = SamplingParams(repetition_penalty=1.5, logit_bias=((3, 2.0), (5, -1.0)))
+    sampler = Sampler(params, CPU, [1, 4])
+    for _ in range(5):
+        draw_together([sampler], torch.linspace(-3, 3, VOCAB)[None], [None])
+    assert uploads == [[1, 4], (3, 5), (2.0, -1.0)]
+    with pytest.raises(UsageError, match="logit_bias"):
+        draw_together([Sampler(SamplingParams(logit_bias=((VOCAB, 1.0),)), CPU)], torch.zeros(1, VOCAB), [None])
 
 
 @given(IDS, IDS, st.floats(-2, 2), st.floats(-2, 2))

@@ -67,8 +67,8 @@ class Leader(Worker):
         self.other.end(sent(number))
         super().end(number)
 
-    def decode(self, given: DecodeInput) -> DecodeOutput:
-        ours, theirs = super().decode(given), self.other.decode(sent(given))
+    def decode(self, given: DecodeInput, tokens: Tensor | None = None) -> DecodeOutput:
+        ours, theirs = super().decode(given, tokens), self.other.decode(sent(given), tokens)
         assert torch.equal(ours.logits, theirs.logits)
         for own, other in zip(ours.attention, theirs.attention, strict=True):
             assert (own is None) == (other is None)

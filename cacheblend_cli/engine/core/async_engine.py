@@ -182,6 +182,8 @@ class AsyncEngine:
                 self._core.counts.failed += 1
                 self._emit(state, Failed(error))
         if work is not None:
+            for state, event in self._core.flush():  # tokens must not wait for a launch
+                self._emit(state, event)
             _do(self._runtime, *work)
 
     def _emit(self, state: RequestState, event: Event) -> None:

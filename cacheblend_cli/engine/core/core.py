@@ -92,20 +92,29 @@ class EngineCore:
         [vocab_size]."""
         assert sequence.output is not None
         self.scheduler.add(sequence.state)
-        self._outputs.sampled([(sequence, sequence.output.draw(logits))])
+        self._outputs.sampled({sequence: sequence.output.draw(logits)})
 
     def step(self) -> Events:
         """Run one step: end requests, compute a slice of a prompt, or decode a token of every answer; and compute at
         most one launch of missing chunks to store. Returns the requests' events, in order."""
-        start = time.perf_counter()
-        step = self.scheduler.schedule()
-        self.counts.scheduling_s += time.perf_counter() - start
+        start = scheduled_from = time.perf_counter()
+        step = self.scheduler.schedule_ahead(self._outputs.pending)
+        if step is None:
+            self._outputs.flush()
+            scheduled_from = time.perf_counter()
+            step = self.scheduler.schedule()
+        self.counts.scheduling_s += time.perf_counter() - scheduled_from
         output = self._executor.run(step)
         events = self._outputs.process(step, output)
         self.counts.step_s += time.perf_counter() - start
         if not self.scheduler.states:
             self.blocks.check_idle()
         return events
+
+    def flush(self) -> Events:
+        """Append the tokens that are drawn already, and return their events."""
+        self._outputs.flush()
+        return self._outputs.take_events()
 
     def close(self) -> None:
         """Drop all requests and give back their blocks."""

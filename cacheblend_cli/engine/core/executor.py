@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -13,6 +13,7 @@ from cacheblend_cli.engine.core.scheduler import Step
 from cacheblend_cli.engine.core.sequence import Sequence
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillOutput
+from cacheblend_cli.engine.worker.sampling import Draw, tokens_of
 from cacheblend_cli.engine.worker.worker import DecodeInput, DecodeOutput, TableInput, Worker
 
 
@@ -52,7 +53,7 @@ class Executor:
                 output.failed.append((sequence, error))
         failed = [sequence for sequence, _ in output.failed]
         self._prefill([s for s in step.prefill if s not in failed], output)
-        self._decode(step.decode, output)
+        self._decode(step, output)
         return output
 
     def _begin(self, sequence: Sequence) -> None:
@@ -84,16 +85,16 @@ class Executor:
             except Exception as error:
                 output.failed.append((sequence, error))
 
-    def _decode(self, sequences: list[Sequence], output: StepOutput) -> None:
+    def _decode(self, step: Step, output: StepOutput) -> None:
         """Decode one token of each, in batches with the same RoPE frequencies; one by one if rows are not steady. Those
         that another engine decodes are a batch there."""
-        decoder = self._runtime.decoder
+        decoder, sequences = self._runtime.decoder, step.decode
         try:
             elsewhere = [s for s in sequences if self._decodes_elsewhere(s)]
             own = [s for s in sequences if s.handed is None]
             groups = groupby(own, key=lambda s: decoder.rope.regime(s.kv_len + 1) if decoder.steady else s)
             for group in [list(group) for _, group in groups]:
-                out = self._decode_together(group)
+                out = self._decode_together(group, step.pending)
                 # the next group's step overwrites the logits
                 logits = out.logits if len(group) == len(sequences) else out.logits.clone()
                 output.decoded.append(Decoded(group, logits, out.attention))
@@ -103,17 +104,19 @@ class Executor:
             done = [s for decoded in output.decoded for s in decoded.sequences]
             output.failed += [(s, error) for s in sequences if s not in done]
 
-    def _decode_together(self, sequences: list[Sequence]) -> DecodeOutput:
+    def _decode_together(self, sequences: list[Sequence], pending: Mapping[Sequence, Draw]) -> DecodeOutput:
         parts = [(s, s.paged, s.output) for s in sequences if s.paged is not None and s.output is not None]
         for sequence, paged, _ in parts:
             paged.ensure(sequence.kv_len + 1)
             paged.make_writable(sequence.kv_len, sequence.kv_len + 1)
         given = DecodeInput(
-            tuple(s.next_token for s, _, _ in parts),
+            () if pending else tuple(s.next_token for s, _, _ in parts),
             tuple(s.kv_len for s, _, _ in parts),
             tuple(TableInput.of(paged) for _, paged, _ in parts),
             tuple(o.watch is not None and not s.replay and o.watch.is_due() for s, _, o in parts),
         )
+        if pending:
+            return self._worker.decode(given, tokens_of([pending[s] for s, _, _ in parts]))
         return self._worker.decode(given)
 
     def _decodes_elsewhere(self, sequence: Sequence) -> bool:

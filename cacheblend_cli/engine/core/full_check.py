@@ -18,6 +18,7 @@ from cacheblend_cli.engine.core.checks import Checks
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence, Sink
 from cacheblend_cli.engine.core.sequence_output import Generation, SequenceOutput
 from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.worker.device_time import DeviceTime
 from cacheblend_cli.types import Confirmation, Risk, Verification
 
 
@@ -58,7 +59,8 @@ class FullCheck(RequestState):
             runtime, checks, draft, ids, replaces,
         )  # fmt: skip
         self.max_new_tokens = parent.max_new_tokens - len(ids) + 1 if replaces else 0
-        self.begun, self.since, self.full_ttft_s = True, time.perf_counter(), 0.0
+        self.begun, self.since = True, time.perf_counter()
+        self.prompt_time = DeviceTime()  # of the prompt's prefill
         self.sequences = [Sequence(self, 0)]
 
     @property
@@ -106,7 +108,7 @@ class FullCheck(RequestState):
         self.parent.sequences[0].output = self._output
         seconds = time.perf_counter() - self.since
         if checks.confirm:
-            checks.confirmation = Confirmation(same, first_difference, draft.text, self.full_ttft_s, seconds)
+            checks.confirmation = Confirmation(same, first_difference, draft.text, self.prompt_time.seconds, seconds)
         if checks.risk is not None:
             checks.risk = Risk(0.0, checks.limit, full_prefill_at=0, seconds=seconds)
 
@@ -118,7 +120,7 @@ class FullCheck(RequestState):
         return Verification(
             kl=kl[0],
             top1_agree=first != 0,
-            full_ttft_s=self.full_ttft_s,
+            full_ttft_s=self.prompt_time.seconds,
             answer_kl=sum(kl) / len(kl),
             answer_top1=1.0 if first is None else first / (first + 1),
             answer_tokens=len(self._draft.token_ids),

@@ -119,9 +119,7 @@ def prefill(
                 output = state.advance() if output_positions is None else state.whole(output_positions(plan))
                 while output.result is None:
                     output = state.advance()
-                done = Prefilled(
-                    request, output.result, output.loader, output.prefill_s, runtime=runtime, sequence=sequence
-                )
+                done = Prefilled(request, output.result, output.loader, output.time, runtime=runtime, sequence=sequence)
             if report is None:
                 return done
             int(done.logits.argmax())  # a GPU is done when its result is on the host

@@ -1,11 +1,15 @@
-"""Processing of a step's results: draws tokens, and ends prompts, answers and requests."""
+"""Processing of a step's results: draws tokens, and ends prompts, answers and requests.
+
+With async scheduling, tokens drawn in a decode step are pending until the next step is queued. Only then the host waits
+for them, appends them, and ends answers; what the next step has computed for an answer that ended is dropped.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -58,6 +62,7 @@ class OutputProcessor:
         self._runtime, self._scheduler, self._blocks = runtime, scheduler, scheduler.blocks
         self._counts, self._events = counts, list[tuple[RequestState, Event]]()
         self._storing = deque[tuple[RequestState, list[Answer], Iterator[None]]]()
+        self.pending: dict[Sequence, Draw] = {}  # tokens that are drawn, and not appended yet
 
     @property
     def storing(self) -> bool:
@@ -74,6 +79,11 @@ class OutputProcessor:
             if not sequence.state.begun:
                 sequence.state.begun = True
                 self._emit(sequence.state, Started())
+        pending, self.pending = self.pending, {}
+        drawn = [self._draw(decoded, output) for decoded in output.decoded]
+        self.sampled(pending)  # the host waits for the last step here, and the device computes this one
+        for decoded, draws in zip(output.decoded, drawn, strict=True):
+            self._decoded(decoded, draws)
         for sequence, error in output.failed:
             if isinstance(error, BadChunk):
                 self._restart(sequence, error)
@@ -81,9 +91,16 @@ class OutputProcessor:
                 self._fail(sequence.state, error)
         for sequence, out in output.prefilled:
             self._filled(sequence, out)
-        for decoded in output.decoded:
-            self._decoded(decoded)
         self._counts.joined += output.joined
+        return self.take_events()
+
+    def flush(self) -> None:
+        """Append the pending tokens."""
+        pending, self.pending = self.pending, {}
+        self.sampled(pending)
+
+    def take_events(self) -> Events:
+        """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
@@ -111,12 +128,12 @@ class OutputProcessor:
             return
         assert state.provenance is not None
         self._blocks.keep(sequence.paged, state.request.plan.token_ids[: out.num_filled], state.provenance)
-        if isinstance(state, FullCheck) and out.num_filled >= state.num_prompt_tokens and not state.full_ttft_s:
-            state.full_ttft_s = out.prefill_s
+        if isinstance(state, FullCheck) and out.num_filled >= state.num_prompt_tokens and not state.prompt_time.pieces:
+            state.prompt_time = out.time
         if out.result is None:
             return
         logprobs = tuple(prefill.sink.found) if isinstance(prefill.sink, PromptLogprobs) else ()
-        done = PrefillReport(state.request, out.result, out.loader, out.prefill_s, prefill.hit_tokens, logprobs)
+        done = PrefillReport(state.request, out.result, out.loader, out.time, prefill.hit_tokens, logprobs)
         sequence.stop_prefill()
         try:
             if isinstance(state, FullCheck):
@@ -130,19 +147,24 @@ class OutputProcessor:
             self._fail(state, error)
 
     def _begin_answers(self, first: Sequence, done: PrefillReport) -> None:
-        """Draw the first token of each answer. The answers share the prompt's blocks."""
+        """Begin the answers, which share the prompt's blocks."""
         state, counts = first.state, self._counts
         plan = state.request.plan.with_prefix_cache(done.prefix_cache_tokens)
-        assert first.paged is not None
         state.done = done
         counts.computed += plan.fresh_tokens
         counts.reused += plan.exact_tokens + plan.inexact_tokens
         counts.repaired += len(done.result.chosen)
         counts.prefix_cached += done.prefix_cache_tokens
-        counts.stall_s += done.loader.stall_s
         if state.request.connector is not None:
             self._hand_over(first, state.request.connector)
-            return
+        else:
+            self._draw_first(first, done)
+        counts.stall_s += done.loader.stall_s  # waits for the load, so not before the first token is on the host
+
+    def _draw_first(self, first: Sequence, done: PrefillReport) -> None:
+        """Draw and append the first token of each answer that starts now."""
+        state = first.state
+        assert first.paged is not None
         begun = state.num_started
         end = begun + self._scheduler.wave(state.num_answers - begun)
         wave = [
@@ -154,7 +176,7 @@ class OutputProcessor:
         for sequence in wave:
             sequence.kv_len = state.num_tokens
         draws = draw_next(outputs, done.logits.expand(len(outputs), -1))
-        self.sampled(list(zip(wave, draws, strict=True)))
+        self.sampled(dict(zip(wave, draws, strict=True)))
 
     def _begin_output(self, sequence: Sequence) -> SequenceOutput:
         """Create the output of its answer."""
@@ -189,37 +211,48 @@ class OutputProcessor:
 
     # tokens
 
-    def _decoded(self, decoded: Decoded) -> None:
-        """Draw the next tokens, except in a replay."""
-        going, outputs = list[int](), list[SequenceOutput]()
-        for index, (sequence, attention) in enumerate(zip(decoded.sequences, decoded.attention, strict=True)):
-            output = sequence.output
-            assert output is not None
-            if attention is not None and output.watch is not None:
-                output.watch.add(attention)
+    def _draw(self, decoded: Decoded, output: StepOutput) -> list[tuple[Sequence, Draw]]:
+        """Draw the next tokens, except in a replay. Does not wait for the device. Failures are added to `output`."""
+        going = list[int]()
+        for index, sequence in enumerate(decoded.sequences):
             sequence.kv_len += 1
             if sequence.replay:
                 sequence.replay -= 1
             else:
                 going.append(index)
-                outputs.append(output)
+        if not going:
+            return []
+        sequences, logits = [decoded.sequences[index] for index in going], decoded.logits
         try:
-            if going:
-                logits = decoded.logits
-                every = len(going) == len(logits)
-                draws = draw_next(outputs, logits if every else logits[upload(going, logits.device)])
-                self.sampled([(decoded.sequences[i], draw) for i, draw in zip(going, draws, strict=True)])
+            outputs = [s.output for s in sequences if s.output is not None]
+            every = len(going) == len(logits)
+            draws = draw_next(outputs, logits if every else logits[upload(going, logits.device)])
+            return list(zip(sequences, draws, strict=True))
         except Exception as error:
-            for sequence in decoded.sequences:
-                self._fail(sequence.state, error)
+            output.failed += [(sequence, error) for sequence in decoded.sequences]
+            return []
+
+    def _decoded(self, decoded: Decoded, draws: list[tuple[Sequence, Draw]]) -> None:
+        """Handle a decode step, except for answers that ended with the token whose KV it computed."""
+        for sequence, attention in zip(decoded.sequences, decoded.attention, strict=True):
+            if sequence.status is SequenceStatus.FINISHED:
+                continue
+            assert sequence.output is not None
+            if attention is not None and sequence.output.watch is not None:
+                sequence.output.watch.add(attention)
+        going = {s: draw for s, draw in draws if s.status is not SequenceStatus.FINISHED}
+        if self._runtime.async_scheduling and not self._storing:  # no token waits for a launch of missing chunks
+            self.pending |= going
+        else:
+            self.sampled(going)
         for sequence in decoded.sequences:
             unseen = self._blocks.num_unseen(sequence.kv_len)  # blocks that have left the window of every layer
             if sequence.handed is None and sequence.paged is not None and unseen > sequence.paged.gone:
                 sequence.paged.give_back(unseen)
 
-    def sampled(self, draws: list[tuple[Sequence, Draw]]) -> None:
-        """Append tokens to their sequences, and finish complete answers."""
-        for sequence, draw in draws:
+    def sampled(self, draws: Mapping[Sequence, Draw]) -> None:
+        """Append tokens to their sequences, and finish complete answers. Waits for the draws."""
+        for sequence, draw in draws.items():
             assert sequence.output is not None
             if sequence.status is SequenceStatus.FINISHED:  # its request failed
                 continue

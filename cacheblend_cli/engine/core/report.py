@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from cacheblend_cli.blend.cost import AutoReport
@@ -13,8 +12,10 @@ from cacheblend_cli.clock import since_process_start
 from cacheblend_cli.engine.core.sequence_output import Generation
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.worker.device_time import DeviceTime
 from cacheblend_cli.engine.worker.sampling import logprobs_of
 from cacheblend_cli.kv.loader import KVLoader
+from cacheblend_cli.kv.pool import upload
 from cacheblend_cli.prompt.plan import PromptPlan
 from cacheblend_cli.types import Answer, ChunkUse, Timing, TokenLogprob
 
@@ -26,9 +27,14 @@ class PrefillReport:
     request: Request  # as it was finally run
     result: PrefillResult
     loader: KVLoader  # figures of loading
-    prefill_s: float
+    prefill_time: DeviceTime
     prefix_cache_tokens: int = 0  # leading tokens whose KV came from the prefix cache
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of every token but the first, where requested
+
+    @property
+    def prefill_s(self) -> float:
+        """Seconds of the prefill on the device, waits for KV included. On a GPU this waits for its end."""
+        return self.prefill_time.seconds
 
     @property
     def plan(self) -> PromptPlan:
@@ -63,14 +69,14 @@ class PromptLogprobs:
     def __call__(self, logits: Tensor) -> None:
         """Add the log-probabilities of the tokens after these rows; there is none after the last row."""
         begin = len(self.found) + 1
-        ids = torch.tensor(self._token_ids[begin : begin + len(logits)], device=logits.device)
+        ids = upload(self._token_ids[begin : begin + len(logits)], logits.device)
         if len(ids):
             self.found += logprobs_of(logits[: len(ids)], ids, self._top)
 
 
 def answer_of(runtime: Runtime, done: PrefillReport, generation: Generation, report: AutoReport | None) -> Answer:
     """Return the answer, without results of checks. done: its prefilled prompt."""
-    request, plan, loader = done.request, done.plan, done.loader
+    request, plan, loader, chosen = done.request, done.plan, done.loader, done.result.chosen.tolist()
     if generation.reasoning_cut:
         request.notes.append(
             f"the reasoning was ended after {request.sampling.reasoning_tokens:,} tokens (--reasoning-tokens)"
@@ -90,9 +96,9 @@ def answer_of(runtime: Runtime, done: PrefillReport, generation: Generation, rep
         cached_tokens=plan.cached_tokens,
         exact_tokens=plan.exact_tokens,
         prefix_cache_tokens=done.prefix_cache_tokens,
-        recomputed_tokens=len(done.result.chosen),
+        recomputed_tokens=len(chosen),
         recompute_fraction=done.recompute_fraction,
-        chunks=_chunk_uses(done, generation.attention),
+        chunks=_chunk_uses(done, chosen, generation.attention),
         timing=Timing(
             process_s=since_process_start(generation.first_token_at),
             model_load_s=runtime.load_s,
@@ -111,15 +117,15 @@ def answer_of(runtime: Runtime, done: PrefillReport, generation: Generation, rep
         weak_match=request.weak_match,
         hits_cut=request.hits_cut,
         layers=done.result.layers,
-        chosen=done.result.chosen.tolist(),
+        chosen=chosen,
         tier=None if request.tiered is None else request.tiered.use,
         auto=None if report is None else replace(report, ttft_s=ttft_s),
     )
 
 
-def _chunk_uses(done: PrefillReport, attention: list[float] | None) -> list[ChunkUse]:
-    """Return the report of each chunk. attention: share of each chunk, None if unknown."""
-    positions, uses = done.result.chosen.tolist(), list[ChunkUse]()
+def _chunk_uses(done: PrefillReport, positions: list[int], attention: list[float] | None) -> list[ChunkUse]:
+    """Return the report of each chunk. positions: recomputed ones. attention: share of each chunk, None if unknown."""
+    uses = list[ChunkUse]()
     for i, (segment, chunk) in enumerate(zip(done.plan.chunks, done.request.chunks, strict=True)):
         recomputed = sum(segment.start <= p < segment.end for p in positions)
         uses.append(

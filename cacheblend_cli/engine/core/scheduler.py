@@ -4,12 +4,16 @@ Requests are served by priority, then first come, first served. Preempted sequen
 prompt is prefilled at a time, a slice per step, and between two slices every running answer gets a token; consecutive
 short prompts share a step, up to the rows of a slice. The next prompt may load meanwhile. If blocks run out, the
 sequence that came last is preempted. Requests that were cancelled or are overdue end in a step of their own.
+
+With async scheduling (on a GPU) a step that only decodes the same answers again is scheduled before the host knows the
+tokens of the last one (`schedule_ahead`). Any other step is scheduled once these have taken effect.
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import insort
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -24,6 +28,7 @@ from cacheblend_cli.engine.core.sequence import (
 )
 from cacheblend_cli.engine.events import EngineStats
 from cacheblend_cli.engine.worker.prefill import short_rows
+from cacheblend_cli.engine.worker.sampling import Draw
 from cacheblend_cli.engine.worker.worker import Swap, Worker
 from cacheblend_cli.kv.block_allocator import Allocation
 from cacheblend_cli.kv.block_table import BlockTable
@@ -39,6 +44,7 @@ class Step:
     begin: list[Sequence] = field(default_factory=list)  # prompts whose stored KV begins to load
     prefill: list[Sequence] = field(default_factory=list)  # prompts whose next slice is computed, in one launch
     decode: list[Sequence] = field(default_factory=list)  # answers that get a token
+    pending: Mapping[Sequence, Draw] = field(default_factory=dict)  # newest tokens that the host does not know yet
 
 
 @dataclass
@@ -81,10 +87,8 @@ class Scheduler:
             return Step(end=ended)
         while (swapped := self.those(SequenceStatus.SWAPPED)) and self._may_return(swapped[0]):
             self._swap_in(swapped[0])
-        while not swapped and (waiting := self.those(SequenceStatus.WAITING)):
-            if (hit := self._may_begin(waiting[0])) is None:
-                break
-            self._begin(waiting[0], hit)
+        while not swapped and (found := self._next_prompt()) is not None:
+            self._begin(*found)
         running = self.those(SequenceStatus.RUNNING)
         prefilling, decoding = [s for s in running if s.prefilling], [s for s in running if not s.prefilling]
         self._prefilled = bool(prefilling) and not (decoding and self._prefilled)
@@ -97,6 +101,19 @@ class Scheduler:
             self._step.decode = decoding
         step, self._step = self._step, Step()
         return step
+
+    def schedule_ahead(self, pending: Mapping[Sequence, Draw]) -> Step | None:
+        """Return the next step if it decodes the answers with pending tokens again and nothing else, whatever these
+        tokens are; else None."""
+        if not pending or any(state.ended for state in self.states):
+            return None
+        running, swapped = self.those(SequenceStatus.RUNNING), self.those(SequenceStatus.SWAPPED)
+        again = bool(running) and all(s in pending and s.output is not None and s.output.can_run_ahead for s in running)
+        joins = self._may_return(swapped[0]) if swapped else self._next_prompt() is not None
+        if not again or joins or not self.blocks.can_append(_growing(running)):
+            return None
+        self._prefilled = False
+        return Step(decode=running, pending=pending)
 
     @property
     def num_places(self) -> int:
@@ -156,6 +173,12 @@ class Scheduler:
         )
         sequence.status = SequenceStatus.RUNNING
         self._step.begin.append(sequence)
+
+    def _next_prompt(self) -> tuple[Sequence, PrefixHit] | None:
+        """Return the next prompt and its prefix cache hit if it may begin now."""
+        waiting = self.those(SequenceStatus.WAITING)
+        hit = self._may_begin(waiting[0]) if waiting else None
+        return None if hit is None else (waiting[0], hit)
 
     def _may_begin(self, sequence: Sequence) -> PrefixHit | None:
         """Return the prompt's prefix cache hit if it may begin now, else None."""

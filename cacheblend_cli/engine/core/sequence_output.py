@@ -86,6 +86,14 @@ class SequenceOutput:
         """Draw the next token from logits, fp32 [vocab_size]. Does not wait for the device."""
         return draw_next([self], logits[None])[0]
 
+    @property
+    def can_run_ahead(self) -> bool:
+        """Return whether the token after the next one can be drawn before the host knows the next one: not if that is
+        the last one, and not if what the host does with it changes the draw."""
+        closes = self._budget is not None and not self.out.reasoning_cut and self._thought + 1 >= self._budget
+        is_last = len(self.out.token_ids) + 1 >= self.max_tokens
+        return not (is_last or closes or self._grammar is not None or self.see is not None)
+
     def append(self, draw: Draw) -> bool:
         """Append the token, and stream the text that it completes. Returns whether the answer continues."""
         out, reasoning = self.out, self._detokenizer.reasoning

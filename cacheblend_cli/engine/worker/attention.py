@@ -39,9 +39,9 @@ class AttentionShares:
 
     def of_chunks(self) -> list[float] | None:
         """Return each chunk's share of the attention to all chunks, in prompt order; None before the first step."""
-        if self._found is None:
+        if self._found is None or not self._plan.chunks:
             return None
-        looks = [float(self._found[chunk.start : chunk.end].sum()) for chunk in self._plan.chunks]
+        looks = torch.stack([self._found[chunk.start : chunk.end].sum() for chunk in self._plan.chunks]).tolist()
         total = sum(looks)
         return [look / total for look in looks] if total > 0 else None
 
@@ -50,15 +50,15 @@ class Watch(Steps):
     """Observes the attention of a decode step's tokens, in the middle layer, and in deep models also the one at three
     quarters; among layers without a sliding window, if there are any.
 
-    sequences: one per row, None for rows that are not observed; further rows are padding. found: attention of each
-    sequence, [kv_len] fp32, None if it was not observed.
+    sequences: one per row, None for rows that are not observed; further rows are padding. kv_lens: tokens before each
+    row. found: attention of each sequence, [kv_len + 1] fp32, None if it was not observed.
     """
 
-    def __init__(self, decoder: Decoder, sequences: Sequence[PagedSequence | None]) -> None:
+    def __init__(self, decoder: Decoder, sequences: Sequence[PagedSequence | None], kv_lens: Sequence[int]) -> None:
         every = [layer.index for layer in decoder.layers]
         wide = [i for i in every if decoder.layers[i].attention.sliding_window is None] or every
         self._layers = {wide[len(wide) // 2], *([wide[len(wide) * 3 // 4]] if len(wide) >= _DEEP else ())}
-        self._sequences = sequences
+        self._sequences, self._kv_lens = sequences, kv_lens
         self.found: list[Tensor | None] = [None] * len(sequences)
 
     def queries(self, layer: DecoderLayer, q: Tensor, rows: Rows) -> None:
@@ -66,7 +66,7 @@ class Watch(Steps):
             return
         for row, sequence in enumerate(self._sequences):
             if sequence is not None:
-                weights, known = _weights(layer, q[row], sequence, int(rows.positions[row]) + 1), self.found[row]
+                weights, known = _weights(layer, q[row], sequence, self._kv_lens[row] + 1), self.found[row]
                 if layer.shard is not None:
                     weights = layer.shard.ranks.sum(weights) / layer.shard.ranks.size
                 self.found[row] = weights if known is None else known + weights

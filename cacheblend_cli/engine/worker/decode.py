@@ -1,7 +1,7 @@
 """Decode steps: eager, or as a replayed CUDA graph.
 
 A runner takes tokens and returns logits on the device: the host only queues work. The graph runner uses static buffers;
-positions and lengths advance on the device, so a replay needs nothing from the host.
+positions and lengths advance on the device, so a replay needs nothing from the host. `begin` uploads what changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CaptureGraph = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 class DecodeRunner(Protocol):
-    """Decodes a fixed batch: `begin` once, then `step` for each token of every sequence."""
+    """Decodes a batch: `begin` once or before each token, then `step` for each token of every sequence."""
 
     def begin(self, sequences: Sequence[PagedSequence], kv_lens: Sequence[int], headroom: int) -> None:
         """Set the batch: sequences with kv_lens tokens, which grow by up to `headroom`. Raises DeviceError if the pool
@@ -152,22 +152,38 @@ class DecodeGraph:
         self._cu_rows = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
         self._block_table = torch.full((num_seqs, max_blocks), spare, dtype=torch.int32, device=device)
         self.logits = torch.zeros(num_seqs, decoder.spec.vocab_size, dtype=torch.float32, device=device)
-        self.replay = capture(self._run)
+        self._host_blocks: list[list[int]] = []  # what the block table holds
+        self._host_lens: list[int] = []  # what the positions hold
+        self._replay = capture(self._run)
+
+    def replay(self) -> None:
+        self._replay()
+        self._host_lens = [n + 1 for n in self._host_lens]
 
     def fill(self, blocks: Sequence[Sequence[int]], kv_lens: Sequence[int]) -> None:
-        """Set the batch: sequences with these blocks and kv_lens tokens. The next step is at position kv_len of
-        each."""
+        """Set the batch: sequences with these blocks and kv_lens tokens. The next step is at position kv_len of each.
+        Uploads nothing that is there already."""
+        if self._host_blocks != [list(own) for own in blocks]:
+            self._fill_table(blocks)
+        if self._host_lens != list(kv_lens):
+            self._fill_lens(kv_lens)
+
+    def _fill_table(self, blocks: Sequence[Sequence[int]]) -> None:
         num_seqs, max_blocks = self._block_table.shape
         table = torch.full((num_seqs, max_blocks), self._spare, dtype=torch.int32)
         for i, own in enumerate(blocks):
             count = min(len(own), max_blocks)
             table[i, :count] = torch.tensor(own[:count], dtype=torch.int32)
-        idle = [0] * (num_seqs - len(kv_lens))
-        device = self.tokens.device
-        self._block_table.copy_(upload(table, device, torch.int32))
-        self._positions.copy_(upload([*kv_lens, *idle], device))
-        self._kv_lens.copy_(upload([*(n + 1 for n in kv_lens), *(1 for _ in idle)], device, torch.int32))
-        self._live.copy_(upload([*(1 for _ in kv_lens), *idle], device, torch.int32))
+        self._block_table.copy_(upload(table, self.tokens.device, torch.int32))
+        self._host_blocks = [list(own) for own in blocks]
+
+    def _fill_lens(self, kv_lens: Sequence[int]) -> None:
+        idle = [0] * (len(self.tokens) - len(kv_lens))
+        positions = upload([*kv_lens, *idle], self.tokens.device)
+        self._positions.copy_(positions)
+        self._kv_lens.copy_(positions + 1)
+        self._live.copy_(upload([*(1 for _ in kv_lens), *idle], self.tokens.device, torch.int32))
+        self._host_lens = list(kv_lens)
 
     def _run(self) -> None:
         positions, size = self._positions, self._pool.block_size

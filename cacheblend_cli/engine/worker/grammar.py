@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.extras import install_hint
+from cacheblend_cli.kv.pool import upload
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.types import SamplingParams
 
@@ -23,7 +24,7 @@ class Grammar:
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
         self._mask = torch.zeros(-(-vocab_size // 32), dtype=torch.int32)
-        self._bits = torch.arange(32, dtype=torch.int32)
+        self._bits: Tensor | None = None  # 0 to 31, on the device
 
     @property
     def complete(self) -> bool:
@@ -33,8 +34,10 @@ class Grammar:
     def allowed(self, logits: Tensor) -> Tensor:
         """Return fp32 logits [vocab_size] with -inf for tokens that may not come next."""
         self._matcher.unsafe_compute_mask_ptr(self._mask.data_ptr(), self._mask.numel() * 4)
-        bits = (self._mask[:, None] >> self._bits) & 1
-        allowed = bits.flatten()[: logits.shape[0]].bool().to(logits.device)
+        if self._bits is None:
+            self._bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+        bits = (upload(self._mask, logits.device, torch.int32)[:, None] >> self._bits) & 1
+        allowed = bits.flatten()[: logits.shape[0]].bool()
         return logits.masked_fill(~allowed, float("-inf"))
 
     def take(self, token_id: int) -> None:

@@ -15,10 +15,12 @@ from cacheblend_cli.blend.prefill import blended_prefill
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import make_selector
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.worker.decode import DecodeRunner, make_runner
+from cacheblend_cli.engine.worker.decode import LEAST_KV_BUCKET, DecodeRunner, GraphRunner, bucket, make_runner
 from cacheblend_cli.errors import DeviceError
+from cacheblend_cli.kv.load_queue import num_workers, workers
 from cacheblend_cli.kv.loader import NothingToLoad, ZeroLoader
 from cacheblend_cli.kv.pool import KVPool, bytes_per_token
+from cacheblend_cli.kv.transfer import CudaTransfer
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.mlp import GPU_MLP_ROWS
 from cacheblend_cli.prompt.collection import codec_of
@@ -26,6 +28,7 @@ from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 from cacheblend_cli.types import BlendParams
 
 WARM_UP = (16, 19, 5)  # tokens of two chunks, the second of them not aligned, and of the suffix
+WARM_UP_KV_LENS = (1024, 2048, 4096, 8192)  # contexts whose decode graph of one answer is captured
 PROFILE_ROWS = (GPU_MLP_ROWS, 256)  # from GPU_MLP_ROWS on, a prefill's peak grows evenly with its rows
 
 
@@ -95,7 +98,12 @@ def reserve(decoder: Decoder, config: EngineConfig, *, meter: Meter | None = Non
         ) from error
     if pool.allocator.num_free * block_size >= sum(WARM_UP):
         warm_up(decoder, pool, config.kv_dtype)
-    return DeviceMemory(pool, make_runner(decoder, pool, config.eager), profile)
+    runner = make_runner(decoder, pool, config.eager)
+    if isinstance(runner, GraphRunner):
+        warm_up_graphs(runner, min(context, pool.allocator.num_free * block_size))
+    if decoder.device.type == "cuda":
+        warm_up_transfer(decoder.device)
+    return DeviceMemory(pool, runner, profile)
 
 
 @torch.inference_mode()
@@ -115,6 +123,21 @@ def warm_up(decoder: Decoder, pool: KVPool, codec: str = "auto") -> None:
     finally:
         sequence.release()
     warm_up_attention(decoder, pool)
+
+
+def warm_up_graphs(runner: GraphRunner, most_tokens: int) -> None:
+    """Capture the graphs of one answer after a prompt of usual length. most_tokens: of a prompt and its answer."""
+    for kv_len in sorted({bucket(min(n, most_tokens), LEAST_KV_BUCKET) for n in WARM_UP_KV_LENS}):
+        runner.graph(1, kv_len)
+
+
+def warm_up_transfer(device: torch.device) -> None:
+    """Create the threads and streams of loading, and pinned buffers as long and medium prompts need them. Allocating
+    these takes tens of milliseconds; PyTorch keeps them, by powers of two."""
+    transfer = CudaTransfer(device)
+    num_buffers = workers(num_workers(transfer.most_workers)).count * transfer.buffers_a_worker
+    for num_bytes in (transfer.batch_bytes, transfer.batch_bytes // 2):
+        torch.empty(num_buffers * num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def warm_up_attention(decoder: Decoder, pool: KVPool) -> None:

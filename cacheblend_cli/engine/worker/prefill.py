@@ -11,7 +11,6 @@ The last layer and the head get STEADY_ROWS rows of each prompt, and a multiple 
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from torch import Tensor
 from cacheblend_cli.blend.policy import policy_of, row_tile_of
 from cacheblend_cli.blend.prefill import PrefillResult, blended_layers
 from cacheblend_cli.blend.prompt import Prompt
+from cacheblend_cli.engine.worker.device_time import DeviceTime, Mark, mark
 from cacheblend_cli.kv.forward import Hidden, LayerStep, Pass, Steps, finish, layer_by_layer
 from cacheblend_cli.kv.loader import KVLoader, agree, make_loader
 from cacheblend_cli.kv.pool import PagedSequence, upload
@@ -104,8 +104,8 @@ class PrefillOutput:
 
     num_filled: int  # leading positions whose KV is final
     loader: KVLoader  # figures of loading, final once the prompt is done
+    time: DeviceTime  # of all steps so far
     result: PrefillResult | None = None  # once the prompt is done
-    prefill_s: float = 0.0  # seconds of all steps so far
 
 
 class PrefillState:
@@ -131,7 +131,7 @@ class PrefillState:
         self._slices = slices_of(self._plan, given.slice_rows, given.outputs_from)
         self._step_rows = given.slice_rows * len(decoder.layers)  # rows x layers that a step computes
         self._blending: Pass[PrefillResult] | None = None  # paused between two layers
-        self._done, self._prefill_s = 0, 0.0
+        self._done, self._time = 0, DeviceTime()
 
     def __enter__(self) -> PrefillState:
         self._loader.__enter__()
@@ -146,7 +146,7 @@ class PrefillState:
     @torch.inference_mode()
     def whole(self, output_positions: Tensor) -> PrefillOutput:
         """Compute the whole prompt. output_positions: positions whose logits are returned."""
-        start = time.perf_counter()
+        start = mark(self._decoder.device)
         result = finish(self._blend(self._plan, output_positions.to(self._decoder.device)))
         agree(self._decoder, self._plan, self._loader.bad)
         return self._output(result, start, self._done)
@@ -157,7 +157,7 @@ class PrefillState:
         piece = self._slices[self._done]
         if not piece.blended:
             return compute_slices([self])[0]
-        start, left, result = time.perf_counter(), self._step_rows, None
+        start, left, result = mark(self._decoder.device), self._step_rows, None
         with torch.inference_mode():
             if self._blending is None:
                 self._blending = self._blend(self._plan.filled_until(piece.start), None)
@@ -178,7 +178,7 @@ class PrefillState:
         is_last = self._done == len(self._slices) - 1
         return max(0, len(positions) - STEADY_ROWS) if is_last else len(positions)
 
-    def _computed(self, hidden: Hidden | None, logits: Tensor | None, start: float) -> PrefillOutput:
+    def _computed(self, hidden: Hidden | None, logits: Tensor | None, start: Mark) -> PrefillOutput:
         """Return the output of the next slice, which does not count as done yet.
 
         hidden: rows from `outputs_from` on, if logits are wanted. logits: of the prompt's last row, fp32 [1,
@@ -201,12 +201,12 @@ class PrefillState:
         prompt = Prompt(self._decoder, plan, self._sequence, self._loader)
         return blended_layers(prompt, self._policy, output_positions)
 
-    def _output(self, result: PrefillResult | None, start: float, done: int) -> PrefillOutput:
+    def _output(self, result: PrefillResult | None, start: Mark, done: int) -> PrefillOutput:
         """done: slices that are computed."""
-        self._prefill_s += time.perf_counter() - start
+        self._time = self._time.plus(start, mark(self._decoder.device))
         cached = next(s.start for s in self._plan.segments if s.status != "prefix_cached")  # the suffix at the latest
         num_filled = self._slices[done - 1].end if done else cached
-        return PrefillOutput(num_filled, self._loader, result, self._prefill_s)
+        return PrefillOutput(num_filled, self._loader, self._time, result)
 
 
 @torch.inference_mode()
@@ -216,11 +216,12 @@ def compute_slices(prompts: Sequence[PrefillState]) -> list[PrefillOutput]:
 
     Raises BadChunk, after which every prompt can be computed again, alone.
     """
-    start, decoder = time.perf_counter(), prompts[0]._decoder
+    decoder = prompts[0]._decoder
+    start = mark(decoder.device)
     device, parts, ids, output_rows, ends = decoder.device, [], list[int](), list[int](), list[int]()
     for prompt in prompts:
         positions, token_ids = prompt._slices[prompt._done].positions, prompt._plan.token_ids
-        parts.append((prompt._sequence, torch.tensor(positions, device=device), positions[-1] + 1))
+        parts.append((prompt._sequence, upload(positions, device), positions[-1] + 1))
         output_rows += range(len(ids) + prompt._first_output(), len(ids) + len(positions))
         ends.append(len(output_rows))
         ids += [token_ids[p] for p in positions]

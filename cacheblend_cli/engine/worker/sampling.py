@@ -31,12 +31,17 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, num_top: int) -> list[TokenLo
 class Draw:
     """A token that was drawn, on its way to the host with the others of its batch."""
 
-    token: Tensor  # [1] int64 on the device, for the next step
+    tokens: Tensor  # of the batch, [n] int64 on the device
     index: int  # in the batch
     # of the batch, on the host: tokens [n] int64; log-probabilities fp32 [n, 1 + k] of the token and the k likeliest;
     # ids of these [n, k]; None if not requested
     parts: tuple[Tensor | None, ...]
     ready: torch.cuda.Event | None  # set when the parts have arrived
+
+    @property
+    def token(self) -> Tensor:
+        """The token on the device, [1] int64, for the next step."""
+        return self.tokens[self.index : self.index + 1]
 
     def fetch(self) -> tuple[int, TokenLogprob | None]:
         """Wait for this batch alone, not for what was queued after it. Returns the token and, if requested, its
@@ -58,7 +63,15 @@ def draws_of(tokens: Tensor, logprobs: Tensor | None = None, ids: Tensor | None 
     if tokens.is_cuda:
         ready = torch.cuda.Event()
         ready.record()
-    return [Draw(tokens[i : i + 1], i, parts, ready) for i in range(len(tokens))]
+    return [Draw(tokens, i, parts, ready) for i in range(len(tokens))]
+
+
+def tokens_of(draws: Sequence[Draw]) -> Tensor:
+    """Return the tokens of draws for the next step, [n] int64 on the device."""
+    batch = draws[0].tokens
+    if len(draws) == len(batch) and all(d.tokens is batch and d.index == i for i, d in enumerate(draws)):
+        return batch
+    return torch.cat([draw.token for draw in draws])
 
 
 class Sampler:
@@ -74,7 +87,7 @@ class Sampler:
     ) -> None:
         """prompt_ids: tokens that a repetition penalty counts too. grammar: constraint on the answer."""
         self.params, self.grammar = params, grammar
-        self._bias = tuple(zip(*params.logit_bias, strict=True))
+        self._bias: tuple[Tensor, Tensor] | None = None  # ids and values, on the device
         self._penalties = Penalties(params, prompt_ids) if params.penalises else None
         self.generator = torch.Generator(device=device)
         if params.seed is not None:
@@ -91,18 +104,24 @@ class Sampler:
     @property
     def alters(self) -> bool:
         """Return whether it changes the model's logits."""
-        return self._penalties is not None or bool(self._bias) or self.grammar is not None
+        return self._penalties is not None or bool(self.params.logit_bias) or self.grammar is not None
 
     def adjusted(self, logits: Tensor) -> Tensor:
         """Return logits [vocab_size] after penalties, bias and grammar; the same tensor without these."""
         if self._penalties is not None:
             logits = self._penalties.applied(logits)
-        if self._bias:
-            if not 0 <= min(self._bias[0]) <= max(self._bias[0]) < len(logits):
-                raise UsageError("logit_bias names an unknown token", f"tokens are 0 to {len(logits) - 1}")
-            ids, values = (torch.tensor(part, device=logits.device) for part in self._bias)
-            logits = logits.index_add(0, ids, values.to(logits.dtype))
+        if self.params.logit_bias:
+            logits = logits.index_add(0, *self._bias_of(logits))
         return logits if self.grammar is None else self.grammar.allowed(logits)
+
+    def _bias_of(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ids and values of the logit bias, uploaded once. Raises UsageError for an unknown token."""
+        if self._bias is None:
+            ids, values = zip(*self.params.logit_bias, strict=True)
+            if not 0 <= min(ids) <= max(ids) < len(logits):
+                raise UsageError("logit_bias names an unknown token", f"tokens are 0 to {len(logits) - 1}")
+            self._bias = upload(ids, logits.device), upload(values, logits.device, logits.dtype)
+        return self._bias
 
     def note(self, token: Tensor) -> None:
         """Record the token [1] int64 that was drawn. With a grammar this waits for the device."""
@@ -176,7 +195,7 @@ class Penalties:
         """Return new logits, fp32 [vocab_size]."""
         if self._in_prompt is None or self._counts is None:
             self._in_prompt = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-            self._in_prompt[torch.tensor(self._prompt_ids, dtype=torch.int64, device=logits.device)] = True
+            self._in_prompt.index_fill_(0, upload(self._prompt_ids, logits.device), True)
             self._counts = torch.zeros_like(logits)
         generated, factor = self._counts > 0, self._params.repetition_penalty
         weaker = torch.where(logits > 0, logits / factor, logits * factor)

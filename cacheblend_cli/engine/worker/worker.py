@@ -50,7 +50,7 @@ class Swap:
 class DecodeInput:
     """One decode step of several sequences, with one entry per sequence in each field."""
 
-    token_ids: tuple[int, ...]  # the newest tokens, whose KV is computed
+    token_ids: tuple[int, ...]  # the newest tokens, whose KV is computed; empty if they are on the device alone
     kv_lens: tuple[int, ...]  # tokens whose KV is in the table
     tables: tuple[TableInput, ...]  # each has room for one more token, in a block that is not shared
     watched: tuple[bool, ...]  # whether to return the attention
@@ -95,15 +95,17 @@ class Worker(BlockSpace):
         if state is not None:
             state.__exit__(None, None, None)
 
-    def decode(self, given: DecodeInput) -> DecodeOutput:
-        """Compute one token of each sequence: its KV, and the logits after it."""
+    def decode(self, given: DecodeInput, tokens: Tensor | None = None) -> DecodeOutput:
+        """Compute one token of each sequence: its KV, and the logits after it. tokens: [num_seqs] int64 on the device,
+        None for given.token_ids."""
         views = [self._view(table) for table in given.tables]
-        watch = Watch(self._decoder, [v if wanted else None for v, wanted in zip(views, given.watched, strict=True)])
+        observed = [v if wanted else None for v, wanted in zip(views, given.watched, strict=True)]
+        watch = Watch(self._decoder, observed, given.kv_lens)
         self._runner.begin(views, given.kv_lens, 1)
         if isinstance(self._runner, EagerRunner):
             self._runner.steps = watch if any(given.watched) else None
-        logits = self._runner.step(upload(given.token_ids, self._decoder.device))
-        return DecodeOutput(logits, watch.found)
+        tokens = upload(given.token_ids, self._decoder.device) if tokens is None else tokens
+        return DecodeOutput(self._runner.step(tokens), watch.found)
 
     @torch.inference_mode()
     def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
