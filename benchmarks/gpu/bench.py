@@ -1,7 +1,7 @@
 """A model with random weights, a store of its chunks, and prompts over them, for `end_to_end.py`.
 
-Prompts have a prefix, chunks of 512 tokens and a suffix of 64. No chunk counts as exact unless requested: the first is
-repaired like the others, as in the cost model (`cost.py`).
+Prompts have a prefix, chunks of 512 tokens and a suffix of 64; KV is stored in the default codec. No chunk counts as
+exact unless requested: the first is repaired like the others, as in the cost model (`cost.py`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from cacheblend_store import ChunkStore
+from cacheblend_store.format.codecs import is_lossless
 from gpu.cost import Ceilings
-from gpu.log import Budget
-from gpu.model import RandomModel, transformers_model
+from gpu.model import RandomModel
 from torch import Tensor
 
 from cacheblend_cli.blend.policy import policy_of, row_tile_of
@@ -29,11 +29,10 @@ from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.request import Request, RequestChunk
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.worker.decode import CAPTURABLE, DecodeRunner, EagerRunner, GraphRunner
 from cacheblend_cli.engine.worker.memory import DeviceMemory
 from cacheblend_cli.kv.loader import NothingToLoad, make_loader
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
-from cacheblend_cli.types import BlendParams
+from cacheblend_cli.types import BlendParams, SamplingParams
 
 PREFIX_TOKENS = 16
 BLOCK_SIZE = 64
@@ -41,21 +40,21 @@ BLOCK_SIZE = 64
 
 @dataclass(frozen=True)
 class Scenario:
-    """Sizes of a measurement. lengths: prompt tokens; reps: timed runs after a warm-up; utilization: share of a GPU's
-    memory."""
+    """Sizes of a measurement. lengths: prompt tokens; batches: sequences decoded together; reps: timed runs after a
+    warm-up; utilization: share of a GPU's memory."""
 
-    models: tuple[str, ...]
     lengths: tuple[int, ...]
     chunk_tokens: int
     suffix: int
-    decode_tokens: int
+    batches: tuple[int, ...]
+    decode_steps: int
     reps: int
     dtype: torch.dtype
     utilization: float = 0.8
 
 
-FULL = Scenario(("llama-3.1-8b", "llama-3.2-1b"), (4096, 16384), 512, 64, 96, 5, torch.bfloat16)
-TINY = Scenario(("tiny",), (96, 160), 24, 8, 6, 1, torch.float32)
+FULL = Scenario((4096, 16384), 512, 64, (1, 8, 32), 64, 5, torch.bfloat16)
+TINY = Scenario((96, 160), 24, 8, (1, 2), 6, 1, torch.float32)
 
 
 class HostMeter:
@@ -75,39 +74,23 @@ class Bench:
     """A model, a store of its chunks, and the timed runs over them."""
 
     def __init__(
-        self,
-        model: RandomModel,
-        memory: DeviceMemory,
-        scenario: Scenario,
-        ceilings: Ceilings,
-        folder: Path,
-        budget: Budget,
+        self, model: RandomModel, memory: DeviceMemory, scenario: Scenario, ceilings: Ceilings, folder: Path
     ) -> None:
-        self.model, self.memory, self.scenario, self.ceilings, self.budget = model, memory, scenario, ceilings, budget
-        self.device = model.decoder.device
+        self.model, self.memory, self.scenario, self.ceilings = model, memory, scenario, ceilings
+        self.device, self._folder = model.decoder.device, folder
         generator = torch.Generator().manual_seed(1)
 
         def draw(count: int) -> tuple[int, ...]:
             return tuple(torch.randint(5, model.spec.vocab_size, (count,), generator=generator).tolist())
 
-        self.runtime = Runtime(model, EngineConfig(block_size=BLOCK_SIZE, kv_dtype="exact"), memory)
+        self.runtime = Runtime(model, EngineConfig(block_size=BLOCK_SIZE, decode_with="torch"), memory)
         self.runtime.template = replace(self.runtime.template, prefix_ids=draw(PREFIX_TOKENS))
         self.collection = self.runtime.collection()
+        self.lossless = is_lossless(self.collection.codec, model.decoder.dtype)
         self.suffix = draw(scenario.suffix)
         self.chunks = {n: self._chunks(n, draw) for n in sorted(scenario.lengths)}
         self.store = ChunkStore.open(folder / f"{model.name}-store", mode="write", force=True)
-        self.runners = self._runners()
-        self._twin: Any = None
-
-    def _runners(self) -> dict[str, DecodeRunner]:
-        """Return the decode runners; on a CPU the graph's function runs without a graph."""
-        decoder, pool = self.model.decoder, self.memory.pool
-        runners: dict[str, DecodeRunner] = {"eager": EagerRunner(decoder, pool)}
-        if self.device.type != "cuda":
-            runners["graphs"] = GraphRunner(decoder, pool, lambda function: function)
-        elif decoder.kernels.name in CAPTURABLE:
-            runners["graphs"] = GraphRunner(decoder, pool)
-        return runners
+        self.twin: Any = None  # transformers' model over the same weights
 
     def _chunks(self, length: int, draw: Callable[[int], tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         size, left = self.scenario.chunk_tokens, length - PREFIX_TOKENS - self.scenario.suffix
@@ -120,27 +103,29 @@ class Bench:
     def __exit__(self, *exc: object) -> None:
         self.store.close()
 
-    def fill(self) -> dict[str, float]:
-        """Collect and store the prefix and every chunk."""
+    def fill(self, length: int) -> dict[str, Any]:
+        """Collect and store the prefix and the prompt's chunks. Tried once, also by processes that continue."""
+        tried = self._folder / f"{self.model.name}-{length}"
+        if tried.exists():
+            raise RuntimeError(f"storing the KV of {length} tokens failed before")
+        tried.touch()
         start = time.perf_counter()
         collector = Collector(self.collection, self.store)
-        collector.begin()
         planned = [
             PlannedChunk(self.collection.key(ids), "bench", Chunk(n, "", ids, 0, 0), (), "sink")
-            for chunks in self.chunks.values()
-            for n, ids in enumerate(chunks)
+            for n, ids in enumerate(self.chunks[length])
         ]
-        for _ in collector.store(planned):
+        for _ in collector.store(planned, again=True):
             pass
-        return {
-            "tokens": sum(len(p.chunk.token_ids) for p in planned),
-            "bytes": sum(self.collection.stored_bytes(len(p.chunk.token_ids)) for p in planned),
-            "seconds": time.perf_counter() - start,
-        }
+        tried.unlink()
+        seconds, tokens = time.perf_counter() - start, sum(len(p.chunk.token_ids) for p in planned)
+        num_bytes = sum(self.collection.stored_bytes(len(p.chunk.token_ids)) for p in planned)
+        row = {"length": length, "tokens": tokens, "bytes": num_bytes, "seconds": seconds}
+        return {**row, "tokens_per_s": tokens / seconds, "codec": self.collection.codec}
 
-    def chunks_of(self, length: int, exact: bool = False) -> tuple[RequestChunk, ...]:
-        """Return the prompt's chunks for a request. exact: as for `inputs`."""
-        return tuple(RequestChunk(c.key, c, Citation("bench", n)) for n, c in enumerate(self.inputs(length, exact)))
+    def is_filled(self, length: int) -> bool:
+        with self.store.read() as reader:
+            return all(reader.undamaged(self.collection.key(ids)) is not None for ids in self.chunks[length])
 
     def inputs(self, length: int, exact: bool = False) -> tuple[ChunkInput, ...]:
         """Return the prompt's chunks for the plan. exact: mark them as exact where a full prefill would compute the
@@ -149,18 +134,23 @@ class Bench:
             ChunkInput(self.collection.key(ids), "bench", ids, same_regime=exact) for ids in self.chunks[length]
         )
 
-    def prefill(
-        self, length: int, blend: BlendParams, chunks: tuple[RequestChunk, ...] | None = None, headroom: int = 0
-    ) -> Prefilled:
-        """Run the tool's prefill; asserts that it used all stored chunks."""
-        request = Request(
+    def request(self, length: int, blend: BlendParams, *, exact: int | None = None, max_tokens: int = 1) -> Request:
+        """Return a request over the prompt's chunks. exact: only that many leading chunks, exact where a full prefill
+        would compute the same."""
+        inputs = self.inputs(length, exact is not None)[:exact]
+        return Request(
             "",
             self.collection,
             self.store,
             suffix_ids=self.suffix,
-            chunks=chunks or self.chunks_of(length),
+            chunks=tuple(RequestChunk(c.key, c, Citation("bench", n)) for n, c in enumerate(inputs)),
             blend=blend,
+            sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            lossless=self.lossless,
         )
+
+    def prefill(self, request: Request, headroom: int = 0) -> Prefilled:
+        """Run the tool's prefill; raises if it did not use all stored chunks."""
         done = prefill(self.runtime, request, headroom=headroom)
         if request.notes:
             raise RuntimeError(f"stored KV was not used: {request.notes}")
@@ -169,7 +159,7 @@ class Bench:
     def run(self, length: int, blend: BlendParams) -> tuple[float, Prefilled]:
         """Return seconds to the first token on the host."""
         start = time.perf_counter()
-        done = self.prefill(length, blend)
+        done = self.prefill(self.request(length, blend))
         done.result.logits[-1].argmax().item()
         seconds = time.perf_counter() - start
         done.sequence.release()
@@ -178,14 +168,11 @@ class Bench:
     @torch.inference_mode()
     def run_in_pool(self, length: int, blend: BlendParams) -> tuple[float, PrefillResult]:
         """Return seconds as `run` does, with stored KV in the pool already: compute alone."""
-        lossless = Request(
-            "", self.collection, self.store, suffix_ids=self.suffix, chunks=self.chunks_of(length), blend=blend
-        ).lossless
+        policy = policy_of(blend, self.model.spec.num_layers, self.lossless, row_tile_of(self.device))
         with Loaded(self, length) as loaded:
             self.synchronize()
             start = time.perf_counter()
             prompt = Prompt(self.model.decoder, loaded.plan, loaded.sequence, NothingToLoad())
-            policy = policy_of(blend, self.model.spec.num_layers, lossless, row_tile_of(self.device))
             result = blended_prefill(prompt, policy)
             result.logits[-1].argmax().item()
             return time.perf_counter() - start, result
@@ -193,10 +180,8 @@ class Bench:
     @torch.inference_mode()
     def run_theirs(self, length: int) -> tuple[float, Tensor]:
         prompt = torch.tensor([self.prompt(length)], device=self.device)
-        if self._twin is None:
-            self._twin = transformers_model(self.model)
         start = time.perf_counter()
-        logits: Tensor = self._twin(prompt, use_cache=True, logits_to_keep=1).logits[0, -1]
+        logits: Tensor = self.twin(prompt, use_cache=True, logits_to_keep=1).logits[0, -1]
         logits.argmax().item()
         return time.perf_counter() - start, logits.float()
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice, product
+from itertools import product
 from typing import Any
 
 import torch
-from cacheblend_kernels import AttentionParams, KernelBackend, KernelError, LayerCache, Slots, select_backend
+from cacheblend_kernels import AttentionParams, KernelBackend, LayerCache, Slots, select_backend
 from gpu.inputs import AttentionInputs, attention_inputs, rope_tables, scattered_positions
 from kernel_references import decoded, poisoned_outputs, rope_reference, stored_kv
 from torch import Tensor
@@ -23,18 +23,12 @@ NUM_ROWS = 70
 Case = tuple[str, str, float, Callable[[], tuple[Tensor, Tensor]]]  # kernel, case, tolerance, () -> (got, want fp64)
 
 
-def checks_of(
-    device: torch.device, tiny: bool, part: int = 0, parts: int = 1
-) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Yield the name of each case and a function that returns its row; only every `parts`-th case, from `part` on."""
-    everything = (
-        (backend, dtype, case)
-        for backend in _backends(device)
-        for dtype in (torch.float16, torch.bfloat16)
-        for case in _cases(backend, device, dtype, tiny)
-    )
-    for backend, dtype, case in islice(everything, part, None, parts):
-        yield f"{case[0]} {case[1]} {dtype} {backend.name}", partial(_check, backend, dtype, case)
+def checks_of(device: torch.device, tiny: bool) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Yield the name of each case and a function that returns its row."""
+    for backend in _backends(device):
+        for dtype in (torch.float16, torch.bfloat16):
+            for case in _cases(backend, device, dtype, tiny):
+                yield f"{case[0]} {case[1]} {dtype} {backend.name}", partial(_check, backend, dtype, case)
 
 
 def _check(backend: KernelBackend, dtype: torch.dtype, case: Case) -> dict[str, Any]:
@@ -59,22 +53,17 @@ def row_error(got: Tensor, want: Tensor) -> float:
 
 
 def _backends(device: torch.device) -> list[KernelBackend]:
-    # untested ones first
-    names = ("triton", "torch", "xformers") if device.type == "cuda" else ("torch",)
-    found = []
-    for name in names:
-        try:
-            found.append(select_backend(name, device))
-        except KernelError:
-            if name != "xformers":
-                raise
-    return found
+    """Return the backends to check, ours for a GPU first."""
+    names = ("triton", "torch") if device.type == "cuda" else ("torch",)
+    return [select_backend(name, device) for name in names]
 
 
 def _cases(backend: KernelBackend, device: torch.device, dtype: torch.dtype, tiny: bool) -> Iterator[Case]:
     yield from _attention_cases(backend, device, dtype, tiny)
     yield from _cache_cases(backend, device, dtype)
     yield from _row_cases(backend, device, dtype)
+    if backend.has_attention_peaks:
+        yield from _peak_cases(backend, device, dtype, tiny)
 
 
 def attention_reference(
@@ -83,7 +72,7 @@ def attention_reference(
 ) -> Tensor:
     """Return fp64 softmax attention over the keys up to each row's position, per sequence, [num_rows, num_heads,
     head_dim]."""
-    q, meta, cache, window = inputs.q.double(), inputs.meta, inputs.cache, params.sliding_window
+    q, meta, cache = inputs.q.double(), inputs.meta, inputs.cache
     block_size, num_kv_heads = cache.k.shape[1:3]
     out = torch.full_like(q, torch.nan)
     for seq, kv_len in enumerate(meta.kv_lens.tolist()):
@@ -95,19 +84,50 @@ def attention_reference(
         )
         group = q.shape[1] // num_kv_heads
         k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-        key_pos = torch.arange(kv_len, device=q.device)
         for start in range(begin, end, 512):  # rows x keys in fp64 stay small
             rows = slice(start, min(start + 512, end))
-            row_pos = meta.positions[rows, None]
-            hidden = key_pos > row_pos
-            if window is not None:
-                hidden |= key_pos <= row_pos - window
-            logits = torch.einsum("rhd,nhd->hrn", q[rows], k) * params.scale
-            if params.soft_cap is not None:
-                logits = params.soft_cap * torch.tanh(logits / params.soft_cap)
-            weights = torch.softmax(logits.masked_fill(hidden, float("-inf")), -1)
+            weights = _weights(q[rows], k, meta.positions[rows], params)
             out[rows] = torch.einsum("hrn,nhd->rhd", weights, v)
     return out
+
+
+def _weights(q: Tensor, k: Tensor, positions: Tensor, params: AttentionParams) -> Tensor:
+    """Return fp64 softmax weights [num_heads, num_rows, num_keys] of rows on the keys up to their positions."""
+    key_pos, row_pos = torch.arange(len(k), device=q.device), positions[:, None]
+    hidden = key_pos > row_pos
+    if params.sliding_window is not None:
+        hidden |= key_pos <= row_pos - params.sliding_window
+    logits = torch.einsum("rhd,nhd->hrn", q, k) * params.scale
+    if params.soft_cap is not None:
+        logits = params.soft_cap * torch.tanh(logits / params.soft_cap)
+    return torch.softmax(logits.masked_fill(hidden, float("-inf")), -1)
+
+
+def _peak_cases(backend: KernelBackend, device: torch.device, dtype: torch.dtype, tiny: bool) -> Iterator[Case]:
+    length = 96 if tiny else 3000
+    for heads, head_dim, float8 in product(((32, 8), (7, 1)), (64, 80, 128, 256), (False, True)):
+        case = f"heads {heads}, head_dim {head_dim}{', float8 pool' * float8}"
+        run = partial(_peaks, backend, device, dtype, length, heads, head_dim, float8)
+        yield "attention_peaks", case, TOLERANCE[dtype], run
+
+
+def _peaks(
+    backend: KernelBackend,
+    device: torch.device,
+    dtype: torch.dtype,
+    length: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    float8: bool,
+) -> tuple[Tensor, Tensor]:
+    inputs = attention_inputs([torch.arange(length)[-40:]], [length], *heads, head_dim, device, dtype=dtype)
+    inputs = inputs.to_float8(*_pool_scales(heads[1], device)) if float8 else inputs
+    params, cache, meta = AttentionParams(head_dim**-0.5), inputs.cache, inputs.meta
+    peaks = torch.zeros(length, device=device)
+    backend.attention_peaks(inputs.q, meta.positions, cache, meta, params, peaks)
+    k = held(cache.k[meta.block_table[0].long()].flatten(0, 1)[:length], cache.k_scale)
+    weights = _weights(inputs.q.double(), k.repeat_interleave(heads[0] // heads[1], 1), meta.positions, params)
+    return peaks[None], weights.amax((0, 1))[None]
 
 
 def _attention_cases(backend: KernelBackend, device: torch.device, dtype: torch.dtype, tiny: bool) -> Iterator[Case]:
@@ -239,7 +259,9 @@ def _load(
 ) -> tuple[Tensor, Tensor]:
     """Run load_kv; return the slots' contents and their reference. run: slots are adjacent, and no slot mapping is
     read."""
-    stored, tables = stored_kv(codec, NUM_ROWS, 4, head_dim, device), rope_tables(NUM_ROWS, head_dim, device)
+    num_chunks = 1 if codec in ("bf16", "fp16") else 3
+    stored = stored_kv(codec, NUM_ROWS, 4, head_dim, device, num_chunks=num_chunks)
+    tables = rope_tables(NUM_ROWS, head_dim, device)
     cache = _pools(head_dim, device, dtype, float8)
     slots = torch.arange(7, 7 + NUM_ROWS, device=device) if run else torch.randperm(128, device=device)[:NUM_ROWS]
     where = Slots(torch.full_like(slots, -1), *tables, 7) if run else Slots(slots, *tables)

@@ -1,25 +1,23 @@
-"""From question to answer with random weights at a model's shape: time to the first token of transformers, full prefill
-and the blend from a warm store, loading alone, and decoding with and without graphs, each against the cost model's
-floor (`cost.py`).
+"""From question to answer with random weights at a model's shape: time to the first token of full prefill, of the blend
+from a warm store and of transformers, loading alone, and decoding, each against the cost model's floor (`cost.py`).
 """
 
 from __future__ import annotations
 
-import shutil
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from cacheblend_store.format.codecs import decode_kv, view_kv
-from gpu.bench import BLOCK_SIZE, FULL, TINY, Bench, HostMeter, Loaded, Scenario
+from gpu.bench import BLOCK_SIZE, FULL, TINY, Bench, HostMeter, Loaded
 from gpu.checks import TOLERANCE, rope_reference, row_error
-from gpu.cost import Ceilings, Work, decode_floor, decode_weight_bytes, prefill_floor, prefill_flops
-from gpu.model import random_model, read_config
+from gpu.cost import Ceilings, Work, decode_floor, decode_weight_bytes, expected_s, prefill_floor, prefill_flops
+from gpu.model import random_model, read_config, transformers_model
+from gpu.plan import part_of
 from gpu.steps import Cases, Context, Rows
 from gpu.timing import profile
 from torch import Tensor
@@ -27,134 +25,121 @@ from torch import Tensor
 from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.core.core import EngineCore
 from cacheblend_cli.engine.core.measured_prefill import Prefilled
-from cacheblend_cli.engine.core.sequence_output import Generation
-from cacheblend_cli.engine.worker.decode import DecodeRunner
+from cacheblend_cli.engine.core.sequence import RequestState
+from cacheblend_cli.engine.events import Failed, Limits
+from cacheblend_cli.engine.worker.decode import EagerRunner
 from cacheblend_cli.engine.worker.memory import reserve
 from cacheblend_cli.types import BlendParams, LayerReport, LayerStatus, SamplingParams
 
-IN_POOL = "blend 0.15 in the pool"  # nothing is loaded
-PLAIN = "query 0.15 uncorrected"  # "query 0.15" is the default; the difference is the cost of its correction
-FEW = ("full", "blend 0.15", "query 0.15", "transformers")
-FIRST = ("full", "blend 0.15", "query 0.15", PLAIN, IN_POOL, "transformers")
-REST = ("query 0.05", "blend 0.00", "blend 0.05", "blend 0.10", "blend 0.20", "blend 1.00")
-EVERY_CASE = ("llama-3.1-8b", "tiny, every case")  # steps that also measure REST
+PREFILLS = (
+    "full",
+    "query 0.15",  # the default
+    "hkvd 0.15",
+    "query 0.15 uncorrected",  # the difference is the cost of the correction
+    "hkvd 0.15 uncorrected",
+    "query 0.15 in the pool",  # nothing is loaded
+    "hkvd 0.15 in the pool",
+)
+THEIRS = "transformers"
+FEW = ("full", "query 0.15", "hkvd 0.15")
+PROFILED = ("full", "query 0.15", "hkvd 0.15", "query 0.15 in the pool")
 LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+LOSSY = 0.1  # tolerance of logits over KV in few bits
+WARM_STEPS = 4  # of decoding: they capture the graph
 
 
 def cases(context: Context) -> Cases:
-    """Yield the cases of one model. The first gives {model, warm_up_s, ...}, the others rows of "times", "load",
-    "decode" and "path"."""
+    """Yield the cases of one model."""
     scenario = TINY if context.tiny else FULL
-    bench = prepare(context, scenario)
-    every = context.step in EVERY_CASE
-    with bench.bench:
-        yield "preparation", lambda: iter([("model", bench.told)])
-        yield from bench_cases(bench.bench, FIRST if every else FEW, scenario.lengths)
-        for length in scenario.lengths:
-            for part, measure in (("path", checks), ("load", load), ("decode", decode)):
-                yield f"N={length} {part}", partial(_rows, part, measure, bench.bench, length)
-        if every:
-            yield from bench_cases(bench.bench, REST, scenario.lengths)
+    with context.slow("model"):
+        bench = prepare(context)
+    first, *longer = scenario.lengths
+    complete = context.step == part_of("llama-3.1-8b").name
+    with bench:
+        for length in (first, *longer) if complete else (first,):
+            yield from length_cases(context, bench, length, PREFILLS if complete else FEW)
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A bench with its prompts. told: the model's part of the result."""
+def length_cases(context: Context, bench: Bench, length: int, prefills: tuple[str, ...]) -> Cases:
+    def case(name: str, part: str, measure: Callable[[], list[dict[str, Any]]]) -> tuple[str, Callable[[], Rows]]:
+        def rows() -> Rows:
+            if name not in ("full", THEIRS) and not bench.is_filled(length):
+                with context.slow("precompute"):
+                    yield "load", {"case": "precompute", **bench.fill(length)}
+            if THEIRS in name and bench.twin is None:
+                with context.slow("transformers"):
+                    bench.twin = transformers_model(bench.model)
+            for row in measure():
+                yield part, row
 
-    bench: Bench
-    told: dict[str, Any]
+        return f"N={length} {name}", rows
+
+    for name in (*prefills, THEIRS):
+        yield case(name, "times", partial(times, bench, length, name))
+    yield case("load", "load", partial(load, bench, length))
+    for batch in bench.scenario.batches:
+        yield case(f"decode, batch {batch}", "decode", partial(decode, bench, length, batch))
+    if bench.device.type == "cuda":
+        for name in PROFILED:
+            yield case(f"{name}, profiled", "profiles", partial(profiled, bench, length, name))
+        yield case("decode, profiled", "profiles", partial(profiled_decode, bench, length))
+    own = {"correction beside torch's": _correction} if bench.model.decoder.kernels.has_correction else {}
+    for name, check in (CHECKS | own).items():
+        yield case(name, "checks", partial(checked, bench, length, name, check))
 
 
-def prepare(context: Context, scenario: Scenario) -> Prepared:
-    """Create a model with random weights on the device, and a store with the KV of its prompts."""
-    device, name = context.device, "tiny" if context.tiny else context.step
-    model = random_model(name, read_config(name), device, scenario.dtype)
-    start = time.perf_counter()
+def prepare(context: Context) -> Bench:
+    """Create a model with random weights on the device, take its memory, and open a store."""
+    scenario, device = (TINY if context.tiny else FULL), context.device
+    model = random_model(context.step, read_config("tiny" if context.tiny else context.step), device, scenario.dtype)
     meter = None if device.type == "cuda" else HostMeter()
-    config = EngineConfig(block_size=BLOCK_SIZE, gpu_memory_utilization=scenario.utilization, eager=True)
+    config = EngineConfig(block_size=BLOCK_SIZE, gpu_memory_utilization=scenario.utilization)
     memory = reserve(model.decoder, config, meter=meter)
-    warm_up = time.perf_counter() - start
-    shutil.rmtree(context.folder / f"{name}-store", ignore_errors=True)  # left by a process that died
-    bench = Bench(model, memory, scenario, Ceilings.of(context.ceilings()), context.folder, context.budget)
-    told = {
-        "model": name,
-        "dtype": str(scenario.dtype).removeprefix("torch."),
-        "backend": model.decoder.kernels.name,
-        "warm_up_s": warm_up,
-        "pool_tokens": memory.num_tokens,
-        "precompute": bench.fill(),
-    }
-    return Prepared(bench, told)
-
-
-def bench_cases(bench: Bench, names: Sequence[str], lengths: Sequence[int]) -> Cases:
-    for length in lengths:
-        for name in names:
-            yield f"N={length} {name}", partial(_rows, "times", partial(times, name=name), bench, length)
-            if bench.device.type == "cuda":
-                yield (
-                    f"N={length} {name}, profiled",
-                    partial(_rows, "profiles", partial(profiled, name=name), bench, length),
-                )
-
-
-def _rows(part: str, measure: Callable[[Bench, int], list[dict[str, Any]]], bench: Bench, length: int) -> Rows:
-    for row in measure(bench, length):
-        yield part, row
+    return Bench(model, memory, scenario, Ceilings.of(context.ceilings()), context.folder)
 
 
 def times(bench: Bench, length: int, name: str) -> list[dict[str, Any]]:
-    """Return time to the first token of one case: the median of several runs after one that compiles."""
-    run = _case(bench, length, name)
-    start = time.perf_counter()
-    run()
-    once = time.perf_counter() - start
-    seconds: list[float] = []
-    stalls: list[tuple[float, float]] = []
-    done = None
-    for _ in range(bench.scenario.reps):
-        if seconds and not bench.budget.allows(once, f"one more run of {bench.model.name} N={length} {name}"):
-            break
-        taken, done = run()
-        seconds.append(taken)
-        if isinstance(done, Prefilled):
-            stalls.append((done.loader.load_s, done.loader.stall_s))
-    median, spec = statistics.median(seconds), bench.model.spec
+    """Return time to the first token of one case: the median of several runs after a warm-up."""
+    run = _run(bench, length, name)
+    first_s, _ = run()
+    found = [run() for _ in range(bench.scenario.reps)]
+    median, done, spec = statistics.median(seconds for seconds, _ in found), found[-1][1], bench.model.spec
     work = _work(bench, length, name, done)
-    row: dict[str, Any] = {"length": length, "case": name, "seconds": median, "all_seconds": seconds}
+    row: dict[str, Any] = {"length": length, "case": name, "seconds": median, "first_run_s": first_s}
+    row["all_seconds"] = [seconds for seconds, _ in found]
     row["floor_s"] = prefill_floor(spec, work, bench.ceilings)
     row["share"] = row["floor_s"] / median
+    if name != THEIRS:
+        row["expected_s"] = expected_s(spec, bench.ceilings, length, bench.scenario.suffix, name, work.kv_bytes)
     row["tflop_s"] = prefill_flops(spec, work) / median / 1e12
-    row["kv_bytes"] = work.kv_bytes
-    row["chosen"] = 0 if isinstance(done, Tensor) or done is None else len(_result(done).chosen)
-    if stalls and work.kv_bytes:
-        row["load_s"] = statistics.median(load for load, _ in stalls)
-        row["load_gb_s"] = work.kv_bytes / row["load_s"] / 1e9
-        row["stall_s"] = statistics.median(stall for _, stall in stalls)
+    row["chosen"] = 0 if isinstance(done, Tensor) else len(_result(done).chosen)
+    loaders = [one.loader for _, one in found if isinstance(one, Prefilled)]
+    if loaders and work.kv_bytes:
+        row["load_gb_s"] = work.kv_bytes / statistics.median(loader.load_s for loader in loaders) / 1e9
+        row["stall_s"] = statistics.median(loader.stall_s for loader in loaders)
     return [row]
 
 
 def profiled(bench: Bench, length: int, name: str) -> list[dict[str, Any]]:
-    return [{"length": length, "case": name, **profile(_case(bench, length, name))}]
+    return [{"length": length, "case": name, **profile(_run(bench, length, name))}]
 
 
 Done = Prefilled | PrefillResult | Tensor
 
 
-def _case(bench: Bench, length: int, name: str) -> Callable[[], tuple[float, Done]]:
-    if name == "full":
-        return partial(bench.run, length, BlendParams(mode="full"))
-    if name == "transformers":
+def _run(bench: Bench, length: int, name: str) -> Callable[[], tuple[float, Done]]:
+    if name == THEIRS:
         return partial(bench.run_theirs, length)
-    if name == IN_POOL:
-        return partial(bench.run_in_pool, length, _blend(name))
-    return partial(bench.run, length, _blend(name))
+    return partial(bench.run_in_pool if name.endswith("in the pool") else bench.run, length, _blend(name))
 
 
 def _blend(name: str) -> BlendParams:
-    kind, ratio, *more = name.split()
-    blend = BlendParams(ratio=float(ratio), selector="hkvd" if kind == "blend" else kind)
+    if name == "full":
+        return BlendParams(mode="full")
+    selector, ratio, *more = name.split()
+    blend = BlendParams(ratio=float(ratio), selector=selector)
     return replace(blend, correction="none") if more == ["uncorrected"] else blend
 
 
@@ -162,15 +147,14 @@ def _result(done: Prefilled | PrefillResult) -> PrefillResult:
     return done.result if isinstance(done, Prefilled) else done
 
 
-def _work(bench: Bench, length: int, name: str, done: Done | None) -> Work:
+def _work(bench: Bench, length: int, name: str, done: Done) -> Work:
     """Return the work of a case; transformers does that of our full prefill."""
     spec, suffix = bench.model.spec, bench.scenario.suffix
-    if done is None or isinstance(done, Tensor):
-        return Work(
-            length, suffix, [LayerReport(i, LayerStatus.AFTER_CHECK, length, 0) for i in range(spec.num_layers)]
-        )
+    if isinstance(done, Tensor):
+        rows = [LayerReport(i, LayerStatus.AFTER_CHECK, length, 0) for i in range(spec.num_layers)]
+        return Work(length, suffix, rows)
     kv_bytes = done.loader.num_bytes if isinstance(done, Prefilled) else 0
-    probed = policy_of(_blend(name), spec.num_layers, True).probe_layers if name.startswith("query") else ()
+    probed = policy_of(_blend(name), spec.num_layers, bench.lossless).probe_layers if name.startswith("query") else ()
     return Work(length, suffix, _result(done).layers, kv_bytes, probed)
 
 
@@ -184,99 +168,159 @@ def load(bench: Bench, length: int) -> list[dict[str, Any]]:
             found.append(time.perf_counter() - start)
     seconds = statistics.median(found[1:])
     speed, ceiling = loaded.num_bytes / seconds / 1e9, bench.ceilings.bus / 1e9
-    row = {"length": length, "bytes": loaded.num_bytes, "seconds": seconds, "gb_s": speed}
-    return [{**row, "ceiling_gb_s": ceiling, "share": speed / ceiling}]
+    row = {"length": length, "case": "store to pool", "bytes": loaded.num_bytes, "seconds": seconds, "gb_s": speed}
+    return [{**row, "share": speed / ceiling}]
 
 
-def decode(bench: Bench, length: int) -> list[dict[str, Any]]:
-    """Measure decoded tokens per second of one sequence, by the tool's loop, with graphs and without."""
-    decoder = bench.model.decoder
-    num_tokens, itemsize = bench.scenario.decode_tokens, decoder.dtype.itemsize
+def decode(bench: Bench, length: int, batch: int) -> list[dict[str, Any]]:
+    """Measure a batch by the engine's loop: the first token of its first prompt, then steps of all sequences."""
+    itemsize, num_steps = bench.model.decoder.dtype.itemsize, bench.scenario.decode_steps
+    with Decoding(bench, length, batch) as decoding:
+        decoding.run(WARM_STEPS)
+        start, before = time.perf_counter(), decoding.num_tokens
+        decoding.run(num_steps)
+        bench.synchronize()
+        seconds, tokens = time.perf_counter() - start, decoding.num_tokens - before
     weights = decode_weight_bytes(bench.model.spec, itemsize)
-    floor = decode_floor(bench.model.spec, weights, length + num_tokens / 2, itemsize, bench.ceilings)
-    rows, answers = [], {}
-    for name, runner in bench.runners.items():
-        if not bench.budget.allows(4 * floor * num_tokens, f"{bench.model.name} decoding at {length} with {name}"):
-            continue
-        found = [_generate(bench, length, runner) for _ in range(3)]  # the first captures the graph
-        answers[name] = found[-1].token_ids
-        speed = statistics.median(one.tokens_per_s for one in found[1:])
-        row = {"length": length, "case": name, "tokens_per_s": speed, "floor_s": floor, "share": floor * speed}
-        rows.append({**row, "weight_bound_share": weights / bench.ceilings.memory * speed})
-    if len(answers) == 2:
-        alike = sum(a == b for a, b in zip(*answers.values(), strict=True))
-        rows[-1]["tokens_like_eager"] = alike / num_tokens
-    return rows
+    floor = decode_floor(bench.model.spec, weights, batch * (length + num_steps / 2), itemsize, bench.ceilings)
+    row = {"length": length, "case": f"batch {batch}", "first_token_s": decoding.first_token_s, "tokens": tokens}
+    row |= {"tokens_per_s": tokens / seconds, "step_s": seconds / num_steps, "floor_s": floor}
+    return [{**row, "share": floor / row["step_s"]}]
 
 
-def _generate(bench: Bench, length: int, runner: DecodeRunner) -> Generation:
-    num_tokens = bench.scenario.decode_tokens
-    done = bench.prefill(length, BlendParams(mode="full"), headroom=num_tokens)
-    try:
-        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-        return done.answer(params, runner=runner)
-    finally:
-        done.sequence.release()
+class Decoding:
+    """An engine that has prefilled a batch of prompts from stored KV, and decodes them."""
+
+    def __init__(self, bench: Bench, length: int, batch: int) -> None:
+        limits = Limits(max_sequences=batch, enable_prefix_caching=False)
+        self._core = EngineCore(bench.runtime, limits, bench.memory)
+        room = bench.scenario.decode_steps + WARM_STEPS + 8 * batch  # prompts begin one after another
+        request = bench.request(length, BlendParams(mode="reuse"), max_tokens=room)
+        self._states = [RequestState(replace(request), number) for number in range(batch)]
+        self.first_token_s = 0.0
+
+    def __enter__(self) -> Decoding:
+        start = time.perf_counter()
+        for state in self._states:
+            self._core.add(state)
+        while not all(state.num_started for state in self._states):
+            self.run(1)
+            if not self.first_token_s and self.num_tokens:
+                self.first_token_s = time.perf_counter() - start
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._core.close()
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all answers that the host has seen."""
+        outputs = (sequence.output for state in self._states for sequence in state.sequences)
+        return sum(len(output.out.token_ids) for output in outputs if output is not None)
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            for _, event in self._core.step():
+                if isinstance(event, Failed):
+                    raise event.error
 
 
-def checks(bench: Bench, length: int) -> list[dict[str, Any]]:
-    """Rows like those of `checks_of`: errors of the whole path against its references."""
-    allowed = LOGITS_TOLERANCE[bench.scenario.dtype]
-    full = bench.run(length, BlendParams(mode="full"))[1].result.logits
-    found = {
-        "full prefill beside transformers'": (full, bench.run_theirs(length)[1][None]),
-        "blend at ratio 1 beside full prefill": (
-            bench.run(length, BlendParams(ratio=1.0, selector="hkvd"))[1].result.logits,
-            full,
-        ),
-        "prefix and one chunk from the store beside full prefill": _one_chunk(bench, length),
-    }
-    rows = [_check(bench, length, case, row_error(*pair), allowed) for case, pair in found.items()]
-    loaded = TOLERANCE.get(bench.scenario.dtype, 1e-5)
-    return [*rows, _check(bench, length, "stored KV in the pool", _pool_error(bench, length), loaded)]
+def profiled_decode(bench: Bench, length: int) -> list[dict[str, Any]]:
+    with Decoding(bench, length, 1) as decoding:
+        decoding.run(WARM_STEPS)
+        found = profile(partial(decoding.run, bench.scenario.decode_steps))
+    return [{"length": length, "case": f"{bench.scenario.decode_steps} decode steps", **found}]
 
 
-def _check(bench: Bench, length: int, case: str, error: float, tolerance: float) -> dict[str, Any]:
-    row = {"model": bench.model.name, "length": length, "case": case, "error": error, "tolerance": tolerance}
-    if not error <= tolerance:
-        print(f"  FAIL {bench.model.name} N={length} {case}: {error:.2e} > {tolerance:.0e}", file=sys.stderr)
-    return {**row, "ok": error <= tolerance}
+Pair = tuple[Tensor, Tensor]  # what was computed, and what it is compared with
+Check = Callable[[Bench, int], tuple[float, float]]  # returns error and tolerance
 
 
-def _one_chunk(bench: Bench, length: int) -> tuple[Tensor, Tensor]:
-    """Return the logits of reuse and of full prefill for a prompt of one chunk, which is exact."""
-    logits, first = [], bench.chunks_of(length, exact=True)[:1]
+def checked(bench: Bench, length: int, name: str, check: Check) -> list[dict[str, Any]]:
+    """Return a row like those of `checks_of`: the error of the whole path against its reference."""
+    error, tolerance = check(bench, length)
+    dtype = str(bench.scenario.dtype).removeprefix("torch.")
+    row = {"kernel": "whole path", "case": f"{bench.model.name} N={length} {name}", "dtype": dtype}
+    row |= {"backend": bench.model.decoder.kernels.name, "tolerance": tolerance, "error": error}
+    return [{**row, "ok": error <= tolerance}]
+
+
+def _full(bench: Bench, length: int) -> Tensor:
+    return bench.run(length, BlendParams(mode="full"))[1].result.logits
+
+
+def _beside_theirs(bench: Bench, length: int) -> tuple[float, float]:
+    return row_error(_full(bench, length), bench.run_theirs(length)[1][None]), LOGITS_TOLERANCE[bench.scenario.dtype]
+
+
+def _at_ratio_one(bench: Bench, length: int) -> tuple[float, float]:
+    blend = bench.run(length, BlendParams(ratio=1.0, selector="hkvd"))[1].result.logits
+    return row_error(blend, _full(bench, length)), LOGITS_TOLERANCE[bench.scenario.dtype]
+
+
+def _one_chunk(bench: Bench, length: int) -> tuple[float, float]:
+    """Compare reuse with full prefill for a prompt of one chunk, which is exact up to its codec."""
+    logits = []
     for mode in ("reuse", "full"):
-        done = bench.prefill(length, BlendParams(mode=mode), first)
+        done = bench.prefill(bench.request(length, BlendParams(mode=mode), exact=1))
         logits.append(done.result.logits)
         done.sequence.release()
-    return logits[0], logits[1]
+    return row_error(*logits), LOSSY
+
+
+def _graphs(bench: Bench, length: int) -> tuple[float, float]:
+    """Return the share of decoded tokens that differ from those without graphs."""
+    num_tokens, answers = bench.scenario.decode_steps, []
+    for runner in (bench.memory.runner, EagerRunner(bench.model.decoder, bench.memory.pool)):
+        done = bench.prefill(bench.request(length, BlendParams(mode="full")), num_tokens)
+        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+        answers.append(done.answer(params, runner=runner).token_ids)
+        done.sequence.release()
+    return sum(a != b for a, b in zip(*answers, strict=True)) / num_tokens, 0.0
+
+
+def _correction(bench: Bench, length: int) -> tuple[float, float]:
+    """Compare the logits behind corrected KV with those of a correction by torch's operations."""
+    kernels, blend = bench.model.decoder.kernels, BlendParams(ratio=0.15, selector="hkvd")
+    found = bench.run(length, blend)[1].result.logits
+    kernels.has_correction = False
+    try:
+        return row_error(found, bench.run(length, blend)[1].result.logits), LOGITS_TOLERANCE[bench.scenario.dtype]
+    finally:
+        del kernels.has_correction
 
 
 @torch.inference_mode()
-def _pool_error(bench: Bench, length: int) -> float:
+def _in_pool(bench: Bench, length: int) -> tuple[float, float]:
     """Return the error of loaded KV, for a few layers of every chunk, against the same bytes decoded and rotated in
     fp64."""
+    with Loaded(bench, length) as loaded:
+        errors = [row_error(got, want) for got, want in _loaded_rows(bench, loaded, length)]
+    worst = float("nan") if any(error != error for error in errors) else max(errors)
+    return worst, TOLERANCE.get(bench.scenario.dtype, 1e-5)
+
+
+def _loaded_rows(bench: Bench, loaded: Loaded, length: int) -> Iterator[Pair]:
     spec, rope = bench.model.spec, bench.model.decoder.rope
-    worst = 0.0
-    with Loaded(bench, length) as loaded, bench.store.read() as reader:
+    with bench.store.read() as reader:
         for layer in sorted({0, spec.num_layers // 2, spec.num_layers - 1}):
             for segment in (s for s in loaded.plan.segments if s.cached):
                 assert segment.key is not None
-                count = segment.end - segment.start
-                shape = (count, spec.num_kv_heads, spec.head_dim)
-                parts = reader.layer(reader.undamaged(segment.key), layer)
-                k, v = decode_kv(view_kv(parts, bench.collection.codec, *shape), bench.collection.codec)
+                manifest = reader.undamaged(segment.key)
+                assert manifest is not None
+                shape = (segment.end - segment.start, spec.num_kv_heads, spec.head_dim)
+                k, v = decode_kv(view_kv(reader.layer(manifest, layer), manifest.codec, *shape), manifest.codec)
                 positions = torch.arange(segment.start, segment.end, device=bench.device)
                 tables = rope.cos_sin(positions, length)[rope.of_layer[layer]]
-                slots = loaded.sequence.slots(positions)
-                wanted = rope_reference(k.to(bench.device), *tables), v.to(bench.device)
-                cache = bench.memory.pool.layers[layer]
-                for pool, want in zip((cache.k, cache.v), wanted, strict=True):
-                    got = pool.view(-1, *shape[1:])[slots]
-                    worst = max(worst, row_error(got, want), key=_nan_first)
-    return worst
+                cache, slots = bench.memory.pool.layers[layer], loaded.sequence.slots(positions)
+                yield cache.k.view(-1, *shape[1:])[slots], rope_reference(k.to(bench.device), *tables)
+                yield cache.v.view(-1, *shape[1:])[slots], v.to(bench.device)
 
 
-def _nan_first(error: float) -> float:
-    return float("inf") if error != error else error
+CHECKS: dict[str, Check] = {
+    "stored KV in the pool": _in_pool,
+    "full prefill beside transformers": _beside_theirs,
+    "blend at ratio 1 beside full prefill": _at_ratio_one,
+    "prefix and one chunk from the store beside full prefill": _one_chunk,
+    "decoding with graphs beside eager": _graphs,
+}

@@ -95,12 +95,8 @@ def scattered_positions(length: int, num_rows: int, *, run: int = 1, seed: int =
 
 
 def prefill_inputs(shape: Shape, kind: str, length: int, suffix: int, device: torch.device) -> AttentionInputs:
-    """Return a prompt of `length` tokens whose last `suffix` are fresh. kind: full, full paged, scattered P%, runs P%,
-    suffix.
-
-    Scattered and runs: P percent of the rows before the suffix, and the suffix; paged: blocks scattered as in a busy
-    pool.
-    """
+    """Return a prompt of `length` tokens whose last `suffix` are fresh. kind: full, full paged (blocks as in a busy
+    pool), scattered P% (of the rows before the suffix, and the suffix), suffix."""
     word, _, share = kind.partition(" ")
     last = torch.arange(length - suffix, length)
     if word == "full":
@@ -109,8 +105,7 @@ def prefill_inputs(shape: Shape, kind: str, length: int, suffix: int, device: to
         positions = last
     else:
         chosen = round((length - suffix) * float(share.rstrip("%")) / 100)
-        run = 8 if word == "runs" else 1
-        positions = torch.cat((scattered_positions(length - suffix, chosen, run=run), last))
+        positions = torch.cat((scattered_positions(length - suffix, chosen), last))
     return attention_inputs(
         [positions],
         [length],

@@ -19,7 +19,7 @@ from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.model.weight_map import expected_shapes
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 TINY_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -46,8 +46,11 @@ TINY_CONFIG: dict[str, Any] = {
 
 
 def read_config(name: str) -> dict[str, Any]:
-    """Read a file of configs/ by its stem; "tiny" is a shape for any CPU."""
-    return TINY_CONFIG if name == "tiny" else dict(json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8")))
+    """Read a file of configs/ by its stem, or the handbook model's; "tiny" is a shape for any CPU."""
+    if name == "tiny":
+        return TINY_CONFIG
+    path = model_dir() / "config.json" if name == "handbook" else CONFIGS / f"{name}.json"
+    return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True)

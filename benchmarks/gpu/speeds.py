@@ -5,21 +5,28 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from cacheblend_kernels import AttentionParams, KernelBackend, KernelError, LayerCache, Slots, select_backend
+from cacheblend_kernels import (
+    AttentionParams,
+    KernelBackend,
+    LayerCache,
+    Regressed,
+    RegressionPrior,
+    Slots,
+    select_backend,
+)
 from gpu.inputs import AttentionInputs, Shape, decode_inputs, prefill_inputs, rope_tables
+from gpu.sdpa import sdpa_prefill
 from gpu.timing import Call, median_seconds, num_input_sets
 from kernel_references import stored_kv
 from torch import Tensor
 
 LLAMA_8B = Shape("llama-3.1-8b", num_heads=32, num_kv_heads=8, head_dim=128, hidden=4096, intermediate=14336)
-LLAMA_1B = Shape("llama-3.2-1b", num_heads=32, num_kv_heads=8, head_dim=64, hidden=2048, intermediate=8192)
 TINY = Shape("tiny", num_heads=4, num_kv_heads=2, head_dim=32, hidden=128, intermediate=256)
 SUFFIX = 64
 
@@ -70,7 +77,7 @@ CEILINGS: dict[str, Callable[[torch.device, bool], float]] = {
 
 
 def works(family: str, device: torch.device, tiny: bool) -> Iterator[Work]:
-    """Yield the measurements of one of FAMILIES; backends that cannot run here are left out."""
+    """Yield the measurements of one of FAMILIES."""
     return next(make for make in _WORK if make.__name__ == f"_{family}")(device, tiny)
 
 
@@ -93,74 +100,39 @@ def measure_work(work: Work, device: torch.device, tiny: bool, ceilings: dict[st
     return {**row, "ceiling": ceiling, "share": speed / ceiling}
 
 
-def _backends(device: torch.device) -> list[KernelBackend]:
-    """Return the backends for attention: ours, and xformers if it imports on a GPU."""
-    found = [select_backend("auto", device)]
-    if device.type == "cuda":
-        try:
-            found.append(select_backend("xformers", device))
-        except KernelError as error:
-            print(f"xformers is left out: {error.message}", file=sys.stderr)
-    return found
-
-
 def _prefill_attention(device: torch.device, tiny: bool) -> Iterator[Work]:
-    backends = _backends(device)
-    for shape in (TINY,) if tiny else (LLAMA_8B, LLAMA_1B):
-        for length in (96,) if tiny else (4096, 16384):
-            for kind in ("full", "full paged", "scattered 5%", "scattered 15%", "runs 15%", "suffix"):
-                inputs = prefill_inputs(shape, kind, length, min(SUFFIX, length // 4), device)
-                params = AttentionParams(shape.head_dim**-0.5)
-                seen = int((inputs.meta.positions + 1).sum())
-                flops = 4 * shape.num_heads * shape.head_dim * seen
-                for backend in backends:
-                    if backend.name == "xformers" and kind != "full":
-                        continue  # the same kernel as ours
-                    call = partial(backend.prefill_attention, inputs.q, inputs.cache, inputs.meta, params)
-                    case = f"{shape.name} N={length} {kind}, {inputs.q.shape[0]} rows, {backend.name}"
-                    yield Work("prefill_attention", case, [call], "matmul", flops=flops)
-                if kind == "full":
-                    yield Work(
-                        "prefill_attention",
-                        f"{shape.name} N={length} {kind}, torch SDPA",
-                        [sdpa(inputs, length, params.scale)],
-                        "matmul",
-                        flops=flops,
+    shape, backend = TINY if tiny else LLAMA_8B, select_backend("auto", device)
+    params = AttentionParams(shape.head_dim**-0.5)
+    for length in (96,) if tiny else (4096, 16384):
+        for kind in ("full", "scattered 15%", "suffix", "full paged"):
+            inputs = prefill_inputs(shape, kind, length, min(SUFFIX, length // 4), device)
+            flops = 4 * shape.num_heads * shape.head_dim * int((inputs.meta.positions + 1).sum())
+            calls: dict[str, Call] = {
+                backend.name: partial(backend.prefill_attention, inputs.q, inputs.cache, inputs.meta, params)
+            }
+            if kind == "full":
+                slot = inputs.meta.contiguous_slot
+                for kernel in ("cudnn", "flash") if device.type == "cuda" else ("flash",):
+                    calls[f"SDPA by {kernel}"] = partial(
+                        sdpa_prefill, inputs.q, inputs.cache, slot, params.scale, kernel
                     )
-
-
-def sdpa(inputs: Any, length: int, scale: float) -> Call:
-    """Return a call of torch's causal attention over the same keys, for comparison."""
-    q = inputs.q.transpose(0, 1)[None]
-    first = inputs.meta.contiguous_slot
-    k, v = (
-        cache.view(-1, *cache.shape[2:])[first : first + length].transpose(0, 1)[None].contiguous()
-        for cache in (inputs.cache.k, inputs.cache.v)
-    )
-    return lambda: torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=scale, enable_gqa=True
-    )
+            for name, call in calls.items():
+                case = f"{shape.name} N={length} {kind}, {inputs.q.shape[0]} rows, {name}"
+                yield Work("prefill_attention", case, [call], "matmul", flops=flops)
 
 
 def _decode_attention(device: torch.device, tiny: bool) -> Iterator[Work]:
-    names = [backend.name for backend in _backends(device)]
-    for shape in (TINY,) if tiny else (LLAMA_8B, LLAMA_1B):
-        for batch, length in ((1, 96), (2, 64)) if tiny else ((1, 4096), (1, 16384), (8, 4096), (8, 16384), (64, 4096)):
-            per_call = 2 * batch * length * shape.num_kv_heads * shape.head_dim * 2
-            sets = num_input_sets(per_call, device)
-            inputs = [decode_inputs(shape, batch, length, device, seed) for seed in range(sets)]
-            for name in names:
-                # one backend per input: xformers' caches host copies of the last tensors
-                calls = [_decode_call(select_backend(name, device), one, shape) for one in inputs]
-                case = f"{shape.name} batch {batch}, context {length}, {name}"
-                yield Work("decode_attention", case, calls, "copy", num_bytes=per_call)
-            if shape is not LLAMA_1B:
-                scales = torch.full((shape.num_kv_heads,), 0.02, device=device)
-                calls = [
-                    _decode_call(select_backend("auto", device), one.to_float8(scales, scales), shape) for one in inputs
-                ]
-                case = f"{shape.name} batch {batch}, context {length}, float8 pool"
-                yield Work("decode_attention", case, calls, "copy", num_bytes=per_call // 2)
+    shape, backend = TINY if tiny else LLAMA_8B, select_backend("auto", device)
+    for batch, length in ((1, 96), (2, 64)) if tiny else ((1, 4096), (8, 4096), (32, 4096), (1, 16384), (8, 16384)):
+        per_call = 2 * batch * length * shape.num_kv_heads * shape.head_dim * 2
+        sets = num_input_sets(per_call, device)
+        inputs = [decode_inputs(shape, batch, length, device, seed) for seed in range(sets)]
+        case = f"{shape.name} batch {batch}, context {length}"
+        calls = [_decode_call(backend, one, shape) for one in inputs]
+        yield Work("decode_attention", f"{case}, {backend.name}", calls, "copy", num_bytes=per_call)
+        scales = torch.full((shape.num_kv_heads,), 0.02, device=device)
+        calls = [_decode_call(backend, one.to_float8(scales, scales), shape) for one in inputs]
+        yield Work("decode_attention", f"{case}, float8 pool", calls, "copy", num_bytes=per_call // 2)
 
 
 def _decode_call(backend: KernelBackend, one: AttentionInputs, shape: Shape) -> Call:
@@ -182,10 +154,6 @@ class _Rows:
         s = self.shape
         q, k, v = self.fused.split((s.num_heads, s.num_kv_heads, s.num_kv_heads), dim=1)
         return q, k, v
-
-    @property
-    def kv_numbers(self) -> int:
-        return self.num_rows * self.shape.num_kv_heads * self.shape.head_dim
 
 
 def _rows(device: torch.device, tiny: bool, per_row: int) -> list[_Rows]:
@@ -209,19 +177,51 @@ def _rope_and_cache(device: torch.device, tiny: bool) -> Iterator[Work]:
     sets = _rows(device, tiny, per_row)
     calls: list[Call] = [partial(backend.rope_and_cache, *r.parts, r.cache, r.slots) for r in sets]
     yield Work("rope_and_cache", f"{sets[0].num_rows} rows", calls, "copy", num_bytes=per_row * sets[0].num_rows)
-    per_row = 4 * shape.num_heads * shape.head_dim + 8 * shape.head_dim
-    calls = [partial(backend.rope, r.parts[0], r.slots.cos, r.slots.sin) for r in sets]
-    yield Work("rope", f"{sets[0].num_rows} rows", calls, "copy", num_bytes=per_row * sets[0].num_rows)
+
+
+def _blend(device: torch.device, tiny: bool) -> Iterator[Work]:
+    """The probe's peaks and the correction of a layer, of chunks of 512 tokens with a sixth of them known."""
+    shape, backend = TINY if tiny else LLAMA_8B, select_backend("auto", device)
+    length, chunk, width = (96, 24, 64) if tiny else (4096, 512, 1024)
+    if backend.has_attention_peaks:
+        inputs = prefill_inputs(shape, "suffix", length, SUFFIX, device)
+        peaks, params = torch.zeros(length, device=device), AttentionParams(shape.head_dim**-0.5)
+        call = partial(
+            backend.attention_peaks, inputs.q, inputs.meta.positions, inputs.cache, inputs.meta, params, peaks
+        )
+        flops = 4 * shape.num_heads * shape.head_dim * int((inputs.meta.positions + 1).sum())
+        yield Work("attention_peaks", f"{shape.name} N={length}, {SUFFIX} rows", [call], "matmul", flops=flops)
+    if backend.has_correction:
+        starts = torch.arange(0, length + 1, chunk, dtype=torch.int32, device=device)
+        known = torch.arange(0, length, 6, dtype=torch.int32, device=device)
+        known_starts = torch.searchsorted(known, starts, out_int32=True)
+        average = torch.ones(len(starts) - 1, len(known), device=device) / len(known)
+        prior = RegressionPrior(2.0, 0.3, (8.0, 30.0), 0.5, 0.1, 0.8)
+        calls: list[Call] = []
+        for r in _rows(device, tiny, 4 * width):
+            k, v = (part[: len(known)] for part in r.parts[1:])
+            rows = Regressed(r.slots.slots, starts, known, known_starts, average, chunk)
+            calls.append(partial(backend.correct_stale, k, v, r.cache, rows, (r.slots.cos, r.slots.sin), prior, False))
+        case = f"{length} rows, {len(known)} known"
+        yield Work("correct_stale", case, calls, "copy", num_bytes=12 * length * width)
 
 
 def _load_kv(device: torch.device, tiny: bool) -> Iterator[Work]:
     shape, backend = TINY if tiny else LLAMA_8B, select_backend("auto", device)
     width = shape.num_kv_heads * shape.head_dim
-    for codec in ("bf16", "fp16", "fp8", "e5m2", "int8", "int7", "int6", "int4", "int3"):
+    for codec in ("int7", "bf16", "fp8", "int4"):
         per_row = 2 * 2 * width + 8 * shape.head_dim  # pool written, tables read; the stored form is added below
         sets = _rows(device, tiny, per_row)
         stored = [
-            stored_kv(codec, r.num_rows, shape.num_kv_heads, shape.head_dim, device, seed=seed)
+            stored_kv(
+                codec,
+                r.num_rows,
+                shape.num_kv_heads,
+                shape.head_dim,
+                device,
+                seed=seed,
+                num_chunks=1 if codec == "bf16" else 8,
+            )
             for seed, r in enumerate(sets)
         ]
         read = sum(t.numel() * t.element_size() for t in vars(stored[0]).values() if isinstance(t, Tensor))
@@ -233,49 +233,11 @@ def _load_kv(device: torch.device, tiny: bool) -> Iterator[Work]:
         yield Work("load_kv", f"{codec}, {num_rows} rows", calls, "copy", num_bytes=per_row * num_rows + read)
 
 
-def _kv_deviation(device: torch.device, tiny: bool) -> Iterator[Work]:
-    shape, backend = TINY if tiny else LLAMA_8B, select_backend("auto", device)
-    for kind in ("v", "k", "kv"):
-        per_row = 2 * 2 * shape.num_kv_heads * shape.head_dim * len(kind)
-        sets = _rows(device, tiny, per_row)
-        calls: list[Call] = [partial(backend.kv_deviation, *r.parts[1:], r.cache, r.slots.slots, kind) for r in sets]
-        num_rows = sets[0].num_rows
-        yield Work("kv_deviation", f"{kind}, {num_rows} rows", calls, "copy", num_bytes=per_row * num_rows)
-
-
-def _norms(device: torch.device, tiny: bool) -> Iterator[Work]:
-    shape, num_rows = (TINY, 64) if tiny else (LLAMA_8B, 4096)
-    backend = select_backend("auto", device)
-    weight = torch.randn(shape.hidden, device=device, dtype=torch.bfloat16)
-    one = 2 * num_rows * shape.hidden
-    sets = num_input_sets(2 * one, device)
-    xs, residuals = (
-        [torch.randn(num_rows, shape.hidden, device=device, dtype=torch.bfloat16) for _ in range(sets)]
-        for _ in range(2)
-    )
-    calls: list[Call] = [partial(backend.rms_norm, x, weight, 1e-5) for x in xs]
-    yield Work("rms_norm", f"{num_rows} x {shape.hidden}", calls, "copy", num_bytes=2 * one)
-    calls = [partial(backend.add_rms_norm, x, r, weight, 1e-5) for x, r in zip(xs, residuals, strict=True)]
-    yield Work("add_rms_norm", f"{num_rows} x {shape.hidden}", calls, "copy", num_bytes=4 * one)
-    one = 2 * num_rows * shape.intermediate
-    gates = [
-        torch.randn(num_rows, 2 * shape.intermediate, device=device, dtype=torch.bfloat16)
-        for _ in range(num_input_sets(3 * one, device))
-    ]
-    for activation in ("silu", "gelu_pytorch_tanh"):
-        calls = [partial(backend.act_and_mul, g, activation) for g in gates]
-        case = f"{activation}, {num_rows} x {shape.intermediate}"
-        yield Work("act_and_mul", case, calls, "copy", num_bytes=3 * one)
-
-
 _WORK: tuple[Callable[[torch.device, bool], Iterator[Work]], ...] = (
     _prefill_attention,
     _decode_attention,
-    _rope_and_cache,
+    _blend,
     _load_kv,
-    _kv_deviation,
-    _norms,
+    _rope_and_cache,
 )
-
-
 FAMILIES = tuple(make.__name__[1:] for make in _WORK)

@@ -74,8 +74,9 @@ def num_input_sets(bytes_a_call: int, device: torch.device, *, most: int = 16) -
 
 
 def profile(run: Callable[[], object]) -> dict[str, Any]:
-    """Return {kernels, copies, busy_ms, wall_ms} of one run. busy_ms: time with at least one kernel or copy running, on
-    any stream."""
+    """Return {kernels, copies, busy_ms, wall_ms, busy_share} of a run, after one that compiles. busy_ms: time with at
+    least one kernel or copy running, on any stream."""
+    run()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         start = time.perf_counter()
@@ -87,7 +88,8 @@ def profile(run: Callable[[], object]) -> dict[str, Any]:
         for event in profiler.events() or ()
         if event.device_type == torch.autograd.DeviceType.CUDA
     ]
-    return {**summed(found), "wall_ms": wall * 1e3}
+    row = {**summed(found), "wall_ms": wall * 1e3}
+    return {**row, "busy_share": row["busy_ms"] / row["wall_ms"]}
 
 
 def summed(events: Iterable[tuple[str, float, float]]) -> dict[str, Any]:

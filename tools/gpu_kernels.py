@@ -1,0 +1,176 @@
+"""Fill a Triton cache for a GPU's architecture on a machine without one:
+
+    TRITON_CACHE_DIR=/tmp/cache python tools/gpu_kernels.py [--arch 90] [--part 0/2] [--used FILE]
+
+Kernels are launched on CPU tensors by the kernel checks and by the engine's warm-up for each model of the plan. They
+and Triton's C launchers are compiled for a driver that knows only the architecture, and not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import triton
+from cacheblend_kernels.triton_backend import backend as triton_backend
+from cacheblend_kernels.triton_backend import checks
+from cacheblend_kernels.triton_backend.backend import TritonBackend
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import build, driver
+from triton.runtime.cache import FileCacheManager
+from triton.runtime.jit import JITFunction
+
+CPU = torch.device("cpu")
+NUM_SMS = 132  # of an H100 and an H200
+MODELS = ("llama-3.1-8b", "llama-3.2-1b", "handbook")
+ROOM = 4  # blocks of the pool that a warm-up takes
+LAYERS, VOCABULARY = 2, 512  # of the models that are launched: no kernel depends on them
+
+
+class Driver:
+    """A GPU of which only the architecture is known."""
+
+    def __init__(self, arch: int) -> None:
+        self._arch = arch
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._arch, 32)
+
+
+class UsedCache(FileCacheManager):
+    """A cache that knows which of its folders were used."""
+
+    used: ClassVar[set[str]] = set()
+
+    def __init__(self, key: str, *args: Any, **options: Any) -> None:
+        super().__init__(key, *args, **options)
+        self.used.add(key)
+
+
+@contextlib.contextmanager
+def compiling(arch: int, folder: Path) -> Iterator[None]:
+    """Compile launches on CPU tensors instead of running them. folder: for temporary files."""
+    run = JITFunction.run
+
+    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        build_launcher(kernel)
+        return kernel
+
+    replaced = [
+        *((module, "interpreted", lambda: True) for module in (triton_backend, checks)),  # CPU tensors are taken
+        (checks, "_INTERPRETER", contextlib.nullcontext()),  # compile in several threads
+        (JITFunction, "run", launch),
+        (driver, "_active", Driver(arch)),
+        (build, "_load_module_from_path", lambda name, path: Unloaded()),  # loading needs a GPU's driver
+        (triton.knobs.nvidia, "libcuda_path", libcuda_stub(folder)),
+        (triton.knobs.cache, "manager_class", UsedCache),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
+
+
+class Unloaded:
+    """A C module that is built and not loaded."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def build_launcher(kernel: Any) -> None:
+    """Build the C launcher of a kernel's signature, where Triton has one, and its module for the CUDA driver."""
+    if hasattr(nvidia, "make_launcher"):
+        nvidia.CudaUtils()
+        nvidia.CudaLauncher(kernel.src, kernel.metadata)
+
+
+def libcuda_stub(folder: Path) -> str:
+    """Return a folder with an empty libcuda.so.1, which launchers are linked to."""
+    command = ["gcc", "-shared", "-Wl,-soname,libcuda.so.1", "-x", "c", "/dev/null", "-o", str(folder / "libcuda.so.1")]
+    subprocess.run(command, check=True)
+    return str(folder)
+
+
+def works(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield every kernel check, and every model's warm-up."""
+    from gpu import checks as kernel_checks
+
+    backend = TritonBackend(CPU, arch=arch, num_sms=NUM_SMS)
+    for name in MODELS:
+        yield name, lambda name=name: warm_up_model(name, backend)
+    kernel_checks._backends = lambda device: [backend]
+    kernel_checks.attention_reference = lambda inputs, params: inputs.q
+    kernel_checks.row_error = lambda got, want: 0.0
+    for name, check in kernel_checks.checks_of(CPU, tiny=False):
+        yield name, lambda name=name, check=check: raise_failed(name, check())
+
+
+def raise_failed(name: str, row: dict[str, Any]) -> None:
+    if not row["ok"]:
+        raise RuntimeError(f"{name}: {row['message']}")
+
+
+def warm_up_model(name: str, backend: TritonBackend) -> None:
+    """Launch what the engine's warm-up launches for a model with few layers and a small vocabulary."""
+    from gpu.model import read_config
+
+    from cacheblend_cli.engine.worker.memory import warm_up
+    from cacheblend_cli.kv.pool import KVPool
+    from cacheblend_cli.model.decoder import Decoder
+    from cacheblend_cli.model.families import spec_from_config
+    from cacheblend_cli.model.weight_map import expected_shapes
+
+    config = read_config(name)
+    spec = spec_from_config({**config, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY})
+    shapes = {target: shape for _, target, _, shape in expected_shapes(spec).values()}
+    weights = {target: torch.zeros(shape, dtype=torch.bfloat16) for target, shape in shapes.items()}
+    if spec.tied:
+        weights["lm_head"] = weights["embed"]
+    decoder = Decoder(spec, weights, backend)
+    pool = KVPool.of(decoder, ROOM, 64)
+    warm_up(decoder, pool)
+    layer = decoder.layers[0]
+    q = torch.zeros(1, spec.num_heads, spec.head_dim, dtype=torch.bfloat16)
+    backend.warm_up(q, pool.layers[0], layer.attention, spec.max_context)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", type=int, default=90)
+    parser.add_argument("--part", default="0/1", help="share of the work, for several processes")
+    parser.add_argument("--used", type=Path, help="file for the names of the cache's folders that were used")
+    arguments = parser.parse_args()
+    number, count = map(int, arguments.part.split("/"))
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder, compiling(arguments.arch, Path(folder)):
+        for name, work in islice(works(arguments.arch), number, None, count):
+            try:
+                work()
+            except Exception as error:
+                failed += 1
+                print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+    if arguments.used is not None:
+        arguments.used.write_text("\n".join(sorted(UsedCache.used)), encoding="utf-8")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
