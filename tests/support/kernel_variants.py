@@ -331,6 +331,8 @@ def _cache_writes() -> Iterator[KernelVariant]:
 def _peaks() -> Iterator[KernelVariant]:
     kernels = {"row_lse": attention_peaks.row_lse_kernel, "key_peaks": attention_peaks.key_peaks_kernel}
     for (family, kernel), dtype, head_dim in product(kernels.items(), SIZES, HEAD_DIMS):
+        if dtype != "bf16" and head_dim != 128:
+            continue
         block_m, block_n, num_warps = attention_peaks.tile_of(padded(head_dim), SIZES[dtype])
         config = TileConfig(block_m, block_n, num_warps, 3)
         cases = [{}, {"CONTIGUOUS": True}]
@@ -363,7 +365,7 @@ def _correction() -> Iterator[KernelVariant]:
     sums = ("mean", "spread", "norms", "sizes", "change", "common", "covariance", "inverse", "weights")
     types |= {f"{name}_ptr": "*fp32" for name in sums}
     for dtype, head_dim, fp8 in product(SIZES, HEAD_DIMS, (False, True)):
-        if fp8 and (dtype != "bf16" or head_dim != 128):
+        if (fp8 and dtype != "bf16") or (head_dim != 128 and (fp8 or dtype != "bf16")):
             continue
         tiles = correction.tiles_of(head_dim, SIZES[dtype])
         pool = {"k_ptr": "*u8", "v_ptr": "*u8"} if fp8 else {}
