@@ -182,15 +182,17 @@ def _rope_and_cache(device: torch.device, tiny: bool) -> Iterator[Work]:
 def _blend(device: torch.device, tiny: bool) -> Iterator[Work]:
     """The probe's peaks and the correction of a layer, of chunks of 512 tokens with a sixth of them known."""
     shape, backend = TINY if tiny else LLAMA_8B, select_backend("auto", device)
-    length, chunk, width = (96, 24, 64) if tiny else (4096, 512, 1024)
+    length, chunk, width = (64, 16, 64) if tiny else (4096, 512, 1024)  # length: rows of `_rows`
     if backend.has_attention_peaks:
-        inputs = prefill_inputs(shape, "suffix", length, SUFFIX, device)
+        inputs = prefill_inputs(shape, "suffix", length, min(SUFFIX, length // 4), device)
         peaks, params = torch.zeros(length, device=device), AttentionParams(shape.head_dim**-0.5)
         call = partial(
             backend.attention_peaks, inputs.q, inputs.meta.positions, inputs.cache, inputs.meta, params, peaks
         )
         flops = 4 * shape.num_heads * shape.head_dim * int((inputs.meta.positions + 1).sum())
-        yield Work("attention_peaks", f"{shape.name} N={length}, {SUFFIX} rows", [call], "matmul", flops=flops)
+        yield Work(
+            "attention_peaks", f"{shape.name} N={length}, {inputs.q.shape[0]} rows", [call], "matmul", flops=flops
+        )
     if backend.has_correction:
         starts = torch.arange(0, length + 1, chunk, dtype=torch.int32, device=device)
         known = torch.arange(0, length, 6, dtype=torch.int32, device=device)
