@@ -30,7 +30,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 import traceback
@@ -39,6 +38,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gpu.kernel_cache import read_archive
 from gpu.log import Log, Where, assemble, is_wrong, read_lines
 from gpu.plan import PLAN, Part, minutes_of
 from gpu.report import markdown, targets
@@ -58,7 +58,7 @@ def main() -> int:
     arguments = parse()
     with ExitStack() as stack:
         if arguments.pack is not None:
-            unpack(arguments.pack, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-site-"))))
+            unpack(arguments.pack, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-pack-"))))
         if lacking := missing(arguments.device):
             print(f"error: what does not import: {', '.join(lacking)}; --pack FOLDER brings wheels", file=sys.stderr)
             return 2
@@ -118,18 +118,17 @@ def begin(log: Log, where: Where, arguments: argparse.Namespace) -> bool:
     return True
 
 
-def unpack(pack: Path, site: Path) -> None:
-    """Install a pack's wheels into a folder in front of sys.path, and copy its kernels to where Triton finds them, also
-    in child processes."""
+def unpack(pack: Path, folder: Path) -> None:
+    """Install a pack's wheels into a folder in front of sys.path, and its kernels into one that Triton uses, also in
+    child processes."""
     manifest = json.loads((pack / "manifest.json").read_text(encoding="utf-8"))
     for name, digest in manifest["files"].items():
         if hashlib.blake2b((pack / name).read_bytes(), digest_size=16).hexdigest() != digest:
             raise SystemExit(f"error: {pack / name} is damaged: pack it again")
-    install(pack / "wheels", site)
+    install(pack / "wheels", folder / "site")
     if (kernels := pack / "triton.tar.xz").exists():
-        os.environ["TRITON_CACHE_DIR"] = manifest["triton_cache_dir"]
-        with tarfile.open(kernels) as archive:
-            archive.extractall(manifest["triton_cache_dir"], filter="data")
+        read_archive(kernels, folder / "triton")
+        os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
     for name, version in manifest["versions"].items():
         if version_of(name) != version:
             print(f"warning: packed for {name} {version}, here is {version_of(name) or 'none'}", file=sys.stderr)

@@ -19,22 +19,19 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
-from collections.abc import Iterable
-from io import BytesIO
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+from gpu.kernel_cache import write_archive  # noqa: E402
 from gpu.plan import CALLS, PREPARATION_S, minutes_of  # noqa: E402
 
 PYTHON_VERSION = "3.12"
 PACKAGES = {"triton": "3.6.0", "torch": "2.11.0", "transformers": "5.17.0"}  # of the machine
 WHEELS = ("lmdb", "msgspec", "platformdirs", "typer", "gguf", "tomlkit", "pathspec")  # it lacks, or has another version
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
-CACHE_DIR = "/tmp/cacheblend-triton"
 CACHE, MANIFEST = "triton.tar.xz", "manifest.json"
 MOST_BYTES = 20 << 20
 ARCH = 90
@@ -138,18 +135,6 @@ def compile_kernels(python: Path, cache: Path, target: Path, jobs: int) -> None:
     write_archive(target, cache, names)
 
 
-def write_archive(target: Path, cache: Path, names: Iterable[str]) -> None:
-    """Pack these folders of a cache. The paths in them, of files that belong together, become those on the machine."""
-    with tarfile.open(target, "w:xz") as archive:
-        for path in sorted(path for name in names for path in (cache / name).iterdir() if path.is_file()):
-            data = path.read_bytes()
-            if path.name.startswith("__grp__"):
-                data = data.replace(str(cache).encode(), CACHE_DIR.encode())
-            info = tarfile.TarInfo(str(path.relative_to(cache)))
-            info.size = len(data)
-            archive.addfile(info, BytesIO(data))
-
-
 def manifest(pack: Path) -> dict[str, object]:
     files = sorted(path for path in pack.rglob("*") if path.is_file() and path.name != MANIFEST)
     digests = {
@@ -159,7 +144,6 @@ def manifest(pack: Path) -> dict[str, object]:
         "versions": PACKAGES,
         "python": PYTHON_VERSION,
         "arch": ARCH,
-        "triton_cache_dir": CACHE_DIR,
         "files": digests,
     }
 

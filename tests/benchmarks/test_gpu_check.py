@@ -308,7 +308,8 @@ def test_busy_time_counts_what_overlaps_once() -> None:
 
 
 def test_a_pack_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pack, cache, info = tmp_path / "pack", tmp_path / "cache", "cacheblend_probe-1.0.dist-info"
+    pack, info = tmp_path / "pack", "cacheblend_probe-1.0.dist-info"
+    cache = tmp_path / "unpacked" / "triton"
     (pack / "wheels").mkdir(parents=True)
     with zipfile.ZipFile(pack / "wheels" / "cacheblend_probe-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("cacheblend_probe.py", "answer = 42\n")
@@ -318,14 +319,14 @@ def test_a_pack_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "kernel.cubin").write_bytes(b"code")
     with tarfile.open(pack / "triton.tar.xz", "w:xz") as archive:
         archive.add(tmp_path / "kernel.cubin", "KEY/kernel.cubin")
-    manifest = {"versions": {}, "triton_cache_dir": str(cache), "files": {}}
+    manifest = {"versions": {}, "files": {}}
     (pack / "manifest.json").write_text(json.dumps(manifest))
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("TRITON_CACHE_DIR", "")
-    gpu_check.unpack(pack, tmp_path / "site")
+    gpu_check.unpack(pack, tmp_path / "unpacked")
     assert importlib.import_module("cacheblend_probe").answer == 42
     assert (cache / "KEY" / "kernel.cubin").read_bytes() == b"code"
     assert os.environ["TRITON_CACHE_DIR"] == str(cache)
     (pack / "manifest.json").write_text(json.dumps({**manifest, "files": {"triton.tar.xz": "0"}}))
     with pytest.raises(SystemExit, match="damaged"):
-        gpu_check.unpack(pack, tmp_path / "site")
+        gpu_check.unpack(pack, tmp_path / "unpacked")
