@@ -120,9 +120,9 @@ class Summed(Look):
     """The sum over the probe layers of the largest weight in each."""
 
     def queries(self, layer: DecoderLayer, q: Tensor, rows: Rows) -> None:
-        total, self.found = self.found, torch.zeros_like(self.found)
+        total, self._peaks = self._peaks, torch.zeros_like(self._peaks)
         super().queries(layer, q, rows)
-        self.found += total
+        self._peaks += total
 
 
 def in_two(share: float) -> Callable[..., Pass[PrefillResult]]:

@@ -52,11 +52,12 @@ GRAM, MOST_PLACES, LOOKS, LEAST_WEIGHT, AFTER, MOST_ROWS = 2, 8, 2, 0.05, 2, 16
 
 
 class Looks(Steps):
-    """The largest attention weight of a pass's last row on each candidate, over the probe layers and their heads."""
+    """The largest attention weight of a pass's last row on each candidate, over the probe layers and their heads.
+    kv_len: positions that the row sees."""
 
-    def __init__(self, sequence: PagedSequence, layers: Sequence[int], candidates: Candidates) -> None:
+    def __init__(self, sequence: PagedSequence, layers: Sequence[int], candidates: Candidates, kv_len: int) -> None:
         self._sequence, self._layers, self._candidates = sequence, frozenset(layers), candidates
-        self._peaks = torch.zeros(0)
+        self._peaks = torch.zeros(kv_len)
 
     @property
     def weights(self) -> Tensor:
@@ -64,8 +65,6 @@ class Looks(Steps):
 
     def queries(self, layer: DecoderLayer, q: Tensor, rows: Rows) -> None:
         if layer.index in self._layers:
-            if not len(self._peaks):
-                self._peaks = torch.zeros(rows.attention.max_kv_len)
             attention_peaks(self._sequence, layer, q[-1:], rows.positions[-1:], rows, self._peaks)
 
 
@@ -95,7 +94,7 @@ def repaired(decoder: Decoder, done: Prefilled, answer_ids: Sequence[int], layer
         count += len(rows)
         at = last_position + number
         positions = torch.tensor([*rows, at])
-        looks = Looks(done.sequence, layers, candidates)
+        looks = Looks(done.sequence, layers, candidates, at + 1)
         batch = rows_of(decoder, done.sequence, positions, kv_len=at + 1, rope_len=at + 1)
         logits.append(forward(decoder, batch, torch.tensor([*(ids[p] for p in rows), token]), looks)[-1:])
         left = torch.tensor([p in stale for p in candidates.positions.tolist()], dtype=torch.float32)
