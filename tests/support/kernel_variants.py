@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from cacheblend_kernels.triton_backend import attention_peaks, cache_ops, correction, load_kv, norms
+from cacheblend_kernels.triton_backend import attention_peaks, cache_ops, correction, covariance, load_kv, norms
 from cacheblend_kernels.triton_backend.attention_core import join_splits_kernel
 from cacheblend_kernels.triton_backend.configs import TileConfig, copies_tiles, decode_config, padded, prefill_configs
 from cacheblend_kernels.triton_backend.decode_attention import decode_attention_kernel
@@ -374,15 +374,15 @@ def _correction() -> Iterator[KernelVariant]:
         width, heads = NUM_KV_HEADS * head_dim, {"BLOCK_HEADS": padded(NUM_KV_HEADS)}
         out, block = {"out_ptr": "*fp32"}, correction.BLOCK
         kernels: list[tuple[str, Any, dict[str, Any], dict[str, str], int]] = [
-            ("chunk_spread", correction.chunk_spread_kernel, {**of_head, **plain, "BLOCK_ROWS": tiles.spread}, pool, 8),
+            ("chunk_spread", covariance.chunk_spread_kernel, {**of_head, **plain, "BLOCK_ROWS": tiles.spread}, pool, 8),
             (
                 "standardise",
-                correction.standardise_kernel,
+                covariance.standardise_kernel,
                 {**of_head, **plain, **heads},
                 pool,
                 4,
             ),
-            ("change", correction.change_kernel, {**of_head, **plain, **heads}, pool, 4),
+            ("change", covariance.change_kernel, {**of_head, **plain, **heads}, pool, 4),
             *(
                 (
                     f"move_stale{' damped' * damped}",
@@ -398,7 +398,7 @@ def _correction() -> Iterator[KernelVariant]:
             kernels += [
                 (
                     "covariance",
-                    correction.covariance_kernel,
+                    covariance.covariance_kernel,
                     {"WIDTH": 2 * width, "BLOCK_M": block, "BLOCK_N": block, "BLOCK_K": tiles.channels},
                     out,
                     4,
