@@ -252,7 +252,9 @@ def tile_of(block_d: int, element_size: int) -> tuple[int, int, int]:
     """Return the rows x heads and the keys of a tile, and its warps, for a padded head_dim."""
     if element_size == 4:  # no tensor cores in full fp32: small tiles, or the operands spill
         return 16, 16, 8
-    return (64, 64, 4) if block_d <= 128 else (32, 32, 4)
+    if block_d <= 128:
+        return 64, 64, 4
+    return (32, 32, 4) if block_d <= 256 else (16, 16, 4)  # more would not fit the shared memory of 8.x
 
 
 @once
