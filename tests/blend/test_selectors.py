@@ -293,6 +293,24 @@ def test_regression_is_the_formula_of_each_chunk(bench: Bench, monkeypatch: pyte
         torch.testing.assert_close(found[own[~is_known]].double(), expected, rtol=0, atol=1e-5)
 
 
+def test_tables_and_slots_of_chunks_with_one_stale_token_are_packed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels take no strided ones."""
+    moved, seen = Moved(bench), []
+    rope_and_cache = moved.layer.kernels.rope_and_cache
+    monkeypatch.setattr(
+        type(moved.layer.kernels),
+        "rope_and_cache",
+        lambda self, *given: seen.append(given[-1]) or rope_and_cache(*given),
+    )
+    known = torch.tensor([i for i in range(16) if i % 8 != 3])
+    moved.by(*torch.ones(2, len(known), 2, 16), known)
+    slots = seen[-1]
+    assert len(slots.slots) == 2
+    assert all(part.is_contiguous() for part in (slots.slots, slots.cos, slots.sin))
+
+
 def test_chunks_are_solved_together_as_each_alone_on_several_threads() -> None:
     """A batch of LU fails here."""
     torch.manual_seed(0)
