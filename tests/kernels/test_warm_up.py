@@ -52,7 +52,14 @@ def launch_every_size(backend: TritonBackend, q: torch.Tensor, cache: LayerCache
 @pytest.mark.parametrize(
     ("heads", "head_dim", "arch", "dtype", "window", "count"),
     [
-        ((32, 8), 128, 90, torch.bfloat16, None, 57),  # 3 tiles and decode, 6 numbers of splits, paged or not; 5 joins; peaks
+        (
+            (32, 8),
+            128,
+            90,
+            torch.bfloat16,
+            None,
+            57,
+        ),  # 3 tiles and decode, 6 numbers of splits, paged or not; 5 joins; peaks
         ((32, 8), 128, 90, torch.bfloat16, 1024, 30),
         ((14, 2), 64, 80, torch.bfloat16, None, 66),
         ((7, 1), 64, 90, torch.float32, None, 38),

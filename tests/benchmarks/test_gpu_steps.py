@@ -1,0 +1,59 @@
+"""The parts of the GPU plan on a fake GPU, in tiny shapes: all of a device that they call is there, and numbers hold."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from cacheblend_kernels.triton_backend.backend import TritonBackend
+from fake_gpu import FakeGpu, compute_with_torch, installed, watch_launches
+
+from cacheblend_cli.engine.worker import memory
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from gpu import end_to_end, sdpa  # noqa: E402
+from gpu.log import Budget, Log  # noqa: E402
+from gpu.steps import Context, run_step  # noqa: E402
+from gpu.timing import summed  # noqa: E402
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeGpu]:
+    with installed({}) as gpu, pytest.MonkeyPatch.context() as patch:
+        watch_launches(gpu, patch)
+        compute_with_torch(gpu, patch, TritonBackend)
+        patch.setattr(memory, "PROFILE_ROWS", (64, 32))
+        gpu.total = 1 << 34
+        yield gpu
+
+
+def profiled(run: Any) -> dict[str, Any]:
+    """Stand in for the profiler, which needs CUDA."""
+    run()
+    return {**summed([]), "wall_ms": 1.0, "busy_share": 0.0}
+
+
+@pytest.mark.parametrize(("step", "least"), [("ceilings", 3), ("kernel speeds", 17), ("llama-3.1-8b", 34)])
+def test_a_part_runs_on_a_device(
+    step: str, least: int, gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(end_to_end, "profile", profiled)
+    monkeypatch.setitem(sdpa.SDPA, "cudnn", sdpa.SDPA["flash"])  # a CPU has no cuDNN
+    log = Log(tmp_path / "log.jsonl", "fake", 0)
+    code = run_step(Context(step, torch.device("cuda", 0), True, tmp_path, log, Budget(600)))
+    lines = log.lines()
+    assert code == 0
+    assert [line for line in lines if line["event"] in ("fault", "skipped")] == []
+    rows = [line["row"] for line in lines if line["event"] == "row"]
+    assert [row for row in rows if "message" in row or not row.get("ok", True)] == []
+    assert sum(line["event"] == "done" for line in lines) >= least
+    assert not gpu.errors
