@@ -1,4 +1,4 @@
-"""The parts of the GPU plan on a fake GPU, in tiny shapes: all of a device that they call is there, and numbers hold."""
+"""The parts of the GPU plan on a fake GPU, in tiny shapes: what they call of a device exists, and the numbers hold."""
 
 from __future__ import annotations
 
