@@ -18,7 +18,7 @@ from fake_gpu import FakeGpu, compute_with_torch, installed, watch_launches
 from cacheblend_cli.engine.worker import memory
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks"))
 
 from gpu import end_to_end, sdpa  # noqa: E402
 from gpu.log import Budget, Log  # noqa: E402

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils import _device
 
 from fake_gpu.device import Event, FakeGpu, Graph, Stream
 from fake_gpu.order import Region
@@ -47,7 +48,9 @@ def installed(*args: Any, **kwargs: Any) -> Iterator[FakeGpu]:
 
 
 def _clear_device_caches() -> None:
-    """Empty the project's caches of functions of a device: streams and tables of one device are not another's."""
+    """Empty the project's caches of functions of a device: streams and tables of one device are not another's. And
+    torch's set of factories, which would be those of before."""
+    _device._device_constructors.cache_clear()
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] not in _PACKAGES:
             continue
