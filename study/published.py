@@ -169,6 +169,7 @@ class RelaxSteps(BlendSteps):
     def choose_before(self, evidence: Evidence) -> None:
         prompt, layers = self._prompt, range(len(self._prompt.decoder.layers))
         ratio, count = self._policy.checks[0][1], len(self._all)
+        self._keep(self._all)
         forward.attend = _attend  # a retry after a bad chunk starts again
         looks = Question(prompt, layers).looks
         self._looks = torch.stack([looks[i] for i in layers])

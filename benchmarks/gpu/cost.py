@@ -159,7 +159,9 @@ class Assumed:
     fp32_share: float = 0.1  # of the matrix ceiling, of the correction's products (three TF32 products each)
     driver_s: float = 4e-6  # host time of a launch below Triton's launcher
     torch_s: float = 9e-6  # host time of one of torch's operations
-    start_s: float = 1e-3  # host time before the first layer: plan, rows, loader
+    start_s: float = 0.5e-3  # host time before the first layer: plan, rows, loader (0.4 ms here, without a GPU)
+    choose_s: float = 0.3e-3  # host time of choosing tokens after a probe, and of their rows (0.4 ms here, on the CPU)
+    choose_operations: int = 17
 
 
 @dataclass(frozen=True)
@@ -267,6 +269,7 @@ class Expected:
                         arrival,
                     )
                 )
+            steps.append((self.assumed.choose_operations * self.assumed.kernel_s, self.assumed.choose_s, 0.0))
             steps.append((*few, 0.0))
             steps += [(*after, arrival if layer > stop else 0.0) for layer in range(1, spec.num_layers - 1)]
         else:  # layer 0 of all rows, whose K and V are exact; then fresh K and V of all rows at the check layer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Protocol
 
@@ -55,11 +56,10 @@ class Regression:
     """
 
     def __init__(self, prompt: Prompt, every: Candidates, repaired: Candidates) -> None:
-        self._pool, self._rows, self._prior = prompt.pool, None, _prior()
-        decoder = prompt.decoder
-        if decoder.kernels.has_correction and decoder.shard is None and decoder.spec.latent is None:
-            self._rows = _regressed(every, repaired, every_rows := prompt.rows(every.positions))
-            self._rotations = every_rows.rotations
+        self._pool, self._prior, decoder = prompt.pool, _prior(), prompt.decoder
+        self._given = prompt, every, repaired
+        self._fused = decoder.kernels.has_correction and decoder.shard is None and decoder.spec.latent is None
+        if self._fused:
             return
         known = torch.isin(every.positions, repaired.positions).cpu()
         lengths = every.lengths
@@ -84,10 +84,12 @@ class Regression:
     def apply(self, layer: DecoderLayer, k: Tensor, v: Tensor) -> None:
         """Correct the layer's stale rows in the pool. k (before RoPE), v: fresh values of the repaired tokens,
         [num_repaired, num_kv_heads, head_dim]; the pool still holds their old values and is updated afterwards."""
-        if self._rows is not None:
+        if self._fused:
+            rows, rotations = self._rows
             damped = layer.attention.sliding_window is not None
-            cache, rotation = self._pool.layers[layer.index], self._rotations[layer.rope]
-            layer.kernels.correct_stale(k, v, cache, self._rows, rotation, self._prior, damped)
+            layer.kernels.correct_stale(
+                k, v, self._pool.layers[layer.index], rows, rotations[layer.rope], self._prior, damped
+            )
             return
         pairs = zip((k, v), old_kv(layer, self._repaired), strict=True)
         change = torch.cat([(fresh.float() - old).flatten(1) for fresh, old in pairs], -1)
@@ -97,6 +99,14 @@ class Regression:
             of_k -= (1 - COMMON) * self._common(of_k)
         for part in self._parts:
             part.move(self._pool, layer, change, sizes)
+
+    @cached_property
+    def _rows(self) -> tuple[Regressed, tuple[CosSin, ...]]:
+        """The rows that a backend's own regression takes, and cos and sin of each RoPE. Made in the first corrected
+        layer, when a GPU has the layer before it to compute."""
+        prompt, every, repaired = self._given
+        rows = prompt.rows(every.positions)
+        return _regressed(every, repaired, rows), rows.rotations
 
     def _common(self, change: Tensor) -> Tensor:
         """Return, for each repaired token, the mean change over its chunk and the chunks before it. change: fp32
@@ -109,7 +119,7 @@ def _prior() -> RegressionPrior:
 
 
 def _regressed(every: Candidates, repaired: Candidates, rows: Rows) -> Regressed:
-    """Return the rows that a backend's own regression takes. rows: those of `every`. Reads nothing on the host."""
+    """Return the rows that a backend's own regression takes. rows: those of `every`. Does not wait for the device."""
     device, lengths = every.positions.device, every.lengths
     starts = upload([0, *accumulate(lengths)], device, torch.int32)
     known = torch.searchsorted(every.positions, repaired.positions, out_int32=True)

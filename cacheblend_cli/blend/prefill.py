@@ -84,7 +84,9 @@ class BlendSteps(Steps):
             prompt.decoder.spec.num_kv_layers - 1
         )  # after the K and V of this layer only output rows go on
         self.reports: list[LayerReport] = []
-        self._keep(self._all)
+        self.candidates = self._all
+        if policy.needs_check_layer:  # else `choose_before` keeps some
+            self._keep(self._all)
 
     def at(self, layer: DecoderLayer) -> LayerStep:
         if not layer.own_kv:
