@@ -60,5 +60,7 @@ def test_the_peak_is_little_more_than_the_weights(checkpoints: Path, tmp_path: P
     )
     size, taken = json.loads(done.stdout)
     assert size > 150 << 20  # so large that what else a process takes does not decide
-    most = 1.15 if weights == "auto" else 0.6  # int8 is a quarter; rounding and the library take some
+    # int8 is a quarter; rounding and the library take some. Pages of the mapped file count while they are read: 1.10 to
+    # 1.22 of the weights, by how the system cached the file; a second copy would make it 2
+    most = 1.3 if weights == "auto" else 0.6
     assert taken <= most * size, f"{taken / size:.2f} times"
