@@ -39,7 +39,10 @@ class Compiled:
 
 
 class Driver:
-    """A Hopper GPU of which only the architecture is known."""
+    """A GPU of which only the architecture is known."""
+
+    def __init__(self, arch: int) -> None:
+        self._arch = arch
 
     def get_current_device(self) -> int:
         return 0
@@ -50,7 +53,7 @@ class Driver:
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self._arch, 32)
 
 
 def prepare() -> None:
@@ -63,7 +66,7 @@ def prepare() -> None:
 
     backend.interpreted = checks.interpreted = lambda: True  # CPU tensors are taken
     checks._INTERPRETER = contextlib.nullcontext()  # type: ignore[assignment]
-    driver._active = Driver()  # type: ignore[attr-defined]
+    driver._active = Driver(90)  # type: ignore[attr-defined]
     JITFunction._do_compile = compiled  # type: ignore[method-assign]
 
 
@@ -83,12 +86,11 @@ def calls() -> dict[str, Callable[[], object]]:
     params, peaks = AttentionParams(128**-0.5), torch.zeros(LENGTH)
     slots = Slots(torch.arange(ROWS), *torch.zeros(2, ROWS, 128))
     x, weight, gate_up = bf16(ROWS, 4096), bf16(4096), bf16(ROWS, 2 * 14336)
-    fresh, index = bf16(LENGTH, 8, 128), torch.arange(KNOWN)
+    fresh = bf16(LENGTH, 8, 128)
     rows = Regressed(
         torch.arange(LENGTH), int32(CHUNKS + 1), int32(KNOWN), int32(CHUNKS + 1), torch.zeros(CHUNKS, KNOWN), 512
     )
     prior, rotation = RegressionPrior(2.0, 0.3, (8.0, 30.0), 0.5, 0.1, 0.8), tuple(torch.zeros(2, LENGTH, 128))
-    few = bf16(1, 16)
     return {
         "prefill_attention": lambda: backend.prefill_attention(q, cache, meta, params),
         "rope_and_cache": lambda: backend.rope_and_cache(q, k, v, cache, slots),
@@ -98,8 +100,6 @@ def calls() -> dict[str, Callable[[], object]]:
         "correct_stale": lambda: backend.correct_stale(
             fresh[:KNOWN], fresh[:KNOWN], cache, rows, rotation, prior, False
         ),
-        "torch": lambda: torch.nn.functional.linear(few, few),
-        "index": lambda: few[index[:1]],
     }
 
 

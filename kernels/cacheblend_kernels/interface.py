@@ -271,7 +271,7 @@ class KernelBackend(ABC):
         q: [num_rows, num_heads, head_dim], rotated; positions: [num_rows] int64, sorted. Only of a backend that
         `has_attention_peaks`.
         """
-        raise NotImplementedError
+        raise KernelError(f"the {self.name} backend has no kernel for attention peaks", "see has_attention_peaks")
 
     def correct_stale(
         self, k: Tensor, v: Tensor, cache: LayerCache, rows: Regressed, rotation: tuple[Tensor, Tensor],
@@ -284,7 +284,7 @@ class KernelBackend(ABC):
         [num_rows, head_dim] fp32 of `rows`. damped: a V smaller than its chunk's mean moves less. Only of a backend
         that `has_correction`.
         """
-        raise NotImplementedError
+        raise KernelError(f"the {self.name} backend has no kernel for the correction", "see has_correction")
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
