@@ -88,6 +88,12 @@ class LimitedProcess:
         with self._lock:
             self._stop()
 
+    def kill(self) -> None:
+        """Kill the process, from any thread and without waiting: an `ask` in progress raises ProcessEnded."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             # -P: do not import modules from the current directory, which may be a folder of documents
