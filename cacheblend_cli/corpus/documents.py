@@ -26,8 +26,8 @@ from cacheblend_cli.corpus.converters.converter import NoDocument, from_markdown
 from cacheblend_cli.corpus.converters.process import ConverterProcess
 from cacheblend_cli.corpus.layout import PLAIN as PLAIN_LAYOUT
 from cacheblend_cli.corpus.layout import Converted, TextLayout
-from cacheblend_cli.corpus.places import STDIN, place_of, place_within, text_of
-from cacheblend_cli.corpus.walk import ALL, Selection, too_large, unwanted, walk
+from cacheblend_cli.corpus.places import STDIN, place_of, text_of
+from cacheblend_cli.corpus.walk import ALL, FoundFile, Selection, too_large, unwanted, walk
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.version import __version__
 
@@ -215,22 +215,23 @@ def read_documents(
     """
     check_paths((*paths, *listed))
     conversions = conversions or Conversions()
-    seen, folders = set[str](), dict[str, str]()
+    seen = set[str]()
     for name in (*paths, *listed):
         root, is_listed = place_of(name), name not in paths
         selection = select(name)
         is_folder = name != STDIN and os.path.isdir(name)
         named = not is_folder and not is_listed
-        for file, why in walk(Path(name), selection) if is_folder else [(Path(name), None)]:
-            if is_folder and not os.path.islink(file):
-                source = place_within(os.path.join(os.curdir, file.parent), text_of(file.name), folders)
+        for found in walk(name, selection) if is_folder else [FoundFile(name, "")]:
+            file, why = Path(found.path), found.skip
+            if found.real:
+                source = text_of(found.real)
             else:
-                source = root if name == STDIN else place_of(os.path.join(os.curdir, file))
+                source = root if name == STDIN else place_of(os.path.join(os.curdir, found.path))
             if source in seen:
                 continue
             seen.add(source)
             if is_listed and not is_folder and name != STDIN:
-                why = unwanted(file, selection)
+                why = unwanted(found.path, selection)
             try:
                 if why is not None:
                     raise why
@@ -293,7 +294,7 @@ def _bytes(file: Path) -> bytes:
     try:
         if not file.is_file():
             raise NoDocument("not a regular file" if file.exists() else "a broken link")
-        if (large := too_large(file, MAX_BYTES)) is not None:
+        if (large := too_large(str(file), MAX_BYTES)) is not None:
             raise large
         return file.read_bytes()
     except OSError as error:

@@ -7,89 +7,25 @@ in ripgrep, .gitignore also applies outside of a repository.
 
 from __future__ import annotations
 
+import codecs
+import errno
 import os
-import warnings
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING
+from pathlib import PurePath
 
 from cacheblend_cli.corpus.converters import converter_of
 from cacheblend_cli.corpus.converters.converter import NoDocument
+from cacheblend_cli.corpus.ignore_patterns import Folder, IgnorePatterns
+from cacheblend_cli.corpus.ignore_rules import IgnoreRules
+from cacheblend_cli.corpus.places import is_within
 from cacheblend_cli.errors import UsageError
 
-if TYPE_CHECKING:
-    from pathspec import GitIgnoreSpec
-
-
-_NAMES = (".ignore", ".gitignore")
-
-
-@dataclass(frozen=True)
-class IgnoreRules:
-    """Rules of a folder and its parents, by file name, nearest first."""
-
-    chains: tuple[tuple[tuple[str, GitIgnoreSpec], ...], ...] = ((),) * (len(_NAMES) + 1)
-
-    @classmethod
-    def above(cls, folder: Path) -> IgnoreRules:
-        """Return the rules of the parent folders, up to the repository.
-
-        Return no rules if they would ignore the folder itself, because the user named it.
-        """
-        parents: list[Path] = []
-        here = folder.resolve()
-        while not os.path.exists(here / ".git"):  # Path.exists raises in a folder without permission
-            if here == here.parent:
-                return cls()
-            here = here.parent
-            parents.append(here)
-        rules = cls()
-        for parent in reversed(parents):
-            rules = rules.within(parent)
-        return cls() if rules.ignore(f"{folder.resolve()}/") else rules
-
-    def within(self, folder: Path) -> IgnoreRules:
-        """Return these rules plus the rules of a subfolder."""
-        base = f"{folder}/"
-        found = [_read(folder / name) for name in _NAMES]
-        found.append(_read(folder / ".git" / "info" / "exclude"))
-        if not any(found):
-            return self
-        own = (((base, spec),) if spec else () for spec in found)
-        return IgnoreRules(tuple(new + old for new, old in zip(own, self.chains, strict=True)))
-
-    def ignore(self, path: str) -> bool:
-        """Return whether to ignore a real absolute path, with a trailing slash for a folder."""
-        for chain in self.chains:
-            for base, spec in chain:
-                verdict = spec.check_file(path.removeprefix(base)).include
-                if verdict is not None:
-                    return bool(verdict)
-        return False
-
-
-def _read(file: Path) -> GitIgnoreSpec | None:
-    from pathspec import GitIgnoreSpec  # imported only to walk files
-
-    try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return None
-    kept = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # nested brackets
-        for line in lines:
-            try:
-                GitIgnoreSpec.from_lines([line])
-            except ValueError:  # git skips invalid patterns
-                continue
-            kept.append(line)
-        return GitIgnoreSpec.from_lines(kept)
-
-
 MAX_FILE_SIZE = 20 << 20
+MAX_PATH = os.pathconf("/", "PC_PATH_MAX") - 1
+"""Longest path that the system opens, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -104,100 +40,192 @@ class Selection:
     max_file_size: int = MAX_FILE_SIZE  # bytes
 
     @cached_property
-    def _included(self) -> GitIgnoreSpec | None:
-        return _rules(self.include) if self.include else None
+    def included(self) -> IgnorePatterns:
+        return IgnorePatterns(self.include)
 
     @cached_property
-    def _excluded(self) -> GitIgnoreSpec:
-        return _rules(self.exclude)
-
-    def excludes(self, path: str) -> bool:
-        """Return whether to skip a path. It is relative to the named folder, with a trailing slash for a folder."""
-        if self._excluded.match_file(path):
-            return True
-        return self._included is not None and not path.endswith("/") and not self._included.match_file(path)
+    def excluded(self) -> IgnorePatterns:
+        return IgnorePatterns(self.exclude)
 
 
 ALL = Selection()
 
 
-def _rules(lines: tuple[str, ...]) -> GitIgnoreSpec:
-    from pathspec import GitIgnoreSpec
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    """A file of a folder."""
 
-    return GitIgnoreSpec.from_lines(lines)
+    path: str  # below the folder as the user named it
+    real: str  # path with links to folders resolved; "" for a link
+    skip: NoDocument | None = None  # reason to skip it
 
 
 _OUTWARD = NoDocument(
     "a link to a file outside the folder: name it, or --follow", "links out of the folder", by_rule=True
 )
-Found = tuple[Path, NoDocument | None]
-"""A file, and the reason to skip it (None: read it)."""
+_LINKED = NoDocument("a link to a folder: name it, or --follow", "linked folders", by_rule=True)
+_TOO_LONG = NoDocument(
+    f"its path is longer than {MAX_PATH:,} bytes, and the system cannot open it", "too long paths", unread=True
+)
 
 
-def walk(folder: Path, selection: Selection) -> Iterator[Found]:
-    """Yield the files, except hidden, ignored and excluded ones.
+def walk(folder: str, selection: Selection) -> Iterator[FoundFile]:
+    """Yield the files, except hidden, ignored and excluded ones. Ignore files that are not read are yielded, too.
 
     Raises UsageError for a folder that cannot be listed: otherwise its documents would count as deleted.
     """
-    rules = IgnoreRules() if selection.no_ignore else IgnoreRules.above(folder)
-    yield from _walk(folder, folder.resolve(), "", rules, (), selection)
+    return _Walk(os.path.realpath(folder), selection).files(folder)
 
 
-def _walk(
-    folder: Path, real: Path, below: str, rules: IgnoreRules, parents: tuple[Path, ...], selection: Selection
-) -> Iterator[Found]:
-    """Walk one folder.
+@dataclass(frozen=True, slots=True)
+class _OpenFolder:
+    """A folder whose entries are being walked."""
 
-    below: its path relative to the named folder, with a trailing slash, or "" for that folder.
-    parents: real paths of the folders above, to stop at cycles of links.
-    """
-    if real in parents:
-        return
-    if not selection.no_ignore:
-        rules = rules.within(real)
-    try:
-        entries = sorted(folder.iterdir())
-    except OSError as error:
-        raise UsageError(f"cannot list {folder}: {error.strerror}", "check its permissions") from error
-    for entry in entries:
-        is_folder = os.path.isdir(entry)  # Path.is_dir raises without permission
-        end = "/" if is_folder else ""
-        if entry.name.startswith(".") or rules.ignore(f"{real / entry.name}{end}"):
-            continue
-        if selection.excludes(f"{below}{entry.name}{end}"):
-            continue
+    path: str
+    real: str
+    rules: IgnoreRules
+    # The folder's place for the patterns of the selection.
+    included: Folder
+    excluded: Folder
+    is_included: bool  # by the nearest parent that a pattern matches
+    entries: Iterator[os.DirEntry[str]]
+
+
+class _Walk:
+    """One walk, with a stack of open folders in place of recursion. top: real path of the named folder."""
+
+    def __init__(self, top: str, selection: Selection) -> None:
+        self._top, self._selection = top, selection
+        self._stack = list[_OpenFolder]()
+        self._real_paths = set[str]()  # of the stack, to stop at cycles of links
+
+    def files(self, folder: str) -> Iterator[FoundFile]:
+        selection, rules = self._selection, IgnoreRules(self._top)
+        if not selection.no_ignore:
+            rules, unread = IgnoreRules.above(self._top)
+            yield from (FoundFile(file, file, why) for file, why in unread)
+        yield from self._enter(folder, self._top, rules, selection.included.top, selection.excluded.top, False)
+        while self._stack:
+            here = self._stack[-1]
+            if (entry := next(here.entries, None)) is None:
+                self._stack.pop()
+                self._real_paths.remove(here.real)
+            else:
+                yield from self._look_at(entry, here)
+
+    def _enter(
+        self, path: str, real: str, rules: IgnoreRules, included: Folder, excluded: Folder, is_included: bool
+    ) -> Iterator[FoundFile]:
+        """Open a folder. Yield its ignore files that are not read, or the folder itself if its path is too long."""
+        if real in self._real_paths:
+            return
+        if len(os.fsencode(real)) > MAX_PATH:
+            yield FoundFile(path, real, _TOO_LONG)
+            return
+        try:
+            with os.scandir(path) as listing:
+                entries = sorted(listing, key=lambda entry: entry.name)
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                yield FoundFile(path, real, _TOO_LONG)
+                return
+            raise UsageError(f"cannot list {path}: {error.strerror}", "check its permissions") from error
+        if not self._selection.no_ignore:
+            rules, unread = rules.with_files_of(real, {entry.name for entry in entries})
+            yield from (FoundFile(file, file, why) for file, why in unread)
+        self._stack.append(_OpenFolder(path, real, rules, included, excluded, is_included, iter(entries)))
+        self._real_paths.add(real)
+
+    def _look_at(self, entry: os.DirEntry[str], here: _OpenFolder) -> Iterator[FoundFile]:
+        """Yield a file, or open a folder."""
+        selection, name, is_folder = self._selection, entry.name, _is_folder(entry)
+        if name.startswith(".") or here.rules.ignore(name, is_folder=is_folder):
+            return
+        if selection.excluded.verdict(here.excluded, name, is_folder=is_folder):
+            return
+        verdict = selection.included.verdict(here.included, name, is_folder=is_folder)
+        is_included = here.is_included if verdict is None else verdict
+        path, real = os.path.join(here.path, name), os.path.join(here.real, name)
+        is_link = entry.is_symlink()
         if not is_folder:
-            leads_out = not selection.follow and _leads_out(entry, (*parents, real)[0])
-            yield entry, _OUTWARD if leads_out else unwanted(entry, selection)
-        elif os.path.islink(entry) and not selection.follow:
-            yield entry, NoDocument("a link to a folder: name it, or --follow", "linked folders", by_rule=True)
+            if selection.include and not is_included:
+                return
+            leads_out = is_link and not selection.follow and _leads_out(path, self._top)
+            skip = _OUTWARD if leads_out else _TOO_LONG if len(os.fsencode(real)) > MAX_PATH else None
+            yield FoundFile(path, "" if is_link else real, skip or unwanted(path, selection))
+        elif is_link and not selection.follow:
+            yield FoundFile(path, "", _LINKED)
         else:
-            inside = entry.resolve() if os.path.islink(entry) else real / entry.name
-            yield from _walk(entry, inside, f"{below}{entry.name}/", rules, (*parents, real), selection)
+            rules = here.rules.within(name)
+            included = selection.included.within(here.included, name)
+            excluded = selection.excluded.within(here.excluded, name)
+            real = os.path.realpath(path) if is_link else real
+            yield from self._enter(path, real, rules, included, excluded, is_included)
 
 
-def _leads_out(entry: Path, folder: Path) -> bool:
-    """Return whether a file is a link to a file outside the folder.
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link that cannot be followed
+        return False
+
+
+def _leads_out(path: str, folder: str) -> bool:
+    """Return whether a link to a file leads out of the folder.
 
     Such a link would let the author of the folder read any file that its reader can read.
     """
-    if not os.path.islink(entry) or not os.path.exists(entry):
-        return False
-    return not Path(os.path.realpath(entry)).is_relative_to(folder)
+    return os.path.exists(path) and not is_within(os.path.realpath(path), folder)
 
 
-def unwanted(file: Path, selection: Selection) -> NoDocument | None:
-    """Return the reason not to open a file that the user did not name, or None."""
-    if not selection.include and converter_of(file.name) is None:
-        suffix = file.suffix.lower()
-        why = f"{suffix or 'a name without a suffix'} is not read; name the file, or --include it"
-        return NoDocument(why, suffix or "without a suffix", by_rule=True)
-    return too_large(file, selection.max_file_size)
+_PEEK_BYTES = 8192
+_WITHOUT_TEXT = {
+    "archives are not read: unpack them": ".zip .tar .gz .tgz .bz2 .xz .zst .7z .rar .jar .whl",
+    "images have no text": ".png .jpg .jpeg .gif .bmp .tif .tiff .webp .heic .ico",
+    "audio and video have no text": ".mp3 .wav .flac .ogg .m4a .aac .opus .mp4 .mov .avi .mkv .webm",
+    "old Office formats are not read: save as .docx, .xlsx or .pptx": ".doc .xls .ppt",
+}
+_REASON_OF_SUFFIX = {suffix: why for why, suffixes in _WITHOUT_TEXT.items() for suffix in suffixes.split()}
+_BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 
 
-def too_large(file: Path, most: int) -> NoDocument | None:
+def reason_of_suffix(name: str) -> str:
+    """Return why files with the suffix of this name are not read, "" if unknown."""
+    return _REASON_OF_SUFFIX.get(PurePath(name).suffix.lower(), "")
+
+
+def unwanted(path: str, selection: Selection) -> NoDocument | None:
+    """Return the reason not to read a file that the user did not name, or None."""
+    suffix = PurePath(path).suffix.lower()
+    if not selection.include:
+        if converter_of(os.path.basename(path)) is None:
+            why = reason_of_suffix(path) or f"{suffix} is not read: name the file, or --include '*{suffix}'"
+            return NoDocument(why, suffix, by_rule=True)
+        if not suffix and _is_binary(path):
+            return NoDocument("binary, without a suffix", "binary without a suffix", by_rule=True)
+    return too_large(path, selection.max_file_size)
+
+
+def _is_binary(path: str) -> bool:
+    """Return whether a regular file does not begin as text. An unreadable file is reported when it is read."""
     try:
-        size = file.stat().st_size
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return False
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
+            data = stream.read(_PEEK_BYTES)
+        if data.startswith(_BYTE_ORDER_MARKS):
+            return False
+        codecs.getincrementaldecoder("utf-8")().decode(data)  # a character may be cut at the end
+    except OSError:
+        return False
+    except UnicodeDecodeError:
+        return True
+    return b"\0" in data
+
+
+def too_large(path: str, most: int) -> NoDocument | None:
+    try:
+        size = os.stat(path).st_size
     except OSError:
         return None  # reported when the file is read
     if size <= most:

@@ -123,8 +123,8 @@ def test_an_unreadable_directory_is_an_error_lest_its_documents_pass_for_deleted
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (here / "docs/shut").mkdir(parents=True)
-    real = Path.iterdir
-    monkeypatch.setattr(Path, "iterdir", lambda p: refuse(p) if p.name == "shut" else real(p))
+    real = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda p: refuse(Path(p)) if p.endswith("shut") else real(p))
     with pytest.raises(UsageError, match="docs/shut"):
         read("docs")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from files import write
 
-from cacheblend_cli.corpus.documents import Document, Skipped, read_documents
+from cacheblend_cli.corpus.documents import Document, Skipped, read_documents, reader_of
 from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.corpus.walk import ALL, Selection
 
@@ -95,8 +95,9 @@ def test_include_and_exclude_go_by_the_folder_that_was_named(here: Path) -> None
 
 
 def test_what_is_passed_over_is_counted_by_its_reason(here: Path) -> None:
-    for name in ("a.md", "b.png", "c.PNG", "nosuffix", "README"):
+    for name in ("a.md", "b.png", "c.PNG", "README"):
         write(here / "docs" / name, "text\n")
+    write(here / "docs/program", b"\x7fELF\0")
     write(here / "docs/large.md", "x" * 3000)
     write(here / "docs/scan.pdf", b"not one")
     (here / "far").mkdir()
@@ -113,7 +114,7 @@ def test_what_is_passed_over_is_counted_by_its_reason(here: Path) -> None:
         "links within are followed"
     )
     assert passed_over("docs", select=small) == {
-        "docs/b.png": ".png", "docs/c.PNG": ".png", "docs/nosuffix": "without a suffix", "docs/large.md": "over 0.00195 MB",
+        "docs/b.png": ".png", "docs/c.PNG": ".png", "docs/program": "binary without a suffix", "docs/large.md": "over 0.00195 MB",
         "docs/file.md": "links out of the folder", "docs/passwords.md": "links out of the folder",
         "docs/link": "linked folders", "docs/circle": "linked folders", "docs/scan.pdf": "damaged or locked",
     }  # fmt: skip
@@ -144,3 +145,102 @@ def test_a_link_that_cannot_be_followed_is_passed_over(here: Path) -> None:
     (here / "docs/b.md").symlink_to("x" * 300)
     assert taken("docs") == ["docs/a.md"]
     assert passed_over("docs") == {"docs/b.md": "unreadable"}
+
+
+def test_a_file_without_a_suffix_is_read_if_it_is_text(here: Path) -> None:
+    cut = "\u00e9".encode() * 5000  # the peek ends within a character
+    texts = {"README": b"a\n", "notes": b"b\n", "odd": b"c" + cut, "wide": "d\n".encode("utf-16")}
+    for name, data in {**texts, "program": b"\x7fELF\0\0", "latin": b"caf\xe9\n", "zeros": b"text\0"}.items():
+        write(here / "docs" / name, data)
+    os.mkfifo(here / "docs/pipe")
+    assert taken("docs") == [f"docs/{name}" for name in sorted(texts)]
+    binary = dict.fromkeys(("docs/latin", "docs/program", "docs/zeros"), "binary without a suffix")
+    assert passed_over("docs") == {**binary, "docs/pipe": "not a regular file"}
+    reads = {name: reader_of(name).split()[0] for name in ("Makefile", "README", "notes")}
+    assert reads == {"Makefile": "from_code", "README": "from_plain", "notes": "from_plain"}
+
+
+def test_an_ignore_file_that_is_not_a_small_regular_file_below_the_repository_is_not_read(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = list[str]()
+    real_open = os.open
+    monkeypatch.setattr(os, "open", lambda path, *rest, **more: opened.append(path) or real_open(path, *rest, **more))
+    for folder in ("pipe", "device", "outward", "large", "folder", "inward"):
+        write(here / "docs" / folder / "a.md", f"{folder}\n")
+    os.mkfifo(here / "docs/pipe/.gitignore")
+    (here / "docs/device/.ignore").symlink_to("/dev/zero")
+    write(here / "rules", "*.md\n")
+    (here / "docs/outward/.gitignore").symlink_to(here / "rules")
+    write(here / "docs/large/.gitignore", "*.md\n" + "#" * (1 << 20))
+    (here / "docs/folder/.gitignore").mkdir()
+    write(here / "docs/pipe/rules", "*.md\n")
+    (here / "docs/inward/.gitignore").symlink_to("../pipe/rules")
+    found = list(read_documents(["docs"], select=lambda path: Selection(exclude=("rules",))))
+    assert [shown(d.source) for d in found if isinstance(d, Document)] == [
+        f"docs/{folder}/a.md" for folder in ("device", "folder", "large", "outward", "pipe")
+    ]
+    reasons = {shown(d.source): d.reason.partition(": ")[2] for d in found if isinstance(d, Skipped) and not d.by_rule}
+    assert reasons == {
+        "docs/pipe/.gitignore": "it is not a regular file", "docs/device/.ignore": "it is a link out of the folder",
+        "docs/outward/.gitignore": "it is a link out of the folder", "docs/large/.gitignore": "it is larger than 1 MiB",
+        "docs/folder/.gitignore": "it is not a regular file",
+    }  # fmt: skip
+    assert not any("zero" in str(path) or "pipe/.gitignore" in str(path) for path in opened)
+
+
+def test_a_link_to_an_ignore_file_may_lead_elsewhere_in_the_repository(here: Path) -> None:
+    (here / ".git").mkdir()
+    write(here / "rules", "b.md\n")
+    for name in ("a.md", "b.md"):
+        write(here / "docs" / name, f"{name}\n")
+    (here / "docs/.gitignore").symlink_to("../rules")
+    assert taken("docs") == ["docs/a.md"]
+    assert passed_over("docs") == {}
+
+
+def nest(folder: Path, levels: int, file_at: int) -> None:
+    """Make folders one in another, deeper than the system's limit of a path, with a file at one level."""
+    folder.mkdir(parents=True)
+    here = os.open(folder, os.O_RDONLY)
+    for level in range(levels):
+        if level == file_at:
+            with open(os.open("b.md", os.O_WRONLY | os.O_CREAT, dir_fd=here), "w") as stream:
+                stream.write("b\n")
+        os.mkdir("d", dir_fd=here)
+        below = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+
+
+@pytest.mark.parametrize("levels", [1900, 2500])
+def test_folders_nested_deeper_than_the_stack_are_walked_as_far_as_the_system_opens_them(
+    here: Path, levels: int
+) -> None:
+    nest(here / "docs/a", levels, file_at=1850)
+    try:
+        write(here / "docs/z.md", "z\n")
+        found = list(read_documents(["docs"]))
+        names = [d.source for d in found if isinstance(d, Document)]
+        assert names == [f"{here}/docs/a/{'d/' * 1850}b.md", f"{here}/docs/z.md"]
+        skipped = [d for d in found if isinstance(d, Skipped)]
+        assert [d.group for d in skipped] == ["too long paths"] * (levels > 1900)
+        assert all("longer than 4,095 bytes" in d.reason and not d.by_rule for d in skipped)
+    finally:
+        subprocess.run(["rm", "-r", "docs/a"], check=True)  # pytest's own clean-up recurses
+
+
+def test_folders_that_link_to_each_other_end(here: Path) -> None:
+    for name in ("a", "b"):
+        write(here / "docs" / name / "x.md", f"{name}\n")
+    (here / "docs/a/to_b").symlink_to("../b")
+    (here / "docs/b/to_a").symlink_to("../a")
+    assert taken("docs", select=Selection(follow=True)) == ["docs/b/x.md", "docs/a/x.md"]
+
+
+def test_a_file_after_its_folder_was_included_or_excluded(here: Path) -> None:
+    for name in ("a.md", "sub/b.md", "sub/c.tex", "sub/draft/d.md"):
+        write(here / "docs" / name, f"{name}\n")
+    assert taken("docs", select=Selection(include=("sub/", "!draft"))) == ["docs/sub/b.md", "docs/sub/c.tex"]
+    assert taken("docs", select=Selection(include=("/sub/**/d*",))) == ["docs/sub/draft/d.md"]

@@ -44,16 +44,13 @@ PLAIN = frozenset((from_markdown, from_rst, from_plain, from_code))
 _MODULES = {from_pdf: "pypdf", from_docx: "mammoth", from_pptx: "pptx", from_xlsx: "openpyxl", from_epub: "defusedxml"}
 """Converters that need the extra `documents` -> module that they import."""
 _BY_SUFFIX = {suffix: converter for converter, suffixes in CONVERTERS.items() for suffix in suffixes.split()}
-_WITHOUT_SUFFIX = {
-    **dict.fromkeys("readme license licence copying notice changelog authors contributing".split(), from_plain),
-    **dict.fromkeys("makefile dockerfile rakefile gemfile justfile".split(), from_code),
-}
+_WITHOUT_SUFFIX = dict.fromkeys("makefile dockerfile rakefile gemfile justfile".split(), from_code)
 
 
 def converter_of(name: str) -> Converter | None:
-    """Return the converter for a file name; None for an unknown suffix, or for an unknown name without a suffix."""
+    """Return the converter for a file name; None for an unknown suffix. A name without a suffix can be text."""
     path = PurePath(name)
-    return _BY_SUFFIX.get(path.suffix.lower()) if path.suffix else _WITHOUT_SUFFIX.get(path.name.lower())
+    return _BY_SUFFIX.get(path.suffix.lower()) if path.suffix else _WITHOUT_SUFFIX.get(path.name.lower(), from_plain)
 
 
 def readable_suffixes() -> list[str]:

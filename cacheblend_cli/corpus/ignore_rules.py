@@ -1,0 +1,106 @@
+"""Rules of the ignore files of a folder and its parents.
+
+An ignore file may come from a stranger, so that only small regular files are read, and links only within the repository
+(or the named folder, outside of a repository).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Container
+from dataclasses import dataclass, replace
+
+from cacheblend_cli.corpus.converters.converter import NoDocument
+from cacheblend_cli.corpus.ignore_patterns import Folder, IgnorePatterns
+from cacheblend_cli.corpus.places import is_within
+
+MAX_BYTES = 1 << 20
+_NAMES = (".ignore", ".gitignore", ".git/info/exclude")
+_FIRST_NAMES = tuple(name.split("/")[0] for name in _NAMES)
+Unread = list[tuple[str, NoDocument]]
+"""Ignore files that were not read, and the reasons."""
+
+
+@dataclass(frozen=True)
+class IgnoreRules:
+    """Rules that apply to the entries of a folder."""
+
+    top: str  # real path of the repository, or of the named folder
+    # For each of _NAMES the patterns of that file in the folder and its parents, nearest first, with the folder's place
+    # for these patterns.
+    chains: tuple[tuple[tuple[IgnorePatterns, Folder], ...], ...] = ((),) * len(_NAMES)
+
+    @classmethod
+    def above(cls, folder: str) -> tuple[IgnoreRules, Unread]:
+        """Return the rules of the parents of a real path, up to the repository.
+
+        Return no rules if they would ignore the folder itself, because the user named it.
+        """
+        top = folder
+        while not os.path.exists(os.path.join(top, ".git")):
+            if top == (top := os.path.dirname(top)):
+                return cls(folder), []
+        rules, unread, here = cls(top), Unread(), top
+        for name in () if folder == top else os.path.relpath(folder, top).split("/"):
+            rules, more = rules.with_files_of(here, _FIRST_NAMES)
+            unread += more
+            if rules.ignore(name, is_folder=True):
+                return cls(top), []
+            rules, here = rules.within(name), os.path.join(here, name)
+        return rules, unread
+
+    def within(self, name: str) -> IgnoreRules:
+        """Return these rules for the entries of a subfolder."""
+        chains = (tuple((patterns, patterns.within(f, name)) for patterns, f in chain) for chain in self.chains)
+        return replace(self, chains=tuple(chains))
+
+    def with_files_of(self, folder: str, names: Container[str]) -> tuple[IgnoreRules, Unread]:
+        """Add the ignore files of the folder itself. folder: its real path. names: its entries."""
+        chains, unread = list(self.chains), Unread()
+        for number, name in enumerate(_NAMES):
+            if _FIRST_NAMES[number] not in names:
+                continue
+            file = os.path.join(folder, name)
+            try:
+                patterns = self._read(file)
+            except NoDocument as why:
+                unread.append((file, why))
+                continue
+            if patterns:
+                chains[number] = ((patterns, patterns.top), *chains[number])
+        return replace(self, chains=tuple(chains)), unread
+
+    def ignore(self, name: str, *, is_folder: bool) -> bool:
+        """Return whether to ignore an entry of the folder."""
+        for chain in self.chains:
+            for patterns, folder in chain:
+                verdict = patterns.verdict(folder, name, is_folder=is_folder)
+                if verdict is not None:
+                    return verdict
+        return False
+
+    def _read(self, file: str) -> IgnorePatterns | None:
+        """Return the patterns of a file, None if it does not exist. Raises NoDocument."""
+        if not os.path.lexists(file):
+            return None
+        real = os.path.realpath(file)
+        if real != file and not is_within(real, self.top):  # with --follow, the folder itself may be elsewhere
+            raise _unread("it is a link out of the folder")
+        try:
+            if not stat.S_ISREG(os.stat(real).st_mode):  # opening a device can have effects
+                raise _unread("it is not a regular file")
+            descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+            with open(descriptor, "rb") as stream:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise _unread("it is not a regular file")
+                data = stream.read(MAX_BYTES + 1)
+        except OSError as error:
+            raise _unread(f"it is unreadable: {error.strerror}") from error
+        if len(data) > MAX_BYTES:
+            raise _unread(f"it is larger than {MAX_BYTES >> 20} MiB")
+        return IgnorePatterns.of_text(os.fsdecode(data))
+
+
+def _unread(why: str) -> NoDocument:
+    return NoDocument(f"its rules do not apply: {why}", "ignore files", unread=True)
