@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.output import Output, visible
 from cacheblend_cli.errors import CacheBlendError, ExitCode, did_you_mean
 
 
@@ -107,7 +107,7 @@ def _log(error: BaseException) -> Path | None:
             stream.write(text)
     except OSError:
         with suppress(OSError):
-            sys.stderr.write(text)
+            sys.stderr.write(visible(text) if sys.stderr.isatty() else text)
         return None
     return path
 

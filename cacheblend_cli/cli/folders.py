@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,12 +12,14 @@ from typer import Option
 
 from cacheblend_cli.cli.inputs import read_stdin
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.units import counted, parse_size
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.text_files import read_text
 
 if TYPE_CHECKING:
     from cacheblend_cli.corpus.documents import Skipped
+    from cacheblend_cli.settings import Settings
 
 _PANEL = "Reading documents"
 Include = Annotated[
@@ -53,6 +56,16 @@ FilesFrom = Annotated[
 ]
 Verbose = Annotated[bool, Option("--verbose", "-v", help="List every skipped file.")]
 _WARNED = 10
+_HINTS = {
+    "links out of the folder": "name them, or --follow",
+    "linked folders": "name them, or --follow",
+    "with a password": "save them without it, for example with qpdf --decrypt",
+    "not UTF-8": "convert them, for example with iconv -t utf-8",
+}
+"""Group of skipped files -> how to read them."""
+_SUPPORTED = (
+    "supported: text, code, HTML, CSV, JSON, notebooks, mail; with the extra `documents` also PDF and Office files"
+)
 
 
 def selected(
@@ -88,24 +101,98 @@ class SkippedFiles:
     """
 
     def __init__(self, output: Output, *, verbose: bool, json: bool) -> None:
-        self._output, self._verbose, self._json = output, verbose, json
+        self._output, self.verbose, self._json = output, verbose, json
         self._warned = 0
 
     def report(self, file: Skipped) -> None:
-        if self._json and self._verbose:
+        if self._json and self.verbose:
             self._output.json({"path": file.typed, "status": "passed over", "reason": file.reason})
         if file.named:
             self._output.warn(f"skipped {file.typed}: {file.reason}")
         elif not file.by_rule and self._warned < _WARNED:
             self._warned += 1
             self._output.warn(f"skipped {file.typed}: {file.reason}")
-        elif self._verbose:
+        elif self.verbose:
             self._output.note(f"skipped {file.typed}: {file.reason}")
 
     def summarise(self, files: Sequence[Skipped]) -> None:
         if not files:
             return
-        counts = Counter(file.group for file in files)
-        groups = ", ".join(f"{count:,} {group}" for group, count in counts.most_common())
-        named = "" if self._verbose else "; -v lists them"
+        hints = dict[str, list[str]]()
+        for group, count in Counter(file.group for file in files).most_common():
+            hints.setdefault(_hint(group), []).append(f"{count:,} {group}")
+        groups = ", ".join(f"{', '.join(counts)}{hint and f' ({hint})'}" for hint, counts in hints.items())
+        named = "" if self.verbose else "; -v lists them"
         self._output.note(f"skipped {counted(len(files), 'file')}: {groups}{named}")
+
+
+def _hint(group: str) -> str:
+    """Return how to read the files of a group, or why they cannot be read; "" if the group says it."""
+    from cacheblend_cli.corpus.walk import reason_of_suffix
+
+    if group.startswith("."):
+        return reason_of_suffix(f"a{group}") or "name them, or --include them"
+    return "name them, or --max-file-size" if group.startswith("over ") else _HINTS.get(group, "")
+
+
+def not_stored(files: Sequence[Skipped]) -> UsageError:
+    """Return the error for named files that were skipped."""
+    from cacheblend_cli.corpus.walk import reason_of_suffix
+
+    first, more = files[0], f", and {len(files) - 1} more" if len(files) > 1 else ""
+    hint = _HINTS.get(first.group, "").replace("them", "it")
+    if first.group == "binary":
+        hint = reason_of_suffix(first.typed) or _SUPPORTED
+    return UsageError(f"{first.typed} was not stored: {first.reason}{more}", hint or None)
+
+
+def no_document(files: Sequence[Skipped], *, verbose: bool) -> UsageError:
+    """Return the error for folders without a document. files: those that were skipped."""
+    hint = None if verbose else "-v lists the skipped files and the reasons"
+    if not files:
+        hint = "hidden and ignored files are not read; --no-ignore reads those that .gitignore and .ignore exclude"
+    return UsageError("no document was found", hint)
+
+
+def check_files(
+    paths: Sequence[str], listed: Sequence[str], select: dict[str, Any], settings: Settings, skipped: SkippedFiles
+) -> None:
+    """Raise NotFoundError for a missing path, and UsageError if there is no file to read, before torch is imported.
+
+    Paths that the store knows are not looked at: the store has their selection, and documents that are gone.
+    """
+    from cacheblend_cli.corpus.documents import check_paths, find_files
+    from cacheblend_cli.corpus.walk import ALL
+
+    check_paths((*paths, *listed))
+    if _are_known((*paths, *listed), settings):
+        return
+    found, selection = list["Skipped"](), replace(ALL, **select)
+    for file in find_files(paths, listed, lambda path: selection):
+        if file.skip is None:
+            return
+        found.append(file.skipped(file.skip))
+        skipped.report(found[-1])
+    skipped.summarise(found)
+    raise no_document(found, verbose=skipped.verbose)
+
+
+def _are_known(paths: Sequence[str], settings: Settings) -> bool:
+    """Return whether the store remembers one of the paths or a path above or below it, or has a document there."""
+    from cacheblend_store import StoreError, StoreNotFound
+
+    from cacheblend_cli.collect.document_records import stored_documents
+    from cacheblend_cli.corpus.places import is_within, place_of
+    from cacheblend_cli.corpus.scopes import ROOTS
+
+    names = [place_of(path) for path in paths]
+    try:
+        with open_store(settings, write=False) as store:
+            roots = [memo.value["path"] for memo in store.memos(ROOTS)]
+            if any(is_within(name, root) or is_within(root, name) for root in roots for name in names):
+                return True
+            return any(is_within(d.source, name) for d in stored_documents(store).values() for name in names)
+    except StoreNotFound:
+        return False
+    except (StoreError, KeyError, TypeError):  # reported when the store is opened for writing
+        return True

@@ -17,6 +17,7 @@ from typer import Option
 import cacheblend_cli
 from cacheblend_cli.cli.help import Command
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.errors import ExitCode, UsageError, did_you_mean
 
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
@@ -148,7 +149,11 @@ def _finish_writing(*, interrupted: bool) -> None:
         return
     try:
         if writers and sys.stderr.isatty() and not {"-q", "--quiet", "--json"} & set(sys.argv):
-            print("writing packed weights for the next start (Ctrl-C cancels)", file=sys.stderr)
+            size, folder = format_size(sum(writer.size for writer in writers)), writers[0].path.parent
+            Output().note(
+                f"writing packed weights for the next start: {size} in {folder} (Ctrl-C cancels; "
+                "cacheblend config set weights_cache_gb 0 prevents it)"
+            )
         for writer in writers:
             writer.wait()
     except KeyboardInterrupt:

@@ -9,12 +9,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, ClassVar, TextIO
 
 _ERASE_LINE = "\r\x1b[2K"
 _REDRAW_S = 0.1
 _LINE_EVERY_S = 60.0  # between progress messages without a terminal
 _LEAST_WIDTH = 6
+_BAR_CELLS = 58  # of a progress bar, its share and its remaining time
+_LEAST_NOTE = 16  # cells
 
 
 class Output:
@@ -136,9 +139,11 @@ class Output:
         self.out.flush()
 
     @contextmanager
-    def progress(self, description: str) -> Iterator[Callable[[int, int, str], None]]:
-        """Show a progress bar on stderr, or a line a minute if it is not a terminal. Yields update(done, total, text
-        beside the bar)."""
+    def progress(self, description: str, *, with_eta: bool = True) -> Iterator[Callable[[int, int, str], None]]:
+        """Show a progress bar on stderr, or a line a minute if it is not a terminal.
+
+        Yields update(done, total or 0 if unknown, text beside the bar).
+        """
         if self.quiet or not self.animated:
             yield self._line_a_minute(description)
             return
@@ -146,9 +151,11 @@ class Output:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
         console = Console(file=self.err, no_color=not self.color)
-        columns = (
-            TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn(),
-        )  # fmt: skip
+        plain = partial(TextColumn, markup=False)  # brackets in names are not markup
+        columns = [plain("{task.description}"), BarColumn(), TaskProgressColumn(), plain("{task.fields[note]}")]
+        columns += [TimeRemainingColumn()] if with_eta else []
+        room = max(_LEAST_NOTE, shutil.get_terminal_size().columns - _BAR_CELLS - len(description))
+        mark = "\u2026" if (getattr(self.err, "encoding", None) or "utf-8").lower().startswith("utf") else "~"
         self._erase_bar(True)
         # no redrawing thread, so that messages can be written between updates
         with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
@@ -156,7 +163,8 @@ class Output:
 
             def update(done: int, total: int, text: str) -> None:
                 nonlocal drawn
-                bar.update(task, completed=done, total=total, note=text)
+                note = cut(visible_line(text), room, mark, at_start=True)
+                bar.update(task, completed=done, total=total or None, note=note)
                 if time.monotonic() - drawn >= _REDRAW_S:
                     bar.refresh()
                     drawn, Output._bar_shown = time.monotonic(), True

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
     from cacheblend_cli.collect.cluster import Cluster
-    from cacheblend_cli.collect.corpus_diff import Paths
     from cacheblend_cli.collect.precompute import Difference, PrecomputeEvent, PrecomputeReport
     from cacheblend_cli.engine.engine import Engine
     from cacheblend_cli.settings import Settings
@@ -100,6 +99,15 @@ def precompute(
     has_paths = bool(paths) or files_from is not None
     _check_flags(resolved, select, has_paths=has_paths, watch=watch, dry_run=dry_run)
     _check_ray(ray, workers, settings, watch=watch, dry_run=dry_run)
+    quota = parse_size(settings.max_size, "--max-size") if settings.max_size else None
+    if files_from == "-" and "-" in (paths or ()):
+        raise UsageError("- was given twice, and stdin can be read only once", "write the paths to a file")
+    listed = folders.read_list(files_from)
+    if has_paths:
+        skipped_files = folders.SkippedFiles(output, verbose=verbose, json=json)
+        folders.check_files(paths or (), listed, select, settings, skipped_files)
+    else:
+        open_store(settings, write=False).close()  # no store: an error before the model is loaded
     options.import_engine()
     from cacheblend_cli.collect.corpus_diff import Paths
     from cacheblend_cli.collect.precompute import PrecomputeOptions
@@ -112,7 +120,6 @@ def precompute(
         if resolved.origin[name] == "flag" or (has_paths and resolved.origin[name] != "default")
     }
     day = None if date is None else parse_day(date)
-    quota = parse_size(settings.max_size, "--max-size") if settings.max_size else None
     wanted = PrecomputeOptions(
         **given,
         force=force,
@@ -123,11 +130,8 @@ def precompute(
         max_bytes=quota,
         day=day,
     )
-    if has_paths:
-        chosen = _paths(paths, files_from, select, settings.collection)
-    else:
-        open_store(settings, write=False).close()  # no store: an error before the model is loaded
     engine = options.load_engine(settings, output)
+    chosen = Paths(paths or (), listed, select, settings.collection)
     if not has_paths:
         chosen = Paths(remembered_paths(engine, settings, output))
     opened = _store_there(settings) if dry_run else open_store(settings, write=True, max_bytes=quota)
@@ -152,13 +156,17 @@ def precompute(
             view.end_bar()
             if kv_store is not None:
                 finish(kv_store, output)
-        _summary(report, output, settings.tier if ray else str(settings.store_path), dry_run, json)
+        if report.documents or report.gone or json:
+            _summary(report, output, settings.tier if ray else str(settings.store_path), dry_run, json)
         if not (report.unchanged or dry_run):
             _note_ratio(engine, report.new, output)
         if report.hidden:
             _warn_hidden(report.hidden, output)
         view.skipped_files.summarise(report.skipped)
-        _check_named(report)
+        if bad := [file for file in report.skipped if file.named]:
+            raise folders.not_stored(bad)
+        if not report.documents and not report.gone:
+            raise folders.no_document(report.skipped, verbose=verbose)
         if watch:
             watch_folders(engine, settings, chosen.all, output)
 
@@ -211,18 +219,6 @@ def _cluster(
     return Cluster(ray, workers or 1, job, tier, threads, int(engine.model.decoder.device.type == "cuda"))
 
 
-def _paths(named: list[str] | None, files_from: str | None, select: dict[str, Any], collection: str) -> Paths:
-    """Raises NotFoundError for a path that does not exist."""
-    from cacheblend_cli.collect.corpus_diff import Paths
-    from cacheblend_cli.corpus.documents import check_paths
-
-    if files_from == "-" and "-" in (named or ()):
-        raise UsageError("- was given twice, and stdin can be read only once", "write the paths to a file")
-    found = Paths(named or (), folders.read_list(files_from), select, collection)
-    check_paths(found.all)
-    return found
-
-
 def _store_there(settings: Settings) -> AbstractContextManager[ChunkStore | None]:
     """Open the store for a dry run, which creates none."""
     from cacheblend_store import StoreNotFound
@@ -264,14 +260,17 @@ def _changes(difference: Difference) -> Iterator[str]:
 
 
 class _View:
-    """Show events as messages and a progress bar: first for reading, then for the planned tokens."""
+    """Show events as messages and a progress bar: first for reading, then for the tokens to compute.
+
+    Tokens that need no work are not part of the bar, so that they do not count as speed.
+    """
 
     def __init__(self, output: Output, json: bool, quiet: bool, verbose: bool) -> None:
         self.output, self.json, self.quiet = output, json, quiet
         self.skipped_files = folders.SkippedFiles(output, verbose=verbose, json=json)
         self._stack, self._bar_name = ExitStack(), ""
         self._bar: Callable[[int, int, str], None] = lambda done, total, text: None
-        self.done = self.total = self.computed = 0
+        self.done = self.total = 0
         self._start = time.perf_counter()
 
     def __enter__(self) -> _View:
@@ -288,14 +287,15 @@ class _View:
     def on_event(self, event: PrecomputeEvent) -> None:
         if event.kind == "reading":
             self._show_bar("reading")
-            self._bar(event.done, event.total, event.message)
+            text = event.message if event.total else f"{counted(event.done, 'document')} found, {event.message}"
+            self._bar(event.done, event.total, text)
         elif event.kind == "plan":
             if (
                 event.planned is not None and event.planned.seconds and not event.planned.changes
             ):  # otherwise it was shown before
                 self.output.note(f"{_cost(event.planned)}; Ctrl-C stops and keeps what is stored")
-            self._show_bar("precompute")
-            self.total, self._start = event.total, time.perf_counter()
+            self.end_bar()
+            self.total, self._start = 0 if event.planned is None else event.planned.work_tokens, time.perf_counter()
         elif event.room is not None:
             room, needed = event.room, format_size(event.room.needed)
             self.output.warn(
@@ -309,22 +309,26 @@ class _View:
             self.output.warn(event.message)
         elif event.kind == "removed":
             self.output.note(event.message)
-        elif event.kind == "settled":
-            self.done += event.done
         elif event.chunk is not None:
-            self.done += event.chunk.tokens
-            self.computed += event.chunk.tokens * (event.chunk.status != "unchanged" and event.chunk.bytes > 0)
-            rate = self.computed / max(1e-9, time.perf_counter() - self._start)
-            self._bar(self.done, self.total, f"{rate:,.0f} tokens/s")
+            self._count(event.done)
             if self.json:
                 self.output.json(vars(event.chunk))
             elif self.quiet:
                 self.output.text(event.chunk.id)
 
+    def _count(self, tokens: int) -> None:
+        """Count tokens that were worked on."""
+        if tokens:
+            self._show_bar("precompute")
+            self.done += tokens
+            rate = self.done / max(1e-9, time.perf_counter() - self._start)
+            self._bar(self.done, max(self.done, self.total), f"{rate:,.0f} tokens/s")
+
     def _show_bar(self, name: str) -> None:
         if name != self._bar_name:
             self._stack.close()
-            self._bar, self._bar_name = self._stack.enter_context(self.output.progress(name)), name
+            bar = self.output.progress(name, with_eta=name != "reading")
+            self._bar, self._bar_name = self._stack.enter_context(bar), name
 
 
 def _note_ratio(engine: Engine, num_chunks: int, output: Output) -> None:
@@ -348,17 +352,6 @@ def _warn_hidden(names: list[str], output: Output) -> None:
         f"{len(names)} other document{'' if one else 's'} ({some}) {'is' if one else 'are'} stored with another date in the "
         f"prompt: ask does not find {'it until it is' if one else 'them until they are'} precomputed again"
     )
-
-
-def _check_named(report: PrecomputeReport) -> None:
-    """Raises UsageError for a named file that could not be read, after everything else was stored."""
-    bad = [file for file in report.skipped if file.named]
-    if bad:
-        more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
-        read = "supported: text, code, HTML, CSV, JSON, notebooks, mail; with the extra `documents` also PDF and Office files"
-        raise UsageError(f"{bad[0].typed} was not stored: {bad[0].reason}{more}", None if bad[0].unread else read)
-    if not report.documents and not report.gone:
-        raise UsageError("no document was found", "-v lists the skipped files and the reasons")
 
 
 def _summary(report: PrecomputeReport, output: Output, place: str, dry_run: bool, json: bool) -> None:

@@ -150,11 +150,14 @@ def diff_corpus(
     store: ChunkStore | None,
     paths: Paths,
     on_skipped: Callable[[Skipped], None],
+    on_found: Callable[[DocumentFile], None],
     records: Mapping[bytes, StoredDocument],
 ) -> CorpusDiff:
     """Read the documents at and below the paths, and compare them with the store. Unchanged files are not read again.
 
-    on_skipped: called for each file that is not a document. records: all documents in the store.
+    on_skipped: called for each file that is not a document.
+    on_found: called for each document.
+    records: all documents in the store.
     """
     names = {place_of(path): linked_from(path) for path in paths.all}
     source_settings = SourceSettings(collection, store)
@@ -166,6 +169,7 @@ def diff_corpus(
         if not isinstance(found, Skipped):
             file = DocumentFile.of(found) if isinstance(found, Document) else found
             documents.append(file)
+            on_found(file)
             digests[file.source] = file.digest
         else:
             on_skipped(found)

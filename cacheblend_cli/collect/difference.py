@@ -57,6 +57,11 @@ class Difference:
     def computed_tokens(self) -> int:
         return sum(missing.tokens for missing in self.missing)
 
+    @property
+    def work_tokens(self) -> int:
+        """Tokens of the chunks to compute or convert."""
+        return self.computed_tokens + self.converted.tokens
+
 
 def compare(
     store: ChunkStore | None, diff: CorpusDiff, plan: list[Part], room: Room, *, force: bool = False

@@ -96,10 +96,10 @@ class PrecomputeEvent:
 
     | kind      | meaning                                                                                         |
     |-----------|-------------------------------------------------------------------------------------------------|
-    | "reading" | `done` of `total` characters of a document are cut                                              |
+    | "reading" | `done` documents are found (`total` 0); then `done` of `total` bytes of them are read and cut   |
     | "room"    | the quota is too small for all KV                                                               |
     | "plan"    | `total` tokens to process; `planned` lists the changes, with estimated seconds for a long run   |
-    | "chunk"   | a chunk is stored                                                                               |
+    | "chunk"   | a chunk is stored; `done` of its tokens were worked on in this run                              |
     | "settled" | `done` tokens need no work; their chunks are not reported one by one                            |
     | "skipped" | a file is not a document                                                                        |
     | "note"    | a remark about a document                                                                       |
@@ -160,7 +160,7 @@ def precompute(
     paths: documents below them that no longer exist are removed from the store.
     confirm: called before documents are computed again because their settings changed.
     """
-    start, report, show = time.perf_counter(), PrecomputeReport(), lru_cache(16)(shown)
+    start, report = time.perf_counter(), PrecomputeReport()
 
     def skip(document: Skipped) -> None:
         report.skipped.append(document)
@@ -170,14 +170,12 @@ def precompute(
         named = file.path in (str(Path(name)) for name in paths.named)
         skip(Skipped(file.source, why.reason, file.path, unread=True, group=why.group, named=named))
 
-    def reading(document: Document, done: int) -> None:
-        on_event(PrecomputeEvent("reading", message=show(document.source), done=done, total=len(document.text)))
-
+    progress = _Reading(on_event)
     trust = not (options.force or options.verify_files)
     stored = stored_documents(store, trust=trust) if store is not None else {}
     if store is not None and not options.dry_run and rename_documents(store, stored):
         stored = stored_documents(store, trust=trust)
-    diff = diff_corpus(collection, store, paths, skip, stored)
+    diff = diff_corpus(collection, store, paths, skip, progress.found, stored)
     for file in diff.documents:
         if file.note:
             on_event(PrecomputeEvent("note", message=f"{shown(file.source)}: {file.note}"))
@@ -186,7 +184,7 @@ def precompute(
     if cluster is not None:
         quota = 0  # this store gets only texts
     settle = quota <= 0 and not options.list_unchanged
-    planner = Planner(diff, store, reading, leave_out, with_records=quota > 0, settle=settle)
+    planner = Planner(diff, store, progress.cut, leave_out, with_records=quota > 0, settle=settle)
     plan = planner.plan(options.given)
     if cluster is not None and any(part.settings.context == "neighbours" for part in plan):
         raise UsageError(
@@ -233,6 +231,30 @@ def _confirm(difference: Difference, confirm: Confirm | None) -> float:
         if not confirm(difference):
             raise UsageError("nothing was computed", "without the flag, documents are cut and collected as before")
     return time.perf_counter() - start
+
+
+class _Reading:
+    """Reports how much is found and read. The share never decreases, whatever the order of the documents."""
+
+    def __init__(self, on_event: OnEvent) -> None:
+        self._on_event, self._shown = on_event, lru_cache(16)(shown)
+        self._places = dict[str, tuple[int, int]]()  # document -> bytes of the documents before it, and its own
+        self._total = self._done = 0
+
+    def found(self, file: DocumentFile) -> None:
+        size = max(1, 0 if file.state is None else file.state.size)
+        self._places[file.source] = self._total, size
+        self._total += size
+        self._tell(file.source, len(self._places), 0)
+
+    def cut(self, document: Document, done: int) -> None:
+        """done: characters of the document that are cut."""
+        before, size = self._places[document.source]
+        self._done = max(self._done, before + size * done // len(document.text))
+        self._tell(document.source, self._done, self._total)
+
+    def _tell(self, source: str, done: int, total: int) -> None:
+        self._on_event(PrecomputeEvent("reading", message=self._shown(source), done=done, total=total))
 
 
 class _Run:
@@ -338,10 +360,11 @@ class _Run:
         texts = [chunk_manifest(part.collection, wanted[key]) for key in sorted(wanted) if key not in stored]
         report.removed += len(store.put_documents(news, (), texts, self._keep))
 
-        def tell(chunk: PlannedChunk, status: ChunkStatus) -> None:
+        def tell(chunk: PlannedChunk, status: ChunkStatus, *, worked: bool = False) -> None:
             if status == "new" and before[chunk.source] and chunk.key not in before[chunk.source]:
                 status = "replaced"
-            self._tell(part, chunk.key, chunk.source, chunk.chunk.index, len(chunk.chunk.token_ids), status)
+            num_tokens = len(chunk.chunk.token_ids)
+            self._tell(part, chunk.key, chunk.source, chunk.chunk.index, num_tokens, status, num_tokens * worked)
 
         for chunk in places:
             if chunk.key not in missing:
@@ -349,7 +372,7 @@ class _Run:
         for key, status, how in collector.store(
             [chunk for key, chunk in wanted.items() if key in missing], again=self._force
         ):
-            tell(wanted[key], status)
+            tell(wanted[key], status, worked=True)
             num_tokens = len(wanted[key].chunk.token_ids)
             if how == "computed":
                 report.computed_tokens += num_tokens
@@ -365,9 +388,11 @@ class _Run:
             self._summaries.add(document_summary(part.collection, file, part.settings, pairs))
         self._summaries.flush()
 
-    def _tell(self, part: Part, key: bytes, source: str, index: int, tokens: int, status: ChunkStatus) -> None:
-        """Count and report a chunk."""
+    def _tell(
+        self, part: Part, key: bytes, source: str, index: int, tokens: int, status: ChunkStatus, done: int = 0
+    ) -> None:
+        """Count and report a chunk. done: tokens that were worked on."""
         setattr(self._report, status, getattr(self._report, status) + 1)
         num_bytes = part.collection.stored_bytes(tokens) if key in self._room else 0
         result = ChunkResult(key.hex(), self._shown(source), index, tokens, num_bytes, status)
-        self._on_event(PrecomputeEvent("chunk", result))
+        self._on_event(PrecomputeEvent("chunk", result, done=done))

@@ -115,7 +115,7 @@ class Conversions:
             found = file.stat()
         except OSError:
             return convert()
-        name, state = str(file.resolve()), (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        name, state = os.path.abspath(file), (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
         known = self._known.get(name)
         if known is not None and known[0] == state:
             return known[1]
@@ -197,6 +197,44 @@ class Skipped:
     by_rule: bool = False  # a rule says not to open files like this
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A file that was named or found."""
+
+    file: Path
+    source: str  # document name, see corpus/places.py
+    root: str  # name of the path that the user gave
+    named: bool  # the user named this file, not a directory above it
+    skip: NoDocument | None  # reason not to open it
+
+    def skipped(self, why: NoDocument) -> Skipped:
+        typed = text_of(str(self.file))
+        return Skipped(self.source, why.reason, typed, why.unread, why.group, self.named, why.by_rule)
+
+
+def find_files(paths: Sequence[str], listed: Sequence[str], select: Callable[[str], Selection]) -> Iterator[Candidate]:
+    """Yield the files to read and to skip, each once, without opening documents. Arguments: see `read_documents`."""
+    check_paths((*paths, *listed))
+    seen = set[str]()
+    for name in (*paths, *listed):
+        root, is_listed = place_of(name), name not in paths
+        selection = select(name)
+        is_folder = name != STDIN and os.path.isdir(name)
+        named = not is_folder and not is_listed
+        for found in walk(name, selection) if is_folder else [FoundFile(name, "")]:
+            if found.real:
+                source = text_of(found.real)
+            else:
+                source = root if name == STDIN else place_of(os.path.join(os.curdir, found.path))
+            if source in seen:
+                continue
+            seen.add(source)
+            why = found.skip
+            if is_listed and not is_folder and name != STDIN:
+                why = unwanted(found.path, selection)
+            yield Candidate(Path(found.path), source, root, named, why)
+
+
 def read_documents(
     paths: Sequence[str],
     listed: Sequence[str] = (),
@@ -213,40 +251,24 @@ def read_documents(
     conversions: cache of converted files.
     known: maps source to the state and digest of files read before; unchanged files are yielded as DocumentFile.
     """
-    check_paths((*paths, *listed))
     conversions = conversions or Conversions()
-    seen = set[str]()
-    for name in (*paths, *listed):
-        root, is_listed = place_of(name), name not in paths
-        selection = select(name)
-        is_folder = name != STDIN and os.path.isdir(name)
-        named = not is_folder and not is_listed
-        for found in walk(name, selection) if is_folder else [FoundFile(name, "")]:
-            file, why = Path(found.path), found.skip
-            if found.real:
-                source = text_of(found.real)
-            else:
-                source = root if name == STDIN else place_of(os.path.join(os.curdir, found.path))
-            if source in seen:
+    for found in find_files(paths, listed, select):
+        file, source, root = found.file, found.source, found.root
+        try:
+            if found.skip is not None:
+                raise found.skip
+            if str(file) == STDIN and found.named:
+                converted = _stdin()
+                yield Document(source, converted.text, root, converted.layout, STDIN)
                 continue
-            seen.add(source)
-            if is_listed and not is_folder and name != STDIN:
-                why = unwanted(found.path, selection)
-            try:
-                if why is not None:
-                    raise why
-                if name == STDIN:
-                    converted = _stdin()
-                    yield Document(source, converted.text, root, converted.layout, STDIN)
-                    continue
-                state, (old, digest) = FileState.of(str(file)), known.get(source, (None, ""))
-                if state is not None and old is not None and old.still_holds(state):
-                    yield DocumentFile(source, root, digest, old.note, str(file), state=old)
-                    continue
-                converted = conversions.of(file, partial(_convert, file, conversions.process))
-                yield Document(source, converted.text, root, converted.layout, str(file), state)
-            except NoDocument as no:
-                yield Skipped(source, no.reason, text_of(str(file)), no.unread, no.group, named, no.by_rule)
+            state, (old, digest) = FileState.of(str(file)), known.get(source, (None, ""))
+            if state is not None and old is not None and old.still_holds(state):
+                yield DocumentFile(source, root, digest, old.note, str(file), state=old)
+                continue
+            converted = conversions.of(file, partial(_convert, file, conversions.process))
+            yield Document(source, converted.text, root, converted.layout, str(file), state)
+        except NoDocument as no:
+            yield found.skipped(no)
 
 
 def check_paths(paths: Sequence[str]) -> None:

@@ -47,10 +47,14 @@ class Build(Protocol):
 
 
 class Writer(threading.Thread):
-    """Writes a file in the background. The program waits for it before it exits."""
+    """Writes a file in the background. The program waits for it before it exits.
 
-    def __init__(self, keep: Callable[[Callable[[], bool]], None]) -> None:
+    path: the file. size: its weights, bytes.
+    """
+
+    def __init__(self, keep: Callable[[Callable[[], bool]], None], path: Path, size: int) -> None:
         super().__init__(name="cacheblend-packed")
+        self.path, self.size = path, size
         self._keep, self._stop_asked, self._done = keep, threading.Event(), threading.Event()
 
     def run(self) -> None:
@@ -107,7 +111,7 @@ class PackedCache:
         if size > self._most():
             self.excess_bytes = size
         elif size >= self._least_bytes:
-            Writer(lambda stopped: self._keep(decoder, build, stopped)).start()
+            Writer(lambda stopped: self._keep(decoder, build, stopped), self.path, size).start()
         return decoder
 
     def _keep(self, decoder: Decoder, build: Build, stopped: Callable[[], bool]) -> None:
