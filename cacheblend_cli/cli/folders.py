@@ -121,7 +121,7 @@ class SkippedFiles:
         hints = dict[str, list[str]]()
         for group, count in Counter(file.group for file in files).most_common():
             hints.setdefault(_hint(group), []).append(f"{count:,} {group}")
-        groups = ", ".join(f"{', '.join(counts)}{hint and f' ({hint})'}" for hint, counts in hints.items())
+        groups = "; ".join(f"{', '.join(counts)}{hint and f' ({hint})'}" for hint, counts in hints.items())
         named = "" if self.verbose else "; -v lists them"
         self._output.note(f"skipped {counted(len(files), 'file')}: {groups}{named}")
 
@@ -172,7 +172,8 @@ def check_files(
         if file.skip is None:
             return
         found.append(file.skipped(file.skip))
-        skipped.report(found[-1])
+    for one in found:
+        skipped.report(one)
     skipped.summarise(found)
     raise no_document(found, verbose=skipped.verbose)
 

@@ -44,7 +44,7 @@ class IgnoreRules:
         rules, unread, here = cls(top), Unread(), top
         for name in () if folder == top else os.path.relpath(folder, top).split("/"):
             rules, more = rules.with_files_of(here, _FIRST_NAMES)
-            unread += more
+            unread += ((os.path.join(here, file), why) for file, why in more)
             if rules.ignore(name, is_folder=True):
                 return cls(top), []
             rules, here = rules.within(name), os.path.join(here, name)
@@ -56,16 +56,18 @@ class IgnoreRules:
         return replace(self, chains=tuple(chains))
 
     def with_files_of(self, folder: str, names: Container[str]) -> tuple[IgnoreRules, Unread]:
-        """Add the ignore files of the folder itself. folder: its real path. names: its entries."""
+        """Add the ignore files of the folder itself. Unread ones are named relative to it.
+
+        folder: its real path. names: its entries.
+        """
         chains, unread = list(self.chains), Unread()
         for number, name in enumerate(_NAMES):
             if _FIRST_NAMES[number] not in names:
                 continue
-            file = os.path.join(folder, name)
             try:
-                patterns = self._read(file)
+                patterns = self._read(os.path.join(folder, name))
             except NoDocument as why:
-                unread.append((file, why))
+                unread.append((name, why))
                 continue
             if patterns:
                 chains[number] = ((patterns, patterns.top), *chains[number])

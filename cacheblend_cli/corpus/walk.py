@@ -132,7 +132,7 @@ class _Walk:
             raise UsageError(f"cannot list {path}: {error.strerror}", "check its permissions") from error
         if not self._selection.no_ignore:
             rules, unread = rules.with_files_of(real, {entry.name for entry in entries})
-            yield from (FoundFile(file, file, why) for file, why in unread)
+            yield from (FoundFile(os.path.join(path, f), os.path.join(real, f), why) for f, why in unread)
         self._stack.append(_OpenFolder(path, real, rules, included, excluded, is_included, iter(entries)))
         self._real_paths.add(real)
 

@@ -215,6 +215,8 @@ def test_a_file_that_is_given_up_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     load_model(tmp_path / "m", "m", CPU, Precision("float32", "auto", PLENTY), "torch")
     assert begun.wait(20)
     [writer] = packed_cache.writers()
+    assert writer.size > 10_000
+    assert writer.path.parent.name == "packed"
     writer.stop()
     assert files() == []
 
