@@ -287,7 +287,7 @@ class _View:
     def on_event(self, event: PrecomputeEvent) -> None:
         if event.kind == "reading":
             self._show_bar("reading")
-            text = event.message if event.total else f"{counted(event.done, 'document')} found, {event.message}"
+            text = event.message if event.total else f"{event.message}; {event.done:,} found"
             self._bar(event.done, event.total, text)
         elif event.kind == "plan":
             if (

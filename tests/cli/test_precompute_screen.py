@@ -100,7 +100,7 @@ def test_the_bar_counts_documents_until_the_total_is_known_and_never_goes_backwa
         reading = [(done, total, text) for name, done, total, text in bar.updates if name == "reading"]
         found = [(done, text) for done, total, text in reading if not total]
         assert found[0][0] == 1
-        assert found[0][1].startswith("1 document found, ")
+        assert found[0][1].endswith("; 1 found")
         shares = [done / total for done, total, _ in reading if total]
         assert shares == sorted(shares)
         assert shares[-1] == 1
