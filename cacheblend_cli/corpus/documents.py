@@ -26,7 +26,7 @@ from cacheblend_cli.corpus.converters.converter import NoDocument, from_markdown
 from cacheblend_cli.corpus.converters.process import ConverterProcess
 from cacheblend_cli.corpus.layout import PLAIN as PLAIN_LAYOUT
 from cacheblend_cli.corpus.layout import Converted, TextLayout
-from cacheblend_cli.corpus.places import STDIN, place_of, text_of
+from cacheblend_cli.corpus.places import STDIN, is_stdin, place_of, text_of
 from cacheblend_cli.corpus.walk import ALL, FoundFile, Selection, too_large, unwanted, walk
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.version import __version__
@@ -257,7 +257,7 @@ def read_documents(
         try:
             if found.skip is not None:
                 raise found.skip
-            if str(file) == STDIN and found.named:
+            if is_stdin(source):
                 converted = _stdin()
                 yield Document(source, converted.text, root, converted.layout, STDIN)
                 continue
