@@ -30,7 +30,7 @@ from gpu.plan import CALLS, PREPARATION_S, minutes_of  # noqa: E402
 
 PYTHON_VERSION = "3.12"
 PACKAGES = {"triton": "3.6.0", "torch": "2.11.0", "transformers": "5.17.0"}  # of the machine
-WHEELS = ("lmdb", "msgspec", "platformdirs", "typer", "gguf", "tomlkit", "pathspec")  # it lacks, or has another version
+WHEELS = ("lmdb", "msgspec", "platformdirs", "typer", "gguf", "tomlkit")  # it lacks, or has another version
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 CACHE, MANIFEST = "triton.tar.xz", "manifest.json"
 MOST_BYTES = 20 << 20
@@ -102,7 +102,7 @@ def make_environment(folder: Path) -> Path:
             )
         print(f"making {folder}: {', '.join(map('=='.join, PACKAGES.items()))}", file=sys.stderr)
         subprocess.run([name, "-m", "venv", str(folder)], check=True)
-    packages = [*map("==".join, PACKAGES.items()), "lmdb", "msgspec", "platformdirs", "xxhash", "rich", "pathspec"]
+    packages = [*map("==".join, PACKAGES.items()), "lmdb", "msgspec", "platformdirs", "xxhash", "rich"]
     subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True)
     return python
 
