@@ -20,9 +20,11 @@ from cacheblend_cli.corpus.converters import readable_suffixes
 from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.documents import Document, convert_bytes
 from cacheblend_cli.corpus.places import PUT, SENT
+from cacheblend_cli.corpus.scopes import ROOTS
 from cacheblend_cli.corpus.search import Lookup, search
 from cacheblend_cli.errors import QueueFull
 from cacheblend_cli.server.api_errors import ApiError, bad_request
+from cacheblend_cli.server.document_paths import distinct_paths
 from cacheblend_cli.server.http import (
     EVENTS,
     JSON,
@@ -133,16 +135,22 @@ def _put_record(putting: Putting, document_id: str, title: str) -> dict[str, Any
 
 
 async def list_documents(request: Request, state: ServerState) -> Response:
-    """List the tenant's documents, sorted by name, and the file types that can be put."""
+    """List the tenant's documents, sorted by name, and the file types that can be put. Files of the store's own tenant
+    that share a file name have a path."""
 
     def read() -> list[dict[str, Any]]:
+        tenant = tenant_of(request)
+        visible = _visible(state, tenant)
+        roots = set() if tenant.name else {memo.name.partition("\0")[0] for memo in state.store.memos(ROOTS)}
+        paths = distinct_paths(visible, roots)
         return [
             {
                 **_document_fields(record),
+                **({"path": paths[name]} if name in paths else {}),
                 "chunks": list(dict.fromkeys(chunk.key.hex() for chunk in record.chunks)),
                 "updated": int(record.updated),
             }
-            for _, record in sorted(_visible(state, tenant_of(request)).items())
+            for name, record in sorted(visible.items())
         ]
 
     data = await state.in_pool(read)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from browser import Browser, Page
 
+from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.core.core import EngineCore
 
 PAGES = {
@@ -20,6 +22,7 @@ PAGES = {
 }
 QUESTION = "who keeps a parrot in Bergen?"
 ANSWERED = "document.getElementById('stop').hidden && document.querySelectorAll('.footnote').length"
+COMPARED = "document.querySelector('.comparison .small') !== null"
 LONG = " ".join(f"On day {i} Mara counted the parrots of Bergen near the harbor." for i in range(12))
 
 
@@ -80,16 +83,122 @@ def test_a_question_is_asked_with_the_keyboard(server: Any, page: Page) -> None:
     messages = [{"role": "user", "content": QUESTION}]
     expected = server.ask("", messages=messages, search={"k": 5}, max_tokens=8).json()
     assert text_of(page, ".answer > .said") == expected["choices"][0]["message"]["content"]
-    chunks = expected["blend"]["chunks"]
+    chunks = sorted(expected["blend"]["chunks"], key=lambda chunk: chunk["rank"])
     assert text_of(page, ".footnote .badge").split("|") == [c["status"] for c in chunks]
-    assert page.js("document.querySelectorAll('.layers span').length") == 4
-    assert "Full prefill" not in text_of(page, ".figures")  # it is shown where it was measured
     for _ in range(40):  # Tab reaches the button
         page.press("Tab")
-        if page.js("document.activeElement.className") == "verify":
+        if page.js("document.activeElement.className") == "compare":
             break
     page.press(" ")
-    page.until("document.querySelector('.figures')?.textContent.includes('KL to full prefill')")
+    page.until(COMPARED)
+    assert page.js("document.activeElement.className") == "comparison"
+    assert page.js("document.querySelector('.compare') === null")
+
+
+def answering(page: Page, blended: str, full: str) -> None:
+    """Have the server answer with these texts. window.sent: bodies of requests as the page made them."""
+    page.js(
+        f"""(() => {{
+            const send = window.fetch, texts = {json.dumps([re.escape(text) for text in (blended, full)])};
+            window.sent = [];
+            window.fetch = (url, options) => {{
+                if (!`${{url}}`.endsWith("/chat/completions")) return send(url, options);
+                const body = JSON.parse(options.body);
+                sent.push(body);
+                return send(url, {{ ...options, body: JSON.stringify({{
+                    ...body, regex: texts[Number(body.blend?.mode === "full")], max_tokens: 200 }}) }});
+            }};
+        }})()"""
+    )
+
+
+def test_a_wrong_answer_is_shown_beside_a_full_prefills(page: Page) -> None:
+    answering(page, "The price is 45 euros a month.", "The price is 54 euros a year.")
+    ask(page)
+    click(page, ".compare")
+    page.until(COMPARED)
+    assert text_of(page, ".comparison [role=status]") == "The full prefill's answer differs from word 4 on."
+    assert text_of(page, ".comparison .said") == "The price is 45 euros a month.|The price is 54 euros a year."
+    assert text_of(page, ".comparison mark") == "45 euros a month.|54 euros a year."
+    assert re.fullmatch(
+        r"First token: blended [\d.]+ m?s, full prefill [\d.]+ m?s", text_of(page, ".comparison .small:not(.note)")
+    )
+    line = page.js("getComputedStyle(document.querySelector('.comparison mark')).textDecorationLine")
+    assert line == "underline"  # not by colour alone
+    first, second = page.js("sent")
+    assert second == {**first, "blend": {"mode": "full"}}
+    assert isinstance(first["seed"], int)
+    page.reload()
+    page.until("document.querySelectorAll('#conversations li').length === 1")
+    click(page, "#conversations .name")
+    assert text_of(page, ".comparison mark") == "45 euros a month.|54 euros a year."
+
+
+def test_the_same_answer_is_said_to_be_the_same(page: Page) -> None:
+    answering(page, "The price is 45 euros.", "The price is 45 euros.")
+    ask(page)
+    click(page, ".compare")
+    page.until(COMPARED)
+    assert text_of(page, ".comparison [role=status]") == "The full prefill gives the same answer."
+    assert page.js("document.querySelector('.comparison mark') === null")
+
+
+def test_a_comparison_is_stopped(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask(page)
+    stopped, step = threading.Event(), EngineCore.step
+
+    def held(core: EngineCore) -> Any:
+        stopped.wait(60)
+        return step(core)
+
+    monkeypatch.setattr(EngineCore, "step", held)
+    click(page, ".compare")
+    page.until("document.querySelector('.comparison') !== null")
+    page.press("Escape")
+    page.until("document.querySelector('.comparison') === null")
+    stopped.set()
+    assert page.js("document.activeElement.className") == "compare"
+    assert not page.js("document.activeElement.disabled")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ("a b c", "a b c ", None),
+        ("a b c", "a x c", {"word": 2, "parts": [["a ", "b c"], ["a ", "x c"]]}),
+        ("a b", "a b c", {"word": 3, "parts": [["a b", ""], ["a b ", "c"]]}),
+        ("", "a", {"word": 1, "parts": [["", ""], ["", "a"]]}),
+        ("", "", None),
+    ],
+)
+def test_the_first_difference_of_two_answers(page: Page, one: str, other: str, expected: Any) -> None:
+    found = page.js(f"import('/page/comparison.js').then(m => m.difference({one!r}, {other!r}))")
+    assert found == expected
+
+
+def test_files_of_one_name_are_told_apart_and_sources_are_numbered_by_rank(
+    server: Any, page: Page, tmp_path: Path
+) -> None:
+    for city in ("Bergen", "Oslo", "Tromso"):
+        (tmp_path / "docs" / city).mkdir(parents=True)
+        (tmp_path / "docs" / city / "travel.md").write_text(f"The allowance in {city} is paid daily.")
+    engine, store = server.state.engine, server.state.store
+    engine.precompute(store, [str(tmp_path / "docs")], PrecomputeOptions(), lambda event: None)
+    page.reload()
+    page.until("document.querySelectorAll('#documents li').length === 5")
+    paths = [f"{city}/travel.md" for city in ("Bergen", "Oslo", "Tromso")]
+    assert text_of(page, "#documents .name").split("|") == ["billing", "parrots", *paths]
+    assert str(tmp_path) not in server.client.get("/v1/documents").text
+    ask(page, "what allowance is paid daily in Tromso?")
+    messages = [{"role": "user", "content": "what allowance is paid daily in Tromso?"}]
+    found = server.ask("", messages=messages, search={}).json()["blend"]["chunks"]
+    ranks = [chunk["rank"] for chunk in found]
+    assert ranks != sorted(ranks)  # the prompt has another order
+    names = text_of(page, ".footnote .name").split("|")
+    assert names[0].startswith("Tromso/travel.md")
+    assert len({name.partition(",")[0] for name in names}) == len(names) == len(found)
+    click(page, ".footnote")
+    assert text_of(page, "#passage h2") == "1. Tromso/travel.md"
 
 
 def test_a_footnote_opens_the_document_at_the_passage(server: Any, page: Page) -> None:
@@ -253,6 +362,8 @@ def test_it_is_read_on_a_narrow_screen(server: Any, page: Page) -> None:
     width = 320
     page.size(width, 700)
     ask(page)
+    click(page, ".compare")
+    page.until(COMPARED)
     click(page, "#show-settings")
     assert page.js("document.documentElement.scrollWidth") <= width
     assert page.js("document.getElementById('documents').offsetParent === null")

@@ -60,7 +60,8 @@ def test_no_script_of_a_document_or_an_answer_runs_in_the_page(server: Any, brow
                 for (const suffix of [".txt", ".exe"]) data.items.add(new File(["Olaf {HOSTILE}"], {HOSTILE!r} + suffix));
                 document.body.dispatchEvent(new DragEvent("drop", {{ dataTransfer: data, bubbles: true, cancelable: true }}));
                 window.fetch = (url, options) => send(url, !`${{url}}`.endsWith("/chat/completions") ? options :
-                    {{ ...options, body: JSON.stringify({{ ...JSON.parse(options.body), regex: {json.dumps(re.escape(HOSTILE))} }}) }});
+                    {{ ...options, body: JSON.stringify({{ ...JSON.parse(options.body), regex:
+                        (options.body.includes('"full"') ? "Olaf " : "") + {json.dumps(re.escape(HOSTILE))} }}) }});
             }})()"""
         )
         page.until("document.querySelectorAll('#documents li').length === 3")
@@ -72,6 +73,9 @@ def test_no_script_of_a_document_or_an_answer_runs_in_the_page(server: Any, brow
         page.press("Enter")
         page.until(ANSWERED)
         check(page, ".question", ".answer > .said", ".footnote", "#conversations .name", "[aria-live]")
+        page.js("document.querySelector('.compare').click()")
+        page.until("document.querySelector('.comparison mark') !== null")
+        check(page, ".comparison mark")
         page.js("document.querySelector('.footnote').click()")
         page.until("document.querySelectorAll('#passage-text > div').length")
         check(page, "#passage-text", "#passage h2")

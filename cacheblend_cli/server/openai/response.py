@@ -98,7 +98,7 @@ class OpenAIResponse:
         chunks: list[dict[str, Any]] = [
             {
                 "id": c.id, "document": origin.document, "title": origin.title, "tokens": c.tokens, "status": c.status,
-                "recomputed": c.recomputed, "place": c.place,
+                "recomputed": c.recomputed, "place": c.place, "rank": c.rank,
             }
             for c, origin in zip(answer.chunks, prepared.origins, strict=True)
         ]  # fmt: skip

@@ -1,5 +1,6 @@
 // Conversations, kept in this browser: one item of localStorage each, apart for every API key.
-// A conversation is {id, title, updated, turns}; a turn {question, answer, reasoning, blend, error, stopped}.
+// A conversation is {id, title, updated, turns}; a turn {question, asked, answer, reasoning, blend, error, stopped, full}: asked
+// has the request's fields without the messages, full the answer of a full prefill.
 
 const PREFIX = "cacheblend.conversation";
 let space = "open";

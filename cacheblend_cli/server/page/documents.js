@@ -5,13 +5,19 @@ import { announce, at, button, el, plural } from "./dom.js";
 let limits = { suffixes: [], max_bytes: Infinity };
 let waiting = Promise.resolve(); // files are added one after another
 
+let paths = new Map(); // of documents that have the title of another, by id
+
 export let count = 0;
+
+/** What a source's document is called in the list of documents. */
+export const titleOf = ({ document, title }) => paths.get(document) || title || document;
 
 /** List the documents. The lists of documents and of uploads have "change" events. */
 export async function showDocuments() {
   const { data, suffixes, max_bytes } = await get("/v1/documents");
   limits = { suffixes, max_bytes };
   count = data.length;
+  paths = new Map(data.map(({ id, path }) => [id, path]));
   at("files").accept = suffixes.join(",");
   at("kinds").textContent = kinds(suffixes);
   at("documents").replaceChildren(...data.map(item));
@@ -26,7 +32,8 @@ function kinds(suffixes) {
 }
 
 function item(about) {
-  const name = el("span", { className: "name", title: about.title }, about.title);
+  const title = about.path ?? about.title;
+  const name = el("span", { className: "name", title }, title);
   const row = el("li", {}, name, el("span", { className: "quiet small" }, plural(about.chunks.length, "chunk")));
   if (about.object === "document") { // files were precomputed on the server's machine and are deleted there
     row.append(button("×", () => remove(about, row), { className: "plain", "aria-label": `Delete the document ${about.title}`, title: "Delete" }));

@@ -1,5 +1,6 @@
 // The page: asks over stored documents and shows what each answer rests on.
 import { events, get, hasKey, keySpace, request, setKey, whenUnauthorized } from "./api.js";
+import { fillComparison, showComparing } from "./comparison.js";
 import * as conversations from "./conversations.js";
 import { addFiles, count, showDocuments, watchDocuments } from "./documents.js";
 import { announce, at, button, el, plural } from "./dom.js";
@@ -54,7 +55,7 @@ function open(conversation) {
 
 function showThread() {
   const last = current.turns.length - 1;
-  const actions = { regenerate: () => again({}), verify: () => again({ verify: true }), withoutDocuments: () => again({ search: undefined }) };
+  const actions = { regenerate: () => again({}), compare, withoutDocuments: () => again({ search: undefined }) };
   const turns = current.turns.map((turn, i) => showTurn(turn, i === last ? actions : null));
   at("thread").replaceChildren(...turns, at("empty") ?? el("div", { id: "empty", className: "quiet" }));
   showEmpty();
@@ -88,22 +89,40 @@ function listConversations() {
 /** Ask a new question, behind the turns before it. */
 async function ask(question, more) {
   const conversation = current;
-  const messages = conversation.turns.filter((turn) => turn.answer).flatMap((turn) => [
-    { role: "user", content: turn.question }, { role: "assistant", content: turn.answer },
-  ]);
-  const body = { messages: [...messages, { role: "user", content: question }], ...chosen(), explain: true, stream: true, ...more };
-  const turn = { question, answer: "", reasoning: "" };
+  // a seed, so that a comparison draws alike where the temperature is not 0
+  const asked = { ...chosen(), seed: Math.floor(Math.random() * 2 ** 31), ...more };
+  const turn = { question, asked, answer: "", reasoning: "" };
   const shown = showRunning(question);
-  const own = running = new AbortController();
   at("empty").hidden = true;
   at("thread").append(shown.article);
   at("thread").scrollTop = at("thread").scrollHeight;
-  busy(true);
   announce("Answering");
+  await generate(turn, messages(conversation.turns, question), asked, shown);
+  if (turn.error?.code === "invalid_api_key") return;
+  conversation.turns.push(turn);
+  at("storage-full").hidden = conversations.save(conversation);
+  announce(turn.stopped ? "Stopped" : turn.error ? "" : `Answer: ${turn.answer}`);
+  if (conversation === current) showThread();
+  listConversations();
+}
+
+/** The messages of a conversation up to a question. */
+function messages(turns, question) {
+  const before = turns.filter((turn) => turn.answer).flatMap((turn) => [
+    { role: "user", content: turn.question }, { role: "assistant", content: turn.answer },
+  ]);
+  return [...before, { role: "user", content: question }];
+}
+
+/** Have an answer generated, into a turn's answer, reasoning and blend, or error, or stopped. shown: adds text to the page. */
+async function generate(turn, messages, asked, shown) {
+  const own = running = new AbortController();
+  busy(true);
   const begun = performance.now();
   let first = null;
   try {
-    const response = await request("POST", "/v1/chat/completions", { json: body, signal: own.signal });
+    const json = { messages, ...asked, explain: true, stream: true };
+    const response = await request("POST", "/v1/chat/completions", { json, signal: own.signal });
     for await (const { choices, blend } of events(response)) {
       const { content, reasoning_content: thought } = choices[0]?.delta ?? {};
       if (content || thought) first ??= Math.round(performance.now() - begun);
@@ -121,12 +140,36 @@ async function ask(question, more) {
     running = null;
     busy(false);
   }
-  if (turn.error?.code === "invalid_api_key") return;
-  conversation.turns.push(turn);
-  at("storage-full").hidden = conversations.save(conversation);
-  announce(turn.stopped ? "Stopped" : turn.error ? "" : `Answer: ${turn.answer}`);
-  if (conversation === current) showThread();
-  listConversations();
+}
+
+/** Have the last question answered by a full prefill too, and show that answer below the first. */
+async function compare() {
+  if (running) return;
+  const conversation = current;
+  const turn = conversation.turns.at(-1);
+  const article = at("thread").querySelector("article:last-of-type");
+  const pressed = article.querySelector(".compare");
+  const section = showComparing();
+  article.querySelector(".comparison")?.remove(); // one that failed
+  article.querySelector(".tools").after(section);
+  section.focus();
+  const full = { answer: "", reasoning: "" };
+  const asked = { ...turn.asked, blend: { mode: "full" } };
+  await generate(full, messages(conversation.turns.slice(0, -1), turn.question), asked, { add() {}, think() {} });
+  if (full.stopped) {
+    section.remove();
+    if (conversation === current) pressed.focus();
+  } else if (full.error) {
+    section.append(el("p", { className: "error", role: "alert" }, full.error.message));
+    section.querySelector(".verdict").textContent = "";
+  } else {
+    const { chunks, timing, prompt_tokens, prefix_cache_tokens } = full.blend;
+    turn.full = { answer: full.answer, blend: { chunks: chunks.map(({ id }) => ({ id })), timing, prompt_tokens, prefix_cache_tokens } };
+    pressed.remove();
+    fillComparison(section, turn);
+    section.scrollIntoView({ block: "nearest" });
+    at("storage-full").hidden = conversations.save(conversation);
+  }
 }
 
 /** Ask the last question again, with the settings of now. */
@@ -141,7 +184,7 @@ function again(more) {
 function busy(is) {
   at("send").hidden = is;
   at("stop").hidden = !is;
-  for (const old of at("thread").querySelectorAll(".regenerate, .verify")) old.disabled = is;
+  for (const old of at("thread").querySelectorAll(".regenerate, .compare")) old.disabled = is;
 }
 
 function send() {

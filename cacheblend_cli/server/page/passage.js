@@ -1,5 +1,6 @@
 // The dialog that shows a source in its document, at its place, with every token tinted by how its KV was made.
 import { get } from "./api.js";
+import { titleOf } from "./documents.js";
 import { at, el, plural } from "./dom.js";
 
 let sources = [];
@@ -15,7 +16,7 @@ export function watchPassage() {
   });
 }
 
-/** chunks: of one answer. */
+/** chunks: an answer's, in the order of its sources. */
 export function openPassage(chunks, index) {
   sources = chunks;
   at("passage").showModal();
@@ -26,7 +27,7 @@ async function show(index) {
   const own = ++request;
   shown = index;
   const chunk = sources[index];
-  at("passage-title").textContent = `${index + 1}. ${chunk.title || chunk.document}`;
+  at("passage-title").textContent = `${index + 1}. ${titleOf(chunk)}`;
   at("passage-about").textContent = [
     chunk.place, plural(chunk.tokens, "token"), `${chunk.recomputed} computed for this answer`, chunk.status,
   ].filter(Boolean).join(" · ");

@@ -1,10 +1,10 @@
 // A turn of the conversation: the question, the answer, its sources as footnotes, and how it was computed.
-import { announce, button, copy, el, plural } from "./dom.js";
+import { fillComparison, showComparing } from "./comparison.js";
+import { titleOf } from "./documents.js";
+import { announce, button, copy, el, plural, seconds } from "./dom.js";
 import { openPassage } from "./passage.js";
 
-const ms = (seconds) => `${(seconds * 1000).toFixed(seconds < 0.1 ? 1 : 0)} ms`;
-
-/** The element of a turn. actions: regenerate, verify and withoutDocuments of the last turn, null for earlier turns. */
+/** The element of a turn. actions: regenerate, compare and withoutDocuments of the last turn, null for earlier turns. */
 export function showTurn(turn, actions) {
   const article = el("article", { className: "turn" });
   article.append(el("p", { className: "question" }, el("span", { className: "hidden" }, "You: "), turn.question));
@@ -16,6 +16,7 @@ export function showTurn(turn, actions) {
   for (const note of turn.blend?.notes ?? []) answer.append(el("p", { className: "quiet small note" }, note));
   if (turn.blend?.chunks.length) answer.append(footnotes(turn.blend));
   answer.append(tools(turn, actions));
+  if (turn.full) answer.append(fillComparison(showComparing(), turn));
   if (turn.blend) answer.append(computation(turn.blend));
   article.append(answer);
   return article;
@@ -38,12 +39,14 @@ function failure(error, actions) {
   return box;
 }
 
+/** The sources, best first as in the terminal: found chunks by rank, then others in the prompt's order. */
 function footnotes(blend) {
   const list = el("ol", { className: "footnotes", "aria-label": "Sources" });
-  blend.chunks.forEach((chunk, i) => {
-    const name = chunk.title || chunk.document;
+  const chunks = blend.chunks.toSorted((a, b) => (a.rank ?? Infinity) - (b.rank ?? Infinity) || 0);
+  chunks.forEach((chunk, i) => {
+    const name = titleOf(chunk);
     const place = chunk.place ? `, ${chunk.place}` : "";
-    list.append(el("li", {}, button("", () => openPassage(blend.chunks, i), {
+    list.append(el("li", {}, button("", () => openPassage(chunks, i), {
       className: "footnote", "aria-haspopup": "dialog", "aria-label": `Source ${i + 1}: ${name}${place}, ${chunk.status}`,
       title: `${plural(chunk.tokens, "token")}, ${chunk.recomputed} of them computed for this answer`,
     })));
@@ -65,50 +68,29 @@ function tools(turn, actions) {
     }));
   }
   if (actions) row.append(button("Regenerate", actions.regenerate, { className: "regenerate" }));
-  if (actions && turn.blend?.chunks.length && !turn.blend.verify) {
-    row.append(button("Compare with full prefill", actions.verify, { className: "verify" }));
+  if (actions && turn.asked && turn.blend?.cached_tokens && turn.blend.mode !== "full" && !turn.full) {
+    row.append(button("Compare with full prefill", actions.compare, { className: "compare" }));
   }
   return row;
 }
 
 function computation(blend) {
-  const details = el("details", { className: "how", open: Boolean(blend.verify) }, el("summary", {}, summary(blend)));
+  const details = el("details", { className: "how" }, el("summary", {}, summary(blend)));
   const figures = el("dl", { className: "figures" });
   const figure = (name, value) => figures.append(el("div", {}, el("dt", {}, name), el("dd", {}, value)));
-  figure("First token", ms(blend.timing.ttft_s));
-  if (blend.seen_ms) figure("First token, seen here", `${blend.seen_ms} ms`);
+  figure("First token", seconds(blend.timing.ttft_s));
+  if (blend.seen_ms) figure("First token, seen here", seconds(blend.seen_ms / 1000));
   figure("Decoding", `${blend.timing.decode_tokens_per_s.toFixed(1)} tokens/s`);
   figure("Prompt", plural(blend.prompt_tokens, "token"));
   figure("From the store", plural(blend.cached_tokens, "token"));
   figure("Recomputed", plural(blend.recomputed_tokens, "token"));
   if (blend.prefix_cache_tokens) figure("Still in the pool", plural(blend.prefix_cache_tokens, "token"));
   figure("Mode", blend.mode === "blend" ? `blend at ${blend.ratio}` : blend.mode);
-  if (blend.verify) {
-    const { full_ttft_s, kl, answer_top1, answer_tokens } = blend.verify;
-    figure("Full prefill, first token", ms(full_ttft_s));
-    figure("KL to full prefill", kl.toPrecision(3));
-    figure("Same most likely token", `${Math.round(answer_top1 * answer_tokens)} of ${answer_tokens}`);
-  }
   details.append(figures);
-  if (blend.layers?.length) details.append(...layers(blend));
   return details;
 }
 
 function summary(blend) {
   const reused = blend.cached_tokens ? `, ${blend.cached_tokens} of ${blend.prompt_tokens} tokens from the store` : "";
-  return `First token after ${ms(blend.timing.ttft_s)}${reused}`;
-}
-
-/** A bar for each layer: how many of the prompt's rows it computed. */
-function layers(blend) {
-  const rows = blend.layers.map((layer) => layer.rows);
-  const [least, most] = [Math.min(...rows), Math.max(...rows)];
-  const text = `${plural(rows.length, "layer")}, each computing ${least === most ? most : `${least} to ${most}`} of ${blend.prompt_tokens} rows`;
-  const strip = el("div", { className: "layers", role: "img", "aria-label": text });
-  for (const { layer, rows: own, fresh, status } of blend.layers) {
-    const bar = el("span", { className: status, title: `layer ${layer}: ${own} rows, ${fresh} of them recomputed (${status})` });
-    bar.style.height = `${Math.max(3, (100 * own) / blend.prompt_tokens)}%`;
-    strip.append(bar);
-  }
-  return [el("p", { className: "quiet small" }, `${text}:`), strip];
+  return `First token after ${seconds(blend.timing.ttft_s)}${reused}`;
 }

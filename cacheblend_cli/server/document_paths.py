@@ -1,0 +1,41 @@
+"""Paths that tell files of the same name apart, without the private folders above them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+
+from cacheblend_cli.corpus.places import is_file, is_stdin, with_parents
+
+
+def distinct_paths(names: Iterable[str], roots: Collection[str]) -> dict[str, str]:
+    """Return a path for each file whose file name other files have: the shortest that tells all of them apart, at most
+    from the folder that was precomputed on, its own name included.
+
+    names: document names, see corpus/places.py. roots: paths that were given to precompute.
+    """
+    alike: defaultdict[str, list[str]] = defaultdict(list)
+    for name in names:
+        if is_file(name) and not is_stdin(name):
+            alike[name.rpartition("/")[2]].append(name)
+    found: dict[str, str] = {}
+    for files in alike.values():
+        if len(files) == 1:
+            continue
+        parts = {name: _public_parts(name, roots) for name in files}
+        for num_parts in range(1, max(map(len, parts.values())) + 1):
+            paths = {name: "/".join(public[-num_parts:]) for name, public in parts.items()}
+            if len(set(paths.values())) == len(files):
+                break
+        found |= paths
+    return found
+
+
+def _public_parts(name: str, roots: Collection[str]) -> list[str]:
+    """Return the parts of a path from the outermost root above it on; of a file that was given itself, from its
+    folder on."""
+    above = [path for path in with_parents(name) if path in roots]
+    if not above:
+        return [name.rpartition("/")[2]]
+    root = above[-1] if above[-1] != name else name.rpartition("/")[0]
+    return name.removeprefix(f"{root.rpartition('/')[0]}/").split("/")
