@@ -1,5 +1,5 @@
-"""Take pictures of the server's page for the docs: python tools/page_pictures.py URL FOLDER, with a server over
-documents at URL."""
+"""Take pictures of the server's page for the docs: python tools/page_pictures.py URL FOLDER, with
+`cacheblend serve --model smollm2` over the pages of `cacheblend demo --write office` at URL."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-QUESTION = "Where does Leon Farrow live?"
+QUESTION = "What may a hotel cost?"
 
 
 def main(url: str, folder: Path) -> None:
@@ -22,10 +22,12 @@ def main(url: str, folder: Path) -> None:
             Page(url, browser, width, height) as page,
         ):
             page.until("document.querySelectorAll('#documents li').length")
+            page.js("document.getElementById('k').value = 4")
             page.type(QUESTION)
             page.press("Enter")
             page.until("document.getElementById('stop').hidden && document.querySelectorAll('.footnote').length")
-            page.js("document.querySelector('.how').open = true")
+            page.js("document.querySelector('.compare').click()")
+            page.until("document.querySelector('.comparison .small') !== null")
             if name == "page-narrow":
                 page.js("document.querySelectorAll('.footnote')[1].click()")
                 page.until("document.querySelectorAll('#passage-text .current').length")

@@ -27,10 +27,7 @@ export function announce(text) {
 export const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
 /** A duration, with two digits or tenths of a second. */
-export function seconds(value) {
-  if (value < 0.1) return `${Number((value * 1000).toPrecision(2))} ms`;
-  return `${value.toFixed(value < 1 ? 2 : 1)} s`;
-}
+export const seconds = (value) => `${value < 1 ? Number(value.toPrecision(2)) : value.toFixed(1)} s`;
 
 /** Copy a text; also where the page is not a secure context, which has no clipboard API. */
 export async function copy(text) {
