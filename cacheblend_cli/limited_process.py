@@ -6,17 +6,21 @@ Hostile or broken input kills that process, not the caller. The caller has a `Li
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO
+
+from cacheblend_cli.cancellation import Cancellation
 
 MIB = 1 << 20
 _SIZE = 8
@@ -62,8 +66,8 @@ class LimitedProcess:
         with self._lock:
             self._started()
 
-    def ask(self, message: bytes) -> bytes:
-        """Return the answer. Raises ProcessEnded."""
+    def ask(self, message: bytes, cancellation: Cancellation | None = None) -> bytes:
+        """Return the answer. A cancellation kills the process. Raises ProcessEnded, Cancelled."""
         with self._lock:
             if self._process is not None and self._process.poll() is not None:  # killed while it waited
                 self._stop()
@@ -71,13 +75,15 @@ class LimitedProcess:
             assert process.stdin is not None
             assert process.stdout is not None
             try:
-                _send(process.stdin, message)
-                answer = _receive(process.stdout)
+                # this process: one that starts after the cancellation would not be killed
+                with nullcontext() if cancellation is None else cancellation.ended_by(process.kill):
+                    _send(process.stdin, message)
+                    answer = _receive(process.stdout)
             except (BrokenPipeError, EOFError):
                 status = process.wait()
                 self._stop()
                 raise ProcessEnded(status) from None
-            except BaseException:  # an interrupt may leave a part of a message in the pipes
+            except BaseException:  # an interrupt or cancellation may leave a part of a message in the pipes
                 self._stop()
                 raise
             if answer[0]:
@@ -170,12 +176,32 @@ def _read(stream: IO[bytes], count: int) -> bytes:
 
 
 def serve(answer: Callable[[bytes], bytes]) -> None:
-    """Answer the messages on stdin until the caller closes its end."""
+    """Answer the messages on stdin until the caller closes its end. If the caller ends, a message is not finished."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the caller's
     with suppress(EOFError, BrokenPipeError):
         while True:
-            found = answer(_receive(sys.stdin.buffer))
+            message = _receive(sys.stdin.buffer)
+            with _ended_by_hangup(sys.stdin.fileno()):
+                found = answer(message)
             _send(sys.stdout.buffer, bytes([peak_mib() > _KEPT_MIB]) + found)
+
+
+@contextmanager
+def _ended_by_hangup(pipe: int) -> Iterator[None]:
+    """Let the kernel end this process, even inside C code, when the other end of the pipe is closed: by SIGIO, whose
+    default action ends a process on Linux."""
+    flags = fcntl.fcntl(pipe, fcntl.F_GETFL)
+    with suppress(OSError):
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(pipe, fcntl.F_SETFL, flags | os.O_ASYNC)
+    poll = select.poll()
+    poll.register(pipe, 0)
+    if poll.poll(0):  # closed before
+        raise EOFError
+    try:
+        yield
+    finally:
+        fcntl.fcntl(pipe, fcntl.F_SETFL, flags)
 
 
 @contextmanager

@@ -117,6 +117,11 @@ class Settings:
     )
     expand: int = _setting(0, "Also take this many chunks before and after each hit.", least=0, most=10_000)
     order: str = _setting("exact", "Order of found documents: rank (best first) or exact (least repair).")
+    retrieve: bool = _setting(
+        True,
+        "serve: answer chats without documents, chunks or search from the stored documents.",
+        flag="--retrieve/--no-retrieve",
+    )
     sample_top_k: int = _setting(0, "Sample among the k most likely tokens; 0: off.")
     min_p: float = _setting(0.0, "Drop tokens below this share of the most likely token's probability.")
     repetition_penalty: float = _setting(1.0, "Divide the logits of tokens already in the text by this; 1: off.")
@@ -195,6 +200,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "store": ("store", "lock_timeout", "force_store", "max_size"),
     "tier": ("tier", "tier_key_file", "tier_deadline"),
     "start": ("weights_cache_gb", "keep_alive"),
+    "serve": ("retrieve",),
 }  # fmt: skip
 """Settings by topic. Commands select their flags by group; sockets.py uses the groups that identify an engine."""
 
@@ -204,7 +210,7 @@ def grouped(*groups: str, but: Sequence[str] = ()) -> tuple[str, ...]:
     return tuple(name for group in groups for name in GROUPS[group] if name not in but)
 
 
-HARMLESS = frozenset(grouped("search", "blend", "sampling", "prompt", "cutting", but=("embeddings",)))
+HARMLESS = frozenset(grouped("search", "blend", "sampling", "prompt", "cutting", "serve", but=("embeddings",)))
 """Settings that change only the answers here. All others (what names a place, a model or a receiver, what uses the
 machine or removes stored data) are taken from a project's file only if the user trusts it."""
 

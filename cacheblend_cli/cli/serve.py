@@ -18,7 +18,7 @@ from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.extras import require
 from cacheblend_cli.model.read_ahead import read_ahead
-from cacheblend_cli.settings import API_KEY_VARIABLE, Resolved, Settings
+from cacheblend_cli.settings import API_KEY_VARIABLE, GROUPS, Resolved, Settings
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from cacheblend_cli.server.remote_decoder import RemoteDecoder
 
 _WORK_BYTES = 512 << 20  # activations of a prefill, chunks being read, requests
+_END_S = 2.0  # at the end, for threads that read or write the store
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-@options.with_settings("chunk_tokens", "window", *options.asking(but=["collection"]))
+@options.with_settings("chunk_tokens", "window", *options.asking(but=["collection"]), *GROUPS["serve"])
 def serve(
     resolved: Resolved,
     host: str = Option("127.0.0.1", help="Address to listen on."),
@@ -48,9 +49,6 @@ def serve(
         min=0,
         help="Exit after this many seconds without a request; 0: never.",
         show_default="3600 with --background, else 0",
-    ),
-    retrieve: bool = Option(
-        False, "--retrieve", help="Search the store for chats without documents, chunks or search."
     ),
     find_passages: bool = Option(
         False, "--find-passages", help="Treat <source> and <document> elements in messages as documents."
@@ -111,6 +109,7 @@ def serve(
     from cacheblend_cli.engine.events import Limits
     from cacheblend_cli.server.app import make_app
     from cacheblend_cli.server.auth import LOOPBACK
+    from cacheblend_cli.server.document_routes import count_documents
     from cacheblend_cli.server.http_server import Server, bind_tcp, bind_unix, remover
     from cacheblend_cli.server.server_state import ServerState
     from cacheblend_cli.server.warm_socket import WarmSocket
@@ -151,12 +150,11 @@ def serve(
                 keyring,
                 names,
                 max_body=max_body << 20,
-                retrieve=retrieve,
                 find_passages=find_passages,
                 any_model=any_model,
                 decoder=decoder,
             )
-            held.callback(state.pool.shutdown, wait=False, cancel_futures=True)
+            held.callback(state.pools.close, _END_S)
             serving = Server(
                 make_app(state),
                 state,
@@ -166,6 +164,8 @@ def serve(
             )
             if engine.model.decoder.device.type == "cpu" and (own := _resident_bytes()):
                 output.note(_memory_line(own, engine.stats(), decoded_twice=llama is not None))
+            if settings.retrieve:
+                output.note(_retrieval_line(count_documents(state)))
             output.note(f"{state.model} answers at {url}/v1; Ctrl-C stops it")
             asyncio.run(serving.serve([public]))
         finally:
@@ -191,6 +191,13 @@ def _memory_line(own: int, stats: EngineStats, *, decoded_twice: bool) -> str:
         f"memory: {format_size(own)} now, at most about {format_size(most)}: KV takes up to {format_size(pool)} as it is used, and up to "
         f"{format_size(stats.swap_space_bytes)} more if KV is swapped out (--swap-space)"
     )
+
+
+def _retrieval_line(num_documents: int) -> str:
+    if not num_documents:
+        return "no documents are stored: chats are answered without, and from documents once there are some"
+    documents = "1 document" if num_documents == 1 else f"{num_documents:,} documents"
+    return f"chats are answered from {documents}; --no-retrieve for chats without them"
 
 
 def _decoder(url: str, key: str | None, directory: Path) -> RemoteDecoder:

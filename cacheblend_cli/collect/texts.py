@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from cacheblend_store import ChunkStore, StoreError
 from cacheblend_store.writer import StoreWriter
 
+from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.collect.collector import Collector
 from cacheblend_cli.collect.document_records import document_record, is_news
 from cacheblend_cli.collect.plan import Planned, plan_documents
 from cacheblend_cli.collect.settings import CollectSettings
+from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.corpus.citations import TITLE
 from cacheblend_cli.corpus.cutting import CutSettings, cut_document
 from cacheblend_cli.corpus.documents import Document
@@ -57,13 +59,27 @@ def put_name(tenant: str, document_id: str) -> str:
     return f"{PUT}{tenant}/{document_id}"
 
 
-def plan_texts(collection: Collection, documents: Sequence[Document], settings: CollectSettings) -> Planned:
-    """Return the documents with their chunks and keys. A chunk takes at most half of the model's context."""
+def plan_texts(
+    collection: Collection,
+    documents: Sequence[Document],
+    settings: CollectSettings,
+    cancellation: Cancellation | None = None,
+) -> Planned:
+    """Return the documents with their chunks and keys. A chunk takes at most half of the model's context. Raises
+    Cancelled."""
     room = max(1, (collection.model.spec.max_context - len(collection.prefix_ids)) // 2)
     encode = collection.model.tokenizer.encode_text
     cut = CutSettings(min(settings.chunk_tokens, room))
-    cuts = [(document, list(cut_document(document, encode, cut))) for document in documents]
+    cuts = [(document, list(_checked(cut_document(document, encode, cut), cancellation))) for document in documents]
     return plan_documents(collection, cuts, settings)
+
+
+def _checked(chunks: Iterator[Chunk], cancellation: Cancellation | None) -> Iterator[Chunk]:
+    """Yield the chunks. Raises Cancelled."""
+    for chunk in chunks:
+        if cancellation is not None:
+            cancellation.check()
+        yield chunk
 
 
 class Putting:
@@ -73,14 +89,20 @@ class Putting:
     """
 
     def __init__(
-        self, collection: Collection, store: ChunkStore, document: Document, settings: CollectSettings, title: str = ""
+        self,
+        collection: Collection,
+        store: ChunkStore,
+        document: Document,
+        settings: CollectSettings,
+        title: str = "",
+        cancellation: Cancellation | None = None,
     ) -> None:
-        """Cut the document. Any thread may call this.
+        """Cut the document. Any thread may call this. Raises Cancelled.
 
         title: shown in lists, "" for the document's id. Attributes: num_stored: chunks with KV in the store. settled:
         the document was committed or undone.
         """
-        [(_, self.chunks)] = plan_texts(collection, [document], settings)
+        [(_, self.chunks)] = plan_texts(collection, [document], settings, cancellation)
         record = document_record(collection, document, self.chunks, settings)
         self._record = replace(record, settings={**record.settings, TITLE: title}) if title else record
         self._store, self._old = store, store.get_document(*record.place)

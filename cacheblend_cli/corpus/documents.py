@@ -21,6 +21,7 @@ from typing import Any
 
 from msgspec import ValidationError, convert
 
+from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.corpus.converters import PLAIN, converter_of
 from cacheblend_cli.corpus.converters.converter import NoDocument, from_markdown, from_plain
 from cacheblend_cli.corpus.converters.process import ConverterProcess
@@ -278,16 +279,16 @@ def check_paths(paths: Sequence[str]) -> None:
             raise NotFoundError(f"no such file or directory: {name}", "check the path")
 
 
-def convert_bytes(source: str, file_name: str, data: bytes) -> Document:
+def convert_bytes(source: str, file_name: str, data: bytes, cancellation: Cancellation | None = None) -> Document:
     """Convert the bytes of a file to a document. The suffix of file_name selects the converter.
 
-    Raises NoDocument if there is no converter, or the file has no text or cannot be read.
+    Raises NoDocument if there is no converter, or the file has no text or cannot be read, and Cancelled.
     """
     if converter_of(file_name) is None:
         raise NoDocument("a kind of file without a converter", by_rule=True)
     process = ConverterProcess()
     try:
-        converted = _ended(process.convert(file_name, data))
+        converted = _ended(process.convert(file_name, data, cancellation))
     finally:
         process.close()
     return Document(source, converted.text, layout=converted.layout)

@@ -242,6 +242,14 @@ def searchable(store: ChunkStore) -> list[str]:
     return sorted(name for name in names if holds(EVERYTHING, name))
 
 
+def has_documents(store: ChunkStore, collections: Sequence[str]) -> bool:
+    """Return whether `search` could find a chunk of these collections."""
+    marks = ", ".join("?" * len(collections))
+    found = f"SELECT EXISTS (SELECT 1 FROM places WHERE context != 'prefix' AND collection IN ({marks}))"
+    with open_index(store) as db:
+        return bool(db.execute(found, collections).fetchone()[0])
+
+
 def look(store: ChunkStore, query: str, params: SearchParams, say: Callable[[str], None] | None = None) -> SearchResult:
     """Search the scope. Raises NotFoundError if nothing is found."""
     lookup = Lookup.with_weights(params, say)

@@ -18,6 +18,7 @@ import torch
 from cacheblend_store import ChunkStore
 from torch import Tensor
 
+from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.texts import AddedDocument, Putting, document_of, put_name
 from cacheblend_cli.engine.config import EngineConfig
@@ -183,14 +184,24 @@ class Engine(EngineThread):
         say: Say | None = None,
         *,
         suffix_ids: tuple[int, ...] | None = None,
+        cancellation: Cancellation | None = None,
     ) -> Request:
         """Look up or search for the chunks of a question, and lay out its prompt.
 
         say: callback for a message if search by meaning is not available. suffix_ids: token ids after the chunks, None
-        for the template's. Raises NotFoundError for an unknown chunk, UsageError for an empty question, StoreErrors.
+        for the template's. Raises NotFoundError for an unknown chunk, UsageError for an empty question, StoreErrors,
+        Cancelled.
         """
         self.runtime.memory()  # first use allocates a GPU's memory, which is not part of an answer's time
-        return resolve(self.runtime, store, ask, say=say, collect=self._collect_settings, suffix_ids=suffix_ids)
+        return resolve(
+            self.runtime,
+            store,
+            ask,
+            say=say,
+            collect=self._collect_settings,
+            suffix_ids=suffix_ids,
+            cancellation=cancellation,
+        )
 
     def run(self, request: Request, on_event: OnEvent = ignore) -> Answer:
         """Answer a request in a pool of the size that it needs. on_event: callback for its events.
@@ -334,10 +345,17 @@ class Engine(EngineThread):
 
         return recheck(self.collection(store, salt), store, count, repair=repair, progress=progress)
 
-    def put(self, store: ChunkStore, document: Document, salt: str = "", title: str = "") -> Putting:
+    def put(
+        self,
+        store: ChunkStore,
+        document: Document,
+        salt: str = "",
+        title: str = "",
+        cancellation: Cancellation | None = None,
+    ) -> Putting:
         """Cut a document to be stored: call the result's `collect` by `between_steps` until it returns False, then
-        `commit`; or `undo`."""
-        return Putting(self.collection(store, salt), store, document, self._collect_settings, title)
+        `commit`; or `undo`. Raises Cancelled."""
+        return Putting(self.collection(store, salt), store, document, self._collect_settings, title, cancellation)
 
     def add(self, store: ChunkStore, texts: Iterable[tuple[str, str]]) -> list[AddedDocument]:
         """Store documents, (id, text) each, replacing what was stored under the same ids; their KV is computed now.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from cacheblend_store import StoreError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -135,7 +136,13 @@ async def _health(_: Request, state: ServerState) -> Response:
 
 
 async def _ready(_: Request, state: ServerState) -> Response:
+    """Return 503 if requests would be refused: the server stops, the engine is stuck, or the store's file is gone."""
     status = "stopping" if state.draining else "stuck" if state.engine.is_stuck else "ready"
+    if status == "ready":
+        try:
+            state.store.check_file()
+        except StoreError:
+            status = "store unavailable"
     return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
 

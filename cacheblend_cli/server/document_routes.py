@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
 from cacheblend_store import DocumentRecord
-from starlette.concurrency import run_in_threadpool
+from msgspec.json import encode
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.collect.texts import Putting, document_of, put_name
 from cacheblend_cli.corpus.citations import TITLE, Citations
-from cacheblend_cli.corpus.converters import readable_suffixes
+from cacheblend_cli.corpus.converters import PLAIN, converter_of, readable_suffixes
 from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.documents import Document, convert_bytes
 from cacheblend_cli.corpus.places import PUT, SENT
@@ -25,6 +26,7 @@ from cacheblend_cli.corpus.search import Lookup, search
 from cacheblend_cli.errors import QueueFull
 from cacheblend_cli.server.api_errors import ApiError, bad_request
 from cacheblend_cli.server.document_paths import distinct_paths
+from cacheblend_cli.server.fair_pool import FairPool
 from cacheblend_cli.server.http import (
     EVENTS,
     JSON,
@@ -34,6 +36,7 @@ from cacheblend_cli.server.http import (
     media_type,
     raw_body,
     tenant_of,
+    unless_disconnected,
 )
 from cacheblend_cli.server.openai.protocol import PutBody, SearchBody, parse
 from cacheblend_cli.server.server_state import ServerState
@@ -56,35 +59,68 @@ async def put_document(request: Request, state: ServerState) -> Response:
     if not document_id.strip() or len(document_id) > 256 or not document_id.isprintable():
         raise bad_request("a document id must have 1 to 256 printable characters", "id")
     tenant = tenant_of(request)
-    name = put_name(tenant.name, document_id)
-    if media_type(request) in _SUFFIXES:
-        data, suffix = await raw_body(request), _SUFFIXES[media_type(request)]
-        file_name = f"document{suffix}" if suffix else PurePosixPath(document_id).name
-        async with state.converting:
-            document = await state.in_pool(lambda: _convert(name, file_name, data))
-        title = document.layout.title
-    else:
-        if media_type(request) != JSON:
-            raise ApiError(415, f"the body must be {JSON} or one of {', '.join(_SUFFIXES)}")
-        body = parse(PutBody, await json_body(request))
-        document, title = document_of(name, body.text, body.title), (body.title or "").strip()
-    putting = await state.in_pool(lambda: state.engine.put(state.store, document, tenant.salt, title))
-    if EVENTS in request.headers.get("accept", ""):
-        with ExitStack() as stack:
-            stack.callback(_undo_later, state, putting)
-            return EventStream(
-                encode_stream(state, _progress(state, putting, document_id, title), EVENTS), stack.pop_all()
-            )
-    async for _ in _steps(state, putting):
-        pass
-    return JSONResponse(_put_record(putting, document_id, title), 201 if putting.is_new else 200)
+    upload = await _upload(request, put_name(tenant.name, document_id))
+    with ExitStack() as held:
+        if upload.pool(state) is state.pools.heavy:  # its chunks are in memory until all of them are stored
+            await unless_disconnected(request, state.large_uploads[tenant.name].acquire())
+            held.callback(state.large_uploads[tenant.name].release)
+        putting, title = await unless_disconnected(request, upload.cut(state, tenant))
+        del upload  # a copy of the text
+        held.callback(_undo_later, state, putting)
+        if EVENTS in request.headers.get("accept", ""):
+            records = _progress(state, tenant, putting, document_id, title)
+            return EventStream(encode_stream(state, records, EVENTS), held.pop_all())
+        await unless_disconnected(request, _store(state, tenant, putting))
+        return JSONResponse(_put_record(putting, document_id, title), 201 if putting.is_new else 200)
 
 
-def _convert(name: str, file_name: str, data: bytes) -> Document:
+@dataclass(frozen=True)
+class _Upload:
+    """A document as it was sent: as text, or as the bytes of a file."""
+
+    name: str
+    content: str | bytes
+    title: str = ""  # of a text
+    file_name: str = ""  # of a file; its suffix selects the converter
+
+    def pool(self, state: ServerState) -> FairPool:
+        """Return the threads to read and cut it with."""
+        is_parsed = isinstance(self.content, bytes) and converter_of(self.file_name) not in PLAIN
+        return state.pools.heavy if is_parsed else state.pools.for_text(len(self.content))
+
+    async def cut(self, state: ServerState, tenant: Tenant) -> tuple[Putting, str]:
+        """Convert and cut the document. Returns its title, too. Raises ApiError, UsageError."""
+        cancellation = Cancellation()
+
+        def work() -> tuple[Putting, str]:
+            if isinstance(self.content, bytes):
+                document = _convert(self.name, self.file_name, self.content, cancellation)
+                title = document.layout.title
+            else:
+                document, title = document_of(self.name, self.content, self.title), self.title.strip()
+            return state.engine.put(state.store, document, tenant.salt, title, cancellation), title
+
+        return await state.in_pool(tenant, work, self.pool(state), cancellation)
+
+
+async def _upload(request: Request, name: str) -> _Upload:
+    """Read the body. Raises ApiError."""
+    media = media_type(request)
+    if media in _SUFFIXES:
+        suffix = _SUFFIXES[media]
+        file_name = f"document{suffix}" if suffix else PurePosixPath(request.path_params["id"]).name
+        return _Upload(name, await raw_body(request), file_name=file_name)
+    if media != JSON:
+        raise ApiError(415, f"the body must be {JSON} or one of {', '.join(_SUFFIXES)}")
+    body = parse(PutBody, await json_body(request))
+    return _Upload(name, body.text, body.title or "")
+
+
+def _convert(name: str, file_name: str, data: bytes, cancellation: Cancellation) -> Document:
     """Convert a file. Raises ApiError: 415 if the file type is not supported here, 400 if the file cannot be read."""
     suffix = PurePosixPath(file_name).suffix.lower()
     try:
-        return convert_bytes(name, file_name, data)
+        return convert_bytes(name, file_name, data, cancellation)
     except NoDocument as error:
         if error.unread:
             kinds = " ".join(readable_suffixes())
@@ -93,22 +129,27 @@ def _convert(name: str, file_name: str, data: bytes) -> Document:
         raise bad_request(f"the file cannot be read: {error.reason}", code="unreadable_document") from error
 
 
-async def _steps(state: ServerState, putting: Putting) -> AsyncIterator[int]:
+async def _store(state: ServerState, tenant: Tenant, putting: Putting) -> None:
+    async for _ in _steps(state, tenant, putting):
+        pass
+
+
+async def _steps(state: ServerState, tenant: Tenant, putting: Putting) -> AsyncIterator[int]:
     """Collect and commit, yielding the number of chunks stored so far. Removes them again on an error."""
     try:
         yield putting.num_stored
         while await state.in_engine(putting.collect):
             yield putting.num_stored
-        await state.in_pool(putting.commit)
-    except Exception:
-        await run_in_threadpool(putting.undo)  # also when the server stops
+        await state.write(tenant, putting.commit)
+    except Exception:  # also when the server stops
+        await state.write(tenant, putting.undo)
         raise
 
 
 async def _progress(
-    state: ServerState, putting: Putting, document_id: str, title: str
+    state: ServerState, tenant: Tenant, putting: Putting, document_id: str, title: str
 ) -> AsyncIterator[dict[str, Any]]:
-    async for stored in _steps(state, putting):
+    async for stored in _steps(state, tenant, putting):
         yield {"id": document_id, "object": "document.progress", "stored": stored, "chunks": len(putting.chunks)}
     yield _put_record(putting, document_id, title)
 
@@ -137,13 +178,13 @@ def _put_record(putting: Putting, document_id: str, title: str) -> dict[str, Any
 async def list_documents(request: Request, state: ServerState) -> Response:
     """List the tenant's documents, sorted by name, and the file types that can be put. Files of the store's own tenant
     that share a file name have a path."""
+    tenant = tenant_of(request)
 
-    def read() -> list[dict[str, Any]]:
-        tenant = tenant_of(request)
-        visible = _visible(state, tenant)
+    def read() -> bytes:
+        visible = visible_documents(state, tenant)
         roots = set() if tenant.name else {memo.name.partition("\0")[0] for memo in state.store.memos(ROOTS)}
         paths = distinct_paths(visible, roots)
-        return [
+        data = [
             {
                 **_document_fields(record),
                 **({"path": paths[name]} if name in paths else {}),
@@ -152,17 +193,17 @@ async def list_documents(request: Request, state: ServerState) -> Response:
             }
             for name, record in sorted(visible.items())
         ]
+        return encode({"object": "list", "data": data, "suffixes": readable_suffixes(), "max_bytes": state.max_body})
 
-    data = await state.in_pool(read)
-    return JSONResponse({"object": "list", "data": data, "suffixes": readable_suffixes(), "max_bytes": state.max_body})
+    return await _read_reply(request, state, read)
 
 
 async def read_document(request: Request, state: ServerState) -> Response:
     """Return a document with its chunks in order: text, place, headings."""
-    document_id = request.path_params["id"]
+    document_id, tenant = request.path_params["id"], tenant_of(request)
 
-    def read() -> dict[str, Any]:
-        visible = _visible(state, tenant_of(request)).items()
+    def read() -> bytes:
+        visible = visible_documents(state, tenant).items()
         record = next((record for name, record in visible if public_id(name) == document_id), None)
         if record is None:
             raise _no_document(document_id)
@@ -177,23 +218,29 @@ async def read_document(request: Request, state: ServerState) -> Response:
             }
             for chunk in record.chunks
         ]
-        return {**_document_fields(record), "chunks": chunks}
+        return encode({**_document_fields(record), "chunks": chunks})
 
-    return JSONResponse(await state.in_pool(read))
+    return await _read_reply(request, state, read)
+
+
+async def _read_reply(request: Request, state: ServerState, read: Callable[[], bytes]) -> Response:
+    """Return the JSON that `read` makes in a thread, where a long reply does not stop the event loop."""
+    work = state.in_pool(tenant_of(request), read)
+    return Response(await unless_disconnected(request, work), media_type=JSON)
 
 
 async def delete_document(request: Request, state: ServerState) -> Response:
     """Delete a document that was put, and chunks that only it has."""
-    document_id = request.path_params["id"]
+    document_id, tenant = request.path_params["id"], tenant_of(request)
 
     def delete() -> None:
-        name = put_name(tenant_of(request).name, document_id)
+        name = put_name(tenant.name, document_id)
         records = [record for record in state.store.documents() if record.source == name]
         if not records:
             raise _no_document(document_id)
         state.store.put_documents((), [record.key for record in records])
 
-    await state.in_pool(delete)
+    await unless_disconnected(request, state.write(tenant, delete))
     return JSONResponse({"id": document_id, "object": "document.deleted", "deleted": True})
 
 
@@ -201,7 +248,7 @@ def _no_document(document_id: str) -> ApiError:
     return ApiError(404, f"no such document: {document_id[:80]!r}", code="document_not_found")
 
 
-def _visible(state: ServerState, tenant: Tenant) -> dict[str, DocumentRecord]:
+def visible_documents(state: ServerState, tenant: Tenant) -> dict[str, DocumentRecord]:
     """Return the latest record of each document of the tenant (put, or precomputed with its salt) by name."""
     own = set(state.engine.usable(state.store, tenant.salt))
     latest: dict[str, DocumentRecord] = {}
@@ -210,6 +257,11 @@ def _visible(state: ServerState, tenant: Tenant) -> dict[str, DocumentRecord]:
         if record.collection in own and (known is None or known.updated < record.updated):
             latest[record.source] = record
     return latest
+
+
+def count_documents(state: ServerState) -> int:
+    """Return the number of documents of all tenants."""
+    return sum(len(visible_documents(state, tenant)) for tenant in state.keyring.tenants)
 
 
 def _document_fields(record: DocumentRecord) -> dict[str, Any]:
@@ -232,10 +284,8 @@ def public_title(name: str) -> str:
 
 async def search_chunks(request: Request, state: ServerState) -> Response:
     """Return the tenant's best chunks for a query."""
-    body = parse(SearchBody, await json_body(request))
-    return JSONResponse(
-        {"object": "list", "data": await state.in_pool(lambda: _search(state, body, tenant_of(request)))}
-    )
+    body, tenant = parse(SearchBody, await json_body(request)), tenant_of(request)
+    return await _read_reply(request, state, lambda: encode({"object": "list", "data": _search(state, body, tenant)}))
 
 
 def _search(state: ServerState, body: SearchBody, tenant: Tenant) -> list[dict[str, Any]]:

@@ -44,9 +44,9 @@ async def any_body(request: Request) -> bytes:
 
 
 async def raw_body(request: Request) -> bytes:
-    """Return the body, of any media type. Raises ApiError if the client disconnects."""
+    """Return the body, of any media type. The request does not keep it. Raises ApiError if the client disconnects."""
     try:
-        return await request.body()
+        return b"".join([part async for part in request.stream()])
     except ClientDisconnect as error:
         raise client_disconnected() from error
 
@@ -109,10 +109,14 @@ class EventStream(StreamingResponse):
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Return the work's result. If the client disconnects, cancels the work and raises ApiError 499."""
-    done = await first_of(work, disconnected(request.receive))
+
+    async def result() -> tuple[T]:
+        return (await work,)
+
+    done = await first_of(result(), disconnected(request.receive))
     if done is None:
         raise client_disconnected()
-    return done
+    return done[0]
 
 
 def client_disconnected() -> ApiError:

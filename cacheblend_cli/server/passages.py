@@ -61,10 +61,8 @@ def extract_passages(state: ServerState, body: AskBody, messages: Sequence[Messa
     question without their text, and white space between them is dropped: so the system prompt, the prefix of stored KV,
     does not depend on what was retrieved. Raises PromptTooLong.
     """
-    if not state.find_passages:
-        return ExtractedPassages(messages)
+    state.engine.prompts.check_characters(sum(map(num_characters, messages)), 1)
     texts = [_text(message) for message in messages]
-    state.engine.prompts.check_characters(sum(map(len, texts)), 1)
     left, documents, found, moved = list(messages), list(body.documents or ()), list[MessagePassage](), list[str]()
     for i, (message, text) in enumerate(zip(messages, texts, strict=True)):
         elements = elements_of(text) if message.role in ("system", "developer", "user") else []
@@ -136,6 +134,11 @@ def _cut(text: str, places: Sequence[tuple[int, int]]) -> str:
     ends = [0, *(end for _, end in places)]
     starts = [*(start for start, _ in places), len(text)]
     return "".join(text[end:start] for end, start in zip(ends, starts, strict=True))
+
+
+def num_characters(message: Message) -> int:
+    content = message.content or ""
+    return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
 
 
 def _text(message: Message) -> str:

@@ -10,10 +10,11 @@ from operator import itemgetter
 
 from cacheblend_store import ChunkManifest, ChunkNotFound
 
+from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.collect.texts import sent_document
 from cacheblend_cli.corpus.citations import Citation
 from cacheblend_cli.corpus.places import PUT, SENT
-from cacheblend_cli.corpus.search import WEAK
+from cacheblend_cli.corpus.search import WEAK, has_documents
 from cacheblend_cli.engine.engine import Request
 from cacheblend_cli.errors import NothingFound
 from cacheblend_cli.prompt.collection import salt_digest
@@ -22,7 +23,7 @@ from cacheblend_cli.prompt.wording import CHUNKS, DEFAULT, QUESTION
 from cacheblend_cli.server.api_errors import ApiError, bad_request
 from cacheblend_cli.server.document_routes import public_id, public_title
 from cacheblend_cli.server.openai.protocol import AskBody, Message, SearchIn, TextPart
-from cacheblend_cli.server.passages import MessagePassage, extract_passages
+from cacheblend_cli.server.passages import ExtractedPassages, MessagePassage, extract_passages, num_characters
 from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.settings import Resolved, Settings
@@ -50,12 +51,21 @@ class ParsedRequest:
     passages_only: bool = False
     raw: bool = False  # without the chat template
 
+    @property
+    def num_characters(self) -> int:
+        """Length of all texts that are tokenised or cut."""
+        documents = (document.text for document in self.body.documents or ())
+        return sum(map(len, (self.text, self.system or "", *self.history, *documents)))
 
-def parse_chat(
+
+async def parse_chat(
     state: ServerState, body: AskBody, tenant: Tenant, messages: Sequence[Message], sampling: SamplingParams
 ) -> ParsedRequest:
     """Return the request of a chat's messages. Raises ApiError, PromptTooLong."""
-    extracted = extract_passages(state, body, messages)
+    extracted = ExtractedPassages(messages)
+    if state.find_passages:
+        pool = state.pools.for_text(sum(map(num_characters, messages)))
+        extracted = await state.in_pool(tenant, lambda: extract_passages(state, body, messages), pool)
     turns = read_messages(extracted.messages)
     return ParsedRequest(
         body, tenant, turns.question, sampling, turns.history, turns.system, extracted.passages, extracted.passages_only
@@ -78,15 +88,20 @@ class PreparedRequest:
     origins: tuple[Origin, ...]  # one per chunk of the prompt, in order
 
 
-def prepare(state: ServerState, parsed: ParsedRequest) -> PreparedRequest:
-    """Resolve a request: cut its documents, look up and search chunks, lay out the prompt. Thread-safe; stores nothing.
+async def prepare(state: ServerState, parsed: ParsedRequest) -> PreparedRequest:
+    """Resolve a request: cut its documents, look up and search chunks, lay out the prompt. Stores nothing.
 
     Chunk order: documents of the request, named chunks, search hits. Raises ApiError, UsageError, NotFoundError and
     StoreErrors.
     """
+    cancellation, pool = Cancellation(), state.pools.for_text(parsed.num_characters)
+    return await state.in_pool(parsed.tenant, lambda: _prepare(state, parsed, cancellation), pool, cancellation)
+
+
+def _prepare(state: ServerState, parsed: ParsedRequest, cancellation: Cancellation) -> PreparedRequest:
     ask = _ask_request(state, parsed)
     try:
-        request = state.engine.resolve(state.store, ask)
+        request = state.engine.resolve(state.store, ask, cancellation=cancellation)
     except NothingFound as error:
         what = WEAK if error.message == WEAK else "no stored chunk contains a word of the query"
         raise ApiError(404, what, param="search", code="nothing_found") from error
@@ -101,11 +116,13 @@ def prepare(state: ServerState, parsed: ParsedRequest) -> PreparedRequest:
 def _ask_request(state: ServerState, parsed: ParsedRequest) -> AskRequest:
     body, tenant = parsed.body, parsed.tenant
     settings = _with_blend(state.settings, body)
-    retrieves = state.retrieve and not parsed.raw and not body.wants_chunks
+    retrieves = _retrieves(state, parsed)
     search = None
-    if (searched := SearchIn() if retrieves else body.search) is not None:
+    if (searched := SearchIn() if retrieves else body.wanted_search) is not None:
         params = SearchParams.of(replace(settings, top_k=searched.k or settings.top_k))
         search = replace(params, query=searched.query or "", optional=retrieves)
+        if retrieves:  # a question about something else is not answered from the documents
+            search = replace(search, on_weak_match="refuse")
     return AskRequest.of(
         Resolved(settings, {}),
         parsed.text,
@@ -124,6 +141,14 @@ def _ask_request(state: ServerState, parsed: ParsedRequest) -> AskRequest:
             verify=body.verify, priority=body.priority, deadline_s=body.timeout_s, stream=bool(body.stream)
         ),
     )
+
+
+def _retrieves(state: ServerState, parsed: ParsedRequest) -> bool:
+    """Return whether to search for a chat that does not say what to answer from."""
+    body = parsed.body
+    if not state.settings.retrieve or parsed.raw or body.wants_chunks or body.search is False:
+        return False
+    return has_documents(state.store, state.engine.usable(state.store, parsed.tenant.salt))
 
 
 def _prompt(state: ServerState, parsed: ParsedRequest) -> str | None:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cacheblend_store import ChunkStore
 
+from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.server.api_errors import server_stopping
+from cacheblend_cli.server.fair_pool import FairPool
 from cacheblend_cli.server.metrics import Metrics
-from cacheblend_cli.server.tenants import Keyring
+from cacheblend_cli.server.tenants import Keyring, Tenant
 from cacheblend_cli.settings import Settings
 from cacheblend_cli.types import SamplingParams
 
@@ -25,7 +27,29 @@ if TYPE_CHECKING:
     from cacheblend_cli.server.remote_decoder import RemoteDecoder
 
 T = TypeVar("T")
-_PREPARING = 2  # threads; most of the work holds the GIL
+LIGHT_CHARACTERS = 64 << 10
+"""Maximum characters of texts that the light threads tokenise or cut in one piece of work: some .1 s."""
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Threads beside the event loop and the engine's thread. In each, tenants take turns."""
+
+    # searches, lists, short texts: two, because most of the work holds the GIL
+    light: FairPool = field(default_factory=lambda: FairPool("cacheblend-light", 2))
+    # files and long texts
+    heavy: FairPool = field(default_factory=lambda: FairPool("cacheblend-heavy", 2, most_per_tenant=1))
+    # changes of the store, which wait for its writer lock
+    writing: FairPool = field(default_factory=lambda: FairPool("cacheblend-writing", 1))
+
+    def for_text(self, num_characters: int) -> FairPool:
+        """Return the threads that tokenise or cut texts of this length in total."""
+        return self.light if num_characters <= LIGHT_CHARACTERS else self.heavy
+
+    def close(self, wait_s: float) -> None:
+        """Take no more work, drop what is queued and wait at most wait_s for each pool."""
+        for pool in (self.light, self.heavy, self.writing):
+            pool.close(wait_s)
 
 
 @dataclass
@@ -39,7 +63,6 @@ class ServerState:
     keyring: Keyring
     names: frozenset[str] | None = None  # host names that browsers may use, None for all
     max_body: int = 32 << 20  # bytes
-    retrieve: bool = False  # search the store for chats without chunks
     find_passages: bool = False  # treat tagged passages in messages as documents
     any_model: bool = False  # accept requests that name another model
     metrics: Metrics = field(init=False)
@@ -48,9 +71,9 @@ class ServerState:
     body_bytes: int = 0  # request bodies in memory
     ended: asyncio.Event = field(default_factory=asyncio.Event)  # all requests must end now
     on_end: set[Callable[[], None]] = field(default_factory=set)
-    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_PREPARING, "cacheblend-prepare"))
-    # one conversion at a time, so that a thread stays free
-    converting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    pools: Pools = field(default_factory=Pools)
+    # by tenant: one large upload at a time
+    large_uploads: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
     decoder: RemoteDecoder | None = None  # None to decode here
     active: int = 0  # requests to /v1, /api and /mcp in progress
     _preparing: int = 0
@@ -72,12 +95,39 @@ class ServerState:
                 text = text.replace(path, name)
         return text
 
-    async def in_pool(self, work: Callable[[], T]) -> T:
-        """Run work in the pool, outside event loop and engine: tokenising, chunking, embedding, searching.
+    async def in_pool(
+        self,
+        tenant: Tenant,
+        work: Callable[[], T],
+        pool: FairPool | None = None,
+        cancellation: Cancellation | None = None,
+    ) -> T:
+        """Run work of a tenant in a pool, by default the light threads.
 
-        Raises ApiError if the server stops first.
+        If this task is cancelled, because the client has left, or the server stops: work that is queued is dropped,
+        and running work is cancelled. A cancelled task ends with its running work, so that the request is counted as
+        long as its texts are in memory. Raises ApiError if the server stops first.
         """
-        return await self.unless_ended(asyncio.get_running_loop().run_in_executor(self.pool, work))
+        future = (pool or self.pools.light).submit(tenant.name, work)
+        try:
+            return await self.unless_ended(asyncio.wrap_future(future))
+        finally:
+            if not future.done():  # it runs
+                if cancellation is not None:
+                    cancellation.cancel()
+                with suppress(Exception):  # nobody wants its result
+                    await first_of(asyncio.wrap_future(future), self.ended.wait())
+
+    async def write(self, tenant: Tenant, work: Callable[[], T]) -> T:
+        """Change the store in the writing thread. Running work is waited for, also if the server stops, so that nothing
+        contradicts it meanwhile."""
+        future = self.pools.writing.submit(tenant.name, work)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            if not future.done():
+                with suppress(Exception):
+                    await asyncio.wrap_future(future)
 
     async def in_engine(self, work: Callable[[], T]) -> T:
         """Run work in the engine's thread. Raises ApiError if the server stops first."""

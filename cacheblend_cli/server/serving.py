@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -53,7 +52,7 @@ async def respond(
 
 
 async def _prepare_all(state: ServerState, parsed: list[ParsedRequest]) -> list[PreparedRequest]:
-    return [await state.in_pool(partial(prepare, state, one)) for one in parsed]
+    return [await prepare(state, one) for one in parsed]
 
 
 async def _run_all(state: ServerState, prepared: list[PreparedRequest]) -> list[Done]:

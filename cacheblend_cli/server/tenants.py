@@ -49,6 +49,10 @@ class Keyring:
         return not self._known
 
     @property
+    def tenants(self) -> set[Tenant]:
+        return {tenant for _, tenant in self._known} or {self.own}
+
+    @property
     def has_tenants(self) -> bool:
         """Return whether there are tenants besides the store's own."""
         return any(tenant.name for _, tenant in self._known)

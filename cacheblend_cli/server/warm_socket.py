@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from socket import socket
 from typing import Any
@@ -82,7 +82,7 @@ class WarmSocket:
     async def _ask(self, body: Record) -> AsyncIterator[Record]:
         ask = convert(body, AskRequest)
         with self._state.in_progress():
-            request = await self._state.in_pool(lambda: self._engine.resolve(self._state.store, ask))
+            request = await self._resolved(ask)
             with RequestEvents(self._state, request) as events:
                 yield {"event": "notes", "notes": list(request.notes)}
                 async for event in events.events():
@@ -96,7 +96,7 @@ class WarmSocket:
     async def _plan(self, body: Record) -> AsyncIterator[Record]:
         ask = convert(body, AskRequest)
         with self._state.in_progress():
-            request = await self._state.in_pool(lambda: self._engine.resolve(self._state.store, ask))
+            request = await self._resolved(ask)
             found = await self._state.in_engine(lambda: self._engine.planned(request))
             yield {"event": "plan", "end": True, **to_builtins({"plan": found, "names": _names(request)})}
 
@@ -104,14 +104,19 @@ class WarmSocket:
         notes: list[str] = []
         ask = convert(body, AskRequest)
         with self._state.in_progress():
-            found = await asyncio.to_thread(
-                look, self._state.store, ask.question, ask.search or SearchParams(), notes.append
-            )
+            params = ask.search or SearchParams()
+            work = partial(look, self._state.store, ask.question, params, notes.append)
+            found = await self._state.in_pool(self._state.keyring.own, work)
         yield {"event": "found", "end": True, "found": to_builtins(found), "notes": notes, "pid": os.getpid()}
+
+    async def _resolved(self, ask: AskRequest) -> Request:
+        work = partial(self._engine.resolve, self._state.store, ask)
+        return await self._state.in_pool(self._state.keyring.own, work)
 
     async def _answer(self, request: Request, answer: Answer) -> Record:
         """Return the fields of client.CompletedAnswer. prompt_ids only if requested."""
-        explained, tokens = await self._state.in_pool(lambda: self._engine.explain(request, answer))
+        work = partial(self._engine.explain, request, answer)
+        explained, tokens = await self._state.in_pool(self._state.keyring.own, work)
         sent = replace(answer, chosen=[], prompt_ids=answer.prompt_ids if request.options.ids else [])
         names = _names(request)
         record = {"answer": sent, "names": names, "explained": explained, "tokens": tokens, "pid": os.getpid()}

@@ -128,6 +128,10 @@ class ChunkStore:
         created: no index, lock or socket."""
         return self._environment().is_own
 
+    def check_file(self) -> None:
+        """Raise StoreError if the data file was removed, truncated or replaced by another file. Takes no lock."""
+        self._environment().check_file()
+
     @property
     def generation(self) -> int:
         """Counter that increases with every commit that adds or removes chunks or documents."""

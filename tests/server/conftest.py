@@ -91,6 +91,7 @@ def servers(engine: Engine, model: Path, folder: Path) -> Iterator[StartServer]:
         grace_s: float = 5,
         connections: ConnectionLimits | None = None,
         tier: SharedTier | None = None,
+        retrieve: bool = False,
         **of_host: Any,
     ) -> Server:
         number = len(running)
@@ -98,7 +99,13 @@ def servers(engine: Engine, model: Path, folder: Path) -> Iterator[StartServer]:
         if tier is not None:
             store.share(tier)
         settings = Settings(
-            model=str(model), store=str(store.path), chunk_tokens=40, max_tokens=8, search="words", threads=1
+            model=str(model),
+            store=str(store.path),
+            chunk_tokens=40,
+            max_tokens=8,
+            search="words",
+            threads=1,
+            retrieve=retrieve,
         )
         own = Engine(engine.runtime, overridden(DEFAULTS, {"chunk_tokens": 40}))
         own.serve(store, limits or Limits())
@@ -122,16 +129,17 @@ def servers(engine: Engine, model: Path, folder: Path) -> Iterator[StartServer]:
         thread.start()
         client = httpx.Client(base_url=url, timeout=30, transport=httpx.HTTPTransport(retries=20))
         assert client.get("/health").status_code == 200
-        running.append((lambda: loop.call_soon_threadsafe(serving.end), thread, loop, own, store, client))
+        running.append((lambda: loop.call_soon_threadsafe(serving.end), thread, loop, state, store, client))
         return Server(f"{url}/v1", unix, state, client, running[-1][0], thread)
 
     yield run
-    for end, thread, loop, service, store, client in running:
+    for end, thread, loop, state, store, client in running:
         client.close()
         with suppress(RuntimeError):  # it has ended by itself
             end()
         thread.join(20)
-        service.close()
+        state.pools.close(2)
+        state.engine.close()
         store.close()
         assert not thread.is_alive()
         loop.close()

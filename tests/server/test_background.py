@@ -225,7 +225,7 @@ def test_serve_says_what_memory_it_may_grow_to(cli: Cli) -> None:
     with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as serving:
         try:
             assert serving.stderr is not None
-            lines = [next(serving.stderr), next(serving.stderr)]
+            lines = [next(serving.stderr) for _ in range(3)]
             said = re.fullmatch(
                 r"memory: (.+) now, at most about (.+): KV takes up to (.+) as it .* 512.0 MiB more .*\n", lines[0]
             )
@@ -233,7 +233,8 @@ def test_serve_says_what_memory_it_may_grow_to(cli: Cli) -> None:
             now, most, pool = (parse_size(size, "") for size in said.groups())
             # swap space and room to work; the sum is said to a tenth of a GiB
             assert abs(most - (now + pool + (1 << 30))) < 0.06 * (1 << 30)
-            url = lines[1].split(" answers at ")[1].split("/v1")[0]
+            assert lines[1].startswith("chats are answered from 2 documents; --no-retrieve for chats without")
+            url = lines[2].split(" answers at ")[1].split("/v1")[0]
             for n in range(3):
                 body = {"messages": [{"role": "user", "content": f"{n} who leads billing? " * 50}], "max_tokens": 4}
                 assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).status_code == 200

@@ -17,6 +17,7 @@ from cacheblend_cli.engine.core.async_engine import Limits
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.model.tokenizer import Tokenizer
+from cacheblend_cli.server.document_routes import count_documents
 
 PAGE = "the lead of billing is Mara and she works in Bergen"
 WAIT_S = 60.0
@@ -177,7 +178,7 @@ def test_retrieval_for_chats_that_bring_nothing(start: Any) -> None:
     searched = plain.ask(messages=asked, search={}).json()
     assert server.ask(messages=asked).json()["choices"] == searched["choices"]
     assert [c["document"] for c in server.ask(search={"query": "billing", "k": 1}).json()["blend"]["chunks"]] == ["a"]
-    turns = [*asked, {"role": "assistant", "content": "home"}, {"role": "user", "content": "whose?"}]
+    turns = [*asked, {"role": "assistant", "content": "home"}, {"role": "user", "content": "whose parrot?"}]
     assert "b" in [c["document"] for c in server.ask(messages=turns).json()["blend"]["chunks"]]
     raw = {"prompt": "parrot", "max_tokens": 2}
     assert server.client.post("/v1/completions", json=raw).json()["blend"]["chunks"] == []
@@ -185,6 +186,60 @@ def test_retrieval_for_chats_that_bring_nothing(start: Any) -> None:
 
 def test_retrieval_that_finds_nothing_leaves_the_question_as_it_is(start: Any) -> None:
     server, plain = start(retrieve=True), start()
-    answer, own = server.ask().json(), plain.ask().json()
-    assert answer["choices"] == own["choices"]
-    assert (len(answer["blend"]["notes"]), answer["usage"]) == (1, own["usage"])
+    own = plain.ask().json()
+
+    def is_plain(answer: dict[str, Any], num_notes: int) -> bool:
+        same = (answer["choices"], answer["usage"]) == (own["choices"], own["usage"])
+        return same and (len(answer["blend"]["notes"]), answer["blend"]["chunks"]) == (num_notes, [])
+
+    assert is_plain(server.ask().json(), 0)  # nothing is stored
+    server.client.put("/v1/documents/b", json={"text": "Jonas keeps a parrot at home and a cat in the garden"})
+    assert is_plain(server.ask().json(), 1)
+
+
+@pytest.mark.parametrize("question", ["hi", "write a poem about the sea", "what is the garden of a proof in logic?"])
+def test_a_question_about_something_else_is_not_answered_from_the_documents(start: Any, question: str) -> None:
+    """The last one has a word of a document: a weak match."""
+    server = start(retrieve=True)
+    server.client.put("/v1/documents/a", json={"text": PAGE})
+    server.client.put("/v1/documents/b", json={"text": "Jonas keeps a parrot at home and a cat in the garden"})
+    reply = server.ask(messages=[{"role": "user", "content": question}]).json()
+    assert reply["blend"]["chunks"] == []
+    assert reply["blend"]["notes"] == ["nothing stored matches: the answer is the model's own"]
+
+
+def test_nothing_found_for_a_chat_reads_no_chunk(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason, which needs all chunks, is for those who asked for a search."""
+    server = start(retrieve=True)
+    server.client.put("/v1/documents/a", json={"text": PAGE})
+
+    def chunks(*_: Any, **__: Any) -> Any:
+        raise AssertionError("all chunks were read")
+
+    monkeypatch.setattr(ChunkStore, "chunks", chunks)
+    assert server.ask(messages=[{"role": "user", "content": "hi"}]).status_code == 200
+
+
+@pytest.mark.parametrize(("search", "documents"), [(True, ["a"]), ({}, ["a"]), (None, []), (False, [])])
+@pytest.mark.parametrize("path", ["v1/chat/completions", "api/chat"])
+def test_search_is_also_a_boolean(start: Any, path: str, search: Any, documents: list[str]) -> None:
+    server = start()
+    server.client.put("/v1/documents/a", json={"text": PAGE})
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "who works in Bergen?"}], "stream": False}
+    reply = server.client.post(f"/{path}", json={**body, "search": search})
+    assert [chunk["document"] for chunk in reply.json()["blend"]["chunks"]] == documents
+
+
+def test_no_search_in_a_server_that_retrieves(start: Any) -> None:
+    server = start(retrieve=True)
+    server.client.put("/v1/documents/a", json={"text": PAGE})
+    assert [len(server.ask(search=wanted).json()["blend"]["chunks"]) for wanted in (None, False)] == [1, 0]
+
+
+def test_retrieval_is_of_the_documents_of_a_tenant(start: Any) -> None:
+    server = start(("ada:ada-key-000000", "bob:bob-key-000000"), retrieve=True)
+    server.client.put("/v1/documents/a", json={"text": PAGE}, headers={"Authorization": "Bearer ada-key-000000"})
+    blends = [server.ask(key).json()["blend"] for key in ("ada-key-000000", "bob-key-000000")]
+    assert [len(blend["chunks"]) for blend in blends] == [1, 0]
+    assert blends[1]["notes"] == []
+    assert count_documents(server.state) == 1

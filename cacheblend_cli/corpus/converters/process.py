@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
+from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.corpus.converters import PLAIN, converter_of
 from cacheblend_cli.corpus.converters.converter import NoDocument, encodable, from_plain
 from cacheblend_cli.corpus.layout import Converted
@@ -54,16 +55,16 @@ class ConverterProcess:
         self._limits = limits or ConversionLimits()
         self._process = LimitedProcess(__name__)
 
-    def convert(self, name: str, data: bytes) -> Converted:
-        """Convert the bytes of a file.
+    def convert(self, name: str, data: bytes, cancellation: Cancellation | None = None) -> Converted:
+        """Convert the bytes of a file. A cancellation kills the process.
 
-        The name selects the converter; unknown names are plain text. Raises NoDocument.
+        The name selects the converter; unknown names are plain text. Raises NoDocument, Cancelled.
         """
         converter = converter_of(name) or from_plain
         if converter in PLAIN:
             return converter(data)
         try:
-            answer = self._process.ask(msgspec.msgpack.encode(_Job(name, self._limits, data)))
+            answer = self._process.ask(msgspec.msgpack.encode(_Job(name, self._limits, data)), cancellation)
         except ProcessEnded as ended:
             raise self._refusal(ended, len(data)) from None
         result = msgspec.msgpack.decode(answer, type=_Result)

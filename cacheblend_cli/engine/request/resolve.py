@@ -10,6 +10,7 @@ from cacheblend_store import ChunkStore
 from cacheblend_store.format.codecs import is_lossless
 
 from cacheblend_cli.blend.policy import policy_of
+from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.collect.collector import PlannedChunk
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.texts import plan_texts, sent_document
@@ -34,11 +35,13 @@ def resolve(
     say: Say | None = None,
     collect: CollectSettings = CollectSettings(),
     suffix_ids: tuple[int, ...] | None = None,
+    cancellation: Cancellation | None = None,
 ) -> Request:
     """Resolve a question: cut its documents, look up and search for chunks, tokenise. Thread-safe; stores nothing.
 
     say: callback for a message if search by meaning is not available. collect: settings for cutting the request's
-    documents. suffix_ids: token ids after the chunks, None for the template's.
+    documents. suffix_ids: token ids after the chunks, None for the template's. cancellation: ends the cutting with
+    Cancelled.
 
     Raises NotFoundError for a missing or damaged record and for a search without results; UsageError for an empty
     question, settings that the model lacks, and named chunks without a store; PromptTooLong, StoreErrors.
@@ -51,7 +54,7 @@ def resolve(
     sampling = as_the_model(ask.sampling, ask.model_sampling, prompts.model)
     ask = prompts.dated(store, replace(ask, sampling=sampling))
     _check_size(prompts, ask)
-    planned = _planned(prompts, ask, collect)
+    planned = _planned(prompts, ask, collect, cancellation)
     with StoredChunks(store, ask.cite_first) as stored:
         ask, found = _searched(prompts, store, stored, ask, planned, say)
         started, notes = time.perf_counter(), found.notes
@@ -111,13 +114,16 @@ def _check_size(prompts: Prompts, ask: AskRequest) -> None:
     prompts.check_characters(sum(map(len, texts)), 0)
 
 
-def _planned(prompts: Prompts, ask: AskRequest, settings: CollectSettings) -> dict[bytes, PlannedChunk]:
+def _planned(
+    prompts: Prompts, ask: AskRequest, settings: CollectSettings, cancellation: Cancellation | None
+) -> dict[bytes, PlannedChunk]:
     """Return the chunks of the request's documents by key."""
     if not ask.documents:
         return {}
     collection = prompts.collection_of(ask)
     documents = [sent_document(document, ask.tenant) for document in ask.documents]
-    return {chunk.key: chunk for _, chunks in plan_texts(collection, documents, settings) for chunk in chunks}
+    planned = plan_texts(collection, documents, settings, cancellation)
+    return {chunk.key: chunk for _, chunks in planned for chunk in chunks}
 
 
 def _searched(

@@ -57,6 +57,8 @@ def retrieve(
     if found.num_damaged and not found.hits and say:
         say(damaged_note(found.num_damaged))
     if not found.hits:
+        if lookup.optional:  # nobody reads the reason, which takes a pass over all chunks
+            raise NotFoundError(WEAK)
         raise found_elsewhere(store, query, lookup, collections) or nothing_found(store, own, usable)
     if found.weak and lookup.on_weak_match == "refuse" and not ask.keys:
         raise NotFoundError(WEAK, "ask in other words, precompute more documents, or --on-weak-match answer")

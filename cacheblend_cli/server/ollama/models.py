@@ -40,10 +40,8 @@ def check(state: ServerState, name: str) -> None:
 
 
 def list_models(state: ServerState) -> list[dict[str, Any]]:
-    models = [_language_model(state)]
-    if (own := model_of(state)) is not None:
-        models.append(_embedding_model(state, own))
-    return models
+    """Return the models that chat: most clients offer every listed one. Embeddings are found by the model's name."""
+    return [_language_model(state)]
 
 
 def running_models(state: ServerState) -> list[dict[str, Any]]:

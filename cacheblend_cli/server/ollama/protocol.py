@@ -125,7 +125,7 @@ class AnswerBody(LoadBody, forbid_unknown_fields=True, kw_only=True):
 
     documents: Annotated[list[DocumentIn], Meta(max_length=MAX_DOCUMENTS)] | None = None
     chunks: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=MAX_DOCUMENTS)] | None = None
-    search: SearchIn | None = None
+    search: SearchIn | bool | None = None
     blend: BlendIn | None = None
 
     # accepted without effect: prompts that are too long are refused

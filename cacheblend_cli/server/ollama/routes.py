@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from msgspec.json import encode
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from cacheblend_cli.engine.events import Done, Event, Reasoning, Text, Token
 from cacheblend_cli.server.api_errors import ApiError, as_api_error
 from cacheblend_cli.server.embedding_routes import embed_texts, name_of, unknown_model
-from cacheblend_cli.server.http import LINES, any_body, tenant_of, unless_disconnected
+from cacheblend_cli.server.http import JSON, LINES, any_body, tenant_of, unless_disconnected
 from cacheblend_cli.server.ollama import models
 from cacheblend_cli.server.ollama.models import timestamp
 from cacheblend_cli.server.ollama.protocol import (
@@ -119,17 +120,20 @@ async def version(_: Request, state: ServerState) -> Response:
     return JSONResponse({"version": VERSION})
 
 
-async def tags(_: Request, state: ServerState) -> Response:
-    return JSONResponse({"models": await state.in_pool(lambda: models.list_models(state))})
+async def tags(request: Request, state: ServerState) -> Response:
+    found = await state.in_pool(tenant_of(request), lambda: models.list_models(state))
+    return JSONResponse({"models": found})
 
 
-async def running(_: Request, state: ServerState) -> Response:
-    return JSONResponse({"models": await state.in_pool(lambda: models.running_models(state))})
+async def running(request: Request, state: ServerState) -> Response:
+    found = await state.in_pool(tenant_of(request), lambda: models.running_models(state))
+    return JSONResponse({"models": found})
 
 
 async def show(request: Request, state: ServerState) -> Response:
     body = parse(ShowBody, await any_body(request))
-    return JSONResponse(await state.in_pool(lambda: models.show(state, body.model or body.name)))
+    name = body.model or body.name
+    return JSONResponse(await state.in_pool(tenant_of(request), lambda: models.show(state, name)))
 
 
 async def chat(request: Request, state: ServerState) -> Response:
@@ -153,17 +157,15 @@ async def embed(request: Request, state: ServerState) -> Response:
     _check_embedding(state, body)
     texts = [body.input] if isinstance(body.input, str) else body.input
     texts = [] if texts == [""] else texts
-    work = embed_texts(state, texts, body.dimensions, truncate=body.truncate is not False)
-    vectors, counts = await unless_disconnected(request, work)
-    return JSONResponse(
-        {
-            "model": body.model,
-            "embeddings": vectors.tolist(),
-            "total_duration": time.monotonic_ns() - started_ns,
-            "load_duration": 0,
-            "prompt_eval_count": sum(counts),
-        }
-    )
+    vectors, counts = await embed_texts(request, state, texts, body.dimensions, truncate=body.truncate is not False)
+    reply = {
+        "model": body.model,
+        "embeddings": vectors.tolist(),
+        "total_duration": time.monotonic_ns() - started_ns,
+        "load_duration": 0,
+        "prompt_eval_count": sum(counts),
+    }
+    return Response(encode(reply), media_type=JSON)
 
 
 async def embed_one(request: Request, state: ServerState) -> Response:
@@ -171,7 +173,7 @@ async def embed_one(request: Request, state: ServerState) -> Response:
     body = parse(OldEmbedBody, await any_body(request))
     _check_embedding(state, body)
     texts = [body.prompt] if body.prompt else []
-    vectors, _ = await unless_disconnected(request, embed_texts(state, texts, None, truncate=True))
+    vectors, _ = await embed_texts(request, state, texts, None, truncate=True)
     return JSONResponse({"embedding": vectors[0].tolist() if texts else []})
 
 
@@ -188,7 +190,8 @@ async def _answer(request: Request, state: ServerState, body: AnswerBody, messag
         if isinstance(body, GenerateBody) and body.raw:
             parsed = ParsedRequest(ask, tenant_of(request), body.prompt or "", sampling, raw=True)
         else:
-            parsed = parse_chat(state, ask, tenant_of(request), messages, sampling)
+            work = parse_chat(state, ask, tenant_of(request), messages, sampling)
+            parsed = await unless_disconnected(request, work)
         builder = OllamaResponse(is_chat, body.model, replace(openai, passages=parsed.passages))
         return await respond(request, state, builder, [parsed], LINES if ask.stream else None)
     except Exception as error:

@@ -29,6 +29,7 @@ TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Title = Annotated[str, Meta(max_length=1024)]
 Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Text = Annotated[str, Meta(min_length=1)]
+Value = Annotated[str, Meta(max_length=1024)]
 Hits = Annotated[int, Meta(ge=1, le=256)]
 NULL: Any = msgspec.field(default_factory=lambda: Raw(b"null"))
 """Default of fields that are kept undecoded; the OpenAPI description shows no default."""
@@ -55,7 +56,7 @@ class DocumentIn(Struct, forbid_unknown_fields=True):
 
 
 class SearchIn(Struct, forbid_unknown_fields=True):
-    """Search for stored chunks. query: default is the question; k: number of chunks."""
+    """Search for stored chunks; true is the same as {}. query: default is the question; k: number of chunks."""
 
     query: str | None = None
     k: Hits | None = None
@@ -64,16 +65,16 @@ class SearchIn(Struct, forbid_unknown_fields=True):
 class BlendIn(Struct, forbid_unknown_fields=True, omit_defaults=True):
     """Use of stored KV. Omitted fields keep the server's settings. See `cacheblend ask --help`."""
 
-    mode: str | None = None
-    ratio: float | str | None = None
+    mode: Value | None = None
+    ratio: float | Value | None = None
     ratio_floor: float | None = None
-    selector: str | None = None
-    deviation: str | None = None
+    selector: Value | None = None
+    deviation: Value | None = None
     check_layer: Int | None = None
     block: Int | None = None
-    gradual: str | None = None
-    probe_layers: str | None = None
-    correction: str | None = None
+    gradual: Value | None = None
+    probe_layers: Value | None = None
+    correction: Value | None = None
     max_risk: float | None = None
 
     @property
@@ -173,7 +174,7 @@ class AskBody(OtherFields, forbid_unknown_fields=True, kw_only=True):
     regex: Annotated[str, Meta(max_length=64 << 10)] | None = None
     documents: Annotated[list[DocumentIn], Meta(max_length=MAX_DOCUMENTS)] | None = None
     chunks: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=MAX_DOCUMENTS)] | None = None
-    search: SearchIn | None = None
+    search: SearchIn | bool | None = None
     blend: BlendIn | None = None
     verify: bool = False
     explain: bool = False
@@ -185,8 +186,13 @@ class AskBody(OtherFields, forbid_unknown_fields=True, kw_only=True):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
+    def wanted_search(self) -> SearchIn | None:
+        """The search that the request asks for; true is one with the defaults."""
+        return (SearchIn() if self.search else None) if isinstance(self.search, bool) else self.search
+
+    @property
     def wants_chunks(self) -> bool:
-        return bool(self.documents or self.chunks or self.search is not None)
+        return bool(self.documents or self.chunks or self.wanted_search is not None)
 
 
 class ChatBody(AskBody, forbid_unknown_fields=True, kw_only=True):
@@ -233,6 +239,7 @@ class PutBody(Struct, forbid_unknown_fields=True):
 
 Body = TypeVar("Body", bound=Struct)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.DOTALL)
+_MOST_MESSAGE = 1024  # characters
 _PLACED = re.compile(r"(.*) - at (?:`key` in )?`\$\.?(.*)`$", re.DOTALL)
 
 
@@ -251,6 +258,8 @@ def parse(kind: type[Body], body: bytes) -> Body:
 
 def _refusal(message: str) -> ApiError:
     """Return msgspec's error with the field's name as OpenAI's `param`."""
+    if len(message) > _MOST_MESSAGE:  # it has the whole name of an unknown field
+        message = f"{message[: _MOST_MESSAGE // 2]}...{message[-_MOST_MESSAGE // 2 :]}"
     if unknown := _UNKNOWN.fullmatch(message):
         place = ".".join(part for part in (_dotted(unknown[2] or ""), unknown[1]) if part)[:200]
         return bad_request(f"unknown field {place!r}", place, "unknown_parameter")

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from cacheblend_cli.server.api_errors import ApiError, bad_request
-from cacheblend_cli.server.http import EVENTS, json_body, tenant_of
+from cacheblend_cli.server.http import EVENTS, json_body, tenant_of, unless_disconnected
 from cacheblend_cli.server.openai.protocol import AskBody, ChatBody, CompletionBody, parse
 from cacheblend_cli.server.openai.response import OpenAIResponse
 from cacheblend_cli.server.preprocessing import ParsedRequest, parse_chat, sampling_of
@@ -36,7 +36,8 @@ async def chat(request: Request, state: ServerState) -> Response:
     body = parse(ChatBody, await json_body(request))
     _check(request, state, body)
     sampling = sampling_of(state.sampling, body, body.max_completion_tokens or body.max_tokens, body.num_logprobs)
-    parsed = parse_chat(state, body, tenant_of(request), body.messages, sampling)
+    work = parse_chat(state, body, tenant_of(request), body.messages, sampling)
+    parsed = await unless_disconnected(request, work)
     builder = replace(_response_builder(state, body, chat=True), passages=parsed.passages)
     return await respond(request, state, builder, [parsed], EVENTS if body.stream else None)
 

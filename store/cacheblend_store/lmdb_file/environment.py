@@ -181,6 +181,17 @@ class Environment:
         if self._file < 0 or (info.st_dev, info.st_ino) != self._inode:
             self.reopen()
 
+    def check_file(self) -> None:
+        """Raise StoreError if a transaction could not begin over the file that is at the path now. Takes no lock."""
+        try:
+            handle = open_file(self.store / DATA, anywhere=True)
+        except OSError as error:
+            raise unreadable(self.store / DATA, error) from error
+        try:
+            snapshot(handle, self.store)
+        finally:
+            os.close(handle)
+
     def _require_own(self) -> None:
         if self.pid != os.getpid():
             raise StoreError(
