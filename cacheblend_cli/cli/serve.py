@@ -195,7 +195,7 @@ def _memory_line(own: int, stats: EngineStats, *, decoded_twice: bool) -> str:
 
 def _retrieval_line(num_documents: int) -> str:
     if not num_documents:
-        return "no documents are stored: chats are answered without, and from documents once there are some"
+        return "chats are answered without documents, until some are stored for them"
     documents = "1 document" if num_documents == 1 else f"{num_documents:,} documents"
     return f"chats are answered from {documents}; --no-retrieve for chats without them"
 

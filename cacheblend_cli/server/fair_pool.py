@@ -15,13 +15,19 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class _Job:
-    work: Callable[[], Any]
+    work: Callable[[], Any]  # may hold megabytes of text, so it is dropped before the job
     future: Future[Any] = field(default_factory=Future)
 
+    def forget(self) -> Callable[[], Any]:
+        """Return the work, and keep it no longer."""
+        work, self.work = self.work, lambda: None
+        return work
+
     def run(self) -> None:
+        work = self.forget()
         if self.future.set_running_or_notify_cancel():
             try:
-                result = self.work()
+                result = work()
             except BaseException as error:
                 self.future.set_exception(error)
             else:
@@ -81,7 +87,6 @@ class FairPool:
         while (taken := self._take()) is not None:
             tenant, job = taken
             job.run()
-            del taken, job  # work may hold megabytes of text
             with self._changed:
                 self._running[tenant] -= 1
 
@@ -103,6 +108,7 @@ class FairPool:
         return next((name for name in self._queues if self._running[name] < self._most_per_tenant), None)
 
     def _drop(self, tenant: str, job: _Job) -> None:
+        job.forget()
         with self._changed:
             queue = self._queues.get(tenant, deque())
             if job in queue:
