@@ -157,9 +157,18 @@ class Query:
 
 def query_terms(text: str) -> list[str]:
     """Return the words as FTS5 strings. Stop words are kept only if there are no other words."""
-    words = [w.lower() for w in re.findall(r"[^\W_]+", indexed(text))][:_MAX_TERMS]
+    words = [w.lower() for w in _words(text)][:_MAX_TERMS]
     telling = [w for w in words if w not in _STOP_WORDS] or words
     return [f'"{w}"' for w in dict.fromkeys(telling)]
+
+
+def has_telling_words(text: str) -> bool:
+    """Return whether the text has words other than stop words."""
+    return not _STOP_WORDS.issuperset(word.lower() for word in _words(text))
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+", indexed(text))
 
 
 class ByWords:

@@ -80,7 +80,11 @@ def _up_to_date(store: ChunkStore) -> sqlite3.Connection:
     for _ in range(2):
         if not store.is_own:
             break
-        _create(path)
+        try:
+            _create(path)
+        except FileNotFoundError:
+            store.check_file()  # raises StoreError if the whole store is gone
+            raise
         db = sqlite3.connect(path, timeout=_LOCKED_S, isolation_level=None)
         try:
             _refresh(db, store)

@@ -14,6 +14,7 @@ from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.collect.texts import sent_document
 from cacheblend_cli.corpus.citations import Citation
 from cacheblend_cli.corpus.places import PUT, SENT
+from cacheblend_cli.corpus.ranking import has_telling_words
 from cacheblend_cli.corpus.search import WEAK, has_documents
 from cacheblend_cli.engine.engine import Request
 from cacheblend_cli.errors import NothingFound
@@ -33,6 +34,7 @@ _SAMPLED = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "n", "best_of",
     "ignore_eos", "regex", "stop_repetition",
 )  # fmt: skip
+_LOOKED_AT = 1 << 12  # characters of a question, for a word that is worth a search
 _MATCHES, _LEAST_DIGITS = 64, 8  # chunk ids; shorter ones could match too many chunks of other tenants
 
 
@@ -147,6 +149,8 @@ def _retrieves(state: ServerState, parsed: ParsedRequest) -> bool:
     """Return whether to search for a chat that does not say what to answer from."""
     body = parsed.body
     if not state.settings.retrieve or parsed.raw or body.wants_chunks or body.search is False:
+        return False
+    if not parsed.history and not has_telling_words(parsed.text[:_LOOKED_AT]):  # "what can you do?"
         return False
     return has_documents(state.store, state.engine.usable(state.store, parsed.tenant.salt))
 

@@ -208,6 +208,16 @@ def test_a_question_about_something_else_is_not_answered_from_the_documents(star
     assert reply["blend"]["notes"] == ["nothing stored matches: the answer is the model's own"]
 
 
+def test_a_question_of_stop_words_is_not_searched(start: Any) -> None:
+    """They are in every document. After another question they stand for its words."""
+    server = start(retrieve=True)
+    server.client.put("/v1/documents/a", json={"text": f"{PAGE}; what she can do is what you can do"})
+    turns = [{"role": "user", "content": "what can you do?"}]
+    assert server.ask(messages=turns).json()["blend"]["chunks"] == []
+    before = [{"role": "user", "content": "who leads billing?"}, {"role": "assistant", "content": "Mara"}]
+    assert server.ask(messages=[*before, *turns]).json()["blend"]["chunks"]
+
+
 def test_nothing_found_for_a_chat_reads_no_chunk(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason, which needs all chunks, is for those who asked for a search."""
     server = start(retrieve=True)
