@@ -119,7 +119,7 @@ class Settings:
     order: str = _setting("exact", "Order of found documents: rank (best first) or exact (least repair).")
     retrieve: bool = _setting(
         True,
-        "serve: answer chats without documents, chunks or search from the stored documents.",
+        "In serve, answer chats without documents, chunks or search from the stored documents.",
         flag="--retrieve/--no-retrieve",
     )
     sample_top_k: int = _setting(0, "Sample among the k most likely tokens; 0: off.")

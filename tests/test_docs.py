@@ -19,13 +19,13 @@ def defined(file: Path) -> set[str]:
     """Functions, classes, their methods and module constants of a file."""
     found: set[str] = set()
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         if isinstance(node, ast.ClassDef):
             found |= {
                 own
                 for part in node.body
-                if isinstance(part, ast.FunctionDef)
+                if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)
                 for own in (part.name, f"{node.name}.{part.name}")
             }
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):

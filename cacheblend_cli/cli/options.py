@@ -50,7 +50,7 @@ NoMessages = Annotated[bool, Option("--quiet", "-q", help="Print no messages.")]
 
 
 COMMON = (
-    "top_k", "search", "collection", "mode", "ratio", "max_tokens", "temperature", "seed", "system", "model", "store",
+    "top_k", "search", "retrieve", "collection", "mode", "ratio", "max_tokens", "temperature", "seed", "system", "model", "store",
     "chunk_tokens", "context", "max_size",
 )  # fmt: skip
 """Settings whose flags --help shows; --help-all shows the others in panels."""

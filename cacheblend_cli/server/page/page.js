@@ -55,7 +55,7 @@ function open(conversation) {
 
 function showThread() {
   const last = current.turns.length - 1;
-  const actions = { regenerate: () => again({}), compare, withoutDocuments: () => again({ search: undefined }) };
+  const actions = { regenerate: () => again({}), compare, withoutDocuments: () => again({ search: false }) };
   const turns = current.turns.map((turn, i) => showTurn(turn, i === last ? actions : null));
   at("thread").replaceChildren(...turns, at("empty") ?? el("div", { id: "empty", className: "quiet" }));
   showEmpty();

@@ -57,7 +57,7 @@ export function checkSettings() {
 export function chosen() {
   const number = (name) => (at(name).value === "" ? {} : { [name]: Number(at(name).value) });
   const blend = { ...(at("mode").value ? { mode: at("mode").value } : {}), ...number("ratio") };
-  const search = at("search").checked ? { search: number("k") } : {};
+  const search = { search: at("search").checked ? number("k") : false };
   return { ...search, ...number("max_tokens"), ...number("temperature"), ...(Object.keys(blend).length ? { blend } : {}) };
 }
 
