@@ -86,7 +86,18 @@ class Soak:
             check=True, env=environment, stdout=subprocess.DEVNULL,
         )  # fmt: skip
         with self._log.open("wb") as log:
-            serve = [*COMMAND, "serve", *shared, "--port", "0", "--grace", str(GRACE_S), "--threads", "1", "--no-retrieve"]
+            serve = [
+                *COMMAND,
+                "serve",
+                *shared,
+                "--port",
+                "0",
+                "--grace",
+                str(GRACE_S),
+                "--threads",
+                "1",
+                "--no-retrieve",
+            ]
             self._server = subprocess.Popen(serve, stdout=log, stderr=log, env=environment)
         port = await self._port()
         crowd = Crowd(port, self._tally, [], [])
