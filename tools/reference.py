@@ -24,7 +24,7 @@ def helps() -> Iterator[tuple[str, str]]:
     os.environ["COLUMNS"] = _COLUMNS
     import typer
 
-    from cacheblend_cli.cli.main import app
+    from cacheblend_cli.cli.app import app
 
     yield from _of(typer.main.get_command(app), "cacheblend", None)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cacheblend_cli.cli import completion, options
-from cacheblend_cli.cli.main import COMMANDS
+from cacheblend_cli.cli.app import COMMANDS
 
 Cli = Callable[..., Any]
 
