@@ -59,6 +59,14 @@ class NotFoundError(CacheBlendError):
     exit_code = ExitCode.NOT_FOUND
 
 
+class ModelNotFound(NotFoundError):
+    """A model is not on this machine and cannot be fetched. name: as given, "" for the default."""
+
+    def __init__(self, name: str, message: str, hint: str) -> None:
+        super().__init__(message, hint)
+        self.name = name
+
+
 class NothingFound(NotFoundError):
     """A search found no chunk."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from cacheblend_store.format.blobs import CODECS
 from cacheblend_store.private_files import read_regular
 from platformdirs import user_config_path, user_data_path
 
@@ -23,18 +24,21 @@ _ENV = "CACHEBLEND_"
 _MOST_BYTES = 1 << 20  # of a settings file
 API_KEY_VARIABLE = "CACHEBLEND_API_KEY"
 """Environment variable with the API keys of `serve`. Not a setting, because `config show` would print the secret."""
+KV_DTYPES = ("auto", "exact", *CODECS)
+"""Storage formats of KV: auto (int7), exact (as computed), or a codec."""
 
 
 def _setting(
-    default: Any, help: str = "", *, shown: str | bool = True, flag: str = "", least: int | None = None, most: int = 2**63 - 1
+    default: Any, help: str = "", *, shown: str | bool = True, flag: str = "", least: int | None = None, most: int = 2**63 - 1,
+    choices: tuple[str, ...] = (),
 ) -> Any:  # fmt: skip
     """Return a dataclass field with the metadata of its flag.
 
     shown: text for the default in --help. False hides it; True shows the value unless it is empty or off.
     flag: names of the flag if they differ from the field's, such as "--top-k -k".
-    least, most: bounds of a number, if nothing else checks them.
+    least, most: bounds of a number, if nothing else checks them. choices: all values of a setting that is a name.
     """
-    bounds = {"least": least, "most": most}
+    bounds = {"least": least, "most": most, "choices": choices}
     return field(default=default, metadata={"help": help, "shown": shown, "flag": flag, **bounds})
 
 
@@ -52,7 +56,9 @@ class Settings:
     collection: str = _setting("", "Only documents of this collection.")
     overlap: int = _setting(0, "Maximum tokens of the preceding text that a chunk repeats.")
     context: str = _setting(
-        "document", "Prefer KV stored with this left context: document, neighbours or sink; else use another one."
+        "document",
+        "Prefer KV stored with this left context: document, neighbours or sink; else use another one.",
+        choices=("sink", "document", "neighbours"),
     )
     window: int = _setting(2048, "Maximum tokens of a chunk and the text before it.")
     neighbours: int = _setting(3, "Number of similar chunks for --context neighbours.")
@@ -60,21 +66,35 @@ class Settings:
         "auto",
         "Storage format of KV: auto (int7), exact (as computed), float32, bfloat16, float16, float8_e4m3, float8_e5m2, int8, int7, int6, int4, int3.",
         shown=False,
+        choices=KV_DTYPES,
     )
     device: str = _setting("auto", "auto, cpu, cuda, cuda:N or mps.", shown=False)
-    dtype: str = _setting("auto", "auto, float32, bfloat16 or float16.", shown=False)
-    weight_dtype: str = _setting("auto", "auto, or int8: faster on a CPU, less exact.", shown=False)
-    attention_backend: str = _setting("auto", "auto, torch, triton or xformers.", shown=False)
+    dtype: str = _setting(
+        "auto",
+        "auto, float32, bfloat16 or float16.",
+        shown=False,
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    weight_dtype: str = _setting(
+        "auto", "auto, or int8: faster on a CPU, less exact.", shown=False, choices=("auto", "int8")
+    )
+    attention_backend: str = _setting(
+        "auto", "auto, torch, triton or xformers.", shown=False, choices=("auto", "torch", "triton", "xformers")
+    )
     prompt: str = _setting("", "File with the prompt's wording, containing {chunks} and {question}.")
     system: str = _setting("", "System prompt.")
     template_var: tuple[str, ...] = _setting(
         (), "Variable of the chat template: NAME=VALUE, such as enable_thinking=true (repeatable)."
     )
     decode_with: str = _setting(
-        "auto", "Decode with torch or llama.cpp; auto: the faster one if llama.cpp can run the model."
+        "auto",
+        "Decode with torch or llama.cpp; auto: the faster one if llama.cpp can run the model.",
+        choices=("auto", "torch", "llama.cpp"),
     )
     decode_model: str = _setting("", "GGUF file of the same model for llama.cpp, if --model is not a GGUF file.")
-    mode: str = _setting("blend", "blend, full (reuse nothing) or reuse (recompute nothing).")
+    mode: str = _setting(
+        "blend", "blend, full (reuse nothing) or reuse (recompute nothing).", choices=("blend", "full", "reuse")
+    )
     ratio: float | str = _setting(
         "model",
         "Share of the reused, inexact tokens to recompute; model: the share that models check measured for this model, or 0.15; "
@@ -82,12 +102,14 @@ class Settings:
     )
     ratio_floor: float = _setting(0.15, "Lower bound of --ratio auto.")
     selector: str = _setting("query", "query, hkvd, first, random, all, none, or first:4+query.")
-    deviation: str = _setting("k", "Tensors that hkvd compares: v, k or kv.")
+    deviation: str = _setting("k", "Tensors that hkvd compares: v, k or kv.", choices=("v", "k", "kv"))
     check_layer: int = _setting(1, "Layer at which hkvd chooses tokens.")
     block: int = _setting(1, "Choose runs of this many tokens.")
     gradual: str = _setting("", "Several check layers with decreasing ratios, such as 1:0.3,4:0.15.")
     probe_layers: str = _setting("", "Layers that query observes: FIRST-LAST.", shown="the middle half")
-    correction: str = _setting("regression", "Correct the KV of other tokens by regression, or none.")
+    correction: str = _setting(
+        "regression", "Correct the KV of other tokens by regression, or none.", choices=("regression", "none")
+    )
     kl_mean: float = _setting(
         0.03, "models check: accept a ratio up to this mean KL to a full prefill, in nats per token."
     )
@@ -107,16 +129,24 @@ class Settings:
         flag="--top-k -k",
         least=1,
     )
-    search: str = _setting("auto", "words, meaning or both; auto: both, if embedding weights are installed.")
+    search: str = _setting(
+        "auto",
+        "words, meaning or both; auto: both, if embedding weights are installed.",
+        choices=("auto", "words", "meaning", "both"),
+    )
     embeddings: str = _setting(
         "", "Embedding weights for meaning: model2vec or sentence-transformers directory, or Hugging Face id."
     )
     min_score: float = _setting(0.0, "Drop hits with a lower score.", shown=False)
     on_weak_match: str = _setting(
-        "answer", "If nothing stored matches the question well: answer, with a warning, or refuse (exit code 3)."
+        "answer",
+        "If nothing stored matches the question well: answer, with a warning, or refuse (exit code 3).",
+        choices=("answer", "refuse"),
     )
     expand: int = _setting(0, "Also take this many chunks before and after each hit.", least=0, most=10_000)
-    order: str = _setting("exact", "Order of found documents: rank (best first) or exact (least repair).")
+    order: str = _setting(
+        "exact", "Order of found documents: rank (best first) or exact (least repair).", choices=("rank", "exact")
+    )
     retrieve: bool = _setting(
         True,
         "In serve, answer chats without documents, chunks or search from the stored documents.",
@@ -165,7 +195,12 @@ class Settings:
     swap_space: float = _setting(
         4.0, "Host memory for the KV of preempted answers, in GiB; KV that does not fit is computed again."
     )
-    kv_pool_dtype: str = _setting("auto", "Format of KV on the device: auto (as computed) or float8_e4m3.", shown=False)
+    kv_pool_dtype: str = _setting(
+        "auto",
+        "Format of KV on the device: auto (as computed) or float8_e4m3.",
+        shown=False,
+        choices=("auto", "float8_e4m3"),
+    )
     keep_alive: str = _setting(
         "", "Answer with a background engine that exits after being idle this long, such as 10m. 0: off."
     )
@@ -291,17 +326,22 @@ def config_files(folder: Path = Path()) -> list[Path]:
 
     The project's file is the nearest cacheblend.toml from the folder up to the repository root or home directory.
     """
-    files = [user_config_path("cacheblend") / "config.toml"]
+    files, root = [user_config_path("cacheblend") / "config.toml"], project_root(folder)
+    return [*files, root / FILE] if root is not None and (root / FILE).is_file() else files
+
+
+def project_root(folder: Path = Path()) -> Path | None:
+    """Return the nearest folder with a cacheblend.toml or .git, up to the home directory; None outside a project."""
     try:
         here = Path(os.path.abspath(folder))
     except FileNotFoundError:
         raise NotFoundError("the current directory no longer exists", "change to another one") from None
     for folder in (here, *here.parents):
-        if (folder / FILE).is_file():
-            return [*files, folder / FILE]
-        if (folder / ".git").exists() or folder == Path.home():
+        if (folder / FILE).is_file() or (folder / ".git").exists():
+            return folder
+        if folder == Path.home():
             break
-    return files
+    return None
 
 
 def read_settings(path: Path) -> tuple[bytes, dict[str, Any]]:
@@ -378,11 +418,16 @@ def _convert(name: str, value: Any, place: str) -> Any:
         if isinstance(converted, float) and not math.isfinite(converted):
             raise ValueError
     except (ValueError, KeyError):
-        hint = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}[kind]
-        hint += f", {' or '.join(_WORDS[name])}" if name in _WORDS else ""
-        raise UsageError(f"{shown} is {value!r}, not {hint}", "see: cacheblend config show") from None
+        expected = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}[kind]
+        expected += f", {' or '.join(_WORDS[name])}" if name in _WORDS else ""
+        raise UsageError(
+            f"{shown} is {value!r}, not {expected}", _share(value) or "see: cacheblend config show"
+        ) from None
     if kind is str and name not in PATHS:
         check_text(value, shown)
+    if (choices := _METADATA[name].get("choices")) and converted not in choices:
+        named = f"{shown} {value!r}" if place in ("flag", "") else f"{name} {value!r} in {place}"
+        raise UsageError(f"unknown {named}", f"known: {', '.join(choices)}")
     if name == "tier" and ("@" in value or "?" in value):  # do not print it: others may read the message
         raise UsageError(f"{shown} contains credentials", "name only a bucket and a prefix; credentials: environment")
     if kind is int and converted > (most := _METADATA[name].get("most", 2**63 - 1)):
@@ -390,6 +435,15 @@ def _convert(name: str, value: Any, place: str) -> Any:
     if (least := _METADATA[name].get("least")) is not None and converted < least:
         raise UsageError(f"{shown} is {value!r}; the minimum is {least}", "see: cacheblend config show")
     return converted
+
+
+def _share(value: Any) -> str:
+    """Return a hint for a percentage given as a number; "" for other values."""
+    try:
+        text = str(value).strip()
+        return f"write {float(text.removesuffix('%')) / 100:g}" if text.endswith("%") else ""
+    except ValueError:
+        return ""
 
 
 def _texts(value: Any, shown: str) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Selectors choose which of the reusable, inexact tokens to recompute. Each is a small class that scores tokens.
 
-To add one: write the class and name it in SELECTORS. docs/selectors.md has an example.
+To add one: write the class and name it in SELECTORS here and in types/blend.py. docs/selectors.md has an example.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.pool import upload
+from cacheblend_cli.types.blend import parse_selector
 
 
 @dataclass(frozen=True)
@@ -125,28 +125,11 @@ SELECTORS: dict[str, Callable[[int], Selector]] = {
 }
 
 
-_DIGITS = 9  # maximum digits of COUNT
-
-
 def make_selector(name: str, seed: int = 0) -> Selector:
     """Return the selector with this name, or a combination such as `first:4+query`. Raises UsageError."""
-    *heads, last = name.split("+")
-    parts = []
-    for head in heads:
-        policy, _, count = head.partition(":")
-        if not count.isdecimal() or len(count) > _DIGITS or policy in ("all", "none"):
-            raise UsageError(f"{head!r} in the selector {name!r} is not NAME:COUNT", "for example first:4+query")
-        parts.append((_named(policy, seed), int(count)))
-    if parts and last in ("all", "none"):
-        raise UsageError(f"{last!r} combines with nothing", "for example first:4+query")
-    selector = _named(last, seed)
-    return Combined(parts, selector) if parts else selector
-
-
-def _named(name: str, seed: int) -> Selector:
-    if name not in SELECTORS:
-        raise UsageError(f"unknown selector {name!r}", f"known: {', '.join(SELECTORS)}; combined as first:4+query")
-    return SELECTORS[name](seed)
+    parts, last = parse_selector(name, SELECTORS)
+    selector = SELECTORS[last](seed)
+    return Combined([(SELECTORS[part](seed), count) for part, count in parts], selector) if parts else selector
 
 
 def choose(

@@ -13,8 +13,9 @@ from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.tier import describe
-from cacheblend_cli.cli.units import format_size
-from cacheblend_cli.settings import Settings
+from cacheblend_cli.cli.units import format_size, with_kv_line
+from cacheblend_cli.errors import ModelNotFound
+from cacheblend_cli.settings import Resolved
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "lmdb", "xxhash", "xformers", "triton")
 
@@ -22,32 +23,36 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "lmdb", "xxhas
 @options.with_settings(
     "model", "lora", "store", "ratio", "device", "decode_with", "decode_model", "tier", "tier_key_file"
 )
-def doctor(settings: Settings, json: options.Json = False) -> None:
-    """Check versions, device, store and model. Exits with the code of the first failed check."""
+def doctor(resolved: Resolved, json: options.Json = False) -> None:
+    """Check versions, store, device and model. Exits with the code of the first failed check."""
     from cacheblend_store import StoreCorrupt
 
-    output = Output()
-    facts: dict[str, Any] = {"versions": _versions()}
+    output, settings = Output(), resolved.settings
+    facts: dict[str, Any] = {}
     errors: list[Exception] = []
-    checks = {"device": _device, "backends": _backends, "store": _store, "model": _model}
+    # those that need no torch first: each is shown when it is known
+    checks = {"versions": _versions, "store": _store, "device": _device, "backends": _backends, "model": _model}
     if settings.tier:
         checks["tier"] = describe
     for name, check in checks.items():
         try:
             facts[name] = check(settings)
+            if name == "model":
+                options.note_fallback(settings, output, json=json)
         except Exception as error:
-            errors.append(error)
-            facts[name] = {"error": getattr(error, "message", str(error))}
+            shown = options.with_origin(error, resolved) if isinstance(error, ModelNotFound) else error
+            errors.append(shown)
+            facts[name] = {"error": getattr(shown, "message", str(shown))}
         if name == "store" and (damaged := facts[name].get("damaged")):
             message = f"{damaged} damaged records in {settings.store_path}"
             errors.append(StoreCorrupt(message, "repair: cacheblend chunks verify --repair"))
+        if not json:
+            output.text(name)
+            for key, value in with_kv_line(facts[name]).items():
+                output.text(f"  {key:<20}{_shown(key, value)}")
     if json:
         output.json({**facts, "ok": not errors})
     else:
-        for section, entries in facts.items():
-            output.text(section)
-            for name, value in entries.items():
-                output.text(f"  {name:<20}{_shown(name, value)}")
         output.text("everything works" if not errors else f"failed checks: {len(errors)}")
     if errors:
         from cacheblend_cli.cli.exits import report
@@ -61,7 +66,7 @@ def _shown(name: str, value: Any) -> str:
     return format_size(value) if isinstance(value, int) and "bytes" in name else str(value)
 
 
-def _versions() -> dict[str, str]:
+def _versions(settings: Any) -> dict[str, str]:
     found = {"cacheblend": importlib.metadata.version("cacheblend"), "python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -19,7 +19,7 @@ from cacheblend_cli.corpus.scopes import project_scope
 from cacheblend_cli.model.read_ahead import read_ahead
 from cacheblend_cli.settings import Resolved, Settings
 from cacheblend_cli.sockets import sockets_of
-from cacheblend_cli.types import AskOptions, AskPlan, AskRequest, BlendParams, SearchParams
+from cacheblend_cli.types import AskOptions, AskPlan, AskRequest, SearchParams
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
@@ -107,12 +107,7 @@ class LocalEngine:
             from cacheblend_cli.cli.tier import share
 
             share(store, resolved.settings, output)
-        settings = resolved.settings
-        read_ahead(settings)
-        options.import_engine()
-        from cacheblend_cli.blend.policy import check_names
-
-        check_names(BlendParams.of(resolved.settings))  # before the model is loaded
+        read_ahead(resolved.settings)
         self._store, self._engine = store, options.load_engine(resolved.settings, output)
         self._serves = False
         self._note = cache(output.note)  # each message once, however many questions

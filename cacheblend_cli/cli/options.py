@@ -17,8 +17,10 @@ from typer import Option
 from cacheblend_cli.cli import completion
 from cacheblend_cli.cli.help import PANELS
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.errors import CacheBlendError, NotFoundError
-from cacheblend_cli.settings import GROUPS, Resolved, Settings, grouped, of_settings, resolve
+from cacheblend_cli.errors import CacheBlendError, ModelNotFound, NotFoundError
+from cacheblend_cli.model.named import FALLBACK_NOTE
+from cacheblend_cli.settings import GROUPS, Resolved, Settings, config_files, grouped, of_settings, resolve
+from cacheblend_cli.types import BlendParams
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
@@ -96,9 +98,14 @@ def with_settings(*names: str, **help_of: str) -> Callable[[Callable[..., T]], C
             resolved = resolve({name: values.pop(name) for name in flags})
             if resolved.ignored:
                 Output().warn(resolved.ignored_note)
+            if "selector" in flags:
+                BlendParams.of(resolved.settings)
             if "tensor_parallel" in flags:
                 _serve_if_other_rank(resolved.settings.tensor_parallel)
-            return command(**values, **{result: _RESULTS[result](resolved)})
+            try:
+                return command(**values, **{result: _RESULTS[result](resolved)})
+            except ModelNotFound as error:
+                raise with_origin(error, resolved) from error
 
         # the parser reads these; --json and --quiet come last in the help
         parameters = sorted((*own, *given), key=lambda p: p.name in ("json", "quiet"))
@@ -107,6 +114,17 @@ def with_settings(*names: str, **help_of: str) -> Callable[[Callable[..., T]], C
         return run
 
     return decorate
+
+
+def with_origin(error: ModelNotFound, resolved: Resolved) -> ModelNotFound:
+    """Return the error with the file or variable that sets this model, and how to undo that."""
+    origin = resolved.origin["model"]
+    if origin in ("flag", "default") or error.name != resolved.settings.model:
+        return error
+    undo = f"unset {origin}"
+    if origin in (files := [str(file) for file in config_files()]):
+        undo = f"cacheblend config unset model{' --user' if origin == files[0] else ' --project'}"
+    return ModelNotFound(error.name, f"{error.message} (model in {origin})", f"{error.hint}; to undo: {undo}")
 
 
 def _serve_if_other_rank(tensor_parallel: int) -> None:
@@ -213,10 +231,11 @@ def import_engine() -> None:
 
 
 def load_engine(settings: Settings, output: Output) -> Engine:
-    """Load the engine that the settings describe. Raises NotFoundError, UsageError, DeviceError."""
-    import_engine()
+    """Load the engine that the settings describe. Raises NotFoundError, UsageError, DeviceError: those that need no
+    torch before it is imported."""
     from cacheblend_cli.engine.config import EngineConfig
-    from cacheblend_cli.engine.engine import Engine
+    from cacheblend_cli.model.locate import locate
+    from cacheblend_cli.model.named import default_model
     from cacheblend_cli.prompt.wording import read_prompt
 
     prompt = read_prompt(settings.prompt) if settings.prompt else ""
@@ -224,9 +243,19 @@ def load_engine(settings: Settings, output: Output) -> Engine:
         EngineConfig, settings, model=settings.model or None, lora=settings.lora or None, prompt=prompt
     )
     cutting = {name: getattr(settings, name) for name in (*GROUPS["cutting"], "context")}
+    locate(settings.model or default_model())
+    import_engine()
+    from cacheblend_cli.engine.engine import Engine
+
     engine = Engine.load(config, progress=output.status, notice=output.note, **cutting)
     engine.when_lost(partial(_exit_on_lost_rank, output, engine))
     return engine
+
+
+def note_fallback(settings: Settings, output: Output, *, json: bool) -> None:
+    """Say that the model was chosen by default, and how to get a better one."""
+    if not (settings.model or json):
+        output.note(FALLBACK_NOTE)
 
 
 def _exit_on_lost_rank(output: Output, engine: Engine, error: CacheBlendError) -> NoReturn:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from cacheblend_cli.errors import UsageError
 
@@ -58,3 +60,18 @@ def _parse(text: str, flag: str, units: dict[str, int], wanted: str) -> float:
     if not math.isfinite(value):
         raise UsageError(f"{flag} {text!r} is not {wanted}", f"units: {', '.join(u for u in units if u)}")
     return value
+
+
+def with_kv_line(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return facts about a model for a person: the sizes of KV in one line. See prompt/collection.py: kv_facts."""
+    names = ("kv_bytes_per_token", "kv_dtype", "kv_bytes_per_token_in_memory")
+    if not all(name in facts for name in names):
+        return dict(facts)
+    stored, codec, memory = (facts[name] for name in names)
+    dtype = "16 bits" if facts["dtype"] == "not stated" else facts["dtype"]
+    line = f"{format_size(stored)} stored ({codec}), {format_size(memory)} in memory ({dtype})"
+    return {
+        "kv_per_token" if name == names[0] else name: line if name == names[0] else value
+        for name, value in facts.items()
+        if name not in names[1:]
+    }

@@ -14,8 +14,9 @@ from cacheblend_cli.corpus.places import is_below, is_stdin, is_within
 from cacheblend_cli.corpus.scopes import ROOTS
 from cacheblend_cli.corpus.search import check_context
 from cacheblend_cli.corpus.walk import ALL, Selection
-from cacheblend_cli.errors import UsageError
-from cacheblend_cli.prompt.collection import Collection, check_kv_dtype
+from cacheblend_cli.errors import UsageError, check_known
+from cacheblend_cli.prompt.collection import Collection
+from cacheblend_cli.settings import KV_DTYPES
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class CollectSettings:
         if self.window < 1 or self.neighbours < 1:
             name, value = ("window", self.window) if self.window < 1 else ("neighbours", self.neighbours)
             raise UsageError(f"--{name} {value} is not 1 or more", "see: cacheblend precompute --help")
-        check_kv_dtype(self.kv_dtype)
+        check_known("KV dtype", self.kv_dtype, KV_DTYPES)
 
     def of_record(self) -> dict[str, int]:
         """Return the settings that determine a document's chunks, apart from text, context and codec."""

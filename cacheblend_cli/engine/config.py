@@ -1,16 +1,19 @@
-"""Settings of an engine."""
+"""Settings of an engine. Imports no torch: wrong values are reported before it is loaded."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-from cacheblend_cli.errors import UsageError
-from cacheblend_cli.prompt.collection import check_kv_dtype
+from cacheblend_cli.errors import UsageError, check_known
 from cacheblend_cli.prompt.wording import check_prompt, parse_variables
+from cacheblend_cli.settings import KV_DTYPES
 
 POOL_DTYPES = ("auto", "float8_e4m3")
 MOST_SWAP = 1 << 20  # GiB: a petabyte
 DECODERS = ("auto", "torch", "llama.cpp")
+_DEVICES = "known: auto, cpu, cuda, cuda:N, mps"
+_DEVICE = re.compile(r"auto|cpu(:0)?|cuda(:\d{1,4})?|mps(:0)?")
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise UsageError(f"block size {self.block_size} is not a power of two", "64 fits every backend")
-        check_kv_dtype(self.kv_dtype)
+        check_known("KV dtype", self.kv_dtype, KV_DTYPES)
+        if not _DEVICE.fullmatch(self.device):
+            raise UsageError(f"unknown device {self.device!r}", _DEVICES)
         if self.kv_pool_dtype not in POOL_DTYPES:
             raise UsageError(f"unknown KV pool dtype {self.kv_pool_dtype!r}", f"known: {', '.join(POOL_DTYPES)}")
         if self.decode_with not in DECODERS:

@@ -40,6 +40,7 @@ from cacheblend_cli.model.machine_speeds import why_int8_does_not_pay
 from cacheblend_cli.model.model_files import unused_adapter
 from cacheblend_cli.model.named import default_model
 from cacheblend_cli.model.read_ahead import remember
+from cacheblend_cli.prompt.collection import kv_facts
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -210,7 +211,7 @@ class Runtime(Prompts):
             "context": self.context,
             "rope": spec.rope["rope_type"],
             "prompt": self.template.wording.source(self.model.path),
-            "kv_bytes_per_token": int(bytes_per_token(decoder)),
+            **kv_facts(spec, self.config.kv_dtype, decoder.dtype, bytes_per_token(decoder)),
             "fingerprint": self.model.fingerprint,
             **(describe_speeds(spec, decoder.dtype, self.model.weight_dtype) if decoder.device.type == "cpu" else {}),
         }

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.errors import ModelNotFound, UsageError
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.model_files import SINGLE, SMALL_FILES, weight_names
 
@@ -26,7 +26,7 @@ class HubName:
 
     @classmethod
     def parse(cls, text: str) -> HubName:
-        """Parse a hub id. Raises NotFoundError for text that cannot be one."""
+        """Parse a hub id. Raises ModelNotFound for text that cannot be one."""
         match = NAME.fullmatch(text)
         if match is None:
             raise _no_id(text)
@@ -39,8 +39,8 @@ class HubName:
         return HubName.parse(f"{self.id}@{revision}" + (f":{self.file}" if self.file else ""))
 
 
-def _no_id(text: str) -> NotFoundError:
-    return NotFoundError(f"{text} is neither a directory nor a hub id", "check the path")
+def _no_id(text: str) -> ModelNotFound:
+    return ModelNotFound(text, f"{text} is neither a directory nor a hub id", "check the path")
 
 
 def cached(name: HubName) -> Path | None:
@@ -61,7 +61,7 @@ def cached(name: HubName) -> Path | None:
 
 
 def fetch(name: HubName) -> Path:
-    """Fetch missing files, after refusing unsupported models. Raises NotFoundError, UsageError."""
+    """Fetch missing files, after refusing unsupported models. Raises ModelNotFound, UsageError."""
     from huggingface_hub.errors import HFValidationError, HTTPError
 
     try:
@@ -121,25 +121,32 @@ def _explained(name: HubName, error: BaseException) -> BaseException:
 
     page = f"https://huggingface.co/{name.id}"
     if isinstance(error, errors.GatedRepoError):
-        return NotFoundError(
+        return ModelNotFound(
+            name.text,
             f"the hub gives {name.id} only to those who accepted its terms",
             f"accept them on {page}, then run `hf auth login` or set HF_TOKEN",
         )
     if isinstance(error, errors.RepositoryNotFoundError):
-        return NotFoundError(
+        return ModelNotFound(
+            name.text,
             f"there is no directory {name.text}, and the hub has no model {name.id}, or it is private",
             "check the name; for a private model run `hf auth login` or set HF_TOKEN",
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return NotFoundError(f"{name.id} has no revision {name.revision}", f"its branches and tags are on {page}")
+        return ModelNotFound(
+            name.text, f"{name.id} has no revision {name.revision}", f"its branches and tags are on {page}"
+        )
     if isinstance(error, errors.RemoteEntryNotFoundError) and name.file:
         there = list[str]()
         with suppress(errors.HTTPError, OSError):
             there = gguf_files(name)
-        return NotFoundError(f"{name.id} has no file {name.file}", f"it has {', '.join(there) or 'no GGUF file'}")
+        return ModelNotFound(
+            name.text, f"{name.id} has no file {name.file}", f"it has {', '.join(there) or 'no GGUF file'}"
+        )
     causes = (error, error.__cause__)
     if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in causes):
-        return NotFoundError(
+        return ModelNotFound(
+            name.text,
             f"model {name.text} is not a local directory and is not cached, and HF_HUB_OFFLINE forbids fetching it",
             "set HF_HUB_OFFLINE=0, or give a local directory",
         )
@@ -147,7 +154,8 @@ def _explained(name: HubName, error: BaseException) -> BaseException:
         return error
     missing = isinstance(error, errors.LocalEntryNotFoundError)  # its cause says why the hub did not help
     reason = type(error.__cause__ or error if missing else error).__name__
-    return NotFoundError(
+    return ModelNotFound(
+        name.text,
         f"model {name.text} is not a local directory, is not cached in full, and could not be fetched ({reason})",
         "give a local directory, or check the network and the hub id, and try again: what was fetched is kept",
     )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from cacheblend_kernels import BACKENDS, KernelError, select_backend
 
-from cacheblend_cli.errors import DeviceError, NotFoundError, UsageError
+from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.model.adapter import LoraAdapter
 from cacheblend_cli.model.checkpoint import quantisation_of
 from cacheblend_cli.model.decoder import Decoder
@@ -23,11 +23,10 @@ from cacheblend_cli.model.families.reader import OTHER_FIELDS
 from cacheblend_cli.model.generic.decoder import load_generic
 from cacheblend_cli.model.gguf_files.conversion import gguf_in, model_dir_of
 from cacheblend_cli.model.host_memory import available_memory
-from cacheblend_cli.model.hub import HubName, cached, fetch
 from cacheblend_cli.model.linear import bound_caches, can_pack, check_weight_dtype
+from cacheblend_cli.model.locate import locate
 from cacheblend_cli.model.machine_speeds import cpu_dtype, weight_layout
 from cacheblend_cli.model.model_files import checkpoint_files, gguf_file_of, is_converted, read_object, weight_names
-from cacheblend_cli.model.named import named_model
 from cacheblend_cli.model.packed_cache import PackedCache
 from cacheblend_cli.model.parallel import Shard
 from cacheblend_cli.model.ranks import Ranks
@@ -179,23 +178,12 @@ def load_model(
 
 def resolve_model(name: str, say: Callable[[str], None] | None = None) -> Path:
     """Return the path of a model: of a built-in name; a local directory, or the one that stands for a GGUF file; else a
-    model of the hub, from its cache if possible (see `HubName`). say: called when a GGUF file is read for the first
+    model of the hub, from its cache if possible (see `locate`). say: called when a GGUF file is read for the first
     time."""
-    local = named_model(name) or Path(name).expanduser()
-    if local.is_dir():
-        gguf = None if weight_names(local) else gguf_in(local)
-        return local if gguf is None else model_dir_of(gguf, say)
-    if local.is_file() and local.suffix == ".gguf":
-        return model_dir_of(local, say)
-    if local.exists():
-        raise UsageError(f"{name} is neither a model directory nor a .gguf file", "give the directory that holds it")
-    if name.startswith((".", "/", "~")) or name.partition(":")[0].partition("@")[0].count("/") > 1:
-        raise NotFoundError(
-            f"no model directory {name}", "check the path, or give a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
-        )
-    hub = HubName.parse(name)
-    found = cached(hub) or fetch(hub)
-    return model_dir_of(found, say) if hub.file else found
+    found = locate(name)
+    if found.is_dir() and not weight_names(found):
+        found = gguf_in(found) or found
+    return found if found.is_dir() else model_dir_of(found, say)
 
 
 def resolve_dtype(name: str, device: torch.device, spec: ModelSpec, model_dir: Path) -> torch.dtype:

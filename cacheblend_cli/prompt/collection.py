@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
+from typing import Any
 
 import torch
 from cacheblend_store import KeyParts, chunk_key, collection_id
-from cacheblend_store.format.blobs import CODECS, BlobSpec, blob_size, blob_spec
+from cacheblend_store.format.blobs import BlobSpec, blob_size, blob_spec
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.prompt.template import PromptTemplate, split_template
 from cacheblend_cli.prompt.wording import Wording
 
@@ -22,15 +24,11 @@ EXACT = "exact"
 DEFAULT_CODEC = "int7"
 """--kv-dtype auto: the codec with the fewest bits and a KL of at most .0005 on three models (docs/fidelity.md)."""
 
+_CHUNK = 512  # tokens of a chunk, the default: scales of a chunk count to its tokens
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def check_kv_dtype(name: str) -> None:
-    """Raise UsageError for an unknown codec."""
-    if name not in ("auto", EXACT, *CODECS):
-        raise UsageError(f"unknown KV dtype {name!r}", f"known: auto, {EXACT}, {', '.join(CODECS)}")
 
 
 def salt_digest(salt: str) -> str:
@@ -42,6 +40,20 @@ def codec_of(kv_dtype: str, dtype: torch.dtype) -> str:
     """Return the codec for a --kv-dtype setting. dtype: dtype of the model."""
     name = DEFAULT_CODEC if kv_dtype == "auto" else kv_dtype
     return dtype_name(dtype) if name == EXACT else name
+
+
+def kv_facts(spec: ModelSpec, kv_dtype: str, dtype: torch.dtype, memory_bytes: float) -> dict[str, Any]:
+    """Return facts on the size of KV for reports.
+
+    kv_dtype: the setting. dtype: dtype of the model. memory_bytes: bytes of a token while a question is answered.
+    """
+    codec = codec_of(kv_dtype, dtype)
+    sizes = (t.num_bytes for heads in spec.kv_shapes for t in blob_spec(codec, _CHUNK, *heads).values())
+    return {
+        "kv_bytes_per_token": round(sum(sizes) / _CHUNK),
+        "kv_dtype": codec,
+        "kv_bytes_per_token_in_memory": int(memory_bytes),
+    }
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from cacheblend_cli.errors import UsageError
@@ -9,6 +10,9 @@ from cacheblend_cli.settings import Settings, of_settings
 
 MODES = ("blend", "full", "reuse")
 DEVIATIONS = ("v", "k", "kv")
+SELECTORS = ("hkvd", "first", "query", "random", "all", "none")
+"""Names of blend/selectors.py, known without importing torch."""
+_DIGITS = 9  # maximum digits of COUNT
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class BlendParams:
     def of(cls, settings: Settings) -> BlendParams:
         """Return the settings' blending; with --ratio auto, at the lower bound of the ratio; with --ratio model, at the
         ratio for a model without a profile. Raises UsageError."""
+        parse_selector(settings.selector)
         if settings.max_risk is not None and settings.ratio == "auto":
             raise UsageError("--max-risk is fitted for one ratio, and --ratio is auto", "give a number to --ratio")
         ratios = {"auto": settings.ratio_floor, "model": cls.ratio}
@@ -69,6 +74,23 @@ class BlendParams:
         if self.mode == "reuse" or self.selector == "none":
             return 0.0
         return self.checks[-1][1] if self.checks else self.ratio
+
+
+def parse_selector(text: str, known: Collection[str] = SELECTORS) -> tuple[list[tuple[str, int]], str]:
+    """Parse "first:4+query" into ([(first, 4)], query). Raises UsageError, also for names that are not known."""
+    *heads, last = text.split("+")
+    parts = []
+    for head in heads:
+        name, _, count = head.partition(":")
+        if not count.isdecimal() or len(count) > _DIGITS or name in ("all", "none"):
+            raise UsageError(f"{head!r} in the selector {text!r} is not NAME:COUNT", "for example first:4+query")
+        parts.append((name, int(count)))
+    if parts and last in ("all", "none"):
+        raise UsageError(f"{last!r} combines with nothing", "for example first:4+query")
+    for name in (*(name for name, _ in parts), last):
+        if name not in known:
+            raise UsageError(f"unknown selector {name!r}", f"known: {', '.join(known)}; combined as first:4+query")
+    return parts, last
 
 
 def parse_checks(text: str) -> tuple[tuple[int, float], ...]:

@@ -32,8 +32,9 @@ def test_a_float8_pool_answers(cli: Cli, stored: list[str], mode: str) -> None:
 
 
 def test_it_is_a_setting_and_an_unknown_value_is_refused(cli: Cli, stored: list[str]) -> None:
-    assert cli("config", "set", "kv_pool_dtype", "int4").code == 0
-    refused = cli("ask", "who?", "--chunks", stored[0])
+    assert cli("config", "set", "kv_pool_dtype", "float8_e4m3").code == 0
+    assert cli("config", "set", "kv_pool_dtype", "int4").code == 2
+    refused = cli("ask", "who?", "--chunks", stored[0], "--kv-pool-dtype", "int4")
     assert refused.code == 2
     assert "'int4'" in refused.err
     assert "float8_e4m3" in refused.err
