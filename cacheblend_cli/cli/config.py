@@ -22,6 +22,7 @@ from cacheblend_cli.settings import (
     Settings,
     config_files,
     parse_setting,
+    project_root,
     read_settings,
     resolve,
     risky_settings,
@@ -36,7 +37,10 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show and ch
 
 
 Key = Annotated[str, Argument(help="Name of a setting (see config show).")]
-User = Annotated[bool, Option("--user", help="Edit the user's file instead of the project's.")]
+User = Annotated[bool, Option("--user", help="Edit the user's file, which holds in all folders.")]
+Project = Annotated[
+    bool, Option("--project", help="Edit the project's file; outside a project, make this folder one by creating it.")
+]
 
 
 @app.command("show")
@@ -80,7 +84,7 @@ def init(user: User = False, force: bool = Option(False, "--force", help="Overwr
 
     Each is commented out, with its default and its description.
     """
-    file = settings_file(user=user, new=True)
+    file = settings_file(user=True) if user else Path.cwd() / FILE
     if file.exists() and not force:
         raise UsageError(
             f"{file} already exists", "change a setting: cacheblend config set KEY VALUE; --force overwrites the file"
@@ -94,14 +98,16 @@ def set_(
     key: Key,
     values: list[str] = Argument(help="Value; template-var takes several.", metavar="VALUE..."),
     user: User = False,
+    project: Project = False,
 ) -> None:
     """Set a setting in the project's cacheblend.toml.
 
-    The file is created here if there is none.
+    Outside a project, set it in the user's file, which holds in all folders. A project is the nearest folder upwards
+    with a cacheblend.toml or .git. The file is created if there is none.
     """
     from tomlkit import dumps
 
-    file = settings_file(user=user)
+    file = settings_file(user=user, project=project)
     name, value = parse_setting(key, values)
     if name in PATHS:
         value = _from(file, value)
@@ -113,14 +119,21 @@ def set_(
 
 
 @app.command("unset")
-def unset(key: Key, user: User = False) -> None:
-    """Remove a setting from the project's cacheblend.toml."""
+def unset(key: Key, user: User = False, project: Project = False) -> None:
+    """Remove a setting from the project's cacheblend.toml.
+
+    Outside a project, remove it from the user's file.
+    """
     from tomlkit import dumps
 
-    file, name = settings_file(user=user), key.replace("-", "_")
+    file, name = settings_file(user=user, project=project), key.replace("-", "_")
     document = read_document(file)
     if not remove_setting(document, name):
-        raise NotFoundError(f"{file} does not set {key}", "see: cacheblend config show")
+        users = config_files()[0]
+        by_user = file != users and users.is_file() and name in read_settings(users)[1]
+        raise NotFoundError(
+            f"{file} does not set {key}", f"{users} does: --user" if by_user else "see: cacheblend config show"
+        )
     write_text(file, dumps(document))
     Output().note(f"{name} is no longer set in {file}")
 
@@ -156,13 +169,17 @@ def _from(file: Path, value: str) -> str:
     return os.path.relpath(path, file.parent)
 
 
-def settings_file(*, user: bool = False, new: bool = False) -> Path:
-    """Return the path of the user's file or the project's; with `new`, or without a project file, one in the working
-    directory."""
-    files = config_files()
-    if user:
-        return files[0]
-    return Path.cwd() / FILE if new or len(files) < 2 else files[-1]
+def settings_file(*, user: bool = False, project: bool = False) -> Path:
+    """Return the path of the project's file, existing or not; outside a project or with `user`, the user's file.
+
+    project: outside a project, return one in the working directory.
+    """
+    if user and project:
+        raise UsageError("--user and --project were given together", "give one of them")
+    root = project_root()
+    if user or not (root or project):
+        return config_files()[0]
+    return (root or Path.cwd()) / FILE
 
 
 def remove_setting(document: TOMLDocument, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,9 +15,9 @@ from cacheblend_cli.cli import completion, options
 from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
-from cacheblend_cli.cli.units import format_size
+from cacheblend_cli.cli.units import format_size, with_kv_line
 from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError
-from cacheblend_cli.settings import Resolved, Settings, grouped
+from cacheblend_cli.settings import Resolved, Settings, grouped, resolve
 
 if TYPE_CHECKING:
     from cacheblend_cli.engine.engine import Engine
@@ -35,19 +36,25 @@ def ls(
 ) -> None:
     """List the models on this machine.
 
-    These are smollm2, handbook, those in the hub's cache, and GGUF files and checkpoints in a folder.
+    These are smollm2, handbook, those in the hub's cache, and GGUF files and checkpoints in a folder. The default is
+    the model that is used without --model.
     """
+    from cacheblend_cli.model.named import NOTES, SMOLLM2
     from cacheblend_cli.model.on_disk import kind_of, models_on_disk
 
-    output = Output()
+    output, default = Output(), resolve({}).settings.model or SMOLLM2
     if not folder.is_dir():
         raise NotFoundError(f"no such folder: {folder}", "name the folder with the models")
-    found = [(name, _size(path), kind_of(path)) for name, path in models_on_disk(folder)]
-    if json:
-        for name, size, kind in found:
-            output.json({"model": name, "kind": kind, "bytes": size})
-    else:
-        output.table(("model", "kind", "size"), [(n, k, format_size(s)) for n, s, k in found], right=(2,), ends=(0,))
+    found = [(name, path, _size(path), kind_of(path)) for name, path in models_on_disk(folder)]
+    rows = []
+    for name, path, size, kind in found:
+        is_default = name == default or os.path.realpath(path) == os.path.realpath(Path(default).expanduser())
+        if json:
+            output.json({"model": name, "kind": kind, "bytes": size, "default": is_default})
+        note = "; ".join(part for part in ("the default" if is_default else "", NOTES.get(name, "")) if part)
+        rows.append((name, kind, format_size(size), note))
+    if not json:
+        output.table(("model", "kind", "size", ""), rows, right=(2,), ends=(0,))
 
 
 @app.command("pull")
@@ -93,7 +100,7 @@ def show(settings: Settings, model: Model, json: options.Json = False) -> None:
     if json:
         output.json(facts)
         return
-    for name, value in facts.items():
+    for name, value in with_kv_line(facts).items():
         shown = format_size(value) if name.endswith("bytes") or "_bytes_" in name else value
         output.text(f"{'size' if name == 'bytes' else name.replace('_', ' ').replace('bytes ', ''):<18}{shown}")
 
@@ -226,17 +233,24 @@ def clear(json: options.Json = False) -> None:
 
 def _facts(model: str, output: Output, settings: Settings) -> dict[str, Any]:
     """Describe the model without reading its weights. Raises errors of loading it."""
+    from cacheblend_cli.model.locate import locate
+
+    locate(model)  # before torch is imported
+    import torch
+
     from cacheblend_cli.model.checkpoint import quantisation_of
     from cacheblend_cli.model.families import read_spec
     from cacheblend_cli.model.generic import GENERIC_PATH
-    from cacheblend_cli.model.loading import resolve_model
+    from cacheblend_cli.model.loading import DTYPES, resolve_model
     from cacheblend_cli.model.model_files import checkpoint_files
     from cacheblend_cli.model.tokenizer import Tokenizer
     from cacheblend_cli.model.tokenizer_probes import text_check
+    from cacheblend_cli.prompt.collection import kv_facts
 
     path = resolve_model(model, output.note)
     spec, files = read_spec(path), checkpoint_files(path)
     stated = str(spec.config.get("dtype") or spec.config.get("torch_dtype") or "not stated")
+    dtype = DTYPES.get(stated.removeprefix("torch."), torch.bfloat16)
     try:
         tokenizer = Tokenizer(path, spec.vocab_size)
         missing = "nothing" if tokenizer.has_template else "a chat template: prompts are plain text"
@@ -256,7 +270,7 @@ def _facts(model: str, output: Output, settings: Settings) -> dict[str, Any]:
         "context": spec.max_context,
         "dtype": stated,
         **({"quantised": quantisation.method} if (quantisation := quantisation_of(path)) else {}),
-        "kv_bytes_per_token": int(spec.kv_bytes_per_token(4 if stated == "float32" else 2)),
+        **kv_facts(spec, settings.kv_dtype, dtype, spec.kv_bytes_per_token(dtype.itemsize)),
         **(_adapter(spec, Path(settings.lora).expanduser()) if settings.lora else {}),
         "ratio": _ratios(path, spec, settings),
         "documents": documents,

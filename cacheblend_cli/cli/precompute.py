@@ -131,6 +131,7 @@ def precompute(
         day=day,
     )
     engine = options.load_engine(settings, output)
+    options.note_fallback(settings, output, json=json)
     chosen = Paths(paths or (), listed, select, settings.collection)
     if not has_paths:
         chosen = Paths(remembered_paths(engine, settings, output))

@@ -132,6 +132,7 @@ def serve(
         url = f"http://{name}:{address[1]}" if unix_socket is None else f"unix:{unix_socket}"
         decoder = None if decode_url is None else _decoder(decode_url, decode_key, hand_over)
         engine = options.load_engine(settings, output)
+        options.note_fallback(settings, output, json=json)
         if decoder is not None:
             from cacheblend_cli.kv.export import check_exportable
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend_cli.settings import Settings, resolve
+from cacheblend_cli.settings import Settings, config_files, resolve
 
 Cli = Callable[..., Any]
 
@@ -106,3 +106,44 @@ def test_show_has_common_settings_and_those_that_are_set(cli: Cli, monkeypatch: 
     assert all(f"\n{name} " in every.out for name in vars(Settings()))
     assert every.err == ""
     assert every.out.index("\nratio ") < every.out.index("\nexpand ") < every.out.index("\nblock_size ")
+
+
+def test_outside_a_project_the_users_file_is_edited(cli: Cli, file: Path) -> None:
+    users = config_files()[0]
+    assert f"top_k is 3 in {users}" in cli("config", "set", "top_k", "3").err
+    assert not file.exists()
+    assert f"in {file}" in cli("config", "set", "top_k", "4", "--project").err
+    assert f"in {file}" in cli("config", "set", "top_k", "5").err
+    assert [tomllib.loads(path.read_text()) for path in (users, file)] == [{"top_k": 3}, {"top_k": 5}]
+    assert cli("config", "unset", "top_k").code == 0
+    missing = cli("config", "unset", "top_k")
+    assert (missing.code, missing.err.splitlines()[1]) == (3, f"hint: {users} does: --user")
+    assert cli("config", "unset", "top_k", "--user").code == 0
+    assert cli("config", "set", "top_k", "3", "--user", "--project").code == 2
+
+
+def test_a_repository_is_one_project(cli: Cli, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path / "sub")
+    assert cli("config", "set", "top_k", "3").code == 0
+    assert tomllib.loads(file.read_text()) == {"top_k": 3}
+    assert not (tmp_path / "sub/cacheblend.toml").exists()
+
+
+@pytest.mark.parametrize("command", [("precompute", "a.md"), ("ask", "who?"), ("doctor",)])
+def test_a_configured_model_that_is_missing_is_traced_to_its_place(
+    command: tuple[str, ...], cli: Cli, stored: list[str], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CACHEBLEND_MODEL")
+    Path("a.md").write_text("Mara leads billing.\n")
+    for flag, place in (("--user", config_files()[0]), ("--project", file)):
+        assert cli("config", "set", "model", "nosuch", flag).code == 0
+        missing = cli(*command)
+        assert missing.code == 3
+        assert f"no model nosuch on this machine (model in {place})" in missing.err
+        assert f"to undo: cacheblend config unset model {flag}" in missing.err
+        assert cli("config", "unset", "model", flag).code == 0
+    monkeypatch.setenv("CACHEBLEND_MODEL", "nosuch")
+    assert "(model in CACHEBLEND_MODEL)" in cli(*command).err
+    assert "(model in" not in cli(*command, "--model", "nosuch").err

@@ -1,15 +1,19 @@
-"""cacheblend init: a model that fits the machine is written to cacheblend.toml, and nothing else of the file
-changes."""
+"""cacheblend init: a model that fits the machine and is on its disk is written to cacheblend.toml, and nothing else of
+the file changes."""
 
 import json
+import shutil
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from cacheblend_cli.cli.main import run
+from cacheblend_cli.demo import model_dir
 from cacheblend_cli.errors import ExitCode
-from cacheblend_cli.model.recommend import CANDIDATES, Machine, recommend
+from cacheblend_cli.model import locate
+from cacheblend_cli.model import recommend as machines
+from cacheblend_cli.model.recommend import Machine, recommend
 
 GB = 10**9
 
@@ -37,16 +41,70 @@ def test_the_largest_model_that_runs_well_is_recommended(machine: Machine, name:
     assert recommend(machine).name == name
 
 
-def test_it_writes_the_model_and_keeps_the_rest(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def on_disk(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Let these models be on disk, on a machine for which Qwen3-1.7B is recommended."""
+    found = {name: model_dir() for name in ("handbook", *names)}
+    monkeypatch.setattr(locate, "find_local", lambda name: found.get(name))
+    monkeypatch.setattr(machines, "detect", lambda: Machine(16 * GB, 4))
+
+
+def test_the_recommended_model_is_written_if_it_is_here(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_disk(monkeypatch, "smollm2", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-8B")
     (here / "cacheblend.toml").write_text("# mine\nratio = 0.3\n")
     assert run(["init", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
-    assert record["model"] in {c.name for c in CANDIDATES}
-    assert tomllib.loads((here / "cacheblend.toml").read_text()) == {"ratio": 0.3, "model": record["model"]}
+    assert (record["model"], record["recommended"], record["get"]) == ("Qwen/Qwen3-1.7B", "Qwen/Qwen3-1.7B", None)
+    assert [c["name"] for c in record["candidates"] if not c["on_disk"]] == ["Qwen/Qwen3-4B-Instruct-2507"]
+    assert tomllib.loads((here / "cacheblend.toml").read_text()) == {"ratio": 0.3, "model": "Qwen/Qwen3-1.7B"}
     assert "# mine" in (here / "cacheblend.toml").read_text()
 
 
-def test_a_chosen_model_is_replaced_on_request_only(here: Path) -> None:
+def test_else_the_best_model_that_is_here(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_disk(monkeypatch, "smollm2", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B")
+    assert run(["init"]) == 0
+    assert tomllib.loads((here / "cacheblend.toml").read_text()) == {"model": "Qwen/Qwen3-0.6B"}
+    err = capsys.readouterr().err
+    assert "recommended: Qwen/Qwen3-1.7B, which is not on this machine" in err
+    assert "  cacheblend models pull Qwen/Qwen3-1.7B\n" in err
+    assert "cacheblend init --force" in err
+
+
+@pytest.mark.parametrize("names", [["smollm2"], []])
+def test_nothing_is_written_where_only_the_default_is_here(
+    names: list[str], here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_disk(monkeypatch, *names)
+    assert run(["init"]) == 0
+    assert not (here / "cacheblend.toml").exists()
+    err = capsys.readouterr().err
+    assert "wrote nothing" in err
+    assert ("smollm2 is used" in err) == bool(names)
+    assert "cacheblend models pull Qwen/Qwen3-1.7B" in err
+
+
+@pytest.mark.parametrize(
+    ("model", "hint"), [("Qwen/Qwen3-0.6B", "cacheblend models pull Qwen/Qwen3-0.6B"), ("handbok", "handbook")]
+)
+def test_a_model_that_is_not_here_is_not_written(
+    model: str, hint: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["init", "--model", model, "--force"]) == ExitCode.NOT_FOUND
+    assert hint in capsys.readouterr().err
+    assert not (here / "cacheblend.toml").exists()
+
+
+def test_nor_is_one_without_its_weights(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(model_dir(), here / "m", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert run(["init", "--model", "./m"]) == ExitCode.NOT_FOUND
+    assert "incomplete" in capsys.readouterr().err
+
+
+def test_a_chosen_model_is_replaced_on_request_only(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_disk(monkeypatch, "smollm2")
     assert run(["init", "--model", "handbook", "-q"]) == 0
     assert run(["init", "--model", "smollm2", "-q"]) == ExitCode.USAGE
     assert tomllib.loads((here / "cacheblend.toml").read_text())["model"] == "handbook"

@@ -17,7 +17,7 @@ from checkpoints import write_checkpoint
 from gguf_files import write_gguf
 from quantised import gptq, write_quantised
 
-from cacheblend_cli.model import decoder
+from cacheblend_cli.model import decoder, named
 from cacheblend_cli.model.hub import HubName
 
 
@@ -70,6 +70,38 @@ def test_a_model_is_described(cli: Callable[..., Any], model: Path) -> None:
     assert (told["family"], told["layers"], told["context"], told["missing"]) == ("qwen2", 4, 1024, "nothing")
     assert told["kv_bytes_per_token"] == 2 * 4 * 2 * 16 * 4
     assert "layers            4" in cli("models", "show", str(model)).out
+    assert cli("doctor", "--json").records[0]["model"]["kv_bytes_per_token"] == told["kv_bytes_per_token"]
+
+
+@pytest.mark.default_codec
+def test_kv_per_token_is_one_figure_with_its_codec(cli: Callable[..., Any], model: Path) -> None:
+    show, doctor = cli("models", "show", str(model)).out, cli("doctor").out
+    lines = [next(line for line in out.splitlines() if " stored (" in line) for out in (show, doctor)]
+    assert lines[0].split() == ["kv", "per", "token", *lines[1].split()[1:]]
+    assert "stored (int7)" in lines[0]
+    assert "in memory (float32)" in lines[0]
+
+
+def test_the_list_says_what_the_models_are(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_MODEL", "handbook")
+    out = cli("models", "ls").out
+    assert "the default; bundled, 1.1 M parameters, for trying" in out
+    defaults = [r["model"] for r in cli("models", "ls", "--json").records if r["default"]]
+    assert defaults == ["handbook"]
+
+
+def test_a_command_that_chose_the_model_by_default_says_so(
+    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CACHEBLEND_MODEL")
+    monkeypatch.setattr(named, "default_model", lambda: "handbook")
+    monkeypatch.setattr("cacheblend_cli.engine.runtime.default_model", lambda: "handbook")
+    (tmp_path / "a.md").write_text("Mara leads billing.\n")
+    assert cli("precompute", "a.md").err.count(named.FALLBACK_NOTE) == 1
+    assert named.FALLBACK_NOTE not in cli("precompute", "a.md", "--json").err
+    assert named.FALLBACK_NOTE not in cli("precompute", "a.md", "-q").err
+    assert named.FALLBACK_NOTE not in cli("precompute", "a.md", "--model", "handbook").err
+    assert cli("doctor").err.count(named.FALLBACK_NOTE) == 1
 
 
 def test_what_is_missing_or_not_implemented_is_named(cli: Callable[..., Any], model: Path, tmp_path: Path) -> None:

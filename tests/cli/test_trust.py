@@ -258,7 +258,7 @@ def test_a_record_that_is_damaged_trusts_nothing(cli: Cli, home: Path) -> None:
 def test_writing_settings_follows_no_link_of_a_checkout(cli: Cli, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "urandom", lambda count: bytes(count))  # as if the name had been guessed
     Path(".cacheblend.toml.00000000").symlink_to(home / ".ssh" / "authorized_keys")
-    assert cli("config", "set", "top_k", "3").code == 2
+    assert cli("config", "set", "top_k", "3", "--project").code == 2
     assert list((home / ".ssh").iterdir()) == []
 
 
