@@ -23,6 +23,10 @@ _TELLING_PARTS = 4  # last path components to index: the ones before say nothing
 _BATCH = 16384  # chunks whose texts are in memory at once
 
 
+Source = tuple[str, str]
+"""Name and collection of a document: each collection has its own text of it, and its own title."""
+
+
 class IndexEntry(NamedTuple):
     """Position of a chunk in a document, and its context. A chunk shared by documents has several places."""
 
@@ -41,7 +45,7 @@ class IndexUpdate:
     records: Mapping[str, DocumentRecord | None]  # by document key (hex); None: the document was removed
     new: Sequence[IndexEntry]  # places to add
     new_loose: Sequence[bytes]  # keys of chunks without a document to add
-    gone: Mapping[int, str]  # row id -> source of the places to remove
+    gone: Mapping[int, Source]  # row id -> source of the places to remove
     changed: Iterable[bytes] | None  # keys of the chunks that were added, removed or replaced; None: all are compared
 
 
@@ -78,7 +82,11 @@ def plan_update(db: sqlite3.Connection, reader: StoreReader, changes: Changes | 
     # may have been re-added from another source
     again = {key.hex() for key in changes.chunks} if changes else set[str]()
     kept = {place.key for place in rows if not place.document and place.key in loose - again}
-    gone = {i: p.source for p, i in rows.items() if p not in in_documents and (p.document or p.key not in kept)}
+    gone = {
+        i: (p.source, p.collection)
+        for p, i in rows.items()
+        if p not in in_documents and (p.document or p.key not in kept)
+    }
     new_loose = loose - kept
     changed = None if changes is None else chunks
     return IndexUpdate(records, sorted(wanted - rows.keys()), sorted(map(bytes.fromhex, new_loose)), gone, changed)
@@ -102,33 +110,39 @@ def write_update(db: sqlite3.Connection, store: ChunkStore, update: IndexUpdate)
         db.execute("DELETE FROM damaged")
     else:
         db.executemany("DELETE FROM damaged WHERE key = ?", [(key.hex(),) for key in update.changed])
-    damaged = list[bytes]()
+    damaged = set[tuple[str, str]]()  # (key, collection)
     for batch in _by_source(update.new):
         keys = {bytes.fromhex(place.key) for places in batch.values() for place in places}
-        texts = {manifest.id: manifest.text for manifest in _manifests(store, keys, damaged)}
+        unreadable = list[bytes]()
+        texts = {manifest.id: manifest.text for manifest in _manifests(store, keys, unreadable)}
+        lost = {key.hex() for key in unreadable}
+        damaged |= {(p.key, p.collection) for places in batch.values() for p in places if p.key in lost}
         for source, places in batch.items():
-            _add(db, source, [(place, texts[place.key]) for place in places if place.key in texts])
+            _add(db, *source, [(place, texts[place.key]) for place in places if place.key in texts])
+    loose = list[bytes]()
     for start in range(0, len(update.new_loose), _BATCH):
-        for manifest in _manifests(store, update.new_loose[start : start + _BATCH], damaged):
+        for manifest in _manifests(store, update.new_loose[start : start + _BATCH], loose):
             place = IndexEntry(
                 manifest.id, _clean(manifest.source), manifest.index, manifest.collection, manifest.context, ""
             )
             hidden = manifest.context == "prefix" or place.source.startswith((SENT, PUT))
-            _add(db, place.source, [(place, None if hidden else manifest.text)])
+            _add(db, place.source, place.collection, [(place, None if hidden else manifest.text)])
     for source in sorted(set(update.gone.values())):
-        _add(db, source, [])
-    db.executemany("INSERT OR IGNORE INTO damaged VALUES (?)", [(key.hex(),) for key in damaged])
+        _add(db, *source, [])
+    damaged |= {(key.hex(), "") for key in loose}
+    db.executemany("INSERT OR IGNORE INTO damaged VALUES (?, ?)", sorted(damaged))
 
 
-def _by_source(places: Iterable[IndexEntry]) -> Iterator[dict[str, list[IndexEntry]]]:
+def _by_source(places: Iterable[IndexEntry]) -> Iterator[dict[Source, list[IndexEntry]]]:
     """Yield batches of about _BATCH places by source. All places of a source are in the same batch."""
-    batch: defaultdict[str, list[IndexEntry]] = defaultdict(list)
+    batch: defaultdict[Source, list[IndexEntry]] = defaultdict(list)
     size = 0
-    for place in sorted(places, key=lambda p: p.source):
-        if size >= _BATCH and place.source not in batch:
+    for place in sorted(places, key=lambda p: (p.source, p.collection)):
+        source = place.source, place.collection
+        if size >= _BATCH and source not in batch:
             yield batch
             batch, size = defaultdict(list), 0
-        batch[place.source].append(place)
+        batch[source].append(place)
         size += 1
     yield batch
 
@@ -146,12 +160,12 @@ def _manifests(store: ChunkStore, keys: Iterable[bytes], damaged: list[bytes]) -
                 yield manifest
 
 
-def _add(db: sqlite3.Connection, source: str, added: Sequence[tuple[IndexEntry, str | None]]) -> None:
+def _add(db: sqlite3.Connection, source: str, collection: str, added: Sequence[tuple[IndexEntry, str | None]]) -> None:
     """Add places of a source with their texts (None: not searchable), and update the title of its other rows."""
     rows = db.execute(
         "SELECT p.position, p.id, chunks.title, CASE WHEN p.position < ? THEN chunks.body END"
-        " FROM places AS p JOIN chunks ON chunks.rowid = p.id WHERE p.source = ?",
-        (_HEADING_WITHIN, source),
+        " FROM places AS p JOIN chunks ON chunks.rowid = p.id WHERE p.source = ? AND p.collection = ?",
+        (_HEADING_WITHIN, source, collection),
     ).fetchall()
     texts = [(place, indexed(text)) for place, text in added if text is not None]
     beginnings = [(position, body) for position, _, _, body in rows if body is not None]
@@ -171,7 +185,20 @@ def _add(db: sqlite3.Connection, source: str, added: Sequence[tuple[IndexEntry, 
     db.executemany("UPDATE chunks SET title = ? WHERE rowid = ?", changed)
     again = [(i,) for _, i in changed]
     db.executemany("DELETE FROM vectors WHERE id = ?", again)
-    db.executemany("INSERT OR IGNORE INTO pending VALUES (?)", again + [(ids[place],) for place, _ in texts])
+    written = again + [(ids[place],) for place, _ in texts]
+    db.executemany("INSERT OR IGNORE INTO pending VALUES (?)", written)
+    sizes = [(_length(db.execute("SELECT sz FROM chunks_docsize WHERE id = ?", i).fetchone()[0]), *i) for i in written]
+    db.executemany("UPDATE places SET length = ? WHERE id = ?", sizes)
+
+
+def _length(sizes: bytes) -> int:
+    """Return the number of words of a row. sizes: FTS5's record of it, a big-endian varint per column."""
+    total = value = 0
+    for byte in sizes:
+        value = value << 7 | byte & 0x7F
+        if byte < 0x80:
+            total, value = total + value, 0
+    return total
 
 
 def _title(source: str, beginnings: Iterable[str]) -> str:

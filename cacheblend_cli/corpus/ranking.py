@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, islice
@@ -30,13 +30,30 @@ LEAST_LIKE = 0.1
 """Cosine below which a text is not a hit."""
 _BATCH = 1024
 _CURRENT = "SELECT digest FROM embedder"
-_PENDING = "SELECT rowid, title, body FROM chunks WHERE rowid IN (SELECT id FROM pending LIMIT ?)"
+_PENDING = "SELECT rowid, title, body FROM chunks WHERE rowid IN ({ids} LIMIT ?)"
+_IDS_PENDING = "SELECT q.id FROM pending AS q JOIN places AS p USING (id) WHERE {where}"
+_VECTORS = "SELECT v.id, v.vector FROM vectors AS v JOIN places AS p USING (id) WHERE {where} ORDER BY v.id"
 _SENTENCE = re.compile(r"(?<=[.!?\u3002])\s+|\n\s*\n|\n(?=[-*#|])")
 _SHOWN = 90  # maximum characters of a sentence
 
 
+class Searched(NamedTuple):
+    """Collections to search. Other tenants' are not read: neither scores nor times depend on them."""
+
+    names: Sequence[str] | None = None  # None: all
+
+    @property
+    def where(self) -> str:
+        """SQL condition on `places AS p`, with the parameters `names`."""
+        return "TRUE" if self.names is None else f"p.collection IN ({', '.join('?' * len(self.names))})"
+
+    @property
+    def parameters(self) -> Sequence[str]:
+        return self.names or ()
+
+
 def cosines(
-    db: sqlite3.Connection, embedder: Embedder, vector: NDArray[np.float32]
+    db: sqlite3.Connection, embedder: Embedder, vector: NDArray[np.float32], searched: Searched
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Return (ids of all searchable places, ascending; cosine of each chunk to `vector`), both [num_places].
 
@@ -44,9 +61,9 @@ def cosines(
     """
     import numpy as np
 
-    while _embed_some(db, embedder):
+    while _embed_some(db, embedder, searched):
         pass
-    rows = db.execute("SELECT id, vector FROM vectors ORDER BY id").fetchall()
+    rows = db.execute(_VECTORS.format(where=searched.where), searched.parameters).fetchall()
     vectors = np.frombuffer(b"".join(vector for _, vector in rows), dtype=np.float16).reshape(len(rows), len(vector))
     scores = vectors.astype(np.float32) @ vector
     return np.array([i for i, _ in rows], dtype=np.int64), scores.round(4)
@@ -66,15 +83,15 @@ def telling_sentence(text: str, embedder: Embedder | None, vector: NDArray[np.fl
     return sentences[best] if len(sentences[best]) <= _SHOWN else sentences[best][:_SHOWN] + " ..."
 
 
-def _embed_some(db: sqlite3.Connection, embedder: Embedder) -> bool:
-    """Compute up to _BATCH missing vectors.
+def _embed_some(db: sqlite3.Connection, embedder: Embedder, searched: Searched) -> bool:
+    """Compute up to _BATCH missing vectors of the searched collections.
 
     If the weights changed, all are missing. Return False when none is missing.
     """
     import numpy as np
 
-    own = (embedder.digest,)
-    if db.execute(_CURRENT).fetchone() == own and db.execute("SELECT id FROM pending").fetchone() is None:
+    own, ids = (embedder.digest,), _IDS_PENDING.format(where=searched.where)
+    if db.execute(_CURRENT).fetchone() == own and db.execute(ids, searched.parameters).fetchone() is None:
         return False
     with in_transaction(db):
         if db.execute(_CURRENT).fetchone() != own:
@@ -82,7 +99,7 @@ def _embed_some(db: sqlite3.Connection, embedder: Embedder) -> bool:
             db.execute("DELETE FROM embedder")
             db.execute("INSERT INTO embedder VALUES (?)", own)
             db.execute("INSERT OR IGNORE INTO pending SELECT rowid FROM chunks")
-        rows = db.execute(_PENDING, (_BATCH,)).fetchall()
+        rows = db.execute(_PENDING.format(ids=ids), (*searched.parameters, _BATCH)).fetchall()
         if rows:
             vectors = embedder.embed([unspaced(f"{title}\n{body}") for _, title, body in rows]).astype(np.float16)
             pairs = [(i, vector.tobytes()) for (i, *_), vector in zip(rows, vectors, strict=True)]
@@ -96,22 +113,36 @@ _STOP_WORDS = frozenset(
     "is it its many me much my of off on or our please s she should some t tell than that the their them there these they this those "
     "to us was we were what when where which who whom whose why will with would you your".split()
 )
-_MAX_TERMS = 64  # first terms of a long query; SQLite allows 500 parts in a UNION
+_MAX_TERMS = 64  # first terms of a long query
 _DEPTH = 50  # rows of each ranking to fuse
 _WORDS_SHARE = 0.6  # weight of the coverage in a fused score
 _BEFORE_SHARE = 0.5  # weight of the text before the query, relative to the query
 PLACES = "SELECT id, key, source, position, collection, context FROM places"
-_MATCHED = "CREATE TEMP TABLE matched (id INTEGER PRIMARY KEY, score REAL, idf REAL)"
-# BM25 weights: path, title, body. One row per term and chunk. Parameters: factor on FTS5's bm25, idf of the term, the
-# term.
-_TERM = "SELECT rowid AS id, -bm25(chunks, 0.5, 2.0, 1.0) * ? AS score, ? AS idf FROM chunks WHERE chunks MATCH ?"
-_MATCH = """
-    INSERT INTO matched WITH found AS MATERIALIZED ({terms}) SELECT id, sum(score), sum(idf) FROM found GROUP BY id
+_TABLES = """
+    CREATE TEMP TABLE found (term INTEGER, id INTEGER, frequency REAL, length INTEGER);
+    CREATE TEMP TABLE weights (term INTEGER PRIMARY KEY, idf REAL);
+    CREATE TEMP TABLE matched (id INTEGER PRIMARY KEY, score REAL, idf REAL);
 """
-_BEST = """
-    SELECT p.id, p.key, p.source, p.position, p.collection, p.context, m.score FROM matched AS m JOIN places AS p USING (id)
-    ORDER BY m.score DESC, p.source, p.position, p.id
+_SIZE = "SELECT count(p.length), total(p.length) FROM places AS p WHERE {where}"
+_NUM_MATCHES = "SELECT count(*) FROM chunks WHERE chunks MATCH ?"
+# FTS5's bm25() is idf * f * 2.2 / (f + k), with statistics of the whole index. Solved for f, the frequency of the term
+# in the chunk, where an occurrence in the body counts 1, in the title 2, in the path 0.5. Parameters: the term, its
+# number, FTS5's idf, the mean length of all chunks.
+_FIND = """
+    INSERT INTO found WITH scores AS MATERIALIZED (
+        SELECT rowid AS id, -bm25(chunks, 0.5, 2.0, 1.0) AS score FROM chunks WHERE chunks MATCH ?
+    )
+    SELECT ?, p.id, round(2 * s.score * (0.3 + 0.9 * p.length / g.mean) / (2.2 * g.idf - s.score)) / 2, p.length
+    FROM (SELECT ? AS idf, ? AS mean) AS g CROSS JOIN scores AS s JOIN places AS p USING (id) WHERE {where}
 """
+_NUM_CHUNKS = "SELECT term, count(*) FROM found GROUP BY term"
+# BM25 with the k1 and b of FTS5, 1.2 and 0.75. Parameter: mean length of the searched chunks.
+_SCORE = """
+    INSERT INTO matched
+    SELECT id, sum(idf * frequency * 2.2 / (frequency + 0.3 + 0.9 * length / ?)), sum(idf)
+    FROM found JOIN weights USING (term) GROUP BY id
+"""
+_BEST = "SELECT score, id FROM matched ORDER BY score DESC"
 
 
 class Row(NamedTuple):
@@ -172,30 +203,44 @@ def _words(text: str) -> list[str]:
 
 
 class ByWords:
-    """Chunks with words of the query. terms: the query terms that occur in the index."""
+    """Chunks with words of the query, by BM25 with the statistics of the searched collections.
 
-    def __init__(self, db: sqlite3.Connection, query: Query) -> None:
-        self._db, self.terms = db, list[str]()
-        [total] = db.execute("SELECT count(*) FROM chunks_docsize").fetchone()
-        self._idf, values = 0.0, list[float | str]()
-        for term, share in list(query.terms.items())[:_MAX_TERMS]:
-            [count] = db.execute("SELECT count(*) FROM chunks WHERE chunks MATCH ?", (term,)).fetchone()
-            rarity = (total - count + 0.5) / (count + 0.5)
-            idf = share * math.log1p(rarity)
-            self._idf += idf
-            if count:
-                # FTS5 gives no weight to a term that at least half of the chunks contain. In a small corpus such a term
-                # can be the subject of the page.
-                self.terms.append(term)
-                values += [idf / (math.log(rarity) if rarity > 1 else 1e-6), idf, term]
-        db.execute(_MATCHED)
-        if self.terms:
-            terms = " UNION ALL ".join([_TERM] * len(self.terms))
-            db.execute(_MATCH.format(terms=terms), values)
+    FTS5's own bm25() counts the chunks of the whole index: the scores would tell a tenant which words others store.
+    terms: the query terms that occur in the collections.
+    """
+
+    def __init__(self, db: sqlite3.Connection, query: Query, searched: Searched) -> None:
+        self._db = db
+        for statement in _TABLES.split(";"):
+            db.execute(statement)
+        everything = db.execute(_SIZE.format(where=Searched().where)).fetchone()
+        total, length = db.execute(_SIZE.format(where=searched.where), searched.parameters).fetchone()
+        shares = dict(islice(query.terms.items(), _MAX_TERMS))
+        for number, term in enumerate(shares):
+            self._find(number, term, searched, *everything)
+        num_chunks = dict(db.execute(_NUM_CHUNKS))
+        # FTS5 gives no weight to a term that at least half of the chunks contain. In a small corpus such a term can be
+        # the subject of the page.
+        idfs = [
+            share * math.log1p(_rarity(total, num_chunks.get(number, 0)))
+            for number, share in enumerate(shares.values())
+        ]
+        self._idf, self.terms = sum(idfs), [term for number, term in enumerate(shares) if number in num_chunks]
+        db.executemany("INSERT INTO weights VALUES (?, ?)", enumerate(idfs))
+        db.execute(_SCORE, (length / max(total, 1),))
+
+    def _find(self, number: int, term: str, searched: Searched, total: int, length: float) -> None:
+        """Add the chunks with a term to the table `found`. total, length: number and words of all chunks."""
+        [count] = self._db.execute(_NUM_MATCHES, (term,)).fetchone()
+        if count:
+            rarity = _rarity(total, count)
+            idf = math.log(rarity) if rarity > 1 else 1e-6  # as FTS5 has it
+            parameters = (term, number, idf, length / total, *searched.parameters)
+            self._db.execute(_FIND.format(where=searched.where), parameters)
 
     def __iter__(self) -> Iterator[Row]:
         """Yield rows by BM25, best first."""
-        yield from map(Row._make, self._db.execute(_BEST))
+        yield from _rows(self._db, self._db.execute(_BEST))
 
     def of(self, row: Row) -> tuple[float, float]:
         """Return (coverage, BM25) of a row. Coverage: share of the query terms that it contains, weighted by idf."""
@@ -203,24 +248,33 @@ class ByWords:
         return (found[0] / self._idf, found[1]) if found else (0.0, 0.0)
 
 
+def _rows(db: sqlite3.Connection, ranking: Iterable[tuple[float, int]]) -> Iterator[Row]:
+    """Yield the rows of (score, id), best first; of equal scores in order of source and position."""
+    for score, same in groupby(ranking, key=lambda pair: pair[0]):
+        rows = [db.execute(f"{PLACES} WHERE id = ?", (i,)).fetchone() for _, i in same]
+        yield from sorted(
+            (Row(*row)._replace(score=score) for row in rows if row), key=lambda r: (r.source, r.position, r.id)
+        )
+
+
+def _rarity(total: int, count: int) -> float:
+    """Return the odds against a chunk with a term that `count` of `total` chunks contain."""
+    return (total - count + 0.5) / (count + 0.5)
+
+
 class ByMeaning:
     """Chunks by cosine similarity to the query vector."""
 
-    def __init__(self, db: sqlite3.Connection, query: Query) -> None:
+    def __init__(self, db: sqlite3.Connection, query: Query, searched: Searched) -> None:
         assert query.embedder is not None
         self._db = db
-        self._ids, self._scores = cosines(db, query.embedder, query.vector)
+        self._ids, self._scores = cosines(db, query.embedder, query.vector, searched)
 
     def __iter__(self) -> Iterator[Row]:
         """Yield rows with a cosine of at least LEAST_LIKE, best first."""
         order = (-self._scores).argsort(kind="stable")
         order = order[self._scores[order] >= LEAST_LIKE]
-        pairs = zip(self._scores[order].tolist(), self._ids[order].tolist(), strict=True)
-        for score, same in groupby(pairs, key=lambda pair: pair[0]):
-            rows = [self._db.execute(f"{PLACES} WHERE id = ?", (i,)).fetchone() for _, i in same]
-            yield from sorted(
-                (Row(*row)._replace(score=score) for row in rows if row), key=lambda r: (r.source, r.position, r.id)
-            )
+        yield from _rows(self._db, zip(self._scores[order].tolist(), self._ids[order].tolist(), strict=True))
 
     def of(self, row: Row) -> float:
         """Return the cosine of a row, 0 if it has no vector."""

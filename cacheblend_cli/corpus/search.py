@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.corpus.normalise import unspaced
-from cacheblend_cli.corpus.ranking import PLACES, ByMeaning, ByWords, Query, Row, fuse, telling_sentence
+from cacheblend_cli.corpus.ranking import PLACES, ByMeaning, ByWords, Query, Row, Searched, fuse, telling_sentence
 from cacheblend_cli.corpus.scopes import holds
 from cacheblend_cli.corpus.search_index import open_index
 from cacheblend_cli.errors import NotFoundError, check_known
@@ -39,6 +39,7 @@ _VERSIONS = """
     SELECT DISTINCT p.collection, p.context, coalesce(v.digest, ''), coalesce(v.updated, 0.0) FROM places AS p
     LEFT JOIN versions AS v USING (source, collection, context) WHERE p.source = ?
 """
+_DAMAGED = "SELECT count(DISTINCT p.key) FROM damaged AS p WHERE {where}"
 _SNIPPET = "SELECT snippet(chunks, 2, '', '', ' ... ', 14) FROM chunks WHERE chunks MATCH ? AND rowid = ?"
 
 _QUERY_CHARACTERS = 1 << 15
@@ -138,12 +139,13 @@ def search(store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[
     with open_index(store) as db:
         query, before = query[:_QUERY_CHARACTERS], lookup.before[:_QUERY_CHARACTERS]
         asked = Query(query, before, lookup.embedder if lookup.by != "words" else None)
-        [(damaged,)] = db.execute("SELECT count(*) FROM damaged")
+        searched = Searched(collections)
+        [(damaged,)] = db.execute(_DAMAGED.format(where=searched.where), searched.parameters)
         if not asked.terms:
             return SearchResult([], lookup.by, 0, damaged)
         counted = _Counted(db, collections, lookup.context, lookup.scope)
-        words = None if lookup.by == "meaning" and asked.embedder else ByWords(db, asked)
-        meaning = ByMeaning(db, asked) if asked.embedder else None
+        words = None if lookup.by == "meaning" and asked.embedder else ByWords(db, asked, searched)
+        meaning = ByMeaning(db, asked, searched) if asked.embedder else None
         ranking: Iterable[Row]
         if words and meaning:
             ranking = fuse(words, meaning, counted.of, lookup.k)

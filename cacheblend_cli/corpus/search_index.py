@@ -15,7 +15,7 @@ from cacheblend_store.private_files import InsecurePath, check_files, open_file
 
 from cacheblend_cli.corpus.index_update import plan_update, write_update
 
-_SCHEMA = 10
+_SCHEMA = 11
 _TABLES = f"""
     DROP TABLE IF EXISTS chunks;
     DROP TABLE IF EXISTS places;
@@ -27,8 +27,10 @@ _TABLES = f"""
     DROP TABLE IF EXISTS damaged;
     CREATE TABLE stamp (value TEXT);
     CREATE TABLE places (
-        id INTEGER PRIMARY KEY, key TEXT, source TEXT, position INTEGER, collection TEXT, context TEXT, document TEXT
+        id INTEGER PRIMARY KEY, key TEXT, source TEXT, position INTEGER, collection TEXT, context TEXT, document TEXT,
+        length INTEGER
     );
+    CREATE INDEX by_collection ON places (collection, length);
     CREATE INDEX by_source ON places (source);
     CREATE INDEX by_key ON places (key);
     CREATE INDEX by_document ON places (document);
@@ -37,7 +39,7 @@ _TABLES = f"""
     CREATE TABLE vectors (id INTEGER PRIMARY KEY, vector BLOB);
     CREATE TABLE pending (id INTEGER PRIMARY KEY);
     CREATE TABLE embedder (digest TEXT);
-    CREATE TABLE damaged (key TEXT PRIMARY KEY);
+    CREATE TABLE damaged (key TEXT, collection TEXT, PRIMARY KEY (key, collection));
     CREATE VIRTUAL TABLE chunks USING fts5(source, title, body, tokenize = 'porter unicode61');
     PRAGMA user_version = {_SCHEMA};
 """
@@ -51,11 +53,12 @@ def open_index(store: ChunkStore) -> Iterator[sqlite3.Connection]:
 
     Any thread may call this; the connection belongs to the thread that opened it. Tables:
 
-    - places (id, key, source, position, collection, context, document): one row per place of a chunk
+    - places (id, key, source, position, collection, context, document, length): one row per place of a chunk; length in
+      words, NULL if it is not searchable
     - chunks (source, title, body), FTS5, rowid = places.id: one row per searchable place
     - versions (document, source, collection, context, digest, updated): one row per document record
     - vectors (id, vector), pending (id), embedder (digest): see corpus/ranking.py
-    - damaged (key): chunks whose record cannot be read
+    - damaged (key, collection): chunks whose record cannot be read; collection "" if no document refers to the chunk
     """
     with closing(_up_to_date(store)) as db:
         yield db
