@@ -60,7 +60,7 @@ def stats(
     output.text(
         f"{settings.store_path}: {counted(chunks, 'chunk')} of {counted(found.documents, 'document')}, {format_size(of_chunks)} of KV"
     )
-    quota = f"; {format_size(found.live_bytes + found.text_bytes)} of the quota of {format_size(found.max_bytes)} used"
+    quota = f"; {format_size(found.quota_bytes)} of the quota of {format_size(found.max_bytes)} used"
     output.text(
         f"prompt prefixes {format_size(found.prefixes.bytes)}, text {format_size(found.text_bytes)}"
         + (quota if found.max_bytes else "")

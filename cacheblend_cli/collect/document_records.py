@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection as Names
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,7 @@ class StoredDocument:
 
 
 def document_record(
-    collection: Collection, document: Document | DocumentFile, chunks: list[PlannedChunk], settings: CollectSettings
+    collection: Collection, document: Document | DocumentFile, chunks: Sequence[PlannedChunk], settings: CollectSettings
 ) -> DocumentRecord:
     """Return the record of a document that was cut and collected with these settings."""
     places = tuple(DocumentChunk(p.key, p.chunk.index, p.chunk.start, p.chunk.end, p.chunk.locator) for p in chunks)

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from cacheblend_store import ChunkStore, DocumentRecord, StoreError
 from cacheblend_store.format.keys import unpack_ids
-from cacheblend_store.format.records import decode_manifest, document_key
+from cacheblend_store.format.records import decode_manifest, document_key, encode_document
 
 from cacheblend_cli.collect.collector import PlannedChunk, record_bytes, record_bytes_with_kv
 from cacheblend_cli.collect.corpus_diff import CorpusDiff
-from cacheblend_cli.collect.document_records import is_current, record_settings
+from cacheblend_cli.collect.document_records import document_record, is_current, record_settings
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.spool import ByteRange, Spool
 from cacheblend_cli.collect.summaries import ChunkSize, Settled
@@ -32,6 +32,7 @@ Planned = list[tuple[Document, list[PlannedChunk]]]
 D = TypeVar("D", bound=Document | DocumentFile)
 OnCut = Callable[[Document, int], None]
 """Called while a document is cut: the document, and the number of characters cut so far."""
+_LONG_TIME = 1e9 + 1 / 3  # a time with as many digits as a record can have
 _READ_CHUNKS = 1 << 14  # chunks whose records are read together, in key order
 
 
@@ -44,6 +45,7 @@ class PlannedDocument:
     chunks: list[PlannedChunk] | None = None  # the chunks, if they depend on other documents
     place: ByteRange | None = None  # where the planner's spool has the chunks, if it has them
     is_current: bool = False  # the store has the current version of the document, cut with the same settings
+    record_bytes: int = 0  # size of the document's record, 0 if the planner computes no sizes of records
 
 
 @dataclass(frozen=True)
@@ -158,10 +160,12 @@ class Planner:
             known = [stored.get(key) for key in current.get(file.source, ())]
             whole = [size for size in known if size is not None]
             if file.source in current and len(whole) == len(known):
-                yield PlannedDocument(file, whole, is_current=True)
+                yield PlannedDocument(file, whole, is_current=True, record_bytes=self._record_bytes(part, file))
             elif (found := self._cut(file, part, self._on_cut)) is not None:
                 [(_, chunks)] = plan_documents(collection, [found], part.settings)
-                yield PlannedDocument(file, self._sizes(part, chunks), place=self._spool.append(found[1]))
+                size = self._record_bytes(part, file, chunks)
+                place = self._spool.append(found[1])
+                yield PlannedDocument(file, self._sizes(part, chunks), place=place, record_bytes=size)
 
     def _plan_together(self, parts: Sequence[tuple[Part, Sequence[DocumentFile]]]) -> None:
         """Plan documents if some use context `neighbours`.
@@ -181,7 +185,9 @@ class Planner:
                 others = [*passages, *stored_passages(part.collection, self._store, sources)]
             planned = plan_documents(part.collection, [found for _, found in own], part.settings, others)
             part.documents.extend(
-                PlannedDocument(file, self._sizes(part, chunks), chunks)
+                PlannedDocument(
+                    file, self._sizes(part, chunks), chunks, record_bytes=self._record_bytes(part, file, chunks)
+                )
                 for (file, _), (_, chunks) in zip(own, planned, strict=True)
             )
 
@@ -198,6 +204,19 @@ class Planner:
             )
             for c in chunks
         ]
+
+    def _record_bytes(self, part: Part, file: DocumentFile, chunks: Sequence[PlannedChunk] | None = None) -> int:
+        """Return the size of a document's record: to be stored, or without `chunks` the stored one."""
+        if not self._with_records:
+            return 0
+        if chunks is not None:
+            record = document_record(part.collection, file, chunks, part.settings)
+            return len(encode_document(replace(record, updated=_LONG_TIME)))
+        assert self._store is not None
+        with self._store.read() as reader:
+            return len(
+                reader.get("documents", document_key(part.collection.id, file.source, part.settings.context)) or b""
+            )
 
     def _cut(self, file: DocumentFile, part: Part, on_cut: OnCut | None = None) -> tuple[Document, list[Chunk]] | None:
         """Read and cut a document.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from cacheblend_store import ChunkStore
 from cacheblend_store.format.keys import KEY_BYTES
+from cacheblend_store.format.records import document_key
 
 from cacheblend_cli.collect.collector import prefix_chunk, record_bytes
 from cacheblend_cli.collect.plan import Part
@@ -25,7 +26,7 @@ class Room:
     keep: Container[bytes] | None = None
     chunks: int = 0  # number of chunks
     without_kv: int = 0  # number of chunks that get no KV
-    needed: int = 0  # bytes of text and KV if every chunk had KV, including the text of other documents
+    needed: int = 0  # bytes of records and KV if every chunk had KV, including the records of other documents
     max_bytes: int = 0  # quota in bytes
 
     def __contains__(self, key: bytes) -> bool:
@@ -35,9 +36,9 @@ class Room:
 def room_for(plan: list[Part], store: ChunkStore | None, max_bytes: int) -> Room:
     """Choose the chunks that get KV under a quota of max_bytes bytes; 0 = no quota.
 
-    Text comes first: of this run's chunks and of other documents. Then come stored KV and missing KV, in order, while
-    it fits. A repeated run so finds its own chunks again, and no KV is computed that would be evicted before its use.
-    KV of other documents is evicted to make room.
+    Records come first: of this run's chunks and documents, and of others. Then come stored KV and missing KV, in order,
+    while it fits. A repeated run so finds its own chunks again, and no KV is computed that would be evicted before its
+    use. KV of other documents is evicted to make room.
     """
     if not max_bytes:
         return Room()
@@ -53,7 +54,9 @@ def room_for(plan: list[Part], store: ChunkStore | None, max_bytes: int) -> Room
         own.add(size.key)
         texts += size.record_bytes
         kv += part.stored_bytes(size)
-    texts += _texts_of_others(store, own)
+    documents = {document_key(p.collection.id, d.file.source, p.settings.context): d for p in plan for d in p.documents}
+    texts += sum(document.record_bytes for document in documents.values())
+    texts += _records_of_others(store, own, documents)
     left = max_bytes - texts
     for key, of in prefixes.items():
         if (num_bytes := of.prefix_bytes) <= left:
@@ -81,8 +84,11 @@ def _chunks(plan: list[Part]) -> Iterator[tuple[Part, ChunkSize]]:
                 yield part, size
 
 
-def _texts_of_others(store: ChunkStore | None, own: set[bytes]) -> int:
-    """Return the bytes of the records of other documents' chunks."""
+def _records_of_others(store: ChunkStore | None, own: set[bytes], documents: Container[bytes]) -> int:
+    """Return the bytes of the records of other documents and of their chunks.
+
+    own: keys of this run's chunks. documents: keys of its document records.
+    """
     if store is None:
         return 0
     num_bytes = 0
@@ -94,4 +100,5 @@ def _texts_of_others(store: ChunkStore | None, own: set[bytes]) -> int:
                 ref = next(refs, b"")
             if ref[:KEY_BYTES] == node.key and node.key not in own:
                 num_bytes += node.size
+        num_bytes += sum(node.size for node in reader.pages.nodes("documents") if node.key not in documents)
     return num_bytes

@@ -18,6 +18,7 @@ from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.corpus.citations import TITLE
 from cacheblend_cli.corpus.cutting import CutSettings, cut_document
 from cacheblend_cli.corpus.documents import Document
+from cacheblend_cli.corpus.layout import shortened
 from cacheblend_cli.corpus.places import PUT, SENT
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection
@@ -43,8 +44,9 @@ def document_of(name: str, text: str, title: str | None) -> Document:
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     if not text.strip():
         raise UsageError("the text of a document is empty", "leave the document out")
-    if title and title.strip() and not text.lstrip("# ").startswith(title.strip()):
-        text = f"# {title.strip()}\n\n{text}"
+    title = shortened((title or "").strip())
+    if title and not text.lstrip("# ").startswith(title):
+        text = f"# {title}\n\n{text}"
     return Document(name, text if text.endswith("\n") else text + "\n")
 
 
@@ -104,7 +106,7 @@ class Putting:
         """
         [(_, self.chunks)] = plan_texts(collection, [document], settings, cancellation)
         record = document_record(collection, document, self.chunks, settings)
-        self._record = replace(record, settings={**record.settings, TITLE: title}) if title else record
+        self._record = replace(record, settings={**record.settings, TITLE: shortened(title)}) if title else record
         self._store, self._old = store, store.get_document(*record.place)
         self._new = {p.key for p in self.chunks if not store.has_chunk(p.key)}
         wanted = {p.key: p for p in self.chunks if not store.has_kv(p.key)}

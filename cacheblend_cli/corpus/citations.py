@@ -17,6 +17,7 @@ from cacheblend_store import (
     StoreReader,
 )
 
+from cacheblend_cli.corpus.layout import bounded, shortened
 from cacheblend_cli.corpus.places import on_disk, shown
 from cacheblend_cli.corpus.scopes import holds, project_scope
 from cacheblend_cli.types import Scope
@@ -97,6 +98,11 @@ class Citations:
             return []
 
 
+def title_of(record: DocumentRecord) -> str:
+    """Return the title that a document was uploaded with, "" without one."""
+    return shortened(str(record.settings.get(TITLE, "")))
+
+
 def _places(records: Iterable[DocumentRecord | None]) -> dict[bytes, list[_Place]]:
     """Map each chunk key to the first place of the chunk in each document."""
     found: dict[bytes, list[_Place]] = {}
@@ -104,5 +110,5 @@ def _places(records: Iterable[DocumentRecord | None]) -> dict[bytes, list[_Place
         for chunk in record.chunks:
             places = found.setdefault(chunk.key, [])
             if all(name != record.source for name, *_ in places):
-                places.append((record.source, chunk, record.settings.get(TITLE, "")))
+                places.append((record.source, chunk._replace(locator=bounded(chunk.locator)), title_of(record)))
     return found

@@ -12,11 +12,11 @@ from cacheblend_store import Locator
 
 from cacheblend_cli.corpus.chunker import Chunk, Encode, iter_cut
 from cacheblend_cli.corpus.documents import Document
-from cacheblend_cli.corpus.layout import TextLayout
+from cacheblend_cli.corpus.layout import TextLayout, bounded
 from cacheblend_cli.corpus.outline import Outline
 from cacheblend_cli.corpus.places import is_stdin
 
-CUT_VERSION = 1
+CUT_VERSION = 2
 """Increase this when the same text and settings give different chunks or locators: documents are then cut again."""
 _SENTENCE_ENDS = re.compile(r"[.!?]\s+|\n\s*")
 _WORD_ENDS = re.compile(r"\s+")
@@ -138,7 +138,7 @@ class Locating:
             part, lines = _joined(marks[a].part, marks[b].part), (marks[a].line, marks[b].line)
         if self._layout.numbered:
             lines = bisect_left(self._line_ends, first) + 1, bisect_left(self._line_ends, last) + 1
-        return Locator(part, lines, self.outline.titles(first))
+        return bounded(Locator(part, lines, self.outline.titles(first)))
 
 
 def _joined(first: str, last: str) -> str:

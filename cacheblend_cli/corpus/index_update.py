@@ -13,6 +13,7 @@ from typing import NamedTuple
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, DocumentRecord, StoreReader
 from cacheblend_store.format.changes import Changes
 
+from cacheblend_cli.corpus.layout import shortened
 from cacheblend_cli.corpus.normalise import indexed
 from cacheblend_cli.corpus.places import PUT, SENT
 
@@ -205,7 +206,7 @@ def _title(source: str, beginnings: Iterable[str]) -> str:
     """Return the first heading near the beginning of a document, and the words of its file name."""
     headings = (match.group(1) for body in beginnings if (match := _HEADING.search(body)))
     stem = re.sub(r"[-_.]+", " ", PurePosixPath(source).stem)
-    return f"{next(headings, '')} {indexed(stem)}".strip()
+    return f"{shortened(next(headings, ''))} {indexed(stem)}".strip()
 
 
 def _rows(db: sqlite3.Connection, where: str = "", *values: str) -> Iterator[tuple[IndexEntry, int]]:

@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from cacheblend_store import Locator
+
+NAME_CHARACTERS = 256
+"""Limit of titles, headings and names of parts. Every chunk of a document, and every citation, has a copy of them."""
+_MAX_HEADINGS = 16  # innermost headings to keep: code can be nested deeper
+
 Kind = Literal["text", "markdown", "rst", "code"]
+
+
+def shortened(name: str) -> str:
+    """Return a title or heading within the limit, with an ellipsis for the rest."""
+    return name if len(name) <= NAME_CHARACTERS else name[: NAME_CHARACTERS - 1] + "\u2026"
+
+
+def told_apart(name: str) -> str:
+    """Return a name within the limit. A digest of the whole stands for the rest, so that long names stay different."""
+    if len(name) <= NAME_CHARACTERS:
+        return name
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return f"{name[: NAME_CHARACTERS - len(digest) - 2]}\u2026 {digest}"
+
+
+def bounded(locator: Locator) -> Locator:
+    """Return the locator with names within the limit."""
+    headings: Sequence[str] = locator.headings[-_MAX_HEADINGS:]
+    return Locator(told_apart(locator.part), locator.lines, tuple(map(shortened, headings)))
 
 
 @dataclass(frozen=True)
@@ -13,8 +40,11 @@ class Mark:
     """Start of a part of a document."""
 
     start: int  # character in the text
-    part: str = ""  # "page 3", "sheet Budget"
+    part: str = ""  # "page 3", "sheet Budget"; within NAME_CHARACTERS
     line: int = 0  # in the file; 0 if unknown
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "part", told_apart(self.part))
 
 
 @dataclass(frozen=True)
@@ -25,8 +55,11 @@ class TextLayout:
     numbered: bool = True  # lines of the text are lines of the file
     marks: tuple[Mark, ...] = ()  # parts of a converted file, in order
     apart: bool = False  # cut at every mark
-    title: str = ""  # title found in the file
+    title: str = ""  # title found in the file; within NAME_CHARACTERS
     note: str = ""  # warning about the conversion
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "title", shortened(self.title))
 
 
 PLAIN = TextLayout()

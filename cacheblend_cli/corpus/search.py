@@ -42,6 +42,7 @@ _VERSIONS = """
 _DAMAGED = "SELECT count(DISTINCT p.key) FROM damaged AS p WHERE {where}"
 _SNIPPET = "SELECT snippet(chunks, 2, '', '', ' ... ', 14) FROM chunks WHERE chunks MATCH ? AND rowid = ?"
 
+_SNIPPET_CHARACTERS = 400  # 14 words, and a word can have thousands of characters
 _QUERY_CHARACTERS = 1 << 15
 """Characters of a query to read. A search uses at most 64 terms and 2,048 tokens of them."""
 WEAK = "nothing stored matches the question well"
@@ -179,7 +180,7 @@ def _snippet(db: sqlite3.Connection, row: Row, terms: Collection[str], asked: Qu
         [body] = db.execute("SELECT body FROM chunks WHERE rowid = ?", (row.id,)).fetchone()
         embedder = asked.embedder if asked else None
         return telling_sentence(unspaced(body), embedder, asked.vector if asked and embedder else None)
-    return " ".join(unspaced(found[0]).split())
+    return " ".join(unspaced(found[0]).split())[:_SNIPPET_CHARACTERS]
 
 
 def _beside(db: sqlite3.Connection, rows: Sequence[Row], count: int) -> Iterator[SearchHit]:

@@ -16,10 +16,11 @@ from starlette.responses import JSONResponse, Response
 
 from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.collect.texts import Putting, document_of, put_name
-from cacheblend_cli.corpus.citations import TITLE, Citations
+from cacheblend_cli.corpus.citations import Citations, title_of
 from cacheblend_cli.corpus.converters import PLAIN, converter_of, readable_suffixes
 from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.documents import Document, convert_bytes
+from cacheblend_cli.corpus.layout import bounded, shortened
 from cacheblend_cli.corpus.places import PUT, SENT
 from cacheblend_cli.corpus.scopes import ROOTS
 from cacheblend_cli.corpus.search import Lookup, search
@@ -97,7 +98,8 @@ class _Upload:
                 document = _convert(self.name, self.file_name, self.content, cancellation)
                 title = document.layout.title
             else:
-                document, title = document_of(self.name, self.content, self.title), self.title.strip()
+                document = document_of(self.name, self.content, self.title)
+                title = shortened(self.title.strip())
             return state.engine.put(state.store, document, tenant.salt, title, cancellation), title
 
         return await state.in_pool(tenant, work, self.pool(state), cancellation)
@@ -212,8 +214,8 @@ async def read_document(request: Request, state: ServerState) -> Response:
             {
                 "id": chunk.key.hex(),
                 "index": chunk.index,
-                "place": chunk.locator.text,
-                "headings": chunk.locator.headings,
+                "place": bounded(chunk.locator).text,
+                "headings": bounded(chunk.locator).headings,
                 "text": manifest.text if (manifest := manifests[chunk.key]) else "",
             }
             for chunk in record.chunks
@@ -266,7 +268,7 @@ def count_documents(state: ServerState) -> int:
 
 def _document_fields(record: DocumentRecord) -> dict[str, Any]:
     name = record.source
-    kind, title = "document" if name.startswith(PUT) else "file", record.settings.get(TITLE) or public_title(name)
+    kind, title = "document" if name.startswith(PUT) else "file", title_of(record) or public_title(name)
     return {"id": public_id(name), "object": kind, "title": title}
 
 

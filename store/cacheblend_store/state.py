@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cacheblend_store.errors import BadBlob, StoreCorrupt, StoreFormat
@@ -16,6 +16,8 @@ from cacheblend_store.lmdb_file.pages.reader import PageReader
 
 _VERSION, _IDENTITY, _STATE = b"format_version", b"identity", b"state"
 
+COUNTED = {"blobs": "live_bytes", "chunks": "text_bytes", "documents": "document_bytes"}
+"""Database -> field of State with the size of its values in bytes."""
 Get = Callable[[str, bytes], bytes | memoryview | None]
 """Reads a record of a database."""
 
@@ -28,16 +30,17 @@ class State:
     # of a store never share a generation.
     generation: int = 0
     live_bytes: int = 0  # size of all blobs
-    max_bytes: int = 0  # quota for live_bytes + text_bytes; 0: no quota
+    max_bytes: int = 0  # quota for the sum of the sizes; 0: no quota
     # size of all chunk records (text, token ids, digests); None: not counted by older versions
     text_bytes: int | None = None
+    document_bytes: int | None = None  # size of all document records; None: not counted by older versions
 
 
 def write_identity(transaction: Any, dbs: Mapping[str, Any]) -> None:
     meta = dbs["meta"]
     transaction.put(_VERSION, str(FORMAT_VERSION).encode(), db=meta)
     transaction.put(_IDENTITY, seal(_IDENTITY, uuid.uuid4().hex.encode()), db=meta)
-    write_state(transaction, dbs, State(generation=1, text_bytes=0))
+    write_state(transaction, dbs, State(generation=1, text_bytes=0, document_bytes=0))
 
 
 def read_identity(get: Get, where: str) -> str:
@@ -65,8 +68,13 @@ def check_format(get: Get, where: str) -> None:
 
 
 def read_state(get: Get, pages: PageReader) -> State:
-    """Return the state record. If it is damaged, return a new generation, fresh counts and no quota."""
-    return decode_state(get) or State(time.time_ns(), count_bytes(pages, "blobs"), 0, count_bytes(pages, "chunks"))
+    """Return the state record with all counts. If it is damaged, return a new generation, fresh counts and no quota."""
+    state = decode_state(get) or State(time.time_ns(), count_bytes(pages, "blobs"))
+    if state.text_bytes is None:
+        state = replace(state, text_bytes=count_bytes(pages, "chunks"))
+    if state.document_bytes is None:
+        state = replace(state, document_bytes=count_bytes(pages, "documents"))
+    return state
 
 
 def decode_state(get: Get) -> State | None:

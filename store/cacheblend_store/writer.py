@@ -15,7 +15,7 @@ from cacheblend_store.format.keys import KEY_BYTES, blob_key
 from cacheblend_store.format.records import ChunkManifest, DocumentRecord
 from cacheblend_store.format.summaries import STAMP, SUMMARY_KEYS, DocumentSummary, encode_summary, stamp, stamped
 from cacheblend_store.lmdb_file.pages.reader import PageReader
-from cacheblend_store.state import count_bytes, read_state, write_state
+from cacheblend_store.state import COUNTED, count_bytes, read_state, write_state
 
 PutStatus = Literal["new", "unchanged", "replaced"]
 Blob = bytes | bytearray | memoryview
@@ -28,8 +28,7 @@ class StoreWriter:
         self._txn, self._dbs, self._pages = transaction, dbs, pages
         self._checked = set[tuple[str, bytes]]()
         self.state = self._before = read_state(self.get, pages)
-        text_bytes = self.state.text_bytes if self.state.text_bytes is not None else count_bytes(pages, "chunks")
-        self._num_bytes = {"blobs": self.state.live_bytes, "chunks": text_bytes}
+        self._num_bytes = {name: getattr(self.state, field) for name, field in COUNTED.items()}
         self._own = set[tuple[str, bytes]]()  # records written in this transaction
         self._changes: Changes | None = Changes(set(), set())  # None: incomplete
         self._wrote = False
@@ -44,8 +43,7 @@ class StoreWriter:
         before, after = self._before.generation, self.state.generation
         if after != before and self._changes is not None:
             self.put("meta", LOG, append(self.get("meta", LOG), before, after, self._changes))
-        counted = {"live_bytes": self._num_bytes["blobs"], "text_bytes": self._num_bytes["chunks"]}
-        self.state = replace(self.state, **counted)
+        self.state = replace(self.state, **{field: self._num_bytes[name] for name, field in COUNTED.items()})
         if self.state != self._before:
             self._check("meta", b"state")
             write_state(self._txn, self._dbs, self.state)
@@ -55,7 +53,7 @@ class StoreWriter:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of blobs and chunk records, which count against the quota."""
+        """Bytes of blobs, chunk records and document records, which count against the quota."""
         return sum(self._num_bytes.values())
 
     def set_max_bytes(self, max_bytes: int) -> None:

@@ -3,6 +3,7 @@ once."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def needed(cli: Cli, corpus: Path, tmp_path: Path) -> int:
     assert cli(*COMMAND, "--store", str(other)).code == 0
     with ChunkStore.open(other) as store:
         found = stats(store)
-    return found.live_bytes + found.text_bytes
+    return found.quota_bytes + 8 * found.documents  # the times in their records have more digits or fewer
 
 
 @pytest.mark.parametrize("context", ["sink", "document", "neighbours"])
@@ -63,7 +64,7 @@ def test_a_second_run_computes_and_replaces_nothing(cli: Cli, needed: int, tmp_p
 
 
 def test_what_does_not_fit_is_said_once_with_the_size_it_needs(cli: Cli, needed: int) -> None:
-    said = cli(*COMMAND, "--max-size", str(needed - 1))
+    said = cli(*COMMAND, "--max-size", str(needed - 200))
     assert said.err.count("--max-size") == 1
     [size] = [word for word in said.err.split() if word.endswith(("KB", "MB"))]
     assert f"{sum(state != 'stored' for state in kv(cli).values())} of" in said.err
@@ -102,7 +103,7 @@ def test_documents_of_this_run_take_the_room_of_others(cli: Cli, corpus: Path, n
         (tmp_path / "other" / f"{i}.md").write_text(f"other {i} " + "of the badge in Oslo " * 8)
     cli("precompute", "other", "--max-size", str(needed))
     with ChunkStore.open(tmp_path / "store") as store:
-        text = stats(store).text_bytes  # of the others: it stays, and counts
+        text = stats(store).text_bytes + stats(store).document_bytes  # of the others: they stay, and count
     cli(*COMMAND, "--max-size", str(needed + text))
     states = {r["source"]: r["kv"] for r in cli("chunks", "ls", "--json").records}
     assert {state for source, state in states.items() if source.startswith("docs")} == {"stored"}
@@ -198,3 +199,17 @@ def test_a_dry_run_counts_what_the_quota_has_room_for(cli: Cli, needed: int) -> 
     [again] = cli(*COMMAND, "--dry-run").records
     assert (again["new"]["chunks"], again["seconds"]) == (0, 0.0)
     assert again["unchanged"]["chunks"] == len(done.records)
+
+
+def test_the_quota_holds_for_records_with_long_ids(cli: Cli, docs: Path, tmp_path: Path) -> None:
+    """The id of a record is in the place of each of its chunks."""
+    (docs / "x.json").write_text(json.dumps([{"id": "I" * (1 << 18), "text": ("word " * 20 + "\n\n") * 60}]))
+    limit = 400_000
+    assert cli(*COMMAND, "--max-size", str(limit)).code == 0
+    with ChunkStore.open(tmp_path / "store") as store:
+        found = stats(store)
+        [record] = [r for r in store.documents() if r.source.endswith("x.json")]
+    assert len(record.chunks) > 20
+    assert found.quota_bytes <= limit
+    assert found.document_bytes < 100_000
+    assert found.file_bytes < 2 * limit  # its pages are not all full

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 from bare_store import bare_writing
-from cacheblend_store import BadBlob, ChunkStore, DocumentChunk, DocumentRecord, StoreFull, prune, stats, verify
+from cacheblend_store import (
+    BadBlob,
+    ChunkStore,
+    DocumentChunk,
+    DocumentRecord,
+    Locator,
+    StoreFull,
+    prune,
+    stats,
+    verify,
+)
 from cacheblend_store.format.records import decode_manifest, encode_manifest, seal_json, unseal
 from cacheblend_store.writer import with_digests
 from small_chunks import COLLECTION, key_of, make_chunk
@@ -18,9 +28,9 @@ SIZE = sum(map(len, make_chunk(2)[1]))
 RECORD = max(len(encode_manifest(with_digests(*make_chunk(seed)))) for seed in SEEDS)
 
 
-def room(num_kv: int, num_chunks: int) -> int:
-    """Bytes of a quota that holds so many chunks, and the KV of so many of them."""
-    return num_kv * SIZE + num_chunks * RECORD
+def room(num_kv: int, num_chunks: int, store: ChunkStore | None = None) -> int:
+    """Bytes of a quota that holds so many chunks, the KV of so many of them, and the document records of a store."""
+    return num_kv * SIZE + num_chunks * RECORD + (stats(store).document_bytes if store else 0)
 
 
 def own(store: ChunkStore, *seeds: int) -> None:
@@ -45,7 +55,7 @@ def keys(*seeds: int) -> set[bytes]:
 
 def test_the_quota_takes_the_kv_and_leaves_the_text(store: ChunkStore) -> None:
     own(store, *SEEDS)
-    store.set_max_bytes(room(3, 5))
+    store.set_max_bytes(room(3, 5, store))
     for seed in SEEDS[:5]:
         assert store.put_chunk(*make_chunk(seed)) == "new"
     assert with_kv(store) == keys(*SEEDS[2:5])
@@ -78,12 +88,13 @@ def test_a_quota_holds_from_when_it_is_set(store: ChunkStore) -> None:
     store.put_chunks([make_chunk(seed) for seed in SEEDS])
     store.touch(keys(SEEDS[0]))
     store.flush_touches()
-    store.set_max_bytes(room(2, len(SEEDS)) + 1)
+    store.set_max_bytes(room(2, len(SEEDS), store) + 1)
     assert stats(store).live_bytes == 2 * SIZE
     assert key_of(SEEDS[0]) in with_kv(store)
     assert len(list(store.chunks())) == len(SEEDS)
+    quota = room(1, len(SEEDS), store)
     store.close()
-    with ChunkStore.open(store.path, mode="write", max_bytes=room(1, len(SEEDS))) as again:
+    with ChunkStore.open(store.path, mode="write", max_bytes=quota) as again:
         assert with_kv(again) == keys(SEEDS[0])
         assert verify(again).ok
 
@@ -105,7 +116,7 @@ def test_kv_comes_back_to_an_evicted_chunk_and_is_what_is_read(store: ChunkStore
 
 def test_uses_that_are_not_written_yet_count_when_room_is_made(store: ChunkStore) -> None:
     own(store, *SEEDS)
-    store.set_max_bytes(room(2, 3))
+    store.set_max_bytes(room(2, 3, store))
     for seed in SEEDS[:2]:
         store.put_chunk(*make_chunk(seed))
     store.touch(keys(SEEDS[0]))
@@ -204,10 +215,24 @@ def test_prune_frees_kv_and_removes_what_nobody_wants(store: ChunkStore) -> None
     assert verify(store).ok
 
 
+def test_document_records_count_in_the_quota(store: ChunkStore) -> None:
+    """Long names of parts are in them, once a chunk."""
+    store.put_chunks([make_chunk(seed) for seed in SEEDS[:2]])
+    places = tuple(DocumentChunk(key_of(seed), i, i, i + 1, Locator("p" * SIZE)) for i, seed in enumerate(SEEDS[:2]))
+    store.set_max_bytes(stats(store).quota_bytes + 1)
+    assert len(with_kv(store)) == 2
+    store.put_documents([DocumentRecord("own.md", COLLECTION, "digest", places, 1.0)])
+    found = stats(store)
+    assert found.document_bytes > 2 * SIZE
+    assert not with_kv(store), "the KV made room for it"
+    assert found.quota_bytes == found.text_bytes + found.document_bytes
+    assert verify(store).ok
+
+
 def test_stats_count_what_has_no_kv(store: ChunkStore) -> None:
     own(store, *SEEDS)
     store.put_chunks([make_chunk(seed) for seed in SEEDS[:4]])
-    store.set_max_bytes(room(1, 4))
+    store.set_max_bytes(room(1, 4, store))
     found = stats(store)
     assert (found.chunks, found.without_kv) == (4, 3)
     [share] = found.models.values()
@@ -218,11 +243,11 @@ def test_text_counts_in_the_quota_and_text_of_no_document_goes_least_recently_us
     """Requests bring texts without end: they must not grow the store beyond its quota."""
     own(store, SEEDS[0])
     store.put_chunk(*make_chunk(SEEDS[0]))
-    store.set_max_bytes(room(0, 4))
+    store.set_max_bytes(room(0, 4, store))
     for seed in SEEDS[1:]:
         assert store.put_records([make_chunk(seed)[0]]) == 1
         found = stats(store)
-        assert found.live_bytes + found.text_bytes <= room(0, 4)
+        assert found.quota_bytes <= room(0, 4, store)
     assert {m.key for m in store.chunks()} == keys(SEEDS[0], *SEEDS[-3:])
     assert verify(store).ok
 
@@ -243,10 +268,10 @@ def test_a_store_whose_counters_know_no_texts_counts_them(store: ChunkStore) -> 
     with store.read() as reader:
         state = reader.state()
     with bare_writing(store) as (txn, dbs):
-        old = {name: value for name, value in vars(state).items() if name != "text_bytes"}
+        old = {name: value for name, value in vars(state).items() if name not in ("text_bytes", "document_bytes")}
         txn.put(b"state", seal_json(b"state", old), db=dbs["meta"])
     assert verify(store).ok
-    assert stats(store).text_bytes == state.text_bytes
+    assert (stats(store).text_bytes, stats(store).document_bytes) == (state.text_bytes, state.document_bytes)
     store.put_chunk(*make_chunk(SEEDS[3]))
     with store.read() as reader:
         sizes = [len(reader.get("chunks", key)) for key in reader.keys_from(b"")]

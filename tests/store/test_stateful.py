@@ -114,9 +114,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(source=SOURCES, seeds=st.lists(SEEDS, max_size=6, unique=True).map(tuple))
     def put_document(self, source: str, seeds: tuple[int, ...]) -> None:
-        step = Operation("document", seeds, source=source)
+        sizes, step = self._sizes(), Operation("document", seeds, source=source)
         step.perform(self.store)
         self._expect(step)
+        gone = self._evicted({}, sizes={seed: sizes[seed] for seed in self.expected.chunks})
+        self._free(self._by_last_use() if gone is None else gone)  # texts of documents stay
 
     @rule(source=SOURCES)
     def forget_document(self, source: str) -> None:
@@ -249,8 +251,8 @@ class StoreMachine(RuleBasedStateMachine):
         manifests, found = list(self._manifests().values()), stats(self.store)
         owned = {s for seeds in self.expected.documents.values() for s in seeds}
         texts = sum(size for s, size in self._sizes().items() if s in owned - self._with_kv())
-        assert not self.quota or found.live_bytes + found.text_bytes <= self.quota + texts
-        assert found.live_bytes + found.text_bytes == sum(self._sizes().values())
+        assert not self.quota or found.quota_bytes <= self.quota + texts + found.document_bytes
+        assert found.quota_bytes == sum(self._sizes().values()) + self._document_bytes()
         assert (found.chunks, found.documents) == (len(manifests), len(self.expected.documents))
         assert found.live_bytes == sum(m.num_bytes for m in manifests)
         assert found.used_bytes >= found.live_bytes
@@ -298,12 +300,19 @@ class StoreMachine(RuleBasedStateMachine):
         self._expect(Operation("evict", tuple(s for s in gone if s in owned)))
         self._expect(Operation("remove", tuple(s for s in gone if s not in owned)))
 
-    def _evicted(self, new: dict[int, int], keep: tuple[int, ...] = ()) -> list[int] | None:
+    def _document_bytes(self) -> int:
+        with self.store.read() as reader:
+            return sum(len(reader.get("documents", key)) for key in reader.keys_from(b"", "documents"))
+
+    def _evicted(
+        self, new: dict[int, int], keep: tuple[int, ...] = (), sizes: dict[int, int] | None = None
+    ) -> list[int] | None:
         """Seeds that must be freed for `new` (seed -> bytes) to come; None when even that is not enough."""
         if not self.quota:
             return []
-        sizes, owned = self._sizes(), {s for seeds in self.expected.documents.values() for s in seeds}
-        after, gone = sum((sizes | new).values()), []
+        sizes = self._sizes() if sizes is None else sizes
+        owned = {s for seeds in self.expected.documents.values() for s in seeds}
+        after, gone = sum((sizes | new).values()) + self._document_bytes(), []
         for seed in (s for s in self._by_last_use() if s not in new and s not in keep):
             if after <= self.quota:
                 break

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cacheblend_store.lmdb_file.directory import DATA
-from cacheblend_store.state import count_bytes
 from cacheblend_store.store import ChunkStore
 
 
@@ -32,8 +31,9 @@ class StoreStats:
     documents: int
     live_bytes: int  # all blobs
     text_bytes: int  # all chunk records
+    document_bytes: int  # all document records
     used_bytes: int  # pages of blobs and chunk records
-    max_bytes: int  # quota for live_bytes + text_bytes, 0: no quota
+    max_bytes: int  # quota for quota_bytes, 0: no quota
     file_bytes: int
     free_bytes: int  # reusable pages in the file
     damaged: int = 0  # records that cannot be decoded
@@ -41,6 +41,11 @@ class StoreStats:
     # (model name, fingerprint, codec) -> its chunks, without the prefixes of prompts
     models: dict[tuple[str, str, str], Amount] = field(default_factory=dict)
     prefixes: Amount = field(default_factory=Amount)
+
+    @property
+    def quota_bytes(self) -> int:
+        """Bytes that count against the quota."""
+        return self.live_bytes + self.text_bytes + self.document_bytes
 
     def totals(self) -> dict[str, int]:
         """Return the plain numbers. Chunks do not include prefixes."""
@@ -56,7 +61,8 @@ def stats(store: ChunkStore) -> StoreStats:
             chunks=reader.entries("chunks"),
             documents=reader.entries("documents"),
             live_bytes=state.live_bytes,
-            text_bytes=count_bytes(reader.pages, "chunks") if state.text_bytes is None else state.text_bytes,
+            text_bytes=state.text_bytes or 0,
+            document_bytes=state.document_bytes or 0,
             used_bytes=reader.pages.used_bytes("chunks") + reader.pages.used_bytes("blobs"),
             max_bytes=state.max_bytes,
             file_bytes=(store.path / DATA).stat().st_size,

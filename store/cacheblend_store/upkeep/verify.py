@@ -17,7 +17,7 @@ from cacheblend_store.format.summaries import SUMMARY_KEYS, decode_summary, stam
 from cacheblend_store.lmdb_file import locks
 from cacheblend_store.lmdb_file.directory import DATA
 from cacheblend_store.reader import StoreReader, bad_blob
-from cacheblend_store.state import count_bytes, decode_state
+from cacheblend_store.state import COUNTED, count_bytes, decode_state
 from cacheblend_store.store import ChunkStore
 from cacheblend_store.upkeep import Progress
 from cacheblend_store.upkeep.rewriting import salvage
@@ -186,16 +186,17 @@ def _check_summaries(reader: StoreReader, report: VerifyReport) -> None:
 
 
 def _check_counters(reader: StoreReader, report: VerifyReport) -> None:
-    state, there = decode_state(reader.get), count_bytes(reader.pages, "blobs")
-    text_bytes, text = count_bytes(reader.pages, "chunks"), ""
+    state = decode_state(reader.get)
     if state is None:
         text = "the record of the counters cannot be decoded, and the quota in it is lost"
-    elif state.live_bytes != there:
-        text = f"the counters say {state.live_bytes:,} bytes of blobs, and there are {there:,}"
-    elif state.text_bytes not in (None, text_bytes):
-        text = f"the counters say {state.text_bytes:,} bytes of chunk records, and there are {text_bytes:,}"
-    if text:
         report.findings.append(Finding("counter", text))
+        return
+    names = {"blobs": "blobs", "chunks": "chunk records", "documents": "document records"}
+    for database, counter in COUNTED.items():
+        counted, there = getattr(state, counter), count_bytes(reader.pages, database)
+        if counted not in (None, there):
+            text = f"the counters say {counted:,} bytes of {names[database]}, and there are {there:,}"
+            report.findings.append(Finding("counter", text))
 
 
 def _repair(store: ChunkStore, report: VerifyReport) -> None:
