@@ -240,7 +240,7 @@ async def delete_document(request: Request, state: ServerState) -> Response:
         records = [record for record in state.store.documents() if record.source == name]
         if not records:
             raise _no_document(document_id)
-        state.store.put_documents((), [record.key for record in records])
+        state.store.remove_documents(record.key for record in records)
 
     await unless_disconnected(request, state.write(tenant, delete))
     return JSONResponse({"id": document_id, "object": "document.deleted", "deleted": True})

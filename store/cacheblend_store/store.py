@@ -19,8 +19,9 @@ from cacheblend_store.format import records
 from cacheblend_store.format.keys import KEY_BYTES
 from cacheblend_store.format.records import ChunkManifest, DocumentRecord, Memo
 from cacheblend_store.format.summaries import DocumentSummary
-from cacheblend_store.lmdb_file.directory import check_directory, check_space
+from cacheblend_store.lmdb_file.directory import TREE_BYTES, check_directory, check_space
 from cacheblend_store.lmdb_file.environment import Environment, acquire, release
+from cacheblend_store.lmdb_file.reserve import keep_reserve, use_reserve
 from cacheblend_store.reader import StoreReader
 from cacheblend_store.state import read_identity, write_identity
 from cacheblend_store.writer import Blob, PutStatus, StoreWriter, with_digests
@@ -34,6 +35,11 @@ PAGE_OF_CHUNKS = 64  # manifests that `chunks` reads per transaction
 TOUCHES_HELD = 4096
 FLUSH_S = 5.0
 """Seconds that closing a store waits for pending uploads to its tier."""
+_STEP = 512  # records to free in one transaction
+NO_PAGES = (
+    "deleting needs about 1 MiB: remove another file on this disk; or move the store's folder to another disk, and run "
+    "this there with --store"
+)
 T = TypeVar("T")
 
 
@@ -76,6 +82,8 @@ class ChunkStore:
         """
         write = mode == "write"
         store = cls(Path(path), write, write if create is None else create, lock_timeout, force)
+        if write and store.is_own:
+            keep_reserve(store.path)
         if max_bytes is not None and write and max_bytes != store.max_bytes:
             store.set_max_bytes(max_bytes)
         return store
@@ -251,18 +259,26 @@ class ChunkStore:
         """
         given = list(chunks)
         num_bytes = sum(memoryview(blob).nbytes for _, blobs in given for blob in blobs)
+
+        def make_room(writer: StoreWriter, most: int | None = None, spare: int = 0) -> bool:
+            if not writer.state.max_bytes:
+                return True
+            whole = [with_digests(*chunk) for chunk in given]
+            sizes = {m.key: m.num_bytes + len(records.encode_manifest(m)) for m in whole}
+            needed = sum(sizes.values()) - sum(map(writer.size_of, sizes))
+            return writer.make_room(needed + spare, sizes, keep, most=most)
+
         try:
             check_space(self.path, num_bytes)
         except StoreNoSpace:
+            with suppress(StoreFull):
+                self._until_done(partial(make_room, spare=num_bytes // 4 + 2 * TREE_BYTES))
             with self.read() as reader:
                 check_space(self.path, num_bytes, reader.pages.free_bytes)
             self.transact(StoreWriter.changed)  # LMDB reuses freed pages only from the second commit after that
 
         def put(writer: StoreWriter) -> list[PutStatus]:
-            if writer.state.max_bytes:
-                whole = [with_digests(*chunk) for chunk in given]
-                sizes = {m.key: m.num_bytes + len(records.encode_manifest(m)) for m in whole}
-                writer.make_room(sum(sizes.values()) - sum(map(writer.size_of, sizes)), sizes, keep)
+            make_room(writer)
             # adjacent keys share pages, checked once
             in_order = sorted(range(len(given)), key=lambda i: given[i][0].key)
             now = time.time()  # distinct times: eviction follows the given order
@@ -324,9 +340,8 @@ class ChunkStore:
         return self.transact(lambda writer: sum(map(writer.put_summary, summaries))) if summaries else 0
 
     def evict_chunks(self, keys: Iterable[bytes]) -> int:
-        """Remove the KV of chunks and keep their records, in one transaction. Return how many had KV."""
-        wanted = list(keys)
-        return self.transact(lambda writer: sum(writer.evict(key) for key in wanted))
+        """Remove the KV of chunks and keep their records. Return how many had KV. Works on a full disk."""
+        return sum(self._free(keys, lambda writer, some: sum(map(writer.evict, some))))
 
     def memos(self, kind: str) -> list[Memo]:
         """Return the memos of a kind, sorted by name. Damaged ones are skipped."""
@@ -349,9 +364,14 @@ class ChunkStore:
             self.transact(put)
 
     def remove_chunks(self, keys: Iterable[bytes]) -> int:
-        """Remove chunks in one transaction. Return how many were stored. The next precompute restores them."""
-        wanted = list(keys)
-        return self.transact(lambda writer: sum(writer.delete_chunk(key) for key in wanted))
+        """Remove chunks. Return how many were stored. The next precompute restores them. Works on a full disk."""
+        return sum(self._free(keys, lambda writer, some: sum(map(writer.delete_chunk, some))))
+
+    def remove_documents(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Remove document records. Return the keys of the chunks that were removed with them. Works on a full
+        disk."""
+        dropped = self._free(keys, lambda writer, some: writer.put_documents((), some))
+        return [key for some in dropped for key in some]
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Record in memory that chunks were used now; `flush_touches`, or closing the store, writes it."""
@@ -383,13 +403,15 @@ class ChunkStore:
         """Set the quota for KV and text in bytes, 0 = no quota. If it is exceeded, the least recently used chunks are
         evicted. Text of documents stays, even if it alone exceeds the quota."""
 
-        def change(writer: StoreWriter) -> None:
+        self.flush_touches()
+
+        def change(writer: StoreWriter, most: int) -> bool:
             writer.set_max_bytes(max_bytes)
             with suppress(StoreFull):
-                writer.make_room(0)
+                return writer.make_room(0, most=most)
+            return True
 
-        self.flush_touches()
-        self.transact(change)
+        self._until_done(change)
 
     # inside
 
@@ -409,9 +431,46 @@ class ChunkStore:
             writer.finish()
         return result
 
+    def _in_steps(self, work: Callable[[StoreWriter, int], T]) -> Iterator[T]:
+        """Yield the result of `work` after each commit. Its second argument is the most records to free in one.
+
+        On a full disk the reserve is used, and single records are freed at first: a transaction writes new pages before
+        the old ones are free, and these can be used from the second commit after it. Raises StoreNoSpace if there is no
+        space even for that.
+        """
+        most = _STEP
+        while True:
+            try:
+                result = self.transact(partial(_with_most, work, most))
+            except StoreNoSpace as error:
+                if not use_reserve(self.path) and most == 1:
+                    raise StoreNoSpace(error.message, NO_PAGES) from error
+                most = 1
+            else:
+                yield result
+                most = min(2 * most, _STEP)
+
+    def _until_done(self, work: Callable[[StoreWriter, int], bool]) -> None:
+        """Run `work` in short transactions until it returns True."""
+        any(self._in_steps(work))
+
+    def _free(self, keys: Iterable[bytes], free: Callable[[StoreWriter, Sequence[bytes]], T]) -> list[T]:
+        """Free records in short transactions. Return the results."""
+        left, results = list(keys), list[T]()
+        steps = self._in_steps(lambda writer, most: (len(left[:most]), free(writer, left[:most])))
+        while left:
+            count, result = next(steps)
+            del left[:count]
+            results.append(result)
+        return results
+
     def require_writable(self) -> None:
         if not self.writable:
             raise StorePermission(f"the store at {self.path} is open for reading only", "open it with mode='write'")
+
+
+def _with_most(work: Callable[[StoreWriter, int], T], most: int, writer: StoreWriter) -> T:
+    return work(writer, most)
 
 
 def _make_room_for_texts(writer: StoreWriter, manifests: Sequence[ChunkManifest], keep: Container[bytes]) -> None:

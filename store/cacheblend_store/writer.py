@@ -205,20 +205,25 @@ class StoreWriter:
                 return False
         return True
 
-    def make_room(self, num_bytes: int, *keep: Container[bytes]) -> None:
+    def make_room(self, num_bytes: int, *keep: Container[bytes], most: int | None = None) -> bool:
         """Free space until num_bytes more fit the quota, least recently used chunks first. Raises StoreFull. A chunk of
-        a document loses only its KV; a chunk without a document is removed. keep: keys of chunks to leave alone."""
+        a document loses only its KV; a chunk without a document is removed.
+
+        keep: keys of chunks to leave alone. most: stop after this many chunks. Return whether num_bytes fit.
+        """
         limit = self.state.max_bytes
         if not limit or self.used_bytes + num_bytes <= limit:
-            return
-        for key in self._by_last_use():
-            if not any(key in keys for keys in keep):
-                if self._stays_as_text(key):
-                    self.evict(key)
-                else:
-                    self.delete_chunk(key)
-                if self.used_bytes + num_bytes <= limit:
-                    return
+            return True
+        free = (key for key in self._by_last_use() if not any(key in keys for keys in keep))
+        for count, key in enumerate(free, 1):
+            if self._stays_as_text(key):
+                self.evict(key)
+            else:
+                self.delete_chunk(key)
+            if self.used_bytes + num_bytes <= limit:
+                return True
+            if count == most:
+                return False
         raise StoreFull(
             f"the store's quota is {limit:,} bytes of KV and text, and {self.used_bytes + num_bytes:,} are needed",
             "raise --max-size",

@@ -139,7 +139,9 @@ def _again(path: Path, name: str, store: ChunkStore | None, new: Contents) -> st
         new = Operation("put", (9,)).expect(new)
     report = verify(store)
     found = read_contents(store)
-    rest = sorted({f.name for f in path.iterdir()} - {"data.mdb", "lock.mdb", "writer.lock", "open.lock"})
+    rest = sorted(
+        {f.name for f in path.iterdir()} - {"data.mdb", "lock.mdb", "writer.lock", "open.lock", "reserve.tmp"}
+    )
     store.close()
     if not report.ok or found != new or rest:
         return f"{report.findings[:2]} {found} {rest}"

@@ -14,12 +14,12 @@ from cacheblend_store.errors import StoreCorrupt, StoreError, StoreFormat, Store
 from cacheblend_store.lmdb_file.translation import again_hint, bad_disk, system_errors
 from cacheblend_store.private_files import InsecurePath, exposed, open_file
 
-DATA, LOCK, MAKING = "data.mdb", "lock.mdb", "making.tmp"
-OWN_FILES = ("writer.lock", "open.lock", MAKING, "search.sqlite3", "search.sqlite3-journal")
+DATA, LOCK, MAKING, RESERVE = "data.mdb", "lock.mdb", "making.tmp", "reserve.tmp"
+OWN_FILES = ("writer.lock", "open.lock", MAKING, RESERVE, "search.sqlite3", "search.sqlite3-journal")
 _SERVER_FILES = re.compile(r"engine-[0-9a-f]+\.(lock|log|sock(\.\d+)?)")
 """Log and socket of a server. They are created before it opens the store."""
-_MIN_FREE_BYTES = 64 << 20
-_TREE_BYTES = 1 << 20  # upper bound for tree pages that a commit rewrites
+MIN_FREE_BYTES = 64 << 20
+TREE_BYTES = 1 << 20  # upper bound for tree pages that a commit rewrites
 _NETWORK = {
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "fuse.sshfs", "beegfs", "ncpfs",
     "fuse.glusterfs", "fuse.s3fs", "fuse.rclone", "gfs2", "ocfs2", "gpfs", "orangefs",
@@ -156,8 +156,8 @@ def filesystem_type(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> 
 
 def check_space(path: Path, num_bytes: int, reusable: int = 0) -> None:
     """Raise StoreNoSpace if the disk has no space for num_bytes and a margin. reusable: free bytes within the file."""
-    beyond = num_bytes + num_bytes // 4 - max(0, reusable - _TREE_BYTES)
-    free, needed = shutil.disk_usage(path).free, beyond + _MIN_FREE_BYTES
+    beyond = num_bytes + num_bytes // 4 - max(0, reusable - TREE_BYTES)
+    free, needed = shutil.disk_usage(path).free, beyond + MIN_FREE_BYTES
     if beyond > 0 and free < needed:
         raise StoreNoSpace(
             f"the disk of {path} has {free >> 20} MiB free, and {needed >> 20} MiB are needed",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import lmdb
@@ -21,6 +22,7 @@ from cacheblend_store.errors import (
 )
 
 MAX_READERS = 2048
+_LEAST_FREE = 1 << 20  # bytes; a disk with less is full
 _FULL_DISK = ("No space left", "Disk quota exceeded", os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.BadTxnError, lmdb.CursorFullError)
 
@@ -48,9 +50,16 @@ def translated(store: Path) -> Iterator[None]:
     except lmdb.Error as error:
         if "already open in this process" in str(error):
             raise StoreError(f"this process has opened {store} without ChunkStore", "close it") from error
-        if any(text in str(error) for text in _FULL_DISK):
+        # LMDB calls a short write, as on a full disk, an I/O error
+        if any(text in str(error) for text in _FULL_DISK) or (os.strerror(errno.EIO) in str(error) and _is_full(store)):
             raise full_disk(store) from error
         raise bad_disk(store, error) from error
+
+
+def _is_full(store: Path) -> bool:
+    with suppress(OSError):
+        return shutil.disk_usage(store).free < _LEAST_FREE
+    return False
 
 
 @contextmanager

@@ -11,8 +11,6 @@ from cacheblend_store.format.records import used_at
 from cacheblend_store.reader import StoreReader
 from cacheblend_store.store import ChunkStore
 
-_BATCH = 512  # chunks per transaction
-
 
 @dataclass(frozen=True)
 class PruneReport:
@@ -61,9 +59,8 @@ def prune(
         evicted.append(chunk)
         total -= chunk.size
     if not dry_run:
-        for chosen, let_go in ((gone, store.remove_chunks), (evicted, store.evict_chunks)):
-            for start in range(0, len(chosen), _BATCH):
-                let_go(chunk.key for chunk in chosen[start : start + _BATCH])
+        store.remove_chunks(chunk.key for chunk in gone)
+        store.evict_chunks(chunk.key for chunk in evicted)
     removed, size = tuple(chunk.key for chunk in gone), sum(chunk.size for chunk in gone + evicted)
     return PruneReport(removed, tuple(chunk.key for chunk in evicted), size)
 
