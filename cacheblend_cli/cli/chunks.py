@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 from typer import Argument, Option
 
-from cacheblend_cli.cli import completion, options, tier, upkeep
+from cacheblend_cli.cli import completion, deleting, options, tier, upkeep
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.units import counted, format_size
@@ -119,10 +119,15 @@ def rm(
     ),
     source: options.Source = None,
     everything: bool = Option(False, "--all", help="Remove every chunk."),
+    yes: bool = deleting.YES,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Remove chunks. The next precompute computes their documents again."""
+    """Remove chunks. The next precompute computes their documents again.
+
+    Asks before chunks of more than one document are removed.
+    """
+    from cacheblend_cli.corpus.citations import Citations
     from cacheblend_cli.corpus.scopes import holds, scope_of
     from cacheblend_cli.types import EVERYTHING
 
@@ -141,10 +146,16 @@ def rm(
             listed.update((m.key for m in reading.chunks()), reading.damaged_keys())
         if everything:
             keys = list(listed.union(m.key for m in reading.chunks(prefixes=True)))
+        taken = dict.fromkeys([*keys, *(chunk.key for d in found for chunk in d.chunks)])
+        manifests = [m for m in map(reading.undamaged, taken) if m is not None]
+        citations, sources = Citations(reading), {d.source for d in found}
+        sources |= {citations.of(m).name for m in manifests if m.context != "prefix"} if not sources else set()
+        deleting.confirm(output, len(sources), manifests, yes=yes)
     with open_store(settings, write=True, create=False) as kv_store:
         if keys:
             kv_store.remove_chunks(keys)
-        keys += kv_store.put_documents((), [d.key for d in found])
+        keys += kv_store.remove_documents(d.key for d in found)
+        free = deleting.free_bytes(kv_store)
     ids = [key.hex() for key in dict.fromkeys(keys) if key in listed]
     if json:
         output.json({"removed": len(ids), "ids": ids})
@@ -154,6 +165,7 @@ def rm(
     else:
         of = f" of {counted(len({d.source for d in found}), 'document')}" if found else ""
         output.note(f"removed {counted(len(ids), 'chunk')}{of}")
+        deleting.note_free(output, free)
 
 
 class _ChunkRow(NamedTuple):

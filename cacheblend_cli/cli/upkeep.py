@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import typer
 from typer import Option
 
-from cacheblend_cli.cli import options, tier
+from cacheblend_cli.cli import deleting, options, tier
 from cacheblend_cli.cli.output import Output, show_table
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.units import counted, format_size, parse_age, parse_size
@@ -204,6 +206,7 @@ def prune(
     orphans: bool = Option(False, "--orphans", help="Remove chunks that no document refers to."),
     model: str | None = Option(None, help="Remove chunks of this model, by name or fingerprint."),
     dry_run: bool = Option(False, "--dry-run", help="Show what would be removed; remove nothing."),
+    yes: bool = deleting.YES,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -211,6 +214,7 @@ def prune(
 
     Takes all chunks that match one of the conditions.
     A chunk whose KV is evicted is still found and cited, and computed when a question needs it.
+    Asks before --model removes chunks of more than one document.
     """
     output = Output(quiet=quiet)
     if older_than is None and to_size is None and not orphans and model is None:
@@ -225,9 +229,11 @@ def prune(
     import cacheblend_store
 
     with open_store(settings, write=not dry_run, create=False) as kv_store:
-        report = cacheblend_store.prune(
-            kv_store, older_than=age, to_bytes=size, orphans=orphans, model=model, dry_run=dry_run
-        )
+        free = partial(cacheblend_store.prune, kv_store, older_than=age, to_bytes=size, orphans=orphans, model=model)
+        if model is not None and not dry_run:
+            _confirm(kv_store, free(dry_run=True).keys, output, yes=yes)
+        report = free(dry_run=dry_run)
+        free_bytes = deleting.free_bytes(kv_store)
     removed, evicted = ([key.hex() for key in keys] for keys in (report.keys, report.evicted))
     if json:
         counts = {"removed": 0 if dry_run else len(removed), "evicted": 0 if dry_run else len(evicted)}
@@ -240,6 +246,17 @@ def prune(
         parts = [f"{counted(len(removed), 'chunk')} {would}removed"] if removed or not evicted else []
         parts += [f"the KV of {counted(len(evicted), 'chunk')} {would}freed"] if evicted else []
         output.note(f"{', '.join(parts)}: {format_size(report.bytes)}")
+        if not dry_run:
+            deleting.note_free(output, free_bytes)
+
+
+def _confirm(store: ChunkStore, keys: Iterable[bytes], output: Output, *, yes: bool) -> None:
+    """Ask before chunks of more than one document are removed."""
+    with store.read() as reader:
+        documents = {document for key in keys for document in reader.documents_of(key)}
+        sources = {record.source for record in map(reader.document, documents) if record is not None}
+        manifests = list(filter(None, map(reader.undamaged, keys)))
+    deleting.confirm(output, len(sources), manifests, yes=yes)
 
 
 @options.with_settings("store", "lock_timeout")

@@ -216,7 +216,7 @@ def test_chunks_show_and_rm(cli: Cli, stored: list[str]) -> None:
     assert sorted(cli("chunks", "rm", "--source", "docs/beta.md", "-q").out.split()) == sorted(of_beta)
     left = cli("chunks", "ls", "--json").records
     assert {r["source"] for r in left} == {"docs/alpha.md"}
-    removed = cli("chunks", "rm", "--all")
+    removed = cli("chunks", "rm", "--all", "--yes")
     assert f"{len(left)} chunks" in removed.err  # what ls listed; the prefix goes as well
     assert cli("chunks", "stats", "--json").records[0]["chunks"] == 0
 

@@ -70,7 +70,7 @@ def test_words_that_nothing_has_are_not_taken_for_a_difference(cli: Cli, stored:
 
 
 def test_an_empty_store_says_so(cli: Cli, stored: list[str], tmp_path: Path) -> None:
-    cli("chunks", "rm", "--all")
+    cli("chunks", "rm", "--all", "--yes")
     refused = cli("ask", "alpha")
     assert refused.code == 3
     assert f"{tmp_path / 'store'}" in refused.err

@@ -91,7 +91,7 @@ def test_every_file_of_ours_is_opened_in_one_way(cli: Cli, docs: Path, model: Pa
         ["serve", "--background", "--port", "0", "--idle-exit", "60"],
         ["ask", "alpha", "--max-tokens", "4"],
         ["serve", "--stop"],
-        ["chunks", "rm", "--all"],
+        ["chunks", "rm", "--all", "--yes"],
     ]
     (docs / "questions.jsonl").write_text('{"question": "beta"}\n')
     own = [str(store), *(str(home / sub) for sub in ("data", "cache", "state"))]

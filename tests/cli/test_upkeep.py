@@ -181,13 +181,13 @@ def test_prune_by_model_and_size(cli: Cli, stored: list[str], model: Path) -> No
     assert len(cli("chunks", "ls", "--json").records) == len(stored)
     assert cli("chunks", "prune", "--model", "another", "--json").records[0]["removed"] == 0
     assert cli("chunks", "prune", "--older-than", "1d", "--orphans", "-q").out == ""
-    gone = cli("chunks", "prune", "--model", str(model), "-q").out.split()
+    gone = cli("chunks", "prune", "--model", str(model), "--yes", "-q").out.split()
     assert set(stored) <= set(gone)
     assert cli("chunks", "ls", "--json").records == []
 
 
 def test_compact_gives_pages_back(cli: Cli, stored: list[str]) -> None:
-    cli("chunks", "rm", "--all")
+    cli("chunks", "rm", "--all", "--yes")
     [sizes] = cli("chunks", "compact", "--json").records
     assert sizes["bytes_after"] < sizes["bytes_before"]
     assert cli("chunks", "verify").code == 0

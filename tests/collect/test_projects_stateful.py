@@ -165,7 +165,7 @@ class ProjectsMachine(RuleBasedStateMachine):
     def remove(self, path: str, spelt: int) -> None:
         named = {file for file in self.stored if within(file, path)}
         typed = spellings(self.folder, Path.cwd(), self.folder / path)[spelt]
-        code, _, err = self.command("chunks", "rm", "--source", typed)
+        code, _, err = self.command("chunks", "rm", "--source", typed, "--yes")
         assert code == (0 if named else 3), err
         for file in named:
             del self.stored[file]

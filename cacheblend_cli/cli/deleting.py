@@ -1,0 +1,54 @@
+"""Ask before many documents are deleted, and say how the disk gets their space back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from typer import Option
+
+from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.units import counted, format_seconds, format_size
+from cacheblend_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from cacheblend_store import ChunkManifest, ChunkStore
+
+YES = Option(False, "--yes", "-y", help="Delete more than one document without asking.")
+_PAUSE_S = 60.0  # a longer time between two chunks is not spent on computing
+_LEAST_BYTES = 1 << 20  # less free space in the file is not worth a note
+
+
+def confirm(output: Output, num_documents: int, manifests: Iterable[ChunkManifest], *, yes: bool) -> None:
+    """Ask before more than one document is deleted. Raises UsageError if stdin is not a terminal, or for a no."""
+    if yes or num_documents < 2:
+        return
+    stored = [m for m in manifests if m.has_kv]
+    times = sorted(m.created for m in stored)
+    seconds = sum(later - earlier for earlier, later in pairwise(times) if later - earlier <= _PAUSE_S)
+    amounts = [counted(num_documents, "document")]
+    amounts += [f"{format_size(sum(m.num_bytes for m in stored))} of KV"] if stored else []
+    amounts += [f"about {format_seconds(seconds)} of computing"] if seconds else []
+    what = ", ".join(amounts)
+    if not (sys.stdin.isatty() and output.err_tty):
+        raise UsageError(f"nothing was deleted: {what} would go, and there is no terminal to ask on", "add --yes")
+    output.err.write(f"delete {what}? [y/N] ")
+    output.err.flush()
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise UsageError("nothing was deleted")
+
+
+def free_bytes(store: ChunkStore) -> int:
+    """Return the bytes that compacting the store's file gives back."""
+    with store.read() as reader:
+        return reader.pages.free_bytes
+
+
+def note_free(output: Output, num_bytes: int) -> None:
+    """Say that the file keeps its size, and how to make it smaller."""
+    if num_bytes >= _LEAST_BYTES:
+        output.note(
+            f"the file keeps its size; cacheblend chunks compact gives {format_size(num_bytes)} back to the disk"
+        )

@@ -1,0 +1,93 @@
+"""What deletes more than one document asks on a terminal and wants --yes elsewhere."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cacheblend_store import ChunkStore
+
+from cacheblend_cli.cli.main import run
+
+Cli = Callable[..., Any]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def count(cli: Cli) -> int:
+    return len(cli("chunks", "ls", "-q").out.split())
+
+
+MANY = [("rm", "--all"), ("rm", "--source", "docs"), ("rm", "--source", "docs/*"), ("prune", "--model", "MODEL")]
+
+
+@pytest.mark.parametrize("command", MANY, ids=" ".join)
+def test_a_script_needs_yes(cli: Cli, stored: list[str], model: Path, command: tuple[str, ...]) -> None:
+    command = tuple(word.replace("MODEL", str(model)) for word in command)
+    refused = cli("chunks", *command)
+    assert (refused.code, refused.out) == (2, "")
+    assert "2 documents, " in refused.err
+    assert " of KV" in refused.err
+    assert "--yes" in refused.err
+    assert count(cli) == len(stored)
+    assert cli("chunks", *command, "--yes").code == 0
+    assert count(cli) == 0
+
+
+def test_named_chunks_of_several_documents_are_asked_about(cli: Cli, stored: list[str]) -> None:
+    assert cli("chunks", "rm", stored[0], stored[-1]).code == 2
+    assert count(cli) == len(stored)
+    assert cli("chunks", "rm", stored[0], stored[-1], "--yes").code == 0
+
+
+def test_one_document_one_chunk_and_a_dry_run_are_not_asked_about(cli: Cli, stored: list[str], model: Path) -> None:
+    assert cli("chunks", "prune", "--model", str(model), "--dry-run").code == 0
+    assert cli("chunks", "prune", "--to-size", "0").code == 0, "the documents stay"
+    assert cli("chunks", "rm", stored[0]).code == 0
+    assert cli("chunks", "rm", "--source", "docs/beta.md").code == 0
+    assert cli("chunks", "rm", "--all").code == 0, "one document is left"
+    assert count(cli) == 0
+
+
+@pytest.mark.parametrize(("answer", "gone"), [("y", True), ("yes\n", True), ("n\n", False), ("\n", False), ("", False)])
+def test_a_terminal_is_asked(
+    cli: Cli, stored: list[str], monkeypatch: pytest.MonkeyPatch, answer: str, gone: bool
+) -> None:
+    err = Terminal()
+    monkeypatch.setattr(sys, "stdin", Terminal(answer))
+    monkeypatch.setattr(sys, "stderr", err)
+    assert run(["chunks", "rm", "--all"]) == (0 if gone else 2)
+    assert err.getvalue().startswith("delete 2 documents, ")
+    assert "of KV" in err.getvalue()
+    assert "? [y/N] " in err.getvalue()
+    assert (count(cli) == 0) == gone
+
+
+def test_the_time_of_computing_is_told_from_when_chunks_were_made(
+    cli: Cli, stored: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    undamaged, times = ChunkStore.undamaged, iter([0.0, 30.0, 60.0, 3600.0, 3630.0] + [3630.0] * 99)
+    monkeypatch.setattr(
+        ChunkStore, "undamaged", lambda store, key: (m := undamaged(store, key)) and replace(m, created=next(times))
+    )
+    assert "about 90 s of computing" in " ".join(cli("chunks", "rm", "--all").err.split())
+
+
+def test_the_way_to_get_the_space_back_is_named(cli: Cli, docs: Path) -> None:
+    (docs / "long.md").write_text("\n\n".join(f"alpha {i} beta" for i in range(2000)))
+    cli("precompute", "docs")
+    removed = cli("chunks", "rm", "--source", "docs/long.md")
+    assert "the file keeps its size" in removed.err
+    assert "cacheblend chunks compact gives" in removed.err
+    assert "compact" in cli("chunks", "prune", "--to-size", "0").err, "what rm freed is still in the file"
+    cli("chunks", "compact")
+    assert "compact" not in cli("chunks", "rm", "--source", "docs/alpha.md").err
