@@ -31,17 +31,21 @@ def search(
     With -q, print only ids: cacheblend search "billing lead" -q | cacheblend ask --chunks - "Who leads billing?"
     """
     from cacheblend_cli.corpus.places import shown
-    from cacheblend_cli.corpus.search import WEAK, damaged_note, hits_cut_note, look
+    from cacheblend_cli.corpus.search import damaged_note, hits_cut_note, look, weak_note
 
     output = Output(quiet=quiet)
     if not query.strip():
         raise UsageError("the query is empty", 'for example: cacheblend search "billing lead"')
     check_text(query, "the query")
     with open_store(settings, write=False) as kv_store:
-        scope = options.scope_of(kv_store, source, everywhere, output.note, settings.collection)
+        scope_notes = list[str]()
+        scope = options.scope_of(kv_store, source, everywhere, scope_notes.append, settings.collection)
+        for note in scope_notes if not scope.path else ():  # the project has no documents
+            output.note(note)
         params = SearchParams.of(settings, scope)
         warm = None if local else search_warm(settings, query, params, output.note)
         found, by = warm or (look(kv_store, query, params, output.note), "")
+        weak = weak_note(kv_store, scope) if found.weak else ""
     hits, how = found.hits, found.by
     if json:
         for hit in hits:
@@ -61,7 +65,7 @@ def search(
         output.note(hits_cut_note(found.num_cut))
     if found.num_damaged:
         output.note(damaged_note(found.num_damaged))
-    if found.weak:
-        output.note(WEAK)
+    if weak:
+        output.note(weak)
     if by:
         output.note(by)

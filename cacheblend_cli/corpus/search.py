@@ -45,6 +45,7 @@ _SNIPPET = "SELECT snippet(chunks, 2, '', '', ' ... ', 14) FROM chunks WHERE chu
 _SNIPPET_CHARACTERS = 400  # 14 words, and a word can have thousands of characters
 _QUERY_CHARACTERS = 1 << 15
 """Characters of a query to read. A search uses at most 64 terms and 2,048 tokens of them."""
+_SOURCES = "SELECT DISTINCT p.source FROM places AS p WHERE p.context != 'prefix' AND {where}"
 WEAK = "nothing stored matches the question well"
 
 
@@ -238,10 +239,11 @@ class _Counted:
         return {c: found[c] for c in [c for c in self._collections if c in found][:1]}
 
 
-def searchable(store: ChunkStore) -> list[str]:
-    """Return the names of all documents that `search` can find."""
+def searchable(store: ChunkStore, collections: Sequence[str] | None = None) -> list[str]:
+    """Return the names of all documents that `search` can find. collections: only documents in these."""
+    searched = Searched(collections)
     with open_index(store) as db:
-        names = [name for (name,) in db.execute("SELECT DISTINCT source FROM places WHERE context != 'prefix'")]
+        names = [name for (name,) in db.execute(_SOURCES.format(where=searched.where), searched.parameters)]
     return sorted(name for name in names if holds(EVERYTHING, name))
 
 
@@ -251,6 +253,21 @@ def has_documents(store: ChunkStore, collections: Sequence[str]) -> bool:
     found = f"SELECT EXISTS (SELECT 1 FROM places WHERE context != 'prefix' AND collection IN ({marks}))"
     with open_index(store) as db:
         return bool(db.execute(found, collections).fetchone()[0])
+
+
+def weak_note(store: ChunkStore, scope: Scope, collections: Sequence[str] | None = None) -> str:
+    """Say that even the best hit is a weak match, and how many documents outside the scope were not searched."""
+    count = num_elsewhere(store, scope, collections)
+    return f"nothing stored here matches the question well; {_not_searched(count)}: --all" if count else WEAK
+
+
+def num_elsewhere(store: ChunkStore, scope: Scope, collections: Sequence[str] | None = None) -> int:
+    """Return the number of documents outside the scope that `search` can find."""
+    return sum(not holds(scope, name) for name in searchable(store, collections)) if scope != EVERYTHING else 0
+
+
+def _not_searched(count: int) -> str:
+    return "1 document elsewhere was not searched" if count == 1 else f"{count} documents elsewhere were not searched"
 
 
 def look(store: ChunkStore, query: str, params: SearchParams, say: Callable[[str], None] | None = None) -> SearchResult:
@@ -274,7 +291,9 @@ def found_elsewhere(
         best = f"the best hit has a score of {hits[0].score:.4g}, below --min-score {lookup.min_score:g}"
         return NotFoundError(best, "lower --min-score; cacheblend search shows the scores")
     if search(store, query, Lookup(1), collections).hits:
-        return NotFoundError("no match in these documents; other stored documents match", "search them too: --all")
+        count = num_elsewhere(store, lookup.scope, collections)
+        what = f"no match in these documents; other stored documents match ({_not_searched(count)})"
+        return NotFoundError(what, "search them too: --all")
     return None
 
 

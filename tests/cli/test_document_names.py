@@ -13,6 +13,7 @@ import pytest
 from projects import JONAS, MARA, listed, write
 
 Cli = Callable[..., Any]
+WEAKLY = "Ulaanbaatar, capital of Mongolia, and its billing?"
 
 
 def found(cli: Cli, *arguments: str) -> set[str]:
@@ -59,9 +60,17 @@ def test_two_projects_do_not_overwrite_each_other(cli: Cli, projects: tuple[Path
 def test_a_search_is_of_the_project_and_says_so(cli: Cli, projects: tuple[Path, Path], tmp_path: Path) -> None:
     one, _ = projects
     os.chdir(one / "docs")
-    for command in (("search", "billing"), ("ask", "billing?", "--max-tokens", "2", "-v")):
-        assert f"searching 1 of 2 documents, those below {one}; --all" in cli(*command).err
-    assert "searching" not in cli("ask", "billing?", "--max-tokens", "2").err
+    verbose = cli("ask", "billing?", "--max-tokens", "2", "-v").err
+    assert f"searching 1 of 2 documents, those below {one}; --all" in verbose
+    for command in (("search", "billing"), ("ask", "billing?", "--max-tokens", "2")):
+        assert "elsewhere" not in (said := cli(*command).err), "a good match"
+        assert "searching" not in said
+    for command in (("search", WEAKLY), ("ask", WEAKLY, "--max-tokens", "2")):
+        assert cli(*command).err.count("1 document elsewhere was not searched: --all") == 1
+        assert "elsewhere" not in cli(*command, "--all").err
+    refused = cli("ask", WEAKLY, "--on-weak-match", "refuse")
+    assert refused.code == 3
+    assert "search other documents too (--all)" in refused.err
     assert found(cli) == cited(cli) == {"a.md"}
     both = {"a.md", "../../two/docs/a.md"}
     assert found(cli, "--all") == cited(cli, "--all") == both
@@ -71,6 +80,7 @@ def test_a_search_is_of_the_project_and_says_so(cli: Cli, projects: tuple[Path, 
     for command in (("search", "Jonas"), ("ask", "Jonas?")):
         elsewhere = cli(*command)
         assert elsewhere.code == 3
+        assert "other stored documents match (1 document elsewhere was not searched)" in " ".join(elsewhere.err.split())
         assert "hint: search them too: --all" in elsewhere.err
     os.chdir(tmp_path)
     assert "searching" not in cli("search", "billing").err, "all are searched, which says nothing"

@@ -10,7 +10,16 @@ from functools import partial
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.collect.collector import PlannedChunk
-from cacheblend_cli.corpus.search import WEAK, Lookup, SearchHit, damaged_note, found_elsewhere, search
+from cacheblend_cli.corpus.search import (
+    WEAK,
+    Lookup,
+    SearchHit,
+    damaged_note,
+    found_elsewhere,
+    num_elsewhere,
+    search,
+    weak_note,
+)
 from cacheblend_cli.engine.events import Say
 from cacheblend_cli.engine.request.chunks import StoredChunks, in_stored_codec
 from cacheblend_cli.engine.request.prompts import Prompts
@@ -61,7 +70,9 @@ def retrieve(
             raise NotFoundError(WEAK)
         raise found_elsewhere(store, query, lookup, collections) or nothing_found(store, own, usable)
     if found.weak and lookup.on_weak_match == "refuse" and not ask.keys:
-        raise NotFoundError(WEAK, "ask in other words, precompute more documents, or --on-weak-match answer")
+        others = num_elsewhere(store, lookup.scope, collections)
+        more = "search other documents too (--all)" if others else "precompute more documents"
+        raise NotFoundError(WEAK, f"ask in other words, {more}, or --on-weak-match answer")
     fit, notes = _fitting(prompts, own, stored, ask, [hit.key for hit in found.hits], planned)
     keys = in_order(stored, found.hits, fit, lookup.order)
     exact = exact_where_stored(in_stored_codec(own, prompts, stored, keys), stored, keys)
@@ -69,7 +80,9 @@ def retrieve(
     ranks = {e: rank_of[key] for e, key in zip(exact, keys, strict=True)}
     if found.num_damaged:
         notes.append(damaged_note(found.num_damaged))
-    return Retrieved(exact, ranks, [WEAK, *notes] if found.weak else notes, found.weak, found.num_cut)
+    if found.weak:
+        notes.insert(0, weak_note(store, lookup.scope, collections))
+    return Retrieved(exact, ranks, notes, found.weak, found.num_cut)
 
 
 def _fitting(
