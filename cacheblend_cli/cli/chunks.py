@@ -103,7 +103,7 @@ def show(
     if json:
         output.json({**record, "text": manifest.text, "token_ids": list(manifest.token_ids)})
         return
-    shown = {**record, "lines": citation.locator.text, "headings": " > ".join(citation.locator.headings)}
+    shown = {**record, "lines": citation.place, "headings": " > ".join(citation.locator.headings)}
     for name, value in shown.items():
         if name != "part" and value != "":
             output.line(f"{'place' if name == 'lines' else name:<14}{value}")

@@ -79,13 +79,13 @@ def stats(
             f"{format_size(of_tier['bytes'])}; a request takes {of_tier['latency_ms']} ms"
             + (f", one reader gets {format_size(speed)}/s" if speed else "")
         )
-    columns = ("chunks", "tokens", "KV")
+    columns = ("chunks", "tokens", "KV", "KV per token")
     if models:
         rows = [(name, fingerprint[:12], codec, *_share(share)) for (name, fingerprint, codec), share in models]
         show_table(("model", "fingerprint", "KV dtype", *columns), rows, output)
     if sources:
         output.table(
-            ("source", *columns), [(name, *_share(share)) for name, share in shares], right=(1, 2, 3), ends=(0,)
+            ("source", *columns), [(name, *_share(share)) for name, share in shares], right=(1, 2, 3, 4), ends=(0,)
         )
 
 
@@ -273,5 +273,6 @@ def compact(settings: Settings, json: options.Json = False) -> None:
         output.note(f"{format_size(before)} before, {format_size(after)} after")
 
 
-def _share(share: Amount) -> tuple[str, str, str]:
-    return f"{share.chunks:,}", f"{share.tokens:,}", format_size(share.bytes)
+def _share(share: Amount) -> tuple[str, str, str, str]:
+    per_token = format_size(share.bytes_per_token) if share.bytes else ""
+    return f"{share.chunks:,}", f"{share.tokens:,}", format_size(share.bytes), per_token

@@ -24,17 +24,20 @@ Changes = Set[Any]
 
 
 def remembered_paths(engine: Engine, settings: Settings, output: Output) -> list[str]:
-    """Return the paths that the store remembers for this model and that exist, with a warning for each that does not.
+    """Return the paths that the store remembers for this model and that exist.
 
+    Warns of each path that is gone while its documents are still stored: those of a renamed folder have moved with it.
     Raises NotFoundError if there is none, StoreNotFound without a store.
     """
-    from cacheblend_cli.corpus.places import on_disk
+    from cacheblend_cli.corpus.places import is_within, on_disk
 
     with open_store(settings, write=False) as store:
         names = set(engine.roots(store, settings.salt))
+        stored = [record.source for record in store.documents()]
     found = {name: path for name in names if (path := on_disk(name)) is not None}
     for name in sorted(names - found.keys()):
-        output.warn(f"{name} no longer exists; chunks rm --source {name} removes its chunks")
+        if any(is_within(source, name) for source in stored):
+            output.warn(f"{name} no longer exists; chunks rm --source {name} removes its chunks")
     if not found:
         raise NotFoundError(
             f"the store remembers no folder for {engine.model.name}",

@@ -18,12 +18,13 @@ from cacheblend_store import (
 )
 
 from cacheblend_cli.corpus.layout import bounded, shortened
-from cacheblend_cli.corpus.places import on_disk, shown
+from cacheblend_cli.corpus.places import is_file, is_stdin, on_disk, shown
 from cacheblend_cli.corpus.scopes import holds, project_scope
 from cacheblend_cli.types import Scope
 
 TITLE = "title"
 """Key of a document's title in its record's settings."""
+FILE_GONE = "file no longer on disk"
 _Place = tuple[str, DocumentChunk, str]
 """A document's name, the chunk's place in it, and the document's title."""
 _MANY = 256  # chunks: after these, read all documents at once
@@ -42,6 +43,16 @@ class Citation:
     def source(self) -> str:
         """The document's name relative to the current directory."""
         return shown(self.name)
+
+    @property
+    def place(self) -> str:
+        """Place of the chunk in words: "lines 3-9", with a remark if the file is not on disk now."""
+        return ", ".join(filter(None, (self.locator.text, FILE_GONE * self.is_gone)))
+
+    @property
+    def is_gone(self) -> bool:
+        """Return whether the document is a file that does not exist now."""
+        return is_file(self.name) and not is_stdin(self.name) and on_disk(self.name) is None
 
 
 class Citations:

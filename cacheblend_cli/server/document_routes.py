@@ -301,7 +301,7 @@ def _search(state: ServerState, body: SearchBody, tenant: Tenant) -> list[dict[s
                 "id": hit.id,
                 "document": public_id(hit.source),
                 "title": next((c.title for c in cited if c.title), public_title(hit.source)),
-                "place": next((c.locator.text for c in cited), ""),
+                "place": next((c.place for c in cited), ""),
                 "index": hit.index,
                 "score": round(hit.score, 4),
                 "snippet": hit.snippet,

@@ -38,7 +38,7 @@ class ChunkUse:
     status: str
     recomputed: int  # tokens whose KV was computed in the last layers
     start: int = 0  # first position
-    place: str = ""  # in the source, for readers; see the store's Locator
+    place: str = ""  # in the source, for readers; see corpus/citations.py
     headings: tuple[str, ...] = ()
     rank: int | None = None  # among the chunks that were found, from 1; None for a named chunk
     attention: float | None = None  # share of the answer's attention to all chunks, if watched

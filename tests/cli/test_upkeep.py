@@ -53,7 +53,7 @@ def test_a_store_has_one_size_wherever_it_is_told(cli: Cli, docs: Path) -> None:
     told = cli("chunks", "stats")
     size = format_size(sum(r["bytes"] for r in listed))
     assert {sizes(text)[0] for text in (planned.out, done.err, again.err, cli("chunks", "ls").err, told.out)} == {size}
-    assert told.out.splitlines()[-1].endswith(size), "the table has it, too"
+    assert f" {size} " in told.out.splitlines()[-1], "the table has it, too"
     assert f"{len(listed)} chunks of 4 documents" in told.out
     [facts] = cli("chunks", "stats", "--json").records
     assert cli("precompute", "docs", "--chunk-tokens", "40", "--dry-run", "--json").records[0]["bytes"] == sum(
@@ -298,3 +298,14 @@ def test_what_has_no_kv_is_counted_as_chunks_are(cli: Cli, stored: list[str]) ->
     cli("chunks", "prune", "--to-size", "0")
     [facts] = cli("chunks", "stats", "--json").records
     assert facts["chunks"] == facts["without_kv"] == len(stored)
+
+
+def test_stats_give_the_kv_of_a_token_that_precompute_stores(cli: Cli, docs: Path) -> None:
+    """Of the tokens that have KV now."""
+    plan = cli("precompute", "docs", "--chunk-tokens", "40", "--json").records
+    per_token = sum(r["bytes"] for r in plan) / sum(r["tokens"] for r in plan)
+    for _ in range(2):
+        [share] = cli("chunks", "stats", "--json").records[0]["models"]
+        assert share["bytes"] / share["kv_tokens"] == pytest.approx(per_token, rel=0.05)
+        assert "KV per token" in cli("chunks", "stats").out
+        cli("chunks", "prune", "--to-size", str(share["bytes"] // 2))

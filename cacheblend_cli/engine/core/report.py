@@ -136,7 +136,7 @@ def _chunk_uses(done: PrefillReport, positions: list[int], attention: list[float
                 status=segment.status,
                 recomputed=len(segment.token_ids) if segment.status == "computed" else recomputed,
                 start=segment.start,
-                place=chunk.citation.locator.text,
+                place=chunk.citation.place,
                 headings=chunk.citation.locator.headings,
                 rank=chunk.rank,
                 attention=None if attention is None else round(attention[i], 4),

@@ -15,12 +15,19 @@ class Amount:
     chunks: int = 0
     tokens: int = 0
     bytes: int = 0  # of their blobs
+    kv_tokens: int = 0  # tokens of the chunks with blobs
 
-    def add(self, tokens: int, num_bytes: int) -> None:
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that are stored for a token with KV."""
+        return round(self.bytes / max(self.kv_tokens, 1))
+
+    def add(self, num_tokens: int, num_bytes: int) -> None:
         """Add one chunk."""
         self.chunks += 1
-        self.tokens += tokens
+        self.tokens += num_tokens
         self.bytes += num_bytes
+        self.kv_tokens += num_tokens if num_bytes else 0
 
 
 @dataclass
