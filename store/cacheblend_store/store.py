@@ -19,9 +19,8 @@ from cacheblend_store.format import records
 from cacheblend_store.format.keys import KEY_BYTES
 from cacheblend_store.format.records import ChunkManifest, DocumentRecord, Memo
 from cacheblend_store.format.summaries import DocumentSummary
-from cacheblend_store.lmdb_file.directory import TREE_BYTES, check_directory, check_space
+from cacheblend_store.lmdb_file.directory import TREE_BYTES, check_directory, check_space, keep_reserve, use_reserve
 from cacheblend_store.lmdb_file.environment import Environment, acquire, release
-from cacheblend_store.lmdb_file.reserve import keep_reserve, use_reserve
 from cacheblend_store.reader import StoreReader
 from cacheblend_store.state import read_identity, write_identity
 from cacheblend_store.writer import Blob, PutStatus, StoreWriter, with_digests

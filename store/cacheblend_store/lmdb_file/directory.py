@@ -19,6 +19,7 @@ OWN_FILES = ("writer.lock", "open.lock", MAKING, RESERVE, "search.sqlite3", "sea
 _SERVER_FILES = re.compile(r"engine-[0-9a-f]+\.(lock|log|sock(\.\d+)?)")
 """Log and socket of a server. They are created before it opens the store."""
 MIN_FREE_BYTES = 64 << 20
+_RESERVE_BYTES = 2 << 20
 TREE_BYTES = 1 << 20  # upper bound for tree pages that a commit rewrites
 _NETWORK = {
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "fuse.sshfs", "beegfs", "ncpfs",
@@ -163,3 +164,27 @@ def check_space(path: Path, num_bytes: int, reusable: int = 0) -> None:
             f"the disk of {path} has {free >> 20} MiB free, and {needed >> 20} MiB are needed",
             "free some space, remove chunks (cacheblend chunks prune), or name another --store",
         )
+
+
+def keep_reserve(store: Path) -> None:
+    """Create a file that keeps disk space for deletions, if it is missing and the disk has room: on a full disk, LMDB
+    cannot delete without new pages."""
+    path = store / RESERVE
+    with suppress(OSError):
+        if not os.path.lexists(path) and shutil.disk_usage(store).free > MIN_FREE_BYTES + _RESERVE_BYTES:
+            handle = open_file(path, os.O_RDWR | os.O_CREAT, anywhere=True)
+            try:
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(handle, 0, _RESERVE_BYTES)
+                else:
+                    os.write(handle, bytes(_RESERVE_BYTES))
+            finally:
+                os.close(handle)
+
+
+def use_reserve(store: Path) -> bool:
+    """Give the space of the reserve back to the disk. Return whether there was any."""
+    with suppress(OSError):
+        os.unlink(store / RESERVE)
+        return True
+    return False
