@@ -3,37 +3,62 @@
 from __future__ import annotations
 
 import re
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import islice
+from functools import lru_cache, partial
 
 from cacheblend_store import NOWHERE, Locator
 
 from cacheblend_cli.corpus.layout import Kind
 
 Encode = Callable[[str], list[int]]
+_Level = Callable[[str, int, int], Iterator[int]]
+"""Yields the ends of the pieces of text[start:end]; the last one is `end`. Takes linear time."""
 
-# From coarse to fine. Every level matches all of the text: a separator belongs to the piece before it.
-_LEVELS = (
-    re.compile(r".*?(?:\n[ \t]*\n\s*|\Z)", re.DOTALL),  # paragraphs with the blank lines after them
-    re.compile(r".*?(?:\n|\Z)", re.DOTALL),
-    re.compile(r".*?(?:[.!?]\s+|\Z)", re.DOTALL),
-    re.compile(r"\s*\S+\s*|\s+", re.DOTALL),
-    re.compile(r".", re.DOTALL),
-)
+
+def _after(
+    separator: re.Pattern[str], text: str, start: int, end: int, follows: re.Pattern[str] | None = None
+) -> Iterator[int]:
+    """Yield the ends of separators, and of the text. follows: what must come after a separator."""
+    stop = start
+    for match in separator.finditer(text, start, end):
+        if follows is None or follows.match(text, match.end(), end):
+            yield (stop := match.end())
+    if stop < end:
+        yield end
+
+
+def _characters(text: str, start: int, end: int) -> Iterator[int]:
+    return iter(range(start + 1, end + 1))
+
+
+_PARAGRAPHS = partial(_after, re.compile(r"\n[ \t]*\n\s*"))  # with the blank lines after them
+_LINES = partial(_after, re.compile(r"\n"))
+_SENTENCES = partial(_after, re.compile(r"[.!?]\s+"))
+_WORDS = partial(_after, re.compile(r"\S\s+"))
+# Blank lines are matched as a whole, and only then what follows is looked at: a lookahead in the same pattern would be
+# tried at each of the lines again.
+_BLANK_LINES = re.compile(r"\n[ \t\n]*\n")
+_UNINDENTED = re.compile(r"[^\s})\]]")  # a closing bracket does not start a piece
+_INDENTED = re.compile(r"(?: {1,4}|\t)?[^\s})\]]")
+# From coarse to fine. A separator belongs to the piece before it.
+_LEVELS: tuple[_Level, ...] = (_PARAGRAPHS, _LINES, _SENTENCES, _WORDS, _characters)
 # Code: cut before an unindented line after a blank line, then before a slightly indented one, then at any blank line.
-# A closing bracket does not start a piece.
-_CODE_LEVELS = (
-    re.compile(r".*?(?:\n(?:[ \t]*\n)+(?=[^\s})\]])|\Z)", re.DOTALL),
-    re.compile(r".*?(?:\n(?:[ \t]*\n)+(?=(?: {1,4}|\t)?[^\s})\]])|\Z)", re.DOTALL),
-    re.compile(r".*?(?:\n(?:[ \t]*\n)+|\Z)", re.DOTALL),
-    _LEVELS[1],
-    *_LEVELS[3:],
+_CODE_LEVELS: tuple[_Level, ...] = (
+    partial(_after, _BLANK_LINES, follows=_UNINDENTED),
+    partial(_after, _BLANK_LINES, follows=_INDENTED),
+    partial(_after, _BLANK_LINES),
+    _LINES,
+    _WORDS,
+    _characters,
 )
 _CHARACTERS = 64  # upper bound of a token's mean length over a part
+_FIRST_GUESS = 3  # characters per token of the first chunk
 _GUESSES = 4
 _ENCODED = 16  # cached texts with token ids: each piece is encoded to measure it, and again to pack it
+_MOST_ENDS = 1024  # ends of pieces before the current chunk to keep
 _HEADING = re.compile(
     r"#{1,6} [^\n]*\n\s*|[^\n]+\n([=~^*+#\-])\1{2,}[ \t]*\n\s*"
 )  # Markdown heading or underlined line
@@ -61,93 +86,134 @@ def iter_cut(text: str, encode: Encode, max_tokens: int, kind: Kind = "text") ->
     encode: maps text to token ids, without special tokens.
     """
     is_code, encode = kind == "code", lru_cache(_ENCODED)(encode)
-    pieces = _Pieces(_pieces(text, encode, max_tokens, _CODE_LEVELS if is_code else _LEVELS))
-    index = first = start = 0
+    pieces = _Pieces(text, _ends(text, 0, len(text), encode, max_tokens, _CODE_LEVELS if is_code else _LEVELS))
+    index = first = 0
+    length = _FIRST_GUESS * max_tokens
     while pieces.upto(first + 1) > first:
-        stop, ids = _fill(pieces, first, encode, max_tokens)
+        stop, ids = _fill(pieces, first, encode, max_tokens, length)
+        length = pieces.start(stop) - pieces.start(first)
         if stop < pieces.upto(stop + 1):
             kept = (
                 _before_code(pieces, first, stop) if is_code else _before_title(pieces, first, stop, encode, max_tokens)
             )
-            if kept < stop:
-                stop, ids = kept, encode(pieces.text(first, kept))
-        body = pieces.text(first, stop)
+            # a shorter text can have more tokens
+            if kept < stop and len(shorter := encode(pieces.text(first, kept))) <= max_tokens:
+                stop, ids = kept, shorter
         if ids:
-            yield Chunk(index, body, tuple(ids), start, start + len(body))
+            yield Chunk(index, pieces.text(first, stop), tuple(ids), pieces.start(first), pieces.start(stop))
             index += 1
-        first, start = stop, start + len(body)
+        first = stop
+        pieces.drop(first)
 
 
 class _Pieces:
-    """Pieces of a text, cut lazily."""
+    """Pieces of a text, found lazily, by number. Ends of pieces before the current chunk are dropped."""
 
-    def __init__(self, source: Iterator[str]) -> None:
-        self._source, self._found = source, list[str]()
-
-    def __getitem__(self, number: int) -> str:
-        return self._found[number]
+    def __init__(self, text: str, ends: Iterator[int]) -> None:
+        self._text, self._source = text, ends
+        self._starts, self._first = array("Q", [0]), 0  # starts of the pieces from number `_first`, and the last end
 
     def upto(self, stop: int) -> int:
         """Return the number of pieces, at most `stop`."""
-        self._found.extend(islice(self._source, max(0, stop - len(self._found))))
-        return min(stop, len(self._found))
+        while (known := self._first + len(self._starts) - 1) < stop:
+            end = next(self._source, None)
+            if end is None:
+                return known
+            self._starts.append(end)
+        return stop
+
+    def reaching(self, position: int) -> int:
+        """Return the number of pieces up to the one that contains the position; of all, if it is behind the text."""
+        while self._starts[-1] <= position and (end := next(self._source, None)) is not None:
+            self._starts.append(end)
+        known = len(self._starts) - 1
+        return self._first + min(bisect_right(self._starts, position), known)
+
+    def start(self, number: int) -> int:
+        """Return where a piece starts and the one before it ends."""
+        return self._starts[number - self._first]
 
     def text(self, first: int, stop: int) -> str:
-        return "".join(self._found[first:stop])
+        return self._text[self.start(first) : self.start(stop)]
+
+    def starts_indented(self, number: int) -> bool:
+        return self._text[self.start(number)].isspace()
+
+    def is_heading(self, number: int) -> bool:
+        return _HEADING.fullmatch(self._text, self.start(number), self.start(number + 1)) is not None
+
+    def drop(self, first: int) -> None:
+        """Forget the pieces before number `first`, now and then."""
+        if first - self._first > _MOST_ENDS:
+            del self._starts[: first - self._first]
+            self._first = first
 
 
-def _pieces(text: str, encode: Encode, max_tokens: int, levels: tuple[re.Pattern[str], ...]) -> Iterator[str]:
-    """Yield parts that fit, cut at the coarsest level possible."""
-    for part in (m.group() for m in levels[0].finditer(text) if m.group()):
-        if len(levels) == 1 or _fits(part, encode, max_tokens):
-            yield part
+def _ends(
+    text: str, start: int, end: int, encode: Encode, max_tokens: int, levels: tuple[_Level, ...]
+) -> Iterator[int]:
+    """Yield the ends of pieces that fit, cut at the coarsest level possible."""
+    for stop in levels[0](text, start, end):
+        if len(levels) == 1 or _fits(text, start, stop, encode, max_tokens):
+            yield stop
         else:
-            yield from _pieces(part, encode, max_tokens, levels[1:])
+            yield from _ends(text, start, stop, encode, max_tokens, levels[1:])
+        start = stop
 
 
-def _fits(text: str, encode: Encode, max_tokens: int) -> bool:
-    """Return whether the text has at most max_tokens tokens.
+def _fits(text: str, start: int, end: int, encode: Encode, max_tokens: int) -> bool:
+    """Return whether text[start:end] has at most max_tokens tokens.
 
     Short ASCII texts have at most one token per character and one before the text, so they fit without being encoded.
     Texts that are far too long are not encoded either.
     """
-    if len(text) < max_tokens and text.isascii():
-        return True
-    return len(text) <= _CHARACTERS * max_tokens and len(encode(text)) <= max_tokens
+    if end - start > _CHARACTERS * max_tokens:
+        return False
+    piece = text[start:end]
+    return (len(piece) < max_tokens and piece.isascii()) or len(encode(piece)) <= max_tokens
 
 
-def _fill(pieces: _Pieces, first: int, encode: Encode, max_tokens: int) -> tuple[int, list[int]]:
+def _fill(pieces: _Pieces, first: int, encode: Encode, max_tokens: int, length: int) -> tuple[int, list[int]]:
     """Return the end of the longest run from `first` that fits, and its token ids. The run has at least one piece of
     any size.
 
-    The run doubles until it is too long; then the end is interpolated by token count, and bisected after a few misses.
+    length: characters of the run to try first. A run that fits grows until it is too long, by its tokens per character
+    and by at least twice the last step. Then the end is interpolated by token count, and bisected after a few misses.
     A chunk takes only a few calls of `encode`, even if the pieces are small.
     """
-    stop, ids = first + 1, encode(pieces[first])
-    over, num_over, misses = 0, 0, 0  # end and token count of the shortest run that is too long
-    while not over or over - stop > 1:
-        if not over:
-            end = pieces.upto(2 * stop - first)
-            if end == stop:
-                break
-        elif misses < _GUESSES:
-            share = (max_tokens - len(ids)) / (num_over - len(ids))
-            end = min(max(stop + int((over - stop) * share), stop + 1), over - 1)
-        else:
-            end = (stop + over) // 2
+    stop, over, misses, step = (
+        first,
+        0,
+        0,
+        0,
+    )  # stop: end of the longest run that fits. over: of the shortest that does not
+    ids, too_many = list[int](), list[int]()  # token ids of these two
+    end = pieces.reaching(pieces.start(first) + length)
+    while end > stop:
         tried = encode(pieces.text(first, end))
-        misses += bool(over)
         if len(tried) <= max_tokens:
             stop, ids = end, tried
         else:
-            over, num_over = end, len(tried)
-    return stop, ids
+            over, too_many = end, tried
+        begin = pieces.start(stop)
+        if not over:
+            step = max((begin - pieces.start(first)) * (max_tokens - len(ids)) // max(len(ids), 1), 2 * step, 1)
+            end = pieces.reaching(begin + min(step, begin - pieces.start(first)))
+            continue
+        if misses < _GUESSES:
+            share = (max_tokens - len(ids)) / (len(too_many) - len(ids))
+            end = pieces.reaching(begin + int((pieces.start(over) - begin) * share))
+        else:
+            end = (stop + over) // 2
+        end = min(max(end, stop + 1), over - 1)
+        misses += 1
+    return (stop, ids) if stop > first else (over, too_many)
 
 
 def _before_headings(pieces: _Pieces, first: int, stop: int) -> int:
     """Return where the run's trailing headings begin; `stop` if there are none, or nothing else."""
     end = stop
-    while end > first and _HEADING.fullmatch(pieces[end - 1]):
+    while end > first and pieces.is_heading(end - 1):
         end -= 1
     return end if end > first else stop
 
@@ -158,25 +224,23 @@ def _before_title(pieces: _Pieces, first: int, stop: int, encode: Encode, max_to
     end = _before_headings(pieces, first, stop)
     if end < stop:
         return end if len(encode(pieces.text(end, stop + 1))) <= max_tokens else stop
-    if _HEADING.fullmatch(pieces[stop]):
+    if pieces.is_heading(stop):
         return stop
-    titles = (n for n in _second_half(pieces, first, stop) if _HEADING.fullmatch(pieces[n]))
-    title = next(titles, stop)
-    return next((n for n in range(title, first, -1) if not _HEADING.fullmatch(pieces[n - 1])), stop)
+    title = next((n for n in _second_half(pieces, first, stop) if pieces.is_heading(n)), stop)
+    return next((n for n in range(title, first, -1) if not pieces.is_heading(n - 1)), stop)
 
 
 def _before_code(pieces: _Pieces, first: int, stop: int) -> int:
     """Return where the run's last definition begins if the run would cut it, else `stop`."""
-    if not pieces[stop][0].isspace():
+    if not pieces.starts_indented(stop):
         return stop
-    return next((n for n in _second_half(pieces, first, stop) if not pieces[n][0].isspace()), stop)
+    return next((n for n in _second_half(pieces, first, stop) if not pieces.starts_indented(n)), stop)
 
 
 def _second_half(pieces: _Pieces, first: int, stop: int) -> Iterator[int]:
-    """Yield the indices of the pieces in the second half of the run, last first."""
-    half, behind = len(pieces.text(first, stop)) / 2, 0
+    """Yield the numbers of the pieces in the second half of the run, last first."""
+    half = (pieces.start(stop) - pieces.start(first)) / 2
     for number in range(stop - 1, first, -1):
-        behind += len(pieces[number])
-        if behind > half:
+        if pieces.start(stop) - pieces.start(number) > half:
             return
         yield number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ def cut_document(document: Document, encode: Encode, cut: CutSettings) -> Iterat
     locating = Locating(document.text, document.layout)
     heads = _Heads(document, locating.outline, encode, cut) if cut.head else None
     room = cut.chunk_tokens - cut.overlap - (heads.most if heads is not None else 0)
-    index = 0
+    index, shared = 0, dict[int, int]()
     for begin, end in _parts(document):
         for own in iter_cut(document.text[begin:end], encode, room, document.layout.kind):
             start, stop = begin + own.start, begin + own.end
@@ -48,6 +49,7 @@ def cut_document(document: Document, encode: Encode, cut: CutSettings) -> Iterat
             head = heads.of(locator.headings) if heads is not None else ""
             before = document.text[repeated:start]
             ids = (*(encode(head) if head else ()), *(encode(before) if before else ()), *own.token_ids)
+            ids = tuple(map(shared.setdefault, ids, ids))  # one object an id: an int takes four times its place here
             locator = locating.find(repeated, stop) if before else locator
             yield Chunk(index, head + before + own.text, ids, repeated, stop, locator)
             index += 1
@@ -121,7 +123,7 @@ class Locating:
 
     def __init__(self, text: str, layout: TextLayout) -> None:
         self._text, self._layout = text, layout
-        self._line_ends = [m.start() for m in re.finditer("\n", text)] if layout.numbered else []
+        self._line_ends = array("I", (m.start() for m in re.finditer("\n", text)) if layout.numbered else ())
         self._marks = [mark.start for mark in layout.marks]
         self.outline = Outline(text, layout.kind)
 

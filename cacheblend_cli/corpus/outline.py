@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cacheblend_cli.corpus.layout import Kind
 
-_MARKDOWN = re.compile(r"(#{1,6})[ \t]+(.*?)[ \t]*#*[ \t]*")
+_MARKS = re.compile(r"(#{1,6})[ \t]+")
 _FENCE = re.compile(r"[ \t]*(```+|~~~+)")
 _UNDERLINE = re.compile(r"([=~^*+#\"'`:.\-])\1{2,}[ \t]*")
 _DEFINITION = re.compile(
@@ -17,12 +17,14 @@ _DEFINITION = re.compile(
     r"(?:def|class|function|func|fn|fun|struct|enum|trait|impl|interface|module|namespace|object|package|sub)\s+"
     r"(?:\([^)]*\)\s*)?(?:<[^>]*>\s*)?([A-Za-z_$][\w$:.]*)"
 )
-_BLANK = re.compile(r"\s*")
+_TEXT = re.compile(r"\S")
 _SHOWN = 120  # maximum characters of a title
 _LOOKED_AT = 400  # characters of a line to parse
+_TOGETHER = 1 << 16  # characters of lines to split together
+_INDENT_IN = 4096  # characters after the start of a line, in which its indentation is looked for
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Title:
     """A heading or definition."""
 
@@ -45,6 +47,8 @@ class Outline:
         self._titles = list(find(text)) if find is not None else []
         self._starts = [title.start for title in self._titles]
         self._above = _parents(self._titles)
+        self._blanks = 0, 0  # the last long blank range
+        self._line = 0, 0  # the last line: its start and a position in it
         self._run_end = self._run_ends()
 
     @property
@@ -63,12 +67,33 @@ class Outline:
             start, count = self._titles[last].end, last + 1
         found = self._chain(count - 1)
         if self._is_code:
-            inside = _indent_at(self._text, start)
+            inside = self._indent_at(start)
             found = [title for title in found if title.level < inside or title.end >= start]
         return tuple(title.text for title in found)
 
     def _blank(self, start: int, end: int) -> bool:
-        return end <= start or _BLANK.fullmatch(self._text, start, end) is not None
+        """Return whether text[start:end] is blank. A long blank range, in which many chunks may begin, is read once."""
+        first, last = self._blanks
+        if not first <= start <= last:
+            first = last = start
+        if last < end:
+            found = _TEXT.search(self._text, last, end)
+            last = found.start() if found else end
+            if last - first > _LOOKED_AT:
+                self._blanks = first, last
+        return end <= last
+
+    def _indent_at(self, start: int) -> int:
+        """Return the indentation of the first non-blank line at or after `start`."""
+        begin, known = self._line
+        if start < begin:
+            begin, known = 0, 0
+        begin = self._text.rfind("\n", known, start) + 1 or begin
+        self._line = begin, max(start, known)
+        for _, line in _lines(self._text[begin : begin + _INDENT_IN]):
+            if line.strip():
+                return _width(line[: len(line) - len(line.lstrip(" \t"))])
+        return 0
 
     def _run_ends(self) -> list[int]:
         """Return, for each title, the last title of its run: titles with nothing but blanks in between."""
@@ -100,10 +125,12 @@ def _parents(titles: list[_Title]) -> list[int]:
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
     """Yield (start character, first _LOOKED_AT characters of the line without its line end)."""
-    start = 0
-    for line in text.splitlines(keepends=True):
-        yield start, line[:_LOOKED_AT].rstrip("\n")
-        start += len(line)
+    begin = 0
+    while begin < len(text):  # splitlines keeps all of its lines
+        end = (text.find("\n", begin + _TOGETHER) + 1) or len(text)
+        for line in text[begin:end].splitlines(keepends=True):
+            yield begin, line[:_LOOKED_AT].rstrip("\n")
+            begin += len(line)
 
 
 def _markdown(text: str) -> Iterator[_Title]:
@@ -117,13 +144,18 @@ def _markdown(text: str) -> Iterator[_Title]:
             continue
         if found := _FENCE.match(line):
             fence, above = found[1], (start, "")
-        elif (found := _MARKDOWN.fullmatch(line)) and found[2]:
-            yield _Title(start, start + len(line), len(found[1]), found[2][:_SHOWN])
+        elif (found := _MARKS.match(line)) and (title := _without_marks(line[found.end() :])):
+            yield _Title(start, start + len(line), len(found[1]), title[:_SHOWN])
             line = ""
         elif above[1] and (found := _UNDERLINE.fullmatch(line)) and found[1] in "=-":
             yield _Title(above[0], start + len(line), "=-".index(found[1]) + 1, above[1][:_SHOWN])
             line = ""
         above = (start, line.strip())
+
+
+def _without_marks(title: str) -> str:
+    """Remove the closing marks of a heading (## Title ##)."""
+    return title.rstrip(" \t").rstrip("#").rstrip(" \t")
 
 
 def _underlined(text: str) -> Iterator[_Title]:
@@ -149,15 +181,6 @@ def _definitions(text: str) -> Iterator[_Title]:
             yield _Title(
                 start, start + len(line), _width(line[: len(line) - len(body)]), found[1].rstrip(":.")[:_SHOWN]
             )
-
-
-def _indent_at(text: str, start: int) -> int:
-    """Return the indentation of the first non-blank line at or after `start`."""
-    begin = text.rfind("\n", 0, start) + 1
-    for _, line in _lines(text[begin : begin + 4096]):
-        if line.strip():
-            return _width(line[: len(line) - len(line.lstrip(" \t"))])
-    return 0
 
 
 def _width(blanks: str) -> int:

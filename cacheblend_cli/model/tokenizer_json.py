@@ -179,4 +179,4 @@ def _has_form(text: str) -> bool:
     tag = _TAG.fullmatch(text)
     if tag is not None and (tag[1].lower() in _HTML or _BYTE.fullmatch(text)):
         return False
-    return any(form.fullmatch(text) for form in (_BARRED, _BRACKETED, _TAG))
+    return bool(_BARRED.fullmatch(text) or _BRACKETED.fullmatch(text) or _TAG.fullmatch(text))

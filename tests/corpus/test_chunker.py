@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from checkpoints import write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cacheblend_cli.corpus import chunker
 from cacheblend_cli.corpus.chunker import Chunk, Encode, iter_cut
+from cacheblend_cli.corpus.layout import Kind
 
 
 def words(text: str) -> list[int]:
@@ -144,3 +148,73 @@ def test_the_handbook_is_cut_at_paragraphs() -> None:
         check(text, chunks, encode, CHUNK_TOKENS)
         assert all(c.text.endswith("\n\n") for c in chunks[:-1])
         assert len(chunks) >= 2
+
+
+PLAIN = (
+    r".*?(?:\n[ \t]*\n\s*|\Z)",
+    r".*?(?:\n|\Z)",
+    r".*?(?:[.!?]\s+|\Z)",
+    r"\s*\S+\s*|\s+",
+    r".",
+)
+CODE = (
+    r".*?(?:\n(?:[ \t]*\n)+(?=[^\s})\]])|\Z)",
+    r".*?(?:\n(?:[ \t]*\n)+(?=(?: {1,4}|\t)?[^\s})\]])|\Z)",
+    r".*?(?:\n(?:[ \t]*\n)+|\Z)",
+    PLAIN[1],
+    *PLAIN[3:],
+)
+"""Where the levels cut, as one regular expression each. These are not linear."""
+MARKS = st.sampled_from(
+    ["a", "b1", " ", "    ", "     ", "\t", "\n", "\n\n", "\v", "}", ")", "]", ". ", "!", "\u3042", "# x\n"]
+)
+
+
+@given(st.lists(MARKS, max_size=14), st.integers(0, 3), st.integers(0, 3))
+def test_levels_cut_where_their_patterns_do(parts: list[str], before: int, after: int) -> None:
+    inner = "".join(parts)
+    text = "x" * before + inner + "y" * after  # a part is cut as if it were alone
+    for levels, patterns in ((chunker._LEVELS, PLAIN), (chunker._CODE_LEVELS, CODE)):
+        for level, pattern in zip(levels, patterns, strict=True):
+            ends = [m.end() for m in re.compile(pattern, re.DOTALL).finditer(inner) if m.group()]
+            assert list(level(text, before, before + len(inner))) == [before + end for end in ends]
+
+
+@pytest.mark.parametrize("kind", ["text", "code"])
+@given(st.lists(MARKS, min_size=1), st.integers(1, 12))
+def test_a_chunk_takes_all_the_pieces_that_fit(kind: Kind, parts: list[str], most: int) -> None:
+    text = "".join(parts)
+    levels = chunker._CODE_LEVELS if kind == "code" else chunker._LEVELS
+    ends = list(chunker._ends(text, 0, len(text), characters, most, levels))
+    for first, begin in enumerate([0, *ends[:-1]]):
+        pieces = chunker._Pieces(text, iter(ends))
+        pieces.upto(first + 1)
+        fitting = [n for n in range(first + 1, len(ends) + 1) if ends[n - 1] - begin <= most]
+        for length in (1, most, 100):
+            stop, ids = chunker._fill(pieces, first, characters, most, length)
+            assert stop == max(fitting, default=first + 1)
+            assert ids == characters(text[begin : ends[stop - 1]])
+
+
+@pytest.mark.parametrize("line", ["the lead of billing is Mara ", "x", "1, ", "\u3042", " "])
+def test_what_is_held_and_encoded_does_not_grow_with_the_text(
+    line: str, encode: Encode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Starts of pieces in memory, and characters encoded per character of the text."""
+    encoded, held = 0, [0]
+    drop = chunker._Pieces.drop
+
+    def counting(text: str) -> list[int]:
+        nonlocal encoded
+        encoded += len(text)
+        return encode(text)
+
+    def dropped(self: chunker._Pieces, first: int) -> None:
+        held[0] = max(held[0], len(self._starts))
+        drop(self, first)
+
+    monkeypatch.setattr(chunker._Pieces, "drop", dropped)
+    text = line * (100_000 // len(line))
+    check(text, cut(text, counting, 200), encode, 200)
+    assert held[0] < 8192
+    assert encoded <= 6 * len(text)

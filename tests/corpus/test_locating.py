@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from base64 import b64encode
 
 import pytest
 from cacheblend_store import DocumentChunk, DocumentRecord, Locator
 from cacheblend_store.errors import BadBlob
 from cacheblend_store.format.records import decode_document, document_key, encode_document, seal
+from hypothesis import given
+from hypothesis import strategies as st
 
+from cacheblend_cli.corpus import outline
 from cacheblend_cli.corpus.cutting import Locating
 from cacheblend_cli.corpus.layout import Mark, TextLayout
 from cacheblend_cli.corpus.outline import Outline
@@ -129,12 +133,43 @@ def test_a_long_line_is_no_trouble() -> None:
 
 def test_a_document_of_headings_alone_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not from each chunk to the end: two megabytes of headings took a minute."""
-    outline = Outline("# a\n" * 1000, "markdown")
+    headings = Outline("# a\n" * 1000, "markdown")
     looks: list[int] = []
     blank = Outline._blank
     monkeypatch.setattr(Outline, "_blank", lambda self, start, end: looks.append(start) or blank(self, start, end))
-    assert {outline.titles(start) for start in range(0, 4000, 40)} == {("a",)}
+    assert {headings.titles(start) for start in range(0, 4000, 40)} == {("a",)}
     assert len(looks) <= 100
+
+
+@given(st.text(alphabet=" \t#ab", max_size=24))
+def test_a_heading_is_its_line_without_marks(rest: str) -> None:
+    found = re.fullmatch(r"(#{1,6})[ \t]+(.*?)[ \t]*#*[ \t]*", "#" + rest)
+    titles = [title for path in Outline(f"#{rest}\n", "markdown").paths for title in path]
+    assert titles == ([found[2]] if found and found[2] else [])
+
+
+def test_a_long_blank_range_and_a_long_line_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each chunk that begins in them."""
+    reads: list[int] = []
+    pattern = outline._TEXT
+
+    class Counted:
+        def search(self, text: str, start: int, end: int) -> re.Match[str] | None:
+            found = pattern.search(text, start, end)
+            reads.append((found.start() if found else end) - start)
+            return found
+
+    class Line(str):
+        def rfind(self, part: str, start: int, end: int) -> int:  # type: ignore[override]
+            reads.append(end - start)
+            return super().rfind(part, start, end)
+
+    monkeypatch.setattr(outline, "_TEXT", Counted())
+    blanks = Outline("x\n" + " " * 100_000 + "\n# a\n", "markdown")
+    assert {blanks.titles(start) for start in range(10, 100_000, 100)} == {("a",)}
+    code = Outline(Line("def f():\n    " + "x; " * 30_000), "code")
+    assert {code.titles(start) for start in range(20, 90_000, 100)} == {("f",)}
+    assert sum(reads) < 400_000
 
 
 def test_locators_are_stored_and_checked() -> None:

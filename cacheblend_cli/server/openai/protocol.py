@@ -238,9 +238,8 @@ class PutBody(Struct, forbid_unknown_fields=True):
 
 
 Body = TypeVar("Body", bound=Struct)
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.DOTALL)
-_MOST_MESSAGE = 1024  # characters
-_PLACED = re.compile(r"(.*) - at (?:`key` in )?`\$\.?(.*)`$", re.DOTALL)
+_UNKNOWN = re.compile("Object contains unknown field `(.*)`", re.DOTALL)
+_PLACED = re.compile(r"(.*) - at (?:`key` in )?`\$\.?([^`]*)`", re.DOTALL)
 
 
 def parse(kind: type[Body], body: bytes) -> Body:
@@ -258,13 +257,11 @@ def parse(kind: type[Body], body: bytes) -> Body:
 
 def _refusal(message: str) -> ApiError:
     """Return msgspec's error with the field's name as OpenAI's `param`."""
-    if len(message) > _MOST_MESSAGE:  # it has the whole name of an unknown field
-        message = f"{message[: _MOST_MESSAGE // 2]}...{message[-_MOST_MESSAGE // 2 :]}"
-    if unknown := _UNKNOWN.fullmatch(message):
-        place = ".".join(part for part in (_dotted(unknown[2] or ""), unknown[1]) if part)[:200]
-        return bad_request(f"unknown field {place!r}", place, "unknown_parameter")
     placed = _PLACED.fullmatch(message)
     what, place = (placed[1], _dotted(placed[2])) if placed else (message, "")
+    if unknown := _UNKNOWN.fullmatch(what):
+        place = ".".join(part for part in (place, unknown[1]) if part)[:200]
+        return bad_request(f"unknown field {place!r}", place, "unknown_parameter")
     if missing := re.fullmatch("Object missing required field `(.*)`", what):
         place, what = ".".join(part for part in (place, missing[1]) if part), "the field is missing"
     return bad_request(f"{place or 'the body'}: {what[:1].lower()}{what[1:]}", place or None)
@@ -286,7 +283,7 @@ def refuse_unsupported(body: Struct, neutral_values: Mapping[str, tuple[Any, ...
 def _depth(raw: bytes) -> int:
     """Return the nesting depth of JSON brackets."""
     depth = most = 0
-    for bracket in re.sub(rb'"(?:[^"\\]|\\.)*"|[^\[\]{}"]', b"", raw):
+    for bracket in re.sub(rb'"(?s:[^"\\]|\\.)*+(?:"|\\?\Z)|[^\[\]{}"]', b"", raw):
         depth += 1 if bracket in b"[{" else -1
         most = max(most, depth)
     return most

@@ -328,5 +328,14 @@ def _errors(url: str) -> Iterator[None]:
 
 def _line(error: Exception) -> str:
     """Return the first line of an error without URL queries, or the error code of an XML body."""
-    text = re.sub(r"<\?xml.*?<Code>(\w+)</Code>.*", r"\1", str(error), flags=re.DOTALL)
-    return re.sub(r"(://[^\s?]*)\?\S*", r"\1", (text.strip().splitlines() or [type(error).__name__])[0])[:300]
+    text, xml, body = str(error).partition("<?xml")
+    if xml:
+        code = re.search(r"<Code>(\w+)</Code>", body)
+        text += code[1] if code else xml + body
+    line = (text.strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"\S+", lambda word: _without_query(word[0]), line)[:300]
+
+
+def _without_query(url: str) -> str:
+    scheme, colon, rest = url.partition("://")
+    return scheme + colon + rest.partition("?")[0] if colon else url
