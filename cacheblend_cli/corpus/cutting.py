@@ -7,6 +7,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import PurePosixPath
 
 from cacheblend_store import Locator
@@ -23,6 +24,8 @@ _SENTENCE_ENDS = re.compile(r"[.!?]\s+|\n\s*")
 _WORD_ENDS = re.compile(r"\s+")
 _CHARACTERS = 16  # upper bound of the characters per overlap token
 _HEAD_SHARE = 4  # a head takes at most 1/4 of a chunk
+_TITLES = 16  # innermost titles that a head may have
+_HEADS = 4096  # heads to remember
 
 
 @dataclass(frozen=True)
@@ -97,22 +100,15 @@ class _Heads:
         title = document.layout.title
         name = "stdin" if is_stdin(document.source) else PurePosixPath(document.source).name
         self._title, self._name = title, name
-        self._known: dict[tuple[str, ...], str] = {}
+        self.of = lru_cache(_HEADS)(self._head)
         self.most = max(len(encode(head)) if (head := self.of(path)) else 0 for path in outline.paths)
-
-    def of(self, headings: tuple[str, ...]) -> str:
-        if headings not in self._known:
-            self._known[headings] = self._head(headings)
-        return self._known[headings]
 
     def _head(self, headings: tuple[str, ...]) -> str:
         names = headings if not self._title or self._title in headings[:1] else (self._title, *headings)
-        names = names or (self._name,)
-        for outer in range(len(names)):
-            head = self._form.replace("{source}", " > ".join(" ".join(n.split()) for n in names[outer:]))
-            if len(self._encode(head)) <= self._room:
-                return head
-        return ""
+        names = tuple(" ".join(name.split()) for name in (names or (self._name,))[-_TITLES:])
+        heads = [self._form.replace("{source}", " > ".join(names[outer:])) for outer in range(len(names))]
+        fits = _first(list(range(len(heads))), lambda outer: len(self._encode(heads[outer])) <= self._room)
+        return "" if fits is None else heads[fits]
 
 
 _NUMBERED = re.compile(r"(\w+) (\d+)")
