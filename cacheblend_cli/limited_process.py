@@ -1,7 +1,7 @@
 """Untrusted input, processed in another process with limits of CPU time and memory.
 
 Hostile or broken input kills that process, not the caller. The caller has a `LimitedProcess` for a module; run as
-`python -m`, the module calls `serve` and works within `limits`.
+`python -m`, the module calls `serve` and works within `limits`. The process ends with its caller, even a killed one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO
@@ -25,6 +25,8 @@ from cacheblend_cli.cancellation import Cancellation
 MIB = 1 << 20
 _SIZE = 8
 """Bytes of a message's length field."""
+_MORE, _LAST, _LAST_AND_END = 0, 1, 2
+"""First byte of an answer: another one follows, none follows, and the process is to be ended."""
 _KEPT_MIB = 512
 """Peak resident memory (MiB) above which the process ends after an answer, to free its memory."""
 
@@ -49,9 +51,10 @@ class LimitedProcess:
     child starts a process of its own.
     """
 
-    def __init__(self, module: str) -> None:
-        """module: its name; it calls `serve` when it is run."""
-        self._module = module
+    def __init__(self, module: str, greeting: Callable[[], bytes] | None = None) -> None:
+        """module: its name; it calls `serve` when it is run. greeting: returns what every process of this object reads
+        first, by `receive_greeting`."""
+        self._module, self._greeting = module, greeting
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: weakref.finalize | None = None
@@ -67,28 +70,41 @@ class LimitedProcess:
             self._started()
 
     def ask(self, message: bytes, cancellation: Cancellation | None = None) -> bytes:
-        """Return the answer. A cancellation kills the process. Raises ProcessEnded, Cancelled."""
+        """Return the answer to a message that has one. A cancellation kills the process. Raises ProcessEnded,
+        Cancelled."""
+        [answer] = self.stream(message, cancellation)
+        return answer
+
+    def stream(self, message: bytes, cancellation: Cancellation | None = None) -> Iterator[bytes]:
+        """Yield the answers to a message. A cancellation kills the process. Raises ProcessEnded, Cancelled.
+
+        Until the last one, the process takes no other message; leaving the iterator before ends the process.
+        """
         with self._lock:
             if self._process is not None and self._process.poll() is not None:  # killed while it waited
                 self._stop()
             process = self._started()
             assert process.stdin is not None
             assert process.stdout is not None
+            state = _MORE
             try:
                 # this process: one that starts after the cancellation would not be killed
                 with nullcontext() if cancellation is None else cancellation.ended_by(process.kill):
                     _send(process.stdin, message)
-                    answer = _receive(process.stdout)
+                    while state == _MORE:
+                        answer = _receive(process.stdout)
+                        state = answer[0]
+                        if state == _LAST_AND_END:
+                            self._stop()
+                        yield answer[1:]
             except (BrokenPipeError, EOFError):
                 status = process.wait()
                 self._stop()
                 raise ProcessEnded(status) from None
             except BaseException:  # an interrupt or cancellation may leave a part of a message in the pipes
-                self._stop()
+                if state == _MORE:
+                    self._stop()
                 raise
-            if answer[0]:
-                self._stop()
-            return answer[1:]
 
     def close(self) -> None:
         with self._lock:
@@ -111,6 +127,9 @@ class LimitedProcess:
                 stderr=subprocess.DEVNULL,
             )
             self._finalizer = weakref.finalize(self, _stop, self._process)
+            if self._greeting is not None and self._process.stdin is not None:
+                with suppress(BrokenPipeError):  # the first message tells
+                    _send(self._process.stdin, self._greeting())
         return self._process
 
     def _stop(self) -> None:
@@ -175,33 +194,49 @@ def _read(stream: IO[bytes], count: int) -> bytes:
     return bytes(found)
 
 
-def serve(answer: Callable[[bytes], bytes]) -> None:
-    """Answer the messages on stdin until the caller closes its end. If the caller ends, a message is not finished."""
+def receive_greeting() -> bytes:
+    """Return the message that a process is greeted with, before it serves."""
+    return _receive(sys.stdin.buffer)
+
+
+def serve(answer: Callable[[bytes], bytes | Iterable[bytes]]) -> None:
+    """Answer the messages on stdin until the caller closes its end. A message may have several answers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the caller's
     with suppress(EOFError, BrokenPipeError):
         while True:
             message = _receive(sys.stdin.buffer)
-            with _ended_by_hangup(sys.stdin.fileno()):
+            with _ended_with_caller():
                 found = answer(message)
-            _send(sys.stdout.buffer, bytes([peak_mib() > _KEPT_MIB]) + found)
+                last: bytes | None = None
+                for part in (found,) if isinstance(found, bytes) else found:
+                    if last is not None:
+                        _send(sys.stdout.buffer, bytes([_MORE]) + last)
+                    last = part
+            assert last is not None, "a message has an answer"
+            _send(sys.stdout.buffer, bytes([_LAST_AND_END if peak_mib() > _KEPT_MIB else _LAST]) + last)
 
 
 @contextmanager
-def _ended_by_hangup(pipe: int) -> Iterator[None]:
-    """Let the kernel end this process, even inside C code, when the other end of the pipe is closed: by SIGIO, whose
-    default action ends a process on Linux."""
-    flags = fcntl.fcntl(pipe, fcntl.F_GETFL)
+def _ended_with_caller() -> Iterator[None]:
+    """End this process when the caller's end of stdin closes, even inside C code: SIGIO, which the kernel then sends,
+    terminates a process that does not handle it. Only while nothing can arrive on stdin, since that sends it too."""
+    if not hasattr(os, "O_ASYNC"):
+        yield
+        return
+    stdin = sys.stdin.fileno()
+    flags = fcntl.fcntl(stdin, fcntl.F_GETFL)
     with suppress(OSError):
-        fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(pipe, fcntl.F_SETFL, flags | os.O_ASYNC)
+        fcntl.fcntl(stdin, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(stdin, fcntl.F_SETFL, flags | os.O_ASYNC)
     poll = select.poll()
-    poll.register(pipe, 0)
-    if poll.poll(0):  # closed before
+    poll.register(stdin, 0)  # a hang-up is reported always
+    if poll.poll(0):  # closed before it was watched
         raise EOFError
     try:
         yield
     finally:
-        fcntl.fcntl(pipe, fcntl.F_SETFL, flags)
+        with suppress(OSError):
+            fcntl.fcntl(stdin, fcntl.F_SETFL, flags)
 
 
 @contextmanager

@@ -21,7 +21,8 @@ from cacheblend_cli.collect.summaries import ChunkSize, Settled
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.corpus.contexts import Ids, Neighbours, Passage, document_contexts
 from cacheblend_cli.corpus.converters.converter import NoDocument
-from cacheblend_cli.corpus.cutting import CutSettings, cut_document
+from cacheblend_cli.corpus.cut_process import cutter_of
+from cacheblend_cli.corpus.cutting import CutSettings
 from cacheblend_cli.corpus.documents import Document, DocumentFile
 from cacheblend_cli.corpus.search import CONTEXTS
 from cacheblend_cli.errors import TextRefused
@@ -228,7 +229,7 @@ class Planner:
         chunks: list[Chunk] = []
         try:
             document = file.read(self.diff.conversions)
-            for chunk in cut_document(document, of.model.tokenizer.encode_text, cut):
+            for chunk in cutter_of(of.model.tokenizer).cut(document, cut):
                 chunks.append(chunk)
                 if on_cut is not None:
                     on_cut(document, chunk.end)

@@ -14,9 +14,10 @@ from cacheblend_cli.collect.collector import Collector
 from cacheblend_cli.collect.document_records import document_record, is_news
 from cacheblend_cli.collect.plan import Planned, plan_documents
 from cacheblend_cli.collect.settings import CollectSettings
-from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.corpus.citations import TITLE
-from cacheblend_cli.corpus.cutting import CutSettings, cut_document
+from cacheblend_cli.corpus.converters.converter import NoDocument
+from cacheblend_cli.corpus.cut_process import cutter_of
+from cacheblend_cli.corpus.cutting import CutSettings
 from cacheblend_cli.corpus.documents import Document
 from cacheblend_cli.corpus.layout import shortened
 from cacheblend_cli.corpus.places import PUT, SENT
@@ -67,21 +68,17 @@ def plan_texts(
     settings: CollectSettings,
     cancellation: Cancellation | None = None,
 ) -> Planned:
-    """Return the documents with their chunks and keys. A chunk takes at most half of the model's context. Raises
-    Cancelled."""
+    """Return the documents with their chunks and keys. A chunk takes at most half of the model's context.
+
+    Raises UsageError for a document that cannot be cut within the limits, TextRefused, and Cancelled.
+    """
     room = max(1, (collection.model.spec.max_context - len(collection.prefix_ids)) // 2)
-    encode = collection.model.tokenizer.encode_text
-    cut = CutSettings(min(settings.chunk_tokens, room))
-    cuts = [(document, list(_checked(cut_document(document, encode, cut), cancellation))) for document in documents]
+    cut, cutter = CutSettings(min(settings.chunk_tokens, room)), cutter_of(collection.model.tokenizer)
+    try:
+        cuts = [(document, list(cutter.cut(document, cut, cancellation))) for document in documents]
+    except NoDocument as no:
+        raise UsageError(f"the document {no.reason}", "store it in parts") from no
     return plan_documents(collection, cuts, settings)
-
-
-def _checked(chunks: Iterator[Chunk], cancellation: Cancellation | None) -> Iterator[Chunk]:
-    """Yield the chunks. Raises Cancelled."""
-    for chunk in chunks:
-        if cancellation is not None:
-            cancellation.check()
-        yield chunk
 
 
 class Putting:
@@ -99,7 +96,7 @@ class Putting:
         title: str = "",
         cancellation: Cancellation | None = None,
     ) -> None:
-        """Cut the document. Any thread may call this. Raises Cancelled.
+        """Cut the document. Any thread may call this. Raises UsageError, and Cancelled.
 
         title: shown in lists, "" for the document's id. Attributes: num_stored: chunks with KV in the store. settled:
         the document was committed or undone.

@@ -354,7 +354,7 @@ class Engine(EngineThread):
         cancellation: Cancellation | None = None,
     ) -> Putting:
         """Cut a document to be stored: call the result's `collect` by `between_steps` until it returns False, then
-        `commit`; or `undo`. Raises Cancelled."""
+        `commit`; or `undo`. Raises TextRefused, and Cancelled if it is cancelled while it is cut."""
         return Putting(self.collection(store, salt), store, document, self._collect_settings, title, cancellation)
 
     def add(self, store: ChunkStore, texts: Iterable[tuple[str, str]]) -> list[AddedDocument]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -14,13 +13,13 @@ from typing import Any
 
 import tokenizers
 
-from cacheblend_cli.errors import CacheBlendError, NotFoundError, TextRefused, UsageError
+from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.model import template_process
 from cacheblend_cli.model.model_files import AGAIN, LARGE_BYTES, is_there, read_object, read_text
 from cacheblend_cli.model.template_process import Rendered
+from cacheblend_cli.model.text_encoder import TextEncoder, checked, checked_ids, ids_of
 from cacheblend_cli.model.tokenizer_json import check_growth, for_the_middle, is_control, without_added
 
-_LONG = 4096  # characters, which take a few milliseconds to encode
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -42,10 +41,11 @@ class Tokenizer:
         if self.has_template:
             template_process.warm_up()
         raw = read_text(path, LARGE_BYTES)
-        with _checked(lambda error: UsageError(f"{path} is not a readable tokenizer: {error}", AGAIN)):
+        with checked(lambda error: UsageError(f"{path} is not a readable tokenizer: {error}", AGAIN)):
             self._read(raw)
         self.fingerprint = hashlib.blake2b(raw.encode(), digest_size=16).hexdigest()
         self._num_embeddings = self.vocab_size if num_embeddings is None else num_embeddings
+        self.text_encoder = TextEncoder(self._plain, self._control, self._num_embeddings)
 
     def _read(self, raw: str) -> None:
         """Read a tokenizer.json."""
@@ -93,7 +93,7 @@ class Tokenizer:
     @property
     def beginning(self) -> str:
         """Text that the tokenizer itself puts before any text, without a chat template: "" or a control token."""
-        with _checked(lambda error: UsageError(f"the tokenizer cannot begin a text: {error}", AGAIN)):
+        with checked(lambda error: UsageError(f"the tokenizer cannot begin a text: {error}", AGAIN)):
             ids = self._tokenizer.encode("").ids
         return self.decode([i for i in ids if str(self._tokenizer.id_to_token(i)) == self.special("bos_token")], False)
 
@@ -103,23 +103,7 @@ class Tokenizer:
         Adds no special tokens, matches no control tokens, and omits the mark or space that the tokenizer puts before a
         text on its own. Raises TextRefused for text that cannot be kept apart from a control token.
         """
-        ids = self._encode(self._plain, text)
-        if not self.control_ids.isdisjoint(ids):  # by id: some models have their control tokens in the vocabulary too
-            ids = [i for piece in self._pieces(text, ids) for i in self._encode(self._plain, piece)]
-        bad = next((i for i in ids if i in self.control_ids), None)
-        if bad is not None:
-            raise TextRefused(
-                f"the text contains {self._tokenizer.id_to_token(bad)!r}, which this tokenizer cannot keep apart "
-                "from its control token",
-                "remove it from the text, or choose another model",
-            )
-        return ids
-
-    def _pieces(self, text: str, ids: list[int]) -> list[str]:
-        """Cut the text after the first character of every control token that is among the ids."""
-        contents = {self._control[i] for i in ids if i in self.control_ids}
-        cuts = [match.start() + 1 for match in re.finditer("|".join(f"(?={re.escape(c)})" for c in contents), text)]
-        return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        return self.text_encoder.encode(text)
 
     def encode_template(self, text: str) -> list[int]:
         """Return the ids of rendered template text from its start: control tokens are recognised, none are added."""
@@ -134,18 +118,10 @@ class Tokenizer:
 
     def holds_control(self, text: str) -> bool:
         """Return whether the text would contain a control token if it were part of the template."""
-        return not self.control_ids.isdisjoint(_ids(self._tokenizer, text))
+        return not self.control_ids.isdisjoint(ids_of(self._tokenizer, text))
 
     def _encode(self, tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
-        ids = _ids(tokenizer, text)
-        if max(ids, default=0) >= self._num_embeddings:
-            bad = next(i for i in ids if i >= self._num_embeddings)
-            raise TextRefused(
-                f"the token {self._tokenizer.id_to_token(bad)!r} has the id {bad}, and the model has {self._num_embeddings} "
-                "embeddings (vocab_size in config.json)",
-                "the tokenizer and the weights belong to different models",
-            )
-        return ids
+        return checked_ids(tokenizer, text, self._num_embeddings)
 
     def _first_control(self, ids: list[int]) -> int:
         return next((at for at, token_id in enumerate(ids) if token_id in self.control_ids), len(ids))
@@ -153,7 +129,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text by the tokenizer's decoder. `clean_up_tokenization_spaces` is ignored: it removes spaces that
         are in the ids ("a ? b"), so transformers does not apply it to BPE either."""
-        with _checked(lambda error: UsageError(f"the tokenizer cannot decode an answer: {error}", AGAIN)):
+        with checked(lambda error: UsageError(f"the tokenizer cannot decode an answer: {error}", AGAIN)):
             return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def is_silent(self, token_id: int) -> bool:
@@ -181,7 +157,7 @@ class Tokenizer:
 
     def special_in(self, text: str) -> str | None:
         """Return the first special token that occurs in the text, or None."""
-        ids = _ids(self._tokenizer, text)
+        ids = ids_of(self._tokenizer, text)
         found = next((i for i in ids if i in self._special_ids and i in self.control_ids), None)
         return None if found is None else str(self._tokenizer.id_to_token(found))
 
@@ -215,30 +191,6 @@ class Tokenizer:
         if not isinstance(template, str | None):
             raise UsageError(f"chat_template of {model_dir} is not a template: {str(template)[:60]}", AGAIN)
         return template
-
-
-@contextmanager
-def _checked(refusal: Callable[[BaseException], UsageError]) -> Iterator[None]:
-    """Turn an error of the tokenizers library into a UsageError. It raises bare Exception, and where its Rust code
-    panics a PanicException, which is not an Exception."""
-    try:
-        yield
-    except CacheBlendError:
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise refusal(error) from error
-
-
-def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
-    """Return ids without special tokens. A long text is encoded without Python's lock, which `encode` holds."""
-    with _checked(lambda error: TextRefused(f"the tokenizer cannot encode this text: {error}", AGAIN)):
-        if len(text) < _LONG:
-            encoding = tokenizer.encode(text, add_special_tokens=False)
-        else:
-            [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return list(encoding.ids)
 
 
 def _unknown_id(model: dict[str, Any]) -> int | None:

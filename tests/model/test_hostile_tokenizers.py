@@ -11,7 +11,8 @@ import pytest
 from checkpoints import write_tokenizer
 
 from cacheblend_cli.errors import TextRefused, UsageError
-from cacheblend_cli.model.tokenizer import Tokenizer, _checked
+from cacheblend_cli.model.text_encoder import checked
+from cacheblend_cli.model.tokenizer import Tokenizer
 
 DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 MARK = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
@@ -111,5 +112,5 @@ def test_a_panic_while_a_text_is_encoded_refuses_the_text(tmp_path: Path, length
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 def test_an_interrupt_is_no_error_of_the_tokenizer(kind: type[BaseException]) -> None:
-    with pytest.raises(kind), _checked(lambda error: UsageError(str(error))):
+    with pytest.raises(kind), checked(lambda error: UsageError(str(error))):
         raise kind

@@ -1,0 +1,170 @@
+"""Cut long documents in a separate process with memory and CPU limits, and short ones in the caller's.
+
+Cutting and encoding hold Python's lock, so a long text would stop all other threads of a server. `DocumentCutter` gives
+`python -m` this module the tokenizer once, then a document at a time, and receives its chunks in batches.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
+
+import msgspec
+from cacheblend_store import Locator
+
+from cacheblend_cli.cancellation import Cancellation
+from cacheblend_cli.corpus.chunker import Chunk
+from cacheblend_cli.corpus.converters.converter import NoDocument
+from cacheblend_cli.corpus.cutting import CutSettings, cut_document
+from cacheblend_cli.corpus.documents import Document
+from cacheblend_cli.corpus.layout import TextLayout
+from cacheblend_cli.errors import TextRefused
+from cacheblend_cli.limited_process import MIB, LimitedProcess, ProcessEnded, limits, receive_greeting, serve
+from cacheblend_cli.model.text_encoder import TextEncoder
+from cacheblend_cli.model.tokenizer import Tokenizer
+
+SHORT = 1 << 15
+"""Characters up to which a document is cut in the caller's process: linear code over a bounded text takes bounded time
+(.1 s), less than the process needs to start."""
+_BATCH = 1 << 17  # characters of chunks that are sent together
+_KEPT = 2  # idle processes to keep
+
+
+class CutLimits(msgspec.Struct, frozen=True):
+    """Limits for cutting one document."""
+
+    seconds: float = 60  # CPU time
+    seconds_per_mib: float = 30  # additional CPU time per MiB of the text
+    memory: int = 1 << 30  # address space, bytes
+    memory_per_byte: int = 16  # additional address space per byte of the text
+
+    def seconds_for(self, size: int) -> float:
+        return self.seconds + self.seconds_per_mib * size / MIB
+
+
+class _Job(msgspec.Struct):
+    source: str
+    text: bytes  # UTF-8; lone surrogates pass
+    layout: TextLayout
+    cut: CutSettings
+    limits: CutLimits
+
+
+class _Piece(msgspec.Struct, array_like=True):
+    """A chunk without the text that the caller has."""
+
+    head: str
+    token_ids: bytes  # uint32
+    start: int
+    end: int
+    locator: Locator
+
+
+class _Batch(msgspec.Struct):
+    """Chunks of a document in order, or why there are no more."""
+
+    chunks: list[_Piece] = []
+    refused: tuple[str, str | None] | None = None  # arguments of a TextRefused
+    reason: str = ""  # of a NoDocument
+
+
+class DocumentCutter:
+    """Cuts documents for one tokenizer. Any number of threads may use it; each long document has its own process."""
+
+    def __init__(self, encoder: TextEncoder, limits: CutLimits | None = None) -> None:
+        self._encoder, self._limits = encoder, limits or CutLimits()
+        self._idle: deque[LimitedProcess] = deque()
+
+    def cut(self, document: Document, cut: CutSettings, cancellation: Cancellation | None = None) -> Iterator[Chunk]:
+        """Yield the chunks of `cut_document`. Raises TextRefused, Cancelled, and NoDocument if a limit is exceeded."""
+        if len(document.text) <= SHORT:
+            if cancellation is not None:
+                cancellation.check()
+            yield from cut_document(document, self._encoder.encode, cut)
+            return
+        process = self._idle.pop() if self._idle else LimitedProcess(__name__, self._encoder.to_bytes)
+        try:
+            yield from self._cut_in(process, document, cut, cancellation)
+        finally:
+            if len(self._idle) < _KEPT:
+                self._idle.append(process)
+            else:
+                process.close()
+
+    def close(self) -> None:
+        """End the idle processes."""
+        while self._idle:
+            self._idle.pop().close()
+
+    def _cut_in(
+        self, process: LimitedProcess, document: Document, cut: CutSettings, cancellation: Cancellation | None
+    ) -> Iterator[Chunk]:
+        text = document.text.encode("utf-8", "surrogatepass")
+        size, job = len(text), _Job(document.source, text, document.layout, cut, self._limits)
+        message = msgspec.msgpack.encode(job)
+        del text, job
+        index, shared = 0, dict[int, int]()
+        try:
+            for answer in process.stream(message, cancellation):
+                batch = msgspec.msgpack.decode(answer, type=_Batch)
+                for piece in batch.chunks:
+                    ids = array("I", piece.token_ids)
+                    token_ids = tuple(map(shared.setdefault, ids, ids))
+                    body = piece.head + document.text[piece.start : piece.end]
+                    yield Chunk(index, body, token_ids, piece.start, piece.end, piece.locator)
+                    index += 1
+                if batch.refused is not None:
+                    raise TextRefused(*batch.refused)
+                if batch.reason:
+                    raise NoDocument(batch.reason, "too large to cut")
+        except ProcessEnded as ended:
+            raise self._refusal(ended, size) from None
+
+    def _refusal(self, ended: ProcessEnded, size: int) -> NoDocument:
+        """Return the error for a process that ended without an answer."""
+        if ended.is_too_slow:
+            return NoDocument(f"takes more than {self._limits.seconds_for(size):,.0f} s to cut", "too slow to cut")
+        return NoDocument(f"cutting it crashed ({ended})", "too large to cut")
+
+
+_CUTTERS: WeakKeyDictionary[Tokenizer, DocumentCutter] = WeakKeyDictionary()
+
+
+def cutter_of(tokenizer: Tokenizer) -> DocumentCutter:
+    """Return the tokenizer's cutter, whose processes end with the tokenizer."""
+    return _CUTTERS.setdefault(tokenizer, DocumentCutter(tokenizer.text_encoder))
+
+
+def _answers(encoder: TextEncoder, job: _Job) -> Iterator[bytes]:
+    """Cut a document within the limits. Yields batches; the last one may have no chunks."""
+    size, text = len(job.text), job.text.decode("utf-8", "surrogatepass")
+    memory = job.limits.memory + job.limits.memory_per_byte * size
+    document, batch, characters = Document(job.source, text, layout=job.layout), _Batch([]), 0
+    try:
+        with limits(job.limits.seconds_for(size), memory):
+            for chunk in cut_document(document, encoder.encode, job.cut):
+                head = chunk.text[: len(chunk.text) - (chunk.end - chunk.start)]
+                ids = array("I", chunk.token_ids).tobytes()
+                batch.chunks.append(_Piece(head, ids, chunk.start, chunk.end, chunk.locator))
+                characters += len(chunk.text)
+                if characters >= _BATCH:
+                    yield msgspec.msgpack.encode(batch)
+                    batch, characters = _Batch([]), 0
+    except TextRefused as error:
+        batch.refused = error.message, error.hint
+    except MemoryError:
+        batch = _Batch([], reason=f"needs more than {memory // MIB:,} MiB of memory to cut")
+    yield msgspec.msgpack.encode(batch)
+
+
+def _serve() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each thread would reserve address space
+    encoder = TextEncoder.of_bytes(receive_greeting())
+    serve(lambda message: _answers(encoder, msgspec.msgpack.decode(message, type=_Job)))
+
+
+if __name__ == "__main__":
+    _serve()
