@@ -4,8 +4,10 @@ store."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import tee
 from typing import Any, TypeVar
 
 from cacheblend_store import ChunkStore, DocumentRecord, StoreError
@@ -162,11 +164,27 @@ class Planner:
             whole = [size for size in known if size is not None]
             if file.source in current and len(whole) == len(known):
                 yield PlannedDocument(file, whole, is_current=True, record_bytes=self._record_bytes(part, file))
-            elif (found := self._cut(file, part, self._on_cut)) is not None:
-                [(_, chunks)] = plan_documents(collection, [found], part.settings)
-                size = self._record_bytes(part, file, chunks)
-                place = self._spool.append(found[1])
-                yield PlannedDocument(file, self._sizes(part, chunks), place=place, record_bytes=size)
+            elif (planned := self._plan_cut(part, file)) is not None:
+                yield planned
+
+    def _plan_cut(self, part: Part, file: DocumentFile) -> PlannedDocument | None:
+        """Cut and plan a document. Its chunks are written to the spool one after the other, so only sizes are held."""
+        sizes, collection = list[ChunkSize](), part.collection
+        places = list[PlannedChunk]()  # without texts and token ids
+
+        def sized(chunks: Iterator[PlannedChunk]) -> Iterator[Chunk]:
+            for chunk in chunks:
+                sizes.append(self._size(collection, chunk))
+                if self._with_records:
+                    places.append(replace(chunk, chunk=replace(chunk.chunk, text="", token_ids=()), left=()))
+                yield chunk.chunk
+
+        with self._leaving_out(file):
+            document, cut = self._cutting(file, part, self._on_cut)
+            place = self._spool.append(sized(planned_chunks(collection, document.source, cut, part.settings)))
+            num_bytes = self._record_bytes(part, file, places)
+            return PlannedDocument(file, self._with_kv(collection, sizes), place=place, record_bytes=num_bytes)
+        return None
 
     def _plan_together(self, parts: Sequence[tuple[Part, Sequence[DocumentFile]]]) -> None:
         """Plan documents if some use context `neighbours`.
@@ -187,24 +205,22 @@ class Planner:
             planned = plan_documents(part.collection, [found for _, found in own], part.settings, others)
             part.documents.extend(
                 PlannedDocument(
-                    file, self._sizes(part, chunks), chunks, record_bytes=self._record_bytes(part, file, chunks)
+                    file,
+                    self._with_kv(part.collection, [self._size(part.collection, c) for c in chunks]),
+                    chunks,
+                    record_bytes=self._record_bytes(part, file, chunks),
                 )
                 for (file, _), (_, chunks) in zip(own, planned, strict=True)
             )
 
-    def _sizes(self, part: Part, chunks: Sequence[PlannedChunk]) -> list[ChunkSize]:
-        collection = part.collection
-        stored = stored_sizes(self._store, collection, (chunk.key for chunk in chunks))
-        return [
-            ChunkSize(
-                c.key,
-                len(c.chunk.token_ids),
-                len(c.left),
-                record_bytes(collection, c) if self._with_records else 0,
-                stored[c.key].has_kv if c.key in stored else None,
-            )
-            for c in chunks
-        ]
+    def _size(self, collection: Collection, chunk: PlannedChunk) -> ChunkSize:
+        num_bytes = record_bytes(collection, chunk) if self._with_records else 0
+        return ChunkSize(chunk.key, len(chunk.chunk.token_ids), len(chunk.left), num_bytes, None)
+
+    def _with_kv(self, collection: Collection, sizes: Sequence[ChunkSize]) -> list[ChunkSize]:
+        """Add whether the store has the KV of chunks."""
+        stored = stored_sizes(self._store, collection, (size.key for size in sizes))
+        return [size._replace(has_kv=stored[size.key].has_kv) if size.key in stored else size for size in sizes]
 
     def _record_bytes(self, part: Part, file: DocumentFile, chunks: Sequence[PlannedChunk] | None = None) -> int:
         """Return the size of a document's record: to be stored, or without `chunks` the stored one."""
@@ -224,22 +240,34 @@ class Planner:
 
         Return None if it has changed since it was found, or the model cannot store it: the stored version then stays.
         """
+        with self._leaving_out(file):
+            document, chunks = self._cutting(file, part, on_cut)
+            return document, list(chunks)
+        return None
+
+    def _cutting(self, file: DocumentFile, part: Part, on_cut: OnCut | None) -> tuple[Document, Iterator[Chunk]]:
+        """Read a document, and return it with its chunks. Their iterator raises what `DocumentCutter.cut` does."""
         of, settings = part.collection, part.settings
         cut = CutSettings(settings.chunk_tokens, settings.overlap, of.template.wording.head)
-        chunks: list[Chunk] = []
-        try:
-            document = file.read(self.diff.conversions)
+        document = file.read(self.diff.conversions)
+
+        def cutting() -> Iterator[Chunk]:
             for chunk in cutter_of(of.model.tokenizer).cut(document, cut):
-                chunks.append(chunk)
+                yield chunk
                 if on_cut is not None:
                     on_cut(document, chunk.end)
+
+        return document, cutting()
+
+    @contextmanager
+    def _leaving_out(self, file: DocumentFile) -> Iterator[None]:
+        """Leave a document out that cannot be read or cut."""
+        try:
+            yield
         except TextRefused as error:
             self._leave_out(file, NoDocument(error.message, "with text that this model cannot store"))
         except NoDocument as error:
             self._leave_out(file, error)
-        else:
-            return document, chunks
-        return None
 
     def _leave_out(self, file: DocumentFile, why: NoDocument) -> None:
         self._on_left_out(file, why)
@@ -275,24 +303,33 @@ def plan_documents(
 
     others: passages of other documents, for `neighbours`.
     """
-    window = collection.window(settings.window)
     near: Neighbours | None = None
     if settings.context == "neighbours":
         own = (Passage(c.text, c.token_ids) for _, chunks in documents for c in chunks)
-        near = Neighbours((*own, *others), settings.neighbours, window)
-    out = []
-    for document, chunks in documents:
-        lefts: list[Ids] = [()] * len(chunks)
-        if near is not None:
-            lefts = [near.left(c.token_ids) for c in chunks]
-        elif settings.context == "document":
-            lefts = document_contexts([c.token_ids for c in chunks], window)
-        planned = [
-            PlannedChunk(collection.key(chunk.token_ids, left), document.source, chunk, left, settings.context)
-            for chunk, left in zip(chunks, lefts, strict=True)
-        ]
-        out.append((document, planned))
-    return out
+        near = Neighbours((*own, *others), settings.neighbours, collection.window(settings.window))
+    return [
+        (document, list(planned_chunks(collection, document.source, chunks, settings, near)))
+        for document, chunks in documents
+    ]
+
+
+def planned_chunks(
+    collection: Collection,
+    source: str,
+    chunks: Iterable[Chunk],
+    settings: CollectSettings,
+    near: Neighbours | None = None,
+) -> Iterator[PlannedChunk]:
+    """Yield the chunks of one document with their keys and left contexts. near: for `neighbours`."""
+    placed: Iterator[tuple[Chunk, Ids]] = ((chunk, ()) for chunk in chunks)
+    if near is not None:
+        placed = ((chunk, near.left(chunk.token_ids)) for chunk in chunks)
+    elif settings.context == "document":
+        own, before = tee(chunks)
+        window = collection.window(settings.window)
+        placed = zip(own, document_contexts((chunk.token_ids for chunk in before), window), strict=True)
+    for chunk, left in placed:
+        yield PlannedChunk(collection.key(chunk.token_ids, left), source, chunk, left, settings.context)
 
 
 def stored_passages(collection: Collection, store: ChunkStore | None, but: Set[str]) -> Iterator[Passage]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,19 +78,17 @@ Ids = tuple[int, ...]
 _LOOKED_AT = 4  # candidates per neighbour, because some do not fit the window
 
 
-def document_contexts(chunks: Iterable[Ids], window: int) -> list[Ids]:
-    """Return the left context of each chunk of one document, in order.
+def document_contexts(chunks: Iterable[Ids], window: int) -> Iterator[Ids]:
+    """Yield the left context of each chunk of one document, in order.
 
     A chunk that does not fit the window starts a new one.
     """
-    out: list[Ids] = []
     left: Ids = ()
     for ids in chunks:
         if len(left) + len(ids) > window:
             left = ()  # start a new window
-        out.append(left)
+        yield left
         left += ids
-    return out
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class SampleChunks:
         """Ids between the prefix and the chunk, as `precompute --context` has them."""
         if kind == "document":
             page = [self._encode(text) for text in (*context.before, context.text)]
-            return document_contexts(page, self._window)[-1]
+            return list(document_contexts(page, self._window))[-1]
         return self._neighbours.left(self._encode(context.text)) if kind == "neighbours" else ()
 
     def facts(self, context: str) -> dict[str, Any]:

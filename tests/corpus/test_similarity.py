@@ -60,5 +60,5 @@ def test_the_most_similar_stands_last_and_the_window_is_kept() -> None:
 
 def test_a_window_of_a_document_begins_anew_when_it_is_full() -> None:
     a, b, c, d = (1, 1), (2, 2, 2), (3,), (4,) * 9
-    assert document_contexts([a, b, c, d], 6) == [(), a, a + b, ()]
-    assert document_contexts([a, b, c, d], 5) == [(), a, (), ()]
+    assert list(document_contexts([a, b, c, d], 6)) == [(), a, a + b, ()]
+    assert list(document_contexts([a, b, c, d], 5)) == [(), a, (), ()]
