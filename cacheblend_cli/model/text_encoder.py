@@ -39,8 +39,10 @@ class TextEncoder:
     def encode(self, text: str) -> list[int]:
         """Return the ids of the text. Raises TextRefused for text that cannot be kept apart from a control token."""
         ids = self._ids(text)
-        if not self._control.keys().isdisjoint(ids):  # by id: some models have control tokens in the vocabulary too
-            ids = [i for piece in self._pieces(text, ids) for i in self._ids(piece)]
+        if self._control.keys().isdisjoint(ids):
+            return ids
+        # By id: some models have their control tokens in the vocabulary too.
+        ids = [i for piece in self._pieces(text, ids) for i in self._ids(piece)]
         bad = next((i for i in ids if i in self._control), None)
         if bad is not None:
             raise TextRefused(

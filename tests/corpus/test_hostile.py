@@ -118,6 +118,30 @@ def test_deep_pages_are_read_or_refused(process: ConverterProcess) -> None:
     assert refused(process, "a.eml", b"Subject: x\n" + b"Content-Type: message/rfc822\n\n" * 2000)
 
 
+DEEP = 100_000
+BRACKETS = b"[" * DEEP + b"]" * DEEP
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "reason"),
+    [
+        ("a.jsonl", b'{"a":' + BRACKETS + b"}", "line 1 is nested too deeply"),
+        ("a.ipynb", b'{"cells":' + BRACKETS + b"}", "is nested too deeply"),
+        ("a.eml", b"Subject: x\n" + b"Content-Type: message/rfc822\n\n" * DEEP, "is nested too deeply"),
+        ("a.eml", b"Subject: x\nFrom: " + b"(" * DEEP + b"a@b.c\n\nbody", "is nested too deeply"),
+    ],
+)
+def test_any_depth_has_a_reason(name: str, data: bytes, reason: str, process: ConverterProcess) -> None:
+    assert refused(process, name, data) == reason
+
+
+@pytest.mark.parametrize(
+    "data", [BRACKETS, b'{"text": "x", "y": ' + BRACKETS + b"}", b'{"a":' * DEEP + b"1" + b"}" * DEEP]
+)
+def test_deep_json_is_read_as_text(data: bytes, process: ConverterProcess) -> None:
+    assert process.convert("a.json", data).text == data.decode()
+
+
 def test_nested_tables_and_articles_are_told_once(process: ConverterProcess) -> None:
     page = b"<article>one <table><tr><td>two <table><tr><td>three<td>four</table><td>five</table></article>" * 2
     assert (

@@ -23,8 +23,10 @@ def _lines(text: str) -> Iterator[tuple[str, Mark]]:
         if line.strip():
             try:
                 record = json.loads(line)
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 raise NoDocument(f"line {number} is not JSON", "broken JSON") from error
+            except RecursionError as error:
+                raise NoDocument(f"line {number} is nested too deeply", "broken JSON") from error
             if isinstance(record, Mapping):
                 yield _record_text(record), Mark(0, _part(record), number)
             else:
@@ -35,7 +37,7 @@ def from_json_records(data: bytes) -> Converted:
     text = decoded(data)
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError):  # possibly a dialect with comments: read it as text
+    except (ValueError, RecursionError):  # a dialect with comments, or nested too deeply: read it as text
         return Converted(text, TextLayout("code"))
     records = _records(value)
     if not records:
@@ -77,7 +79,9 @@ def _field(record: Mapping[str, Any], names: tuple[str, ...]) -> str:
 def from_notebook(data: bytes) -> Converted:
     try:
         cells = list(_cells(json.loads(decoded(data))))
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+    except RecursionError as error:
+        raise NoDocument("is nested too deeply", "broken notebooks") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise NoDocument("not a notebook", "broken notebooks") from error
     return joined(cells, "markdown")
 
