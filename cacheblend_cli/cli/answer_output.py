@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_cli.cli.explain_output import show_explanation
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.units import counted, format_size
+from cacheblend_cli.cli.units import counted, format_latency, format_size
 from cacheblend_cli.errors import ExitCode
 
 _MOST_SOURCES = 3
+_MODE_NAMES = {"blend": "blended", "reuse": "plain reuse"}
 _FEW_TOKENS = 16  # do not report the speed of fewer decoded tokens: it includes the start
 if TYPE_CHECKING:
     from cacheblend_cli.types import Answer, AskOptions, AskPlan, ChunkUse, TokenUse, Verification
@@ -102,7 +103,8 @@ def show_answer(
             output.note(line)
     if cut := cut_note(answer):
         output.note(cut)
-    show_summary(result, output, seconds)
+    t = answer.timing
+    show_summary(result, output, seconds, t.process_s - t.ttft_s if t.model_load_s else 0.0)
     if (risk := answer.risk) and risk.full_prefill_at is None:
         text = "estimated risk that a full prefill answers differently"
         output.note(f"{text}: {risk.estimate:.1%} (limit {risk.limit:.1%})")
@@ -114,7 +116,7 @@ def show_answer(
         of = f"{check.full_ttft_s * 1000:.0f} of them the full prefill"
         output.note(f"{same if check.confirmed else other}; {check.seconds * 1000:.0f} ms, {of}")
     if answer.verify:
-        output.note(verify_line(answer.verify))
+        output.note(f"verify: {verify_line(answer.verify)}; {first_token_line(answer)}")
 
 
 def cut_note(answer: Answer) -> str | None:
@@ -127,17 +129,31 @@ def cut_note(answer: Answer) -> str | None:
 
 
 def verify_line(found: Verification) -> str:
-    """Describe the first difference from a full prefill's greedy answer, and the full prefill's time."""
+    """Describe the first difference from a full prefill's greedy answer."""
     if found.first_difference is None:
-        same = f"a full prefill gives the same {counted(found.answer_tokens, 'token')}"
-    elif found.first_difference == 0:
-        same = "a full prefill answers differently from the first token"
-    else:
-        same = (
-            f"a full prefill gives the same first {counted(found.first_difference, 'token')} "
-            f"of {found.answer_tokens}, then another answer"
-        )
-    return f"verify: {same}; first token after {found.full_ttft_s * 1000:.0f} ms"
+        return f"a full prefill gives the same {counted(found.answer_tokens, 'token')}"
+    if found.first_difference == 0:
+        return "a full prefill answers differently from the first token"
+    return (
+        f"a full prefill gives the same first {counted(found.first_difference, 'token')} "
+        f"of {found.answer_tokens}, then another answer"
+    )
+
+
+def first_token_line(answer: Answer) -> str:
+    """Return the answer's time to the first token beside a full prefill's, if that was measured or predicted."""
+    own, auto = answer.timing.ttft_s, answer.auto
+    name = "this answer" if answer.mode == "full" or not answer.cached_tokens else _MODE_NAMES[answer.mode]
+    text = f"first token: {name} {format_latency(own)}"
+    if auto:
+        text += f" ({format_latency(auto.predicted_ttft_s)} predicted)"
+    measured = next((found.full_ttft_s for found in (answer.verify, answer.confirmation) if found), None)
+    full = measured or (auto.predicted_full_ttft_s if auto else None)
+    if full is None:
+        return text if answer.mode == "full" else f"{text}; --verify measures a full prefill's"
+    faster = f"{full / own:.1f} x" if own else ""
+    how = "" if measured else "predicted, "
+    return f"{text}, full prefill {format_latency(full)} ({how}{faster})"
 
 
 def changed(answer: Answer) -> ExitCode:
@@ -161,9 +177,12 @@ def _end_text(answer: Answer, output: Output) -> None:
         output.text("... " * bool(same) + answer.text[same.rfind(" ") + 1 :])
 
 
-def show_summary(result: AnswerResult, output: Output, seconds: float | None) -> None:
+def show_summary(result: AnswerResult, output: Output, seconds: float | None, start_s: float = 0.0) -> None:
     """Show the sources, best first, and a summary line; with --verbose, all sources and details. For a weak match, show
-    a warning and the nearest source instead."""
+    a warning and the nearest source instead.
+
+    seconds, start_s: see `summary_line`.
+    """
     chunks, weak = by_rank(result.answer.chunks), result.answer.weak_match
     most = len(chunks) if output.verbose else 1 if weak else _MOST_SOURCES
     if weak:
@@ -173,7 +192,9 @@ def show_summary(result: AnswerResult, output: Output, seconds: float | None) ->
         output.note(f"{'nearest' if weak else 'source'}: {place}")
     if len(chunks) > most and not weak:
         output.note(f"and {len(chunks) - most} more")
-    output.note(summary_line(result.answer, seconds))
+    output.note(summary_line(result.answer, seconds, start_s))
+    if result.answer.verify is None:
+        output.detail(first_token_line(result.answer))
     output.detail(detail_line(result.answer) + result.by)
     if result.answer.hits_cut and (output.verbose or result.options.explain):
         from cacheblend_cli.corpus.search import hits_cut_note
@@ -186,8 +207,13 @@ def by_rank(chunks: Sequence[ChunkUse]) -> list[ChunkUse]:
     return sorted(chunks, key=lambda chunk: (chunk.rank is None, chunk.rank or 0))
 
 
-def summary_line(answer: Answer, seconds: float | None) -> str:
-    """Return the time the user waited and the share of cached tokens that was recomputed."""
+def summary_line(answer: Answer, seconds: float | None, start_s: float = 0.0) -> str:
+    """Return the time that the user waited, the time to the first token, and the share of cached tokens that was
+    recomputed.
+
+    seconds: time until the end of the answer, None in a batch. start_s: part of it before the question could be
+    answered, while Python and the model were loaded.
+    """
     if answer.mode == "full" or not answer.cached_tokens:
         work = f"{counted(answer.prompt_tokens, 'prompt token')}, none cached"
         if answer.mode == "full":
@@ -196,25 +222,30 @@ def summary_line(answer: Answer, seconds: float | None) -> str:
         work = f"{answer.recomputed_tokens / answer.cached_tokens:.0%} of {counted(answer.cached_tokens, 'cached token')} recomputed"
     if answer.auto:
         work += " by --ratio auto"
-    return work if seconds is None else f"{seconds:.1f} s; {work}"
+    if seconds is None:
+        return work
+    start = f": {start_s:.1f} s to start, then" if start_s else ","
+    return f"{seconds:.1f} s{start} first token after {format_latency(answer.timing.ttft_s)}; {work}"
 
 
 def detail_line(answer: Answer) -> str:
-    """Return token counts, share of a full prefill's work, time to first token, and decoding speed."""
-    parts = [f"{counted(answer.prompt_tokens, 'prompt token')}, {answer.exact_tokens:,} exact"]
-    if answer.mode != "full" and answer.cached_tokens:
-        parts.append(
-            f"{answer.recomputed_tokens:,} recomputed ({answer.recompute_fraction:.0%} of a full prefill's work)"
-        )
+    """Return token counts, share of a full prefill's work, and decoding speed."""
+    tokens = counted(answer.prompt_tokens, "prompt token")
+    inexact = answer.cached_tokens - answer.exact_tokens
+    if answer.mode == "full" or not answer.cached_tokens:
+        parts = [tokens]
+    elif not inexact:
+        parts = [f"{tokens}, {answer.cached_tokens:,} of them cached, all exact here"]
+    else:
+        parts = [
+            f"{tokens}, {answer.cached_tokens:,} of them cached: {answer.exact_tokens:,} exact here, {answer.recomputed_tokens:,} of "
+            f"the other {inexact:,} recomputed ({answer.recompute_fraction:.0%} of a full prefill's work)"
+        ]
     t = answer.timing
     if answer.auto:
         parts.append(f"--ratio auto chose {answer.auto.decision.mode} {answer.ratio:.2g}")
     if t.model_load_s:
         parts.append(f"model loaded in {t.model_load_s:.1f} s")
-    first = f"then {t.ttft_s * 1000:.0f} ms to the first token"
-    if answer.auto:
-        first += f" ({answer.auto.predicted_ttft_s * 1000:.0f} predicted)"
-    parts.append(first)
     if t.decode_tokens_per_s and len(answer.generated_ids) >= _FEW_TOKENS:
         parts.append(f"{t.decode_tokens_per_s:.0f} tokens/s")
     return ", ".join(parts)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from cacheblend_cli.types import Answer, ChunkUse, TokenUse
 
 _SHOWN = 600  # characters of a chunk
+_LEGEND = "(exact, reused: from the store; reused was computed in another context; computed: was not stored)"
 _MARKS = {
     "exact": ("36", ("", "")),
     "reused": ("2", ("", "")),
@@ -40,13 +41,13 @@ def show_explanation(answer: Answer, tokens: Sequence[Sequence[TokenUse]], outpu
 def _describe_chunk(chunk: ChunkUse) -> str:
     match chunk.status:
         case "exact":
-            how = "as stored, exact here"
+            how = " as stored, exact here"
         case "computed":
-            how = "computed"
+            how = " computed"
         case _:
-            how = "as stored" + (f", {chunk.recomputed} recomputed" if chunk.recomputed else "")
-    attention = "" if chunk.attention is None else f", {chunk.attention:.0%} of the attention"
-    return f"{chunk.tokens} tokens {how}{attention}"
+            how = f", {chunk.recomputed} of them recomputed" if chunk.recomputed else " as stored, inexact here"
+    attention = "" if chunk.attention is None else f", {chunk.attention:.0%} of the answer's attention to chunks"
+    return f"{chunk.tokens} tokens{how}{attention}"
 
 
 def layer_lines(answer: Answer) -> list[str]:
@@ -103,7 +104,7 @@ def _ms(seconds: float) -> str:
 def _show_tokens(answer: Answer, tokens: Sequence[Sequence[TokenUse]], output: Output) -> None:
     """Show the beginning of each chunk on stderr, its tokens marked by the origin of their KV."""
     legend = [_marked(kind, kind, output) for kind in _MARKS]
-    output.styled([piece for one in legend for piece in (one, ("  ", ""))])
+    output.styled([*(piece for one in legend for piece in (one, ("  ", ""))), (_LEGEND, "2")])
     for chunk, used in zip(answer.chunks, tokens, strict=True):
         output.note(f"{chunk.source}, chunk {chunk.id[:12]}")
         pieces, left = [], _SHOWN

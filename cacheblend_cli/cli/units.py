@@ -41,6 +41,11 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.{0 if seconds >= 10 else 1}f} s"
 
 
+def format_latency(seconds: float) -> str:
+    """Format a time to the first token: 0.034 s, 0.31 s, 4.95 s, 44.6 s."""
+    return f"{seconds:.{3 if seconds < 0.1 else 2 if seconds < 10 else 1}f} s"
+
+
 def counted(count: int, noun: str) -> str:
     """Return "1 token", "2 tokens"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

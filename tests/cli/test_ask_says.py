@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,9 @@ from cacheblend_store import ChunkStore
 from cacheblend_store.format.keys import blob_key
 from checkpoints import write_checkpoint
 from text_tokenizers import write_text_tokenizer
+
+from cacheblend_cli.cli.answer_output import first_token_line, summary_line
+from cacheblend_cli.types import Answer, Timing, Verification
 
 Cli = Callable[..., Any]
 
@@ -233,6 +238,38 @@ def test_verify_says_where_the_answers_part(cli: Cli, stored: list[str]) -> None
     first = next((i for i, (a, b) in enumerate(zip(*ids, strict=False)) if a != b), None)
     assert full["verify"]["first_difference"] is None
     assert reused["verify"]["first_difference"] == first
+
+
+@pytest.mark.parametrize("flag", ["--verify", "--confirm"])
+def test_both_first_tokens_are_shown_side_by_side(cli: Cli, stored: list[str], flag: str) -> None:
+    asked = ("ask", "who?", "--chunks", ",".join(stored[:3]), "--max-tokens", "3", flag, "-v")
+    both = re.compile(r"first token: blended (\d+\.\d+) s, full prefill (\d+\.\d+) s \(\d+\.\d x\)$")
+    [line] = [line for line in cli(*asked).err.splitlines() if "first token: " in line]
+    assert both.search(line)
+    [reused] = [line for line in cli(*asked, "--mode", "reuse").err.splitlines() if "first token: " in line]
+    assert "first token: plain reuse " in reused
+
+
+def test_a_full_prefill_that_was_not_run_has_no_time(cli: Cli, stored: list[str]) -> None:
+    asked = ("ask", "who?", "--chunks", ",".join(stored[:3]), "--max-tokens", "3", "-v")
+    [line] = [line for line in cli(*asked).err.splitlines() if "first token: " in line]
+    assert "full prefill " not in line
+    assert "--verify" in line
+
+
+def test_the_first_token_is_measured_from_the_loaded_model() -> None:
+    timing = Timing(
+        process_s=4.0, model_load_s=1.0, kv_load_s=0, kv_load_stall_s=0, prefill_s=0, ttft_s=0.9, decode_tokens_per_s=0
+    )
+    answer = Answer("", "stop", "m", "blend", "query", 0.15, 2200, 2031, 0, 305, 0.15, [], timing, 0, [], [])
+    work = "first token after 0.90 s; 15% of 2,031 cached tokens recomputed"
+    assert summary_line(answer, 5.0, 3.1) == f"5.0 s: 3.1 s to start, then {work}"
+    assert summary_line(answer, 3.1) == f"3.1 s, {work}"
+    assert first_token_line(replace(answer, verify=verified(8.1))).endswith("blended 0.90 s, full prefill 8.10 s (9.0 x)")
+
+
+def verified(full_ttft_s: float) -> Verification:
+    return Verification(0, True, full_ttft_s, 0, 1, 3, True, None)
 
 
 def test_an_answer_that_repeats_itself_is_stopped_and_that_is_said(

@@ -92,12 +92,15 @@ def test_an_answer_ends_with_three_sources_and_one_short_line(cli: Cli, stored: 
     ]
     assert more == "and 2 more"
     share = record["recomputed_tokens"] / record["cached_tokens"]
-    assert re.fullmatch(rf"\d+\.\d s; {share:.0%} of {record['cached_tokens']} cached tokens recomputed", summary)
+    work = f"{share:.0%} of {record['cached_tokens']} cached tokens recomputed"
+    assert re.fullmatch(rf"\d+\.\d s: \d+\.\d s to start, then first token after \d+\.\d+ s; {work}", summary)
     verbose = cli(*asked, "-v").err.splitlines()
     assert sum(line.startswith("source: ") for line in verbose) == 5
-    assert re.search(r" ms to the first token, \d+ tokens/s$", verbose[-1])
+    assert re.match(r"first token: blended \d+\.\d+ s; --verify measures", verbose[-2])
+    assert f"{record['exact_tokens']} exact here, {record['recomputed_tokens']} of the other " in verbose[-1]
+    assert re.search(r"\d tokens/s$", verbose[-1])
     short = cli(*asked[:-4], "--max-tokens", "15", "-v").err
-    assert "to the first token" in short
+    assert "first token: " in short
     assert "tokens/s" not in short, "of so few tokens the speed is that of starting"
     assert "full prefill of " in cli(*asked, "--mode", "full").err.splitlines()[-1]
 
