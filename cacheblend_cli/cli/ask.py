@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from cacheblend_cli.cli.ask_session import AskSession, BatchResult
 from cacheblend_cli.cli.exits import report
 from cacheblend_cli.cli.inputs import QuestionInput, read_questions
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.piped import in_prompt, piped_text
 from cacheblend_cli.cli.stores import store_in_use
+from cacheblend_cli.cli.units import counted
 from cacheblend_cli.clock import since_process_start
 from cacheblend_cli.errors import ExitCode, UsageError
 from cacheblend_cli.settings import Resolved
@@ -108,7 +111,10 @@ def ask(
     everywhere: options.Everywhere = False,
     stop: list[str] | None = options.answer_option(None, help="End the answer before this text (repeatable)."),
     logprobs: int | None = options.answer_option(None, help="Report this many alternatives a token (--json)."),
-    batch: Path | None = Option(None, help='Answer many questions: JSON lines of {"question", "chunks"?}; - is stdin.'),
+    batch: Path | None = Option(
+        None,
+        help='Answer many questions: JSON lines of {"question", "chunks"?}; - is stdin. Prints JSON lines, on a terminal text.',
+    ),
     concurrency: int = Option(8, min=1, help="Questions of --batch to answer at the same time."),
     resume: Path | None = Option(
         None, help="Save the answers of --batch in this JSON lines file, and skip those it has."
@@ -133,12 +139,23 @@ def ask(
 
     Searches the chunks of the current project (the nearest folder upwards with a cacheblend.toml or .git), loads their
     KV, recomputes a part of it, and decodes. The answer goes to stdout; sources and times go to stderr.
+
+    Text that is piped beside a question is the document to answer from; stored ones are searched too with -k, --source
+    or --all.
     """
     from cacheblend_cli.corpus.search import check_context
 
     output, settings = Output(quiet=quiet, verbose=verbose or explain), resolved.settings
+    json = json or (batch is not None and not output.out_tty)
     check_context(settings.context)
     questions = read_questions(question, chunks, batch)
+    document = None
+    if question not in (None, "-") and chunks != "-":
+        document = piped_text(output.note, output.warn)
+    if document is not None:
+        output.note(f"answering from stdin ({counted(len(document), 'character')})")
+        if chunks is None and not (source or everywhere or resolved.origin["top_k"] == "flag"):
+            questions = [replace(questions[0], chunks=())]  # from stdin alone
     if html and (batch or dry_run):
         raise UsageError("--html needs a single answer", "omit --batch and --dry-run")
     if resume is not None and batch is None:
@@ -188,8 +205,9 @@ def ask(
         return {**extra, **result.record}
 
     with (
-        store_in_use(settings, write=not dry_run) as store,
-        AskSession(resolved, output, store, ask_options, local=local, sampling=sampling) as session,
+        store_in_use(settings, write=not dry_run, create=document is not None) as store,
+        AskSession(resolved, output, store, ask_options, local=local, sampling=sampling, document=document) as session,
+        in_prompt(document),
     ):
         if any(item.chunks is None for item in questions):
             session.scope = options.scope_of(store, source, everywhere, output.detail, settings.collection)

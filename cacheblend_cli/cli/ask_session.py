@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_cli import user_cache
@@ -14,15 +14,18 @@ from cacheblend_cli.cli.engines import LocalEngine, WarmEngine
 from cacheblend_cli.cli.inputs import QuestionInput
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.client import Client, EngineLost
+from cacheblend_cli.corpus.places import SENT
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Resolved
-from cacheblend_cli.types import EVERYTHING, AskOptions, AskRequest, SearchParams, sampling_of
+from cacheblend_cli.types import EVERYTHING, AskOptions, AskRequest, SearchParams, TextDocument, sampling_of
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
     from cacheblend_cli.types import AskPlan
 
+STDIN = "stdin"
+"""Source of chunks of a document that was piped to the command."""
 _LARGE = 200_000_000  # bytes of a model that takes long to load
 
 
@@ -38,7 +41,8 @@ class BatchResult:
 class AskSession:
     """Answers questions over an open store. Uses a running engine, unless `local` or one was loaded here.
 
-    scope: documents to search. sampling: fields of SamplingParams that are not settings.
+    scope: documents to search. sampling: fields of SamplingParams that are not settings. document: text to answer from,
+    cited as STDIN.
     """
 
     def __init__(
@@ -50,9 +54,11 @@ class AskSession:
         *,
         local: bool,
         sampling: Mapping[str, Any] | None = None,
+        document: str | None = None,
     ) -> None:
         self._resolved, self._options, self._output, self._local = resolved, ask_options, output, local
         self._sampling = sampling or {}
+        self._documents = () if document is None else (TextDocument(document),)
         self.store, self.scope = store, EVERYTHING
         self._local_engine: LocalEngine | None = None
         self._keep_alive_s = _seconds(resolved.settings.keep_alive)
@@ -64,11 +70,11 @@ class AskSession:
         ask_request = self._request(question_input, history)
         if (warm := self._warm()) is not None:
             try:
-                return warm.begin(ask_request)(streams)
+                return self._cited(warm.begin(ask_request)(streams), ask_request)
             except EngineLost:
                 if streams is not None and streams.begun:
                     raise
-        return self._load().begin(ask_request)(streams)
+        return self._cited(self._load().begin(ask_request)(streams), ask_request)
 
     @property
     def is_lost(self) -> bool:
@@ -76,7 +82,15 @@ class AskSession:
 
     def plan(self, question_input: QuestionInput) -> AskPlan:
         ask_request = self._request(question_input)
-        return (self._running() or self._load()).plan(ask_request)
+        plan = (self._running() or self._load()).plan(ask_request)
+        named = {key.hex() for key in ask_request.keys}
+
+        def is_sent(chunk: dict[str, Any]) -> bool:
+            return chunk["id"] not in named and (ask_request.search is None or chunk["source"].startswith(SENT))
+
+        if not self._documents:
+            return plan
+        return replace(plan, chunks=[c | {"source": STDIN} if is_sent(c) else c for c in plan.chunks])
 
     def plans(self, questions: Sequence[QuestionInput]) -> Iterator[BatchResult]:
         return _in_order(questions, lambda item: lambda streams: self.plan(item), 1)
@@ -125,6 +139,20 @@ class AskSession:
                 f"and so does `cacheblend config set keep_alive 10m`{f' (first: {missing.hint})' if missing else ''}"
             )
 
+    def _cited(self, result: AnswerResult, ask_request: AskRequest) -> AnswerResult:
+        """Return the answer with the chunks of the document cited as STDIN, also those that the store has from
+        elsewhere."""
+        if not self._documents:
+            return result
+        named = {key.hex() for key in ask_request.keys}
+        chunks = [
+            replace(c, source=STDIN, place=c.place if c.source.startswith(SENT) else "")
+            if c.rank is None and c.id not in named
+            else c
+            for c in result.answer.chunks
+        ]
+        return replace(result, answer=replace(result.answer, chunks=chunks))
+
     def _warm(self) -> WarmEngine | None:
         """Return the running engine; with keep_alive, start it. Raises CacheBlendError if it cannot start."""
         if (found := self._running()) is not None or self._local or self._local_engine or not self._keep_alive_s:
@@ -161,6 +189,7 @@ class AskSession:
             search=SearchParams.of(self._resolved.settings, self.scope) if question_input.chunks is None else None,
             history=tuple(history),
             options=self._options,
+            documents=self._documents,
         )
 
 

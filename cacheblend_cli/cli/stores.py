@@ -44,14 +44,16 @@ def open_store(
     return store
 
 
-def store_in_use(settings: Settings, *, write: bool = True) -> ChunkStore:
-    """Open an existing store for writing (to record use and save computed chunks), or for reading without
-    permission."""
+def store_in_use(settings: Settings, *, write: bool = True, create: bool = False) -> ChunkStore:
+    """Open a store for writing (to record use and save computed chunks), or for reading without permission.
+
+    create: make it if it is missing.
+    """
     from cacheblend_store import StorePermission
 
     if write:
         try:
-            return open_store(settings, write=True, create=False)
+            return open_store(settings, write=True, create=create)
         except StorePermission:
             pass
     return open_store(settings, write=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,14 @@ def test_what_cannot_be_answered_is_asked_again(cli: Cli, questions: list[dict[s
     assert [r["question"] for r in again.records] == ["unknown?"]
 
 
-def test_the_text_of_a_batch_is_told_answer_by_answer(cli: Cli, questions: list[dict[str, Any]]) -> None:
+def test_a_batch_is_json_lines_except_on_a_terminal(
+    cli: Cli, questions: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     records = cli(*ASK).records
+    piped = cli(*ASK[:5])
+    assert told(records) == [(r["question"], g["generated_ids"]) for r, g in zip(piped.records, records, strict=True)]
+    assert "> " not in piped.err
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     shown = cli(*ASK[:5])
     assert shown.out == "".join(r["answer"] + "\n" for r in records)
     assert [line for line in shown.err.splitlines() if line.startswith("> ")] == [
@@ -83,10 +90,11 @@ def test_the_text_of_a_batch_is_told_answer_by_answer(cli: Cli, questions: list[
 
 
 def test_quiet_answers_are_separated_by_an_empty_line(
-    cli: Cli, questions: list[dict[str, Any]], tmp_path: Path
+    cli: Cli, questions: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, questions[:3])
     texts = [r["answer"] for r in cli(*ASK).records]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert cli(*ASK[:5], "-q").out == "\n".join(f"{text}\n" for text in texts)
 
 

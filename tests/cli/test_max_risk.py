@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ def questions(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_fitted_by_eval_and_kept_to_by_ask(cli: Cli, stored: list[str], questions: str) -> None:
+def test_fitted_by_eval_and_kept_to_by_ask(
+    cli: Cli, stored: list[str], questions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blend = ("--mode", "reuse", "--max-tokens", "8")
     asked = ("ask", "who?", "--chunks", ",".join(reversed(stored)), *blend)
     refused = cli(*asked, "--max-risk", "0.2", "--json")
@@ -51,7 +54,9 @@ def test_fitted_by_eval_and_kept_to_by_ask(cli: Cli, stored: list[str], question
     low = ("--max-risk", str(always["risk"]["estimate"] * 0.999))
     questions_file = Path(questions).with_name("asked.jsonl")
     questions_file.write_text(json.dumps({"question": "who?", "chunks": asked[3].split(",")}) + "\n")
-    in_batch = cli("ask", "--batch", str(questions_file), *blend, *low)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.stdout, "isatty", lambda: True)
+        in_batch = cli("ask", "--batch", str(questions_file), *blend, *low)
     assert "the answer is a full prefill's" in in_batch.err
     for whole in (cli(*asked, *low, "--json"), cli("ask", "--batch", str(questions_file), *blend, *low, "--json")):
         assert whole.records[0]["answer"] == full.rstrip("\n")

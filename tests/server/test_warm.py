@@ -50,6 +50,18 @@ def test_the_same_answer_and_json(cli: Cli, server: Any, flags: list[str], monke
     assert server.state.engine.stats().finished == (0 if "--dry-run" in flags else 2)
 
 
+def test_a_piped_document_is_sent_along(cli: Cli, server: Any) -> None:
+    asked = ("ask", "who keeps the harbor?", "--json", "--ids")
+    warm, cold = cli(*asked, stdin="Jonas keeps it.\n"), cli(*asked, "--local", stdin="Jonas keeps it.\n")
+    assert (warm.code, cold.code) == (0, 0), warm.err + cold.err
+    assert server.state.engine.stats().finished == 1
+    for name in ("answer", "prompt_ids"):
+        assert warm.records[0][name] == cold.records[0][name]
+    assert {c["source"] for r in (warm, cold) for c in r.records[0]["chunks"]} == {"stdin"}
+    refused = cli("ask", "who?", stdin="word and " * 4000)
+    assert (refused.code, "cacheblend precompute FILE" in refused.err) == (2, True)
+
+
 def test_only_the_socket_beside_the_store_takes_commands(server: Any) -> None:
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(server.socket)), base_url="http://localhost") as public:
         for client in (server.client, public):
