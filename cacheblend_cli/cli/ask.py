@@ -221,6 +221,8 @@ def ask(
             result = session.ask(questions[0], None if json else streams)
             streams.end_reasoning()
             show(questions[0], result.with_notes(ignored), {})
+            if not json:
+                session.note_default_model()
             session.suggest_background()
     if answer_file is not None:
         answer_file.close()

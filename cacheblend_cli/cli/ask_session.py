@@ -16,6 +16,7 @@ from cacheblend_cli.cli.output import Output
 from cacheblend_cli.client import Client, EngineLost
 from cacheblend_cli.corpus.places import SENT
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.named import FALLBACK_NOTE
 from cacheblend_cli.settings import Resolved
 from cacheblend_cli.types import EVERYTHING, AskOptions, AskRequest, SearchParams, TextDocument, sampling_of
 
@@ -121,23 +122,27 @@ class AskSession:
         if self._local_engine is not None:
             self._local_engine.close()
 
+    def note_default_model(self) -> None:
+        """Say once, on a terminal, that the model used without a setting is a small one."""
+        if not self._resolved.settings.model:
+            self._hint("default model", FALLBACK_NOTE)
+
     def suggest_background(self) -> None:
         """Suggest once, on a terminal, to keep a large model loaded."""
-        if (
-            self._local_engine is None
-            or self._output.quiet
-            or not self._output.err_tty
-            or self._local_engine.model_bytes < _LARGE
-        ):
-            return
-        place = user_cache.place("hints", "background")
-        if not user_cache.recall(place):
-            user_cache.keep(place, "shown\n")
+        if self._local_engine is not None and self._local_engine.model_bytes >= _LARGE:
             missing = _missing_extra()
-            self._output.note(
+            self._hint(
+                "background",
                 "torch and the model were loaded for this answer; `cacheblend serve --background` keeps them loaded for the next ones, "
-                f"and so does `cacheblend config set keep_alive 10m`{f' (first: {missing.hint})' if missing else ''}"
+                f"and so does `cacheblend config set keep_alive 10m`{f' (first: {missing.hint})' if missing else ''}",
             )
+
+    def _hint(self, name: str, text: str) -> None:
+        """Show a message unless this user has seen it. It counts as seen only on a terminal."""
+        place = user_cache.place("hints", name)
+        if self._output.err_tty and not self._output.quiet and not user_cache.recall(place):
+            user_cache.keep(place, "shown\n")
+            self._output.note(text)
 
     def _cited(self, result: AnswerResult, ask_request: AskRequest) -> AnswerResult:
         """Return the answer with the chunks of the document cited as STDIN, also those that the store has from

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from checkpoints import write_checkpoint
 from text_tokenizers import write_text_tokenizer
 
 from cacheblend_cli.cli.answer_output import first_token_line, summary_line
+from cacheblend_cli.model.named import FALLBACK_NOTE
 from cacheblend_cli.types import Answer, Timing, Verification
 
 Cli = Callable[..., Any]
@@ -283,3 +285,17 @@ def test_an_answer_that_repeats_itself_is_stopped_and_that_is_said(
     [record] = cli(*ask, "--json").records
     assert record["finish_reason"] == "repetition"
     assert "repeated" not in cli(*ask, "--no-stop-repetition").err
+
+
+def test_the_default_model_is_said_to_be_small_once_on_a_terminal(
+    cli: Cli, stored: list[str], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CACHEBLEND_MODEL")
+    monkeypatch.setattr("cacheblend_cli.model.named.smollm2_file", lambda: model)
+    asked = ("ask", "who?", "--chunks", stored[0], "--max-tokens", "2")
+    assert FALLBACK_NOTE not in cli(*asked).err, "not in a pipe"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for flags in (("-q",), ("--json",), ("--model", str(model))):
+        assert FALLBACK_NOTE not in cli(*asked, *flags).err
+    assert cli(*asked).err.count(FALLBACK_NOTE) == 1
+    assert FALLBACK_NOTE not in cli(*asked).err
