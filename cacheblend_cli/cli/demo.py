@@ -1,4 +1,4 @@
-"""cacheblend demo: full prefill, plain reuse and blending on bundled records; and example documents."""
+"""cacheblend demo: full prefill, plain reuse and blending on bundled pages; and example documents."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from typer import Option
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output, show_table
-from cacheblend_cli.cli.units import counted, format_size
+from cacheblend_cli.cli.units import counted, format_latency, format_size
 from cacheblend_cli.demo import office_dir
 from cacheblend_cli.demo.records import SEED
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Settings
 
 if TYPE_CHECKING:
-    from cacheblend_cli.evaluation.demo_run import Compared, DemoRow
+    from cacheblend_cli.evaluation.demo_run import Compared, Demo, DemoCase, DemoRow
 
 QUESTION = "What is the price of a parking permit?"
 """A question about the example documents that SmolLM2 answers correctly."""
-_NUM_QUESTIONS = 36
+_NUM_QUESTIONS = 18
 _EXAMPLES = 2
 
 
@@ -38,10 +38,10 @@ def demo(
         None, "--write", help="Write eight short example documents to DIR, and do nothing else.", metavar="DIR"
     ),
     questions: int = Option(_NUM_QUESTIONS, min=1, max=_NUM_QUESTIONS, help="Number of questions."),
-    seed: int = Option(SEED, min=0, help="Random seed of the records."),
+    seed: int = Option(SEED, min=0, help="Random seed of the pages."),
     json: options.Json = False,
 ) -> None:
-    """Compare full prefill, plain reuse and blending on invented records.
+    """Compare full prefill, plain reuse and blending on pages about invented products.
 
     Answers are by SmolLM2-135M if it is installed, else by a bundled model with 1.1 M parameters. --write creates
     example documents instead.
@@ -79,12 +79,11 @@ def demo(
     if json:
         _show_json(results, rows, output)
         return
-    _show_rows(results, rows, engine.model.name, case.ratio, output)
+    _show_rows(results, rows, engine.model.name, output)
+    output.text(_ratio_line(case, run))
     _show_repaired([r for r in results if r.is_repaired], output)
     if case.model == SMOLLM2:
-        output.text(
-            "\nThese prompts are short; blending saves time on long ones. Measure it on this machine: cacheblend bench"
-        )
+        output.text("\nLonger prompts and larger models save more: cacheblend bench measures it on this machine")
     else:
         output.note(f"this model is too small for blending to save time; for a real one: {INSTALL}")
     output.text("\nNow try it on eight example pages, or on your own documents:\n")
@@ -131,25 +130,43 @@ def _show_json(results: Sequence[Compared], rows: Sequence[DemoRow], output: Out
         output.json(vars(row))
 
 
-def _show_rows(results: Sequence[Compared], rows: Sequence[DemoRow], model: str, ratio: float, output: Output) -> None:
+def _show_rows(results: Sequence[Compared], rows: Sequence[DemoRow], model: str, output: Output) -> None:
     from statistics import median
 
     from cacheblend_cli.evaluation.demo_run import FULL
-    from cacheblend_cli.types import BlendParams
 
     tokens = median(result.answers[FULL].prompt_tokens for result in results)
+    chunks = median(len(result.answers[FULL].chunks) for result in results)
     output.text(
-        f"{counted(len(results), 'question')} to {model}, each over a few short documents, some {tokens:.0f} tokens:"
+        f"{counted(len(results), 'question')} to {model}, each over {chunks:.0f} chunks in an order of its own, some {tokens:,.0f} tokens:"
     )
+    columns = ("setting", "correct", "same as full prefill", "computed again", "first token")
     cells = [
-        (row.setting, f"{row.correct}/{row.questions}", f"{row.same}/{row.questions}", f"{row.recompute_fraction:.0%}")
+        (
+            row.setting, f"{row.correct}/{row.questions}", f"{row.same}/{row.questions}", f"{row.recompute_fraction:.0%}",
+            format_latency(row.ttft_s),
+        )
         for row in rows
-    ]
-    show_table(("setting", "correct", "same as full prefill", "computed again"), cells, output)
-    if any(result.question.wrong for result in results):
-        output.text("correct: contains the expected answer, and nothing of another record")
-    if ratio != BlendParams.ratio:
-        output.text(f"blended: at ratio {ratio:g} (default: {BlendParams.ratio:g}), since the documents are very short")
+    ]  # fmt: skip
+    show_table(columns, cells, output)
+    apart = ", and nothing of another page" if any(result.question.wrong for result in results) else ""
+    output.text(f"correct: contains the expected answer{apart}; same: token for token")
+    output.text("computed again: share of a full prefill's work; first token: median time, model loaded")
+
+
+def _ratio_line(case: DemoCase, run: Demo) -> str:
+    """Return which ratio was used, and where it comes from."""
+    from cacheblend_cli.evaluation.demo_run import BLENDED
+
+    blend = run.settings[BLENDED]
+    if blend.selector == "all":
+        return f"blended: {run.ratio_from}"
+    source = run.ratio_from or (
+        "the default"
+        if case.ratio == type(blend).ratio
+        else f"which models check chooses for {case.model} on these pages"
+    )
+    return f"blended: at ratio {blend.ratio:g}, {source}"
 
 
 def _show_repaired(results: Sequence[Compared], output: Output) -> None:

@@ -1,9 +1,9 @@
-"""Records of invented products, drawn from a seed, and questions about them: the demo's prompts for SmolLM2.
+"""Pages about invented products, drawn from a seed, and questions about them: the demo's prompts for SmolLM2.
 
-The recipe: names, people, years, places and prices are drawn at random, each once a prompt, so nothing is known but
-from the prompt. All records of a prompt have one form, as rows of a table do, which makes them easy to mix up. In half
-of the prompts a record is one sentence; in the other half a second chunk goes on with "It", and says nothing of whom it
-is about. Every record and every chunk that goes on is a document of its own, whose KV is computed alone.
+The recipe: names, people, years, places, prices, weights and colours are drawn at random, each once a prompt: only the
+prompt has them. A page is a document and a chunk of some 200 tokens, whose KV is computed alone. All pages of a prompt
+have one form, as product sheets do, which makes them easy to mix up. A fact is written as a small model answers it,
+"The price of the Heron pump is 45 euros.", among sentences that say nothing about it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 SEED = 0
-NUM_PROMPTS = 12  # half of each form
-NUM_RECORDS = 2  # a prompt
+NUM_PROMPTS = 6
+NUM_RECORDS = 4  # pages of a prompt
+NUM_QUESTIONS = 3  # questions of a prompt
 _ITEMS = "valve pump motor sensor lamp drill compressor heater".split()
 _NAMES = (
     "Kestrel Heron Falcon Osprey Merlin Plover Curlew Lapwing Bittern Swift Raven Tern Gannet Petrel Dunlin Siskin Wren Harrier Kite Crane Egret Linnet Redwing"
@@ -32,21 +33,33 @@ _YEARS = [str(year) for year in range(1994, 2024)]
 _PRICES = [str(price) for price in range(12, 99)]
 
 
-@dataclass(frozen=True)
-class ProductRecord:
-    """A product. price: in euros."""
-
-    name: str
-    item: str
-    designer: str
-    year: str
-    place: str
-    price: str
+_WEIGHTS = [str(weight) for weight in range(2, 30)]
+_COLOURS = "red blue green grey white black orange yellow".split()
+_FACTS = {
+    "designer": ("The designer of the {product} is {value}.", "Who is the designer of the {product}?"),
+    "price": ("The price of the {product} is {value} euros.", "What is the price of the {product}?"),
+    "place": ("The {product} is made in {value}.", "Where is the {product} made?"),
+    "year": ("The {product} was designed in {value}.", "In which year was the {product} designed?"),
+    "weight": ("The weight of the {product} is {value} kilograms.", "What is the weight of the {product}?"),
+    "colour": ("The colour of the {product} is {value}.", "What is the colour of the {product}?"),
+}
+"""Field -> sentence and question."""
+_OTHERS = (
+    "It took two years to develop, and the first version was tested for six months in a workshop near the coast.",
+    "The test team wrote a long report about noise and wear, and most of its advice was followed in the second version.",
+    "The parts come from four suppliers, and a part that is replaced is written into the service book.",
+    "Orders of ten or more get a discount, which the sales team agrees on with the customer.",
+    "A repair is done by the regional workshops and takes five working days on average.",
+    "Spare parts are kept for ten years, and the manual can be downloaded in eleven languages.",
+    "Customers said in a survey that they would like a shorter cable and a quieter fan.",
+    "The box is made of recycled paper and holds the tool that is needed for mounting.",
+)
+_PARAGRAPH = 2  # facts
 
 
 @dataclass(frozen=True)
 class RecordQuestion:
-    """wrong: names and values of the prompt's other records, which a right answer does not have."""
+    """wrong: names and values of the prompt's other pages, which a right answer does not have."""
 
     question: str
     answer: str
@@ -55,51 +68,58 @@ class RecordQuestion:
 
 @dataclass(frozen=True)
 class RecordPrompt:
-    """chunks: texts in prompt order."""
+    """pages: texts. questions: each with the order of the pages in its prompt."""
 
-    chunks: tuple[str, ...]
-    questions: tuple[RecordQuestion, ...]
+    pages: tuple[str, ...]
+    questions: tuple[tuple[RecordQuestion, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A product. values: by field."""
+
+    name: str
+    item: str
+    values: dict[str, str]
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.name} {self.item}"
 
 
 def record_prompts(seed: int = SEED, count: int = NUM_PROMPTS) -> list[RecordPrompt]:
-    """Draw prompts of three questions each, about one record or several."""
+    """Draw prompts, with questions about one of their pages each."""
     rng = random.Random(seed)
-    return [_prompt(rng, split=number % 2 == 1) for number in range(count)]
+    return [_prompt(rng) for _ in range(count)]
 
 
-def _prompt(rng: random.Random, *, split: bool) -> RecordPrompt:
-    """split: the place and the price stand in a chunk of their own."""
-    records = list(_records(rng))
-    chunks = tuple(text for record in records for text in _texts(record, split=split))
-    fields = ("designer", "place", "price") if split else ("designer", "year", "place")
-    return RecordPrompt(chunks, tuple(_question(rng, records, field) for field in fields))
+def _prompt(rng: random.Random) -> RecordPrompt:
+    products = list(_products(rng))
+    pages = tuple(_page(rng, product) for product in products)
+    orders = [tuple(rng.sample(range(len(pages)), len(pages))) for _ in range(NUM_QUESTIONS)]
+    asked = [_question(rng, products, field) for field in rng.sample(list(_FACTS), NUM_QUESTIONS)]
+    return RecordPrompt(pages, tuple(zip(asked, orders, strict=True)))
 
 
-def _records(rng: random.Random) -> Iterator[ProductRecord]:
+def _products(rng: random.Random) -> Iterator[_Product]:
     item = rng.choice(_ITEMS)
-    pools = (_NAMES, _FIRST_NAMES, _LAST_NAMES, _YEARS, _PLACES, _PRICES)
-    for name, first, last, year, place, price in zip(*(rng.sample(p, NUM_RECORDS) for p in pools), strict=True):
-        yield ProductRecord(name, item, f"{first} {last}", year, place, price)
+    pools = (_NAMES, _FIRST_NAMES, _LAST_NAMES, _PRICES, _PLACES, _YEARS, _WEIGHTS, _COLOURS)
+    for name, first, last, *rest in zip(*(rng.sample(p, NUM_RECORDS) for p in pools), strict=True):
+        yield _Product(name, item, dict(zip(_FACTS, (f"{first} {last}", *rest), strict=True)))
 
 
-def _texts(record: ProductRecord, *, split: bool) -> Iterator[str]:
-    begin = f"The {record.name} {record.item} was designed by {record.designer} in {record.year}"
-    if split:
-        yield f"{begin}."
-        yield f"It is made in {record.place} and costs {record.price} euros."
-    else:
-        yield f"{begin} and is made in {record.place}."
+def _page(rng: random.Random, product: _Product) -> str:
+    """Return the page's facts in some order, each before a sentence about something else, in paragraphs."""
+    fields = rng.sample(list(_FACTS), len(_FACTS))
+    sentences = [
+        f"{_FACTS[field][0].format(product=product.full_name, value=product.values[field])} {other}"
+        for field, other in zip(fields, rng.sample(_OTHERS, len(fields)), strict=True)
+    ]
+    paragraphs = [" ".join(sentences[i : i + _PARAGRAPH]) for i in range(0, len(sentences), _PARAGRAPH)]
+    return "\n\n".join([f"# {product.full_name}", *paragraphs]) + "\n"
 
 
-def _question(rng: random.Random, records: list[ProductRecord], field: str) -> RecordQuestion:
-    asked = rng.choice(records)
-    product = f"{asked.name} {asked.item}"
-    question = {
-        "designer": f"Who designed the {product}?",
-        "year": f"In which year was the {product} designed?",
-        "place": f"Where is the {product} made?",
-        "price": f"How much does the {product} cost?",
-    }[field]
-    others = [record for record in records if record is not asked]
-    wrong = tuple(value for r in others for value in (r.name, r.designer, r.year, r.place, r.price))
-    return RecordQuestion(question, getattr(asked, field), wrong)
+def _question(rng: random.Random, products: list[_Product], field: str) -> RecordQuestion:
+    asked = rng.choice(products)
+    wrong = tuple(text for p in products if p is not asked for text in (p.name, p.values[field]))
+    return RecordQuestion(_FACTS[field][1].format(product=asked.full_name), asked.values[field], wrong)

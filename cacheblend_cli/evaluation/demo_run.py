@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from cacheblend_store import ChunkStore
 
@@ -19,12 +20,10 @@ from cacheblend_cli.types import Answer, AskRequest, BlendParams, SamplingParams
 
 FULL, REUSE, BLENDED = "full prefill", "plain reuse", "blended"
 SETTINGS = (FULL, REUSE, BLENDED)
-RECORDS_RATIO = 0.25
-"""Recompute ratio for the records: of chunks this short, the default takes about six tokens a prompt, fewer than the
-names and years that tell the records apart."""
+SMOLLM2_RATIO = 0.3
+"""Ratio that `models check smollm2` chooses over the demo's pages; for a machine without a profile of its own."""
 ANSWER_TOKENS = 24
 _HANDBOOK_DOCUMENTS = 3  # a prompt
-_BATCH = 12  # questions
 
 
 @dataclass(frozen=True)
@@ -39,22 +38,13 @@ class DemoQuestion:
 
 @dataclass(frozen=True)
 class DemoCase:
-    """Model, documents by name, and questions of a demo."""
+    """Model, documents by name, and questions of a demo. ratio: for a model without a profile."""
 
     model: str
     documents: Mapping[str, str]
     questions: Sequence[DemoQuestion]
     chunk_tokens: int = 512
     ratio: float = BlendParams().ratio
-
-    @property
-    def settings(self) -> dict[str, BlendParams]:
-        """Map each of SETTINGS to its parameters."""
-        return {
-            FULL: BlendParams(mode="full"),
-            REUSE: BlendParams(mode="reuse"),
-            BLENDED: BlendParams(ratio=self.ratio),
-        }
 
 
 def demo_case(seed: int = SEED) -> DemoCase:
@@ -63,12 +53,14 @@ def demo_case(seed: int = SEED) -> DemoCase:
 
 
 def _records_case(seed: int) -> DemoCase:
-    documents, asked = {}, []
+    documents, asked = dict[str, str](), []
     for number, prompt in enumerate(record_prompts(seed)):
-        texts = {f"{number:02}-{index}.txt": text for index, text in enumerate(prompt.chunks)}
-        documents.update(texts)
-        asked += [DemoQuestion(q.question, q.answer, tuple(texts), q.wrong) for q in prompt.questions]
-    return DemoCase(SMOLLM2, documents, asked, ratio=RECORDS_RATIO)
+        names = [f"{number:02}-{index}.md" for index in range(len(prompt.pages))]
+        documents.update(zip(names, prompt.pages, strict=True))
+        asked += [
+            DemoQuestion(q.question, q.answer, tuple(names[i] for i in order), q.wrong) for q, order in prompt.questions
+        ]
+    return DemoCase(SMOLLM2, documents, asked, ratio=SMOLLM2_RATIO)
 
 
 def _handbook_case() -> DemoCase:
@@ -113,55 +105,49 @@ def _has(text: str, words: str) -> bool:
 
 @dataclass(frozen=True)
 class DemoRow:
-    """A setting over all questions. same: answers that are full prefill's, token for token."""
+    """A setting over all questions. same: answers that are full prefill's, token for token. ttft_s: median time to the
+    first token."""
 
     setting: str
     questions: int
     correct: int
     same: int
     recompute_fraction: float
+    ttft_s: float
 
 
 class Demo:
-    """A case and the store with its documents."""
+    """A case and the store with its documents. ratio_from: see engine/profile.py; "" for the case's ratio."""
 
     def __init__(self, engine: Engine, store: ChunkStore, case: DemoCase) -> None:
         self._engine, self._store, self._case = engine, store, case
         self._keys: dict[str, list[bytes]] = {}
+        blended, source = engine.own_blend(BlendParams())
+        self.ratio_from = source if source.startswith("model: ") else ""
+        if not self.ratio_from:
+            blended = BlendParams(ratio=case.ratio)
+        self.settings = {FULL: BlendParams(mode="full"), REUSE: BlendParams(mode="reuse"), BLENDED: blended}
 
     def precompute_alone(self, folder: Path) -> PrecomputeReport:
         """Write the documents into the empty folder, and store the KV of each of their chunks, computed without the
         chunks before it."""
         for name, text in self._case.documents.items():
             (folder / name).write_text(text, encoding="utf-8")
-        options = PrecomputeOptions(chunk_tokens=self._case.chunk_tokens, context="sink", kv_dtype="exact")
+        options = PrecomputeOptions(chunk_tokens=self._case.chunk_tokens, context="sink")
         report = self._engine.precompute(self._store, [str(folder)], options, lambda event: None)
         for chunk in sorted(self._store.chunks(), key=lambda chunk: chunk.index):
             self._keys.setdefault(Path(chunk.source).name, []).append(chunk.key)
         return report
 
     def compare(self, count: int) -> Iterator[Compared]:
-        """Answer the first `count` questions by every setting, some at a time."""
-        self._engine.use(self._store)
-        for batch in _batches(self._case.questions[:count]):
-            answers = {
-                setting: self._engine.ask_many(
-                    [self._request(q.question, q.documents, blend, ANSWER_TOKENS) for q in batch]
-                )
-                for setting, blend in self._case.settings.items()
-            }
-            for number, question in enumerate(batch):
-                yield Compared(question, {setting: found[number] for setting, found in answers.items()})
-        self._engine.close()
-
-    def _request(self, question: str, documents: Sequence[str], blend: BlendParams, max_tokens: int) -> AskRequest:
-        keys = [key for name in documents for key in self._keys[name]]
-        return AskRequest(question, keys, blend, SamplingParams(max_tokens=max_tokens))
-
-
-def _batches(questions: Sequence[DemoQuestion]) -> Iterator[Sequence[DemoQuestion]]:
-    for start in range(0, len(questions), _BATCH):
-        yield questions[start : start + _BATCH]
+        """Answer the first `count` questions by every setting, one at a time."""
+        for question in self._case.questions[:count]:
+            answers = {}
+            for setting, blend in self.settings.items():
+                keys = [key for name in question.documents for key in self._keys[name]]
+                ask = AskRequest(question.question, keys, blend, SamplingParams(max_tokens=ANSWER_TOKENS))
+                answers[setting] = self._engine.run_alone(self._store, ask)
+            yield Compared(question, answers)
 
 
 def summarise(results: Sequence[Compared]) -> list[DemoRow]:
@@ -173,6 +159,7 @@ def summarise(results: Sequence[Compared]) -> list[DemoRow]:
             sum(result.is_right(setting) for result in results),
             sum(result.is_same(setting) for result in results),
             sum(result.answers[setting].recompute_fraction for result in results) / len(results),
+            median(result.answers[setting].timing.ttft_s for result in results),
         )
         for setting in SETTINGS
     ]

@@ -17,6 +17,7 @@ from cacheblend_cli.demo.records import record_prompts
 from cacheblend_cli.evaluation import demo_run
 from cacheblend_cli.evaluation.demo_run import BLENDED, FULL, REUSE
 from cacheblend_cli.model import named
+from cacheblend_cli.types import BlendParams
 
 
 @pytest.fixture
@@ -45,7 +46,8 @@ def test_with_the_bundled_model_repair_mends_what_reuse_gets_wrong(
     assert correct[FULL] >= 9
     assert correct[REUSE] < correct[BLENDED] <= correct[FULL]
     assert 1 <= out.count("\n> ") <= 2
-    assert "at ratio" not in out
+    assert "blended: at ratio 0.15, the default" in out
+    assert all(cells[-2:][1] == "s" for cells in rows.values()), "the time to the first token"
     for case in out.split("\n> ")[1:]:
         assert f"  {REUSE:<13} WRONG" in case
         assert f"  {BLENDED:<13} right" in case
@@ -67,26 +69,39 @@ def test_all_settings_answer_the_same_prompts(
     records = [json.loads(line) for line in out.splitlines()]
     answers, rows = records[:3], {row["setting"]: row for row in records[3:]}
     assert [a["setting"] for a in answers] == [FULL, REUSE, BLENDED]
-    assert len({a["prompt_tokens"] for a in answers}) == 1
-    assert answers[2]["ratio"] == demo_run.RECORDS_RATIO
-    assert f"blended: at ratio {demo_run.RECORDS_RATIO}" in demo("--questions", "1")[0]
+    assert {a["prompt_tokens"] for a in answers} == {answers[0]["prompt_tokens"]}
+    assert [chunk["source"] for chunk in answers[0]["chunks"]] == [chunk["source"] for chunk in answers[2]["chunks"]]
+    assert len(answers[0]["chunks"]) == 4
+    assert all(chunk["tokens"] > 180 for chunk in answers[0]["chunks"]), "chunks of a length that users have"
+    assert answers[2]["ratio"] == demo_run.SMOLLM2_RATIO
     assert answers[0]["same"]
     assert [row["same"] for row in rows.values()] == [a["same"] for a in answers]
+    assert [row["ttft_s"] for row in rows.values()] == pytest.approx([a["timing"]["ttft_s"] for a in answers], abs=1e-5)
     assert (
         rows[FULL]["recompute_fraction"] == 1 > rows[BLENDED]["recompute_fraction"] > rows[REUSE]["recompute_fraction"]
     )
 
 
-def test_every_question_is_answered_by_one_record_of_its_prompt() -> None:
+def test_the_ratio_of_the_models_profile_is_used(
+    demo: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(named, "PACKAGE", "no-such-package")
+    own = BlendParams(ratio=0.4)
+    monkeypatch.setattr(demo_run.Engine, "own_blend", lambda engine, blend: (own, "model: regression, mean KL 0.01"))
+    assert "blended: at ratio 0.4, model: regression, mean KL 0.01" in demo("--questions", "1")[0]
+
+
+def test_every_question_is_answered_by_one_page_of_its_prompt() -> None:
     prompts = record_prompts()
-    assert sum(len(prompt.questions) for prompt in prompts) == 36
+    assert sum(len(prompt.questions) for prompt in prompts) == 18
     for prompt in prompts:
-        records = re.split(r"(?=The \w+ \w+ was designed)", " ".join(prompt.chunks))[1:]
-        for question in prompt.questions:
-            [own] = [record for record in records if record.split()[1] in question.question.split()]
+        for question, order in prompt.questions:
+            assert sorted(order) == list(range(len(prompt.pages)))
+            [own] = [page for page in prompt.pages if page.splitlines()[0].removeprefix("# ") in question.question]
             assert has(own, question.answer)
-            assert not any(has(own, value) for value in question.wrong)
-            assert sum(has("".join(records), value) for value in question.wrong) >= 4 * (len(records) - 1)
+            others = " ".join(page for page in prompt.pages if page is not own)
+            assert all(has(others, value) for value in question.wrong)
+            assert len(question.wrong) == 2 * (len(prompt.pages) - 1)
     assert record_prompts() == prompts != record_prompts(seed=1)
 
 
