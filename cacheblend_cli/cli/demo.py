@@ -83,7 +83,9 @@ def demo(
     output.text(_ratio_line(case, run))
     _show_repaired([r for r in results if r.is_repaired], output)
     if case.model == SMOLLM2:
-        output.text("\nLonger prompts and larger models save more: cacheblend bench measures it on this machine")
+        output.text(
+            "\nMeasure your own model on this machine: cacheblend models check MODEL --ratio-only; cacheblend bench"
+        )
     else:
         output.note(f"this model is too small for blending to save time; for a real one: {INSTALL}")
     output.text("\nNow try it on eight example pages, or on your own documents:\n")
@@ -161,11 +163,11 @@ def _ratio_line(case: DemoCase, run: Demo) -> str:
     blend = run.settings[BLENDED]
     if blend.selector == "all":
         return f"blended: {run.ratio_from}"
-    source = run.ratio_from or (
-        "the default"
-        if case.ratio == type(blend).ratio
-        else f"which models check chooses for {case.model} on these pages"
-    )
+    source = run.ratio_from
+    if not source and case.ratio == type(blend).ratio:
+        source = "the default"
+    elif not source:
+        source = f"which models check chooses for {case.model} on these pages (ask uses {type(blend).ratio:g} until it has run)"
     return f"blended: at ratio {blend.ratio:g}, {source}"
 
 
