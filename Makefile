@@ -44,7 +44,7 @@ test: install
 # hours of kills, cuts and flipped bits, properties on examples of this run's own, bounds of every kernel; writes benchmarks/results/torture.*
 torture: install
 	$(BIN)/pytest --hypothesis-profile=torture
-	$(BIN)/pytest -m torture tests/collect tests/engine tests/kernels tests/model
+	$(BIN)/pytest -m torture tests/collect tests/engine tests/kernels tests/model tests/test_regular_expressions.py
 	TRITON_INTERPRET=1 PYTHONPATH=tests/support $(BIN)/pytest -n 2 -p interpreter_checks tests/kernels/numeric
 	$(BIN)/python benchmarks/torture.py
 

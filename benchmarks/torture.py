@@ -2,7 +2,7 @@
 
     python benchmarks/torture.py [PYTEST ARGUMENTS]
 
-Runs `pytest -m torture tests/store tests/cli tests/server` and merges the counts into benchmarks/results/torture.json
+Runs `pytest -m torture` over FOLDERS and merges the counts into benchmarks/results/torture.json
 and .md. A test writes its line after its assertions; a failing test writes none, and the script exits as pytest does.
 Lines of removed tests are dropped.
 """
@@ -23,7 +23,7 @@ import torch
 from cacheblend_cli.evaluation.speed import device_name
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ["tests/store", "tests/cli", "tests/server"]
+FOLDERS = ["tests/store", "tests/cli", "tests/server", "tests/corpus"]
 RESULTS = ROOT / "benchmarks" / "results"
 NOT_COUNTS = ("test", "date", "hardware")
 

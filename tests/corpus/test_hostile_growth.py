@@ -1,0 +1,114 @@
+"""The CPU time of hostile documents grows in proportion to their size."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from checkpoints import write_tokenizer
+from torture import Ledger
+
+from cacheblend_cli.corpus.chunker import Encode
+from cacheblend_cli.corpus.converters import converter_of
+from cacheblend_cli.corpus.cutting import CutSettings, cut_document
+from cacheblend_cli.corpus.documents import Document, read_documents
+from cacheblend_cli.model.tokenizer import Tokenizer
+
+GROWTH = 2.5  # most growth of the time when the size doubles
+SHORTEST_S = 0.05  # shorter times are noise
+LONGEST_S = 1.0  # where the doubling ends
+LARGEST = 1 << 24
+RUNS = 3
+DOCUMENTS: dict[str, tuple[str, Callable[[int], str]]] = {
+    "blank lines before a bracket": ("a.py", lambda n: "x\n" + "\n" * n + "}\n"),
+    "indented blank lines": ("a.py", lambda n: "x\n" + "  \n" * (n // 3) + "    }\n"),
+    "blanks in headings": ("a.md", lambda n: ("# a" + " " * 396 + "x\n") * (n // 400)),
+    "marks in headings": ("a.md", lambda n: ("# a" + " #" * 198 + "x\n") * (n // 400)),
+    "headings alone": ("a.md", lambda n: "# a\n" * (n // 4)),
+    "blanks before a heading": ("a.md", lambda n: " " * n + "\n# a\n"),
+    "underlines": ("a.rst", lambda n: "abc\n---\n" * (n // 8)),
+    "deep definitions": ("a.py", lambda n: "".join(" " * (i % 300) + "def a():\n" for i in range(n // 158))),
+    "modifiers": ("a.py", lambda n: ("pub(" * 90 + "\n") * (n // 361)),
+    "one line of words": ("a.txt", lambda n: "lead billing " * (n // 13)),
+    "one line of code": ("a.py", lambda n: "def f():\n    " + "x; " * (n // 3)),
+    "one word": ("a.txt", lambda n: "x" * n),
+    "blanks": ("a.txt", lambda n: " " * n),
+    "line ends": ("a.txt", lambda n: "\n" * n),
+    "marks": ("a.txt", lambda n: "!?. " * (n // 4)),
+    "emoji": ("a.txt", lambda n: "\U0001f600" * (n // 4)),
+    "broken JSON": ("a.json", lambda n: '{"a": "' + '\\"' * (n // 2)),
+    "deep JSON": ("a.json", lambda n: "[" * n),
+    "records": ("a.jsonl", lambda n: '{"text": "a"}\n' * (n // 14)),
+    "wide HTML": ("a.html", lambda n: "<p>a" * (n // 4)),
+    "line ends in HTML": ("a.html", lambda n: "<pre>" + "\n" * n + "a"),
+    "a long HTML title": ("a.html", lambda n: "<title>" + "a " * (n // 2) + "</title><p>text"),
+    "columns": ("a.csv", lambda n: "a," * (n // 2) + "\n" + "1," * (n // 2)),
+}
+"""Kind -> name of the file, and its text of about n characters."""
+RULES: dict[str, Callable[[int], str]] = {
+    "stars in an ignore file": lambda n: "*a" * (n // 2) + "b\n",
+    "patterns in an ignore file": lambda n: "".join(f"a{i:06}\n" for i in range(n // 8)),
+}
+
+
+@pytest.fixture(scope="module")
+def encode(tmp_path_factory: pytest.TempPathFactory) -> Encode:
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(path)
+    return Tokenizer(path).encode_text
+
+
+def best(act: Callable[[int], object], size: int) -> float:
+    """Return the CPU time of the fastest run, in seconds."""
+    times = []
+    for _ in range(RUNS):
+        begun = time.process_time()
+        act(size)
+        times.append(time.process_time() - begun)
+    return min(times)
+
+
+def check(kind: str, act: Callable[[int], object]) -> None:
+    """Double the size until a run takes long."""
+    size, before, compared = 1 << 12, 0.0, 0
+    while size <= LARGEST and before < LONGEST_S:
+        taken = best(act, size)
+        if before >= SHORTEST_S:
+            if taken > GROWTH * before:  # a busy machine: look again
+                before, taken = min(before, best(act, size // 2)), min(taken, best(act, size))
+            assert taken <= GROWTH * before, f"{kind}: {before:.2f} s, then {taken:.2f} s for {size:,} characters"
+            compared += 1
+        size, before = 2 * size, taken
+    Ledger().add(
+        f"time of hostile documents: {kind}", characters=size // 2, doublings=compared, seconds=round(before, 2)
+    )
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_documents_take_linear_time(kind: str, encode: Encode) -> None:
+    name, text = DOCUMENTS[kind]
+    converter = converter_of(name)
+    assert converter is not None
+
+    def cut(size: int) -> None:
+        converted = converter(text(size).encode())
+        document = Document(name, converted.text, layout=converted.layout)
+        for _ in cut_document(document, encode, CutSettings(256, 32)):
+            pass
+
+    check(kind, cut)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("kind", RULES)
+def test_ignore_files_take_linear_time(kind: str, tmp_path: Path) -> None:
+    (tmp_path / ("a" * 100 + ".md")).write_text("text\n")
+
+    def walk(size: int) -> None:
+        (tmp_path / ".gitignore").write_text(RULES[kind](size))
+        list(read_documents([str(tmp_path)]))
+
+    check(kind, walk)
