@@ -186,7 +186,7 @@ def show_summary(result: AnswerResult, output: Output, seconds: float | None, st
     chunks, weak = by_rank(result.answer.chunks), result.answer.weak_match
     most = len(chunks) if output.verbose else 1 if weak else _MOST_SOURCES
     if weak:
-        output.warn("no stored source matches the question well; the answer may be made up")
+        output.warn("the answer may be made up: its sources match the question weakly")
     for chunk in chunks[:most]:
         place = ", ".join(filter(None, (chunk.source, chunk.place, " / ".join(chunk.headings))))
         output.note(f"{'nearest' if weak else 'source'}: {place}")

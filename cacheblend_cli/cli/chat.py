@@ -15,7 +15,7 @@ import typer
 from typer import Option
 
 from cacheblend_cli.cli import options
-from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream, cut_note, show_summary
+from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream, by_rank, cut_note, show_summary
 from cacheblend_cli.cli.ask_session import AskSession
 from cacheblend_cli.cli.exits import report
 from cacheblend_cli.cli.explain_output import layer_lines
@@ -215,7 +215,7 @@ def _run_command(line: str, state: ChatState, session: AskSession, output: Outpu
             if command == "/why":
                 _why(state.last, output)
             else:
-                rows = [(c.id[:12], c.tokens, c.status, c.source) for c in state.last.chunks]
+                rows = [(c.id[:12], c.tokens, c.status, c.source) for c in by_rank(state.last.chunks)]
                 output.table(("chunk", "tokens", "status", "source"), rows, right=(1,), ends=(3,))
         case _:
             raise UsageError(f"unknown command {command}", f"known: {', '.join(COMMANDS)}")

@@ -15,7 +15,7 @@ from cacheblend_cli.cli.main import run
 from cacheblend_cli.demo import office_dir
 from cacheblend_cli.demo.records import record_prompts
 from cacheblend_cli.evaluation import demo_run
-from cacheblend_cli.evaluation.demo_run import BLENDED, FULL, REUSE
+from cacheblend_cli.evaluation.demo_run import BLENDED, BLENDED_LESS, FULL, REUSE
 from cacheblend_cli.model import named
 from cacheblend_cli.types import BlendParams
 
@@ -67,13 +67,13 @@ def test_all_settings_answer_the_same_prompts(
     monkeypatch.setattr(demo_run, "ANSWER_TOKENS", 6)
     out, _ = demo("--json", "--questions", "1")
     records = [json.loads(line) for line in out.splitlines()]
-    answers, rows = records[:3], {row["setting"]: row for row in records[3:]}
-    assert [a["setting"] for a in answers] == [FULL, REUSE, BLENDED]
+    answers, rows = records[:4], {row["setting"]: row for row in records[4:]}
+    assert [a["setting"] for a in answers] == [FULL, REUSE, BLENDED, BLENDED_LESS]
     assert {a["prompt_tokens"] for a in answers} == {answers[0]["prompt_tokens"]}
     assert [chunk["source"] for chunk in answers[0]["chunks"]] == [chunk["source"] for chunk in answers[2]["chunks"]]
     assert len(answers[0]["chunks"]) == 4
     assert all(chunk["tokens"] > 180 for chunk in answers[0]["chunks"]), "chunks of a length that users have"
-    assert answers[2]["ratio"] == demo_run.SMOLLM2_RATIO
+    assert [a["ratio"] for a in answers[2:]] == [demo_run.SMOLLM2_RATIO, BlendParams.ratio]
     assert answers[0]["same"]
     assert [row["same"] for row in rows.values()] == [a["same"] for a in answers]
     assert [row["ttft_s"] for row in rows.values()] == pytest.approx([a["timing"]["ttft_s"] for a in answers], abs=1e-5)
