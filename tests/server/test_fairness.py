@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import threading
@@ -15,7 +17,6 @@ import pytest
 from cacheblend_cli.cancellation import Cancellation, Cancelled
 from cacheblend_cli.corpus.embedding import Embedder
 from cacheblend_cli.limited_process import LimitedProcess
-from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.server import document_routes, embedding_routes
 from cacheblend_cli.server.server_state import LIGHT_CHARACTERS
 
@@ -167,30 +168,27 @@ def test_the_process_of_a_conversion_is_killed(start: Any, monkeypatch: pytest.M
 
 
 def test_cutting_ends_with_its_client(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the chunk that is being cut."""
-    server, began, go, num_texts = start(KEYS), threading.Semaphore(0), threading.Event(), 0
-    encode = Tokenizer.encode_text
+    """The process that cuts a long text is killed."""
+    server, began, stream, pids = start(KEYS), threading.Semaphore(0), LimitedProcess.stream, list[int | None]()
 
-    def slow_encode(self: Tokenizer, text: str) -> list[int]:
-        nonlocal num_texts
-        num_texts += 1
+    def stopped(self: LimitedProcess, *message: Any) -> Iterator[bytes]:
+        self.start()
+        assert self.pid is not None
+        os.kill(self.pid, signal.SIGSTOP)
+        pids.append(self.pid)
         began.release()
-        assert go.wait(WAIT_S)
-        return encode(self, text)
+        try:
+            yield from stream(self, *message)
+        finally:
+            pids.append(self.pid)
 
-    cancel = Cancellation.cancel
-
-    def note(self: Cancellation) -> None:
-        cancel(self)
-        go.set()
-
-    monkeypatch.setattr(Tokenizer, "encode_text", slow_encode)
-    monkeypatch.setattr(Cancellation, "cancel", note)
+    monkeypatch.setattr(LimitedProcess, "stream", stopped)
     body = httpx.Request("PUT", "http://a", json={"text": "\n\n".join([PAGE] * 3000)}).content
     leave_after(server, "/v1/documents/a", body, "application/json", began)
     wait_until_idle(server)
-    assert go.is_set()
-    assert num_texts < 100  # of 3,000 paragraphs
+    first, last = pids
+    assert first is not None
+    assert last is None
 
 
 def test_a_stopping_server_ends_conversions(start: Any, slow: Conversions) -> None:
