@@ -105,4 +105,4 @@ class IgnoreRules:
 
 
 def _unread(why: str) -> NoDocument:
-    return NoDocument(f"its rules do not apply: {why}", "ignore files", unread=True)
+    return NoDocument(f"its rules do not apply: {why}", "with ignore rules", unread=True)
