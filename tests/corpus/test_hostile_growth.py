@@ -40,6 +40,10 @@ DOCUMENTS: dict[str, tuple[str, Callable[[int], str]]] = {
     "emoji": ("a.txt", lambda n: "\U0001f600" * (n // 4)),
     "broken JSON": ("a.json", lambda n: '{"a": "' + '\\"' * (n // 2)),
     "deep JSON": ("a.json", lambda n: "[" * n),
+    "a long id of a record": (
+        "a.json",
+        lambda n: '[{"id": "' + "I" * (n // 2) + '", "text": "' + "word " * (n // 10) + '"}]',
+    ),
     "records": ("a.jsonl", lambda n: '{"text": "a"}\n' * (n // 14)),
     "wide HTML": ("a.html", lambda n: "<p>a" * (n // 4)),
     "line ends in HTML": ("a.html", lambda n: "<pre>" + "\n" * n + "a"),
