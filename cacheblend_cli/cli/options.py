@@ -25,6 +25,7 @@ from cacheblend_cli.types import BlendParams
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
+    from cacheblend_cli.engine.config import EngineConfig
     from cacheblend_cli.engine.engine import Engine
     from cacheblend_cli.types import Scope
 
@@ -230,20 +231,23 @@ def import_engine() -> None:
         gc.enable()
 
 
-def load_engine(settings: Settings, output: Output) -> Engine:
-    """Load the engine that the settings describe. Raises NotFoundError, UsageError, DeviceError: those that need no
-    torch before it is imported."""
+def engine_config(settings: Settings) -> EngineConfig:
+    """Return the configuration of the engine. Raises NotFoundError and UsageError for what can be checked without
+    torch, such as a model that does not exist."""
     from cacheblend_cli.engine.config import EngineConfig
     from cacheblend_cli.model.locate import locate
     from cacheblend_cli.model.named import default_model
     from cacheblend_cli.prompt.wording import read_prompt
 
     prompt = read_prompt(settings.prompt) if settings.prompt else ""
-    config = of_settings(
-        EngineConfig, settings, model=settings.model or None, lora=settings.lora or None, prompt=prompt
-    )
-    cutting = {name: getattr(settings, name) for name in (*GROUPS["cutting"], "context")}
     locate(settings.model or default_model())
+    return of_settings(EngineConfig, settings, model=settings.model or None, lora=settings.lora or None, prompt=prompt)
+
+
+def load_engine(settings: Settings, output: Output) -> Engine:
+    """Load the engine that the settings describe. Raises NotFoundError, UsageError, DeviceError."""
+    config = engine_config(settings)
+    cutting = {name: getattr(settings, name) for name in (*GROUPS["cutting"], "context")}
     import_engine()
     from cacheblend_cli.engine.engine import Engine
 

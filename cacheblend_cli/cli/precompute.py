@@ -108,6 +108,7 @@ def precompute(
         folders.check_files(paths or (), listed, select, settings, skipped_files)
     else:
         open_store(settings, write=False).close()  # no store: an error before the model is loaded
+    options.engine_config(settings)  # an unknown model is an error before torch is imported
     options.import_engine()
     from cacheblend_cli.collect.corpus_diff import Paths
     from cacheblend_cli.collect.precompute import PrecomputeOptions

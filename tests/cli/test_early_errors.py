@@ -57,7 +57,9 @@ def test_wrong_values_are_reported_without_torch(tmp_path: Path, monkeypatch: py
     assert run(["precompute", "a.md", "-q"]) == 0
     commands = [["ask", "Who leads billing?", *flags.split()] for flags in CASES]
     commands += [["models", "show", "handbok"], ["chat", "--selector", "wrong"], ["serve", "--mode", "fast"]]
+    commands += [["precompute", "a.md", "--model", "handbok"]]
     expected = [*CASES.values(), (3, "did you mean handbook?"), (2, "unknown selector"), (2, "unknown --mode")]
+    expected += [(3, "did you mean handbook?")]
     done = process(json.dumps(commands), code=WITHOUT_TORCH)
     assert done.code == 0, done.err
     for command, (code, text), (found, err) in zip(commands, expected, done.records, strict=True):
