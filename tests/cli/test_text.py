@@ -11,6 +11,7 @@ from checkpoints import write_checkpoint
 from text_tokenizers import write_text_tokenizer
 
 from cacheblend_cli.collect import document_records
+from cacheblend_cli.model.text_encoder import TextEncoder
 from cacheblend_cli.model.tokenizer import Tokenizer
 
 Cli = Callable[..., Any]
@@ -30,9 +31,9 @@ def test_chunks_with_other_ids_for_the_same_text_are_replaced(
     cli: Cli, docs: Path, sentence_piece: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as those of a version that put a space before every chunk."""
-    encode = Tokenizer.encode_text
+    encode = TextEncoder.encode
     with monkeypatch.context() as patched:
-        patched.setattr(Tokenizer, "encode_text", lambda self, text: encode(self, " " + text))
+        patched.setattr(TextEncoder, "encode", lambda self, text: encode(self, " " + text))
         patched.setattr(document_records, "CUT_VERSION", 0)
         old = [r["id"] for r in cli("precompute", "docs", "--json").records]
     assert old

@@ -50,7 +50,7 @@ def test_a_follow_up_finds_what_the_question_before_it_was_about(chat: Any, cli:
     turns = chat("Who owns the harbor house?", "And when does it end?", flags=("-k", "1"))
     assert "source: docs/club.md" in alone.err
     assert turns.err.count("source: docs/lease.md") == 2
-    assert len(re.findall(r"^\d+\.\d s; ", turns.err, re.MULTILINE)) == 2
+    assert len(re.findall(r"^\d+\.\d s[:,] ", turns.err, re.MULTILINE)) == 2
 
 
 def test_commands(chat: Any, tmp_path: Path) -> None:
