@@ -83,9 +83,8 @@ def demo(
     output.text(_ratio_line(case, run))
     _show_repaired([r for r in results if r.is_repaired], output)
     if case.model == SMOLLM2:
-        output.text(
-            "\nMeasure your own model on this machine: cacheblend models check MODEL --ratio-only; cacheblend bench"
-        )
+        output.text("\nPrompts this short save a model this small little time. Measure longer ones: cacheblend bench")
+        output.text("The ratio that your own model needs: cacheblend models check MODEL --ratio-only")
     else:
         output.note(f"this model is too small for blending to save time; for a real one: {INSTALL}")
     output.text("\nNow try it on eight example pages, or on your own documents:\n")
