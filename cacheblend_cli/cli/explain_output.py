@@ -46,7 +46,7 @@ def _describe_chunk(chunk: ChunkUse) -> str:
             how = " computed"
         case _:
             how = f", {chunk.recomputed} of them recomputed" if chunk.recomputed else " as stored, inexact here"
-    attention = "" if chunk.attention is None else f", {chunk.attention:.0%} of the answer's attention to chunks"
+    attention = "" if chunk.attention is None else f", {chunk.attention:.0%} of the attention"
     return f"{chunk.tokens} tokens{how}{attention}"
 
 
