@@ -7,7 +7,8 @@ left alone:
 - Only a regular file that is not at its end, a pipe and a socket are read.
 - Stdin belongs to the calling process if that has the same one. Programs that only start others, such as `timeout`,
   do not count. This needs /proc; without it, a file is read only from its beginning.
-- A pipe that stays silent for WAIT_S is not read. One that is written to is read to its end.
+- A pipe that stays silent for WAIT_S is not read, unless another command of the same pipeline writes to it, such as a
+  slow download. One that is written to is read to its end.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import select
 import stat
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cacheblend_cli.errors import PromptTooLong, UsageError
@@ -74,6 +75,9 @@ def _piped_bytes(note: Callable[[str], None], warn: Callable[[str], None]) -> by
     elif stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode):
         owner = _owner_of(status)
         is_silent = not select.select([descriptor], [], [], 0 if owner else WAIT_S)[0]
+        if is_silent and owner is None and _has_writer(status):
+            note("waiting for the text on stdin")
+            is_silent = False
     else:
         return None
     if owner is not None:
@@ -109,6 +113,21 @@ def _owner_of(own: os.stat_result) -> str | None:
         if name not in _STARTERS:
             return name
         process = int(fields.split()[1])
+
+
+def _has_writer(pipe: os.stat_result) -> bool:
+    """Return whether a process of the same group that did not start this one, as in a shell's pipeline, has the pipe
+    open to write to it."""
+    for process in Path("/proc").glob("[0-9]*"):
+        number = int(process.name)
+        with suppress(OSError):
+            if number in (os.getpid(), os.getppid()) or os.getpgid(number) != os.getpgrp():
+                continue
+            for descriptor in (process / "fd").iterdir():
+                its = descriptor.stat()
+                if (its.st_dev, its.st_ino) == (pipe.st_dev, pipe.st_ino) and descriptor.lstat().st_mode & stat.S_IWUSR:
+                    return True
+    return False
 
 
 def _num_waiting(descriptor: int, status: os.stat_result) -> int:

@@ -22,6 +22,16 @@ Cli = Callable[..., Any]
 TEXT = "alpha keeps the harbor.\n"
 READ = "import sys; from cacheblend_cli.cli.piped import piped_text; print(repr(piped_text(print, print)))"
 
+READ_AT_ONCE = """
+from cacheblend_cli.cli import piped
+
+def say(message):
+    print(message, flush=True)
+
+piped.WAIT_S = 0.0
+print(repr(piped.piped_text(say, say)))
+"""
+
 
 @pytest.fixture
 def stdin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[str]]]:
@@ -71,6 +81,23 @@ def test_a_pipe_that_nobody_writes_to_is_given_up(stdin: Callable[[int], list[st
     [said] = stdin(end)
     os.close(start)
     assert "silent" in said
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+def test_a_slow_command_of_the_pipeline_is_waited_for() -> None:
+    go, told = os.pipe()
+    end, start = os.pipe()
+    slow = f"import os; os.read({go}, 1); os.write(1, {TEXT.encode()!r})"
+    writer = subprocess.Popen([sys.executable, "-c", slow], stdout=start, pass_fds=(go,))
+    reader = subprocess.Popen([sys.executable, "-c", READ_AT_ONCE], stdin=end, stdout=subprocess.PIPE, text=True)
+    for descriptor in (go, end, start):
+        os.close(descriptor)
+    assert reader.stdout is not None
+    assert reader.stdout.readline() == "waiting for the text on stdin\n"
+    os.write(told, b"1")
+    assert reader.stdout.read() == f"{TEXT!r}\n"
+    assert (writer.wait(60), reader.wait(60)) == (0, 0)
+    os.close(told)
 
 
 def test_a_file_is_read_unless_it_is_at_its_end(stdin: Callable[[int], list[str]], tmp_path: Path) -> None:
