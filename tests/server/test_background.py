@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import re
 import signal
@@ -66,6 +67,7 @@ class Forked:
                 for number, end in enumerate(("r", "w", "w")):
                     os.dup2(stdout.fileno() if number else os.open(os.devnull, os.O_RDONLY), number)
                     setattr(sys, ("stdin", "stdout", "stderr")[number], os.fdopen(number, end))
+                logging.getLogger().handlers.clear()  # pytest's, whose files are closed now
                 os.closerange(3, 1024)
                 code = run(command[4:])
             finally:
