@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from typer import Option
 
+from cacheblend_cli.cli.inputs import yes_or_no
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.units import counted, format_seconds, format_size
 from cacheblend_cli.errors import UsageError
@@ -32,11 +32,10 @@ def confirm(output: Output, num_documents: int, manifests: Iterable[ChunkManifes
     amounts += [f"{format_size(sum(m.num_bytes for m in stored))} of KV"] if stored else []
     amounts += [f"about {format_seconds(seconds)} of computing"] if seconds else []
     what = ", ".join(amounts)
-    if not (sys.stdin.isatty() and output.err_tty):
+    agreed = yes_or_no(f"delete {what}?", output)
+    if agreed is None:
         raise UsageError(f"nothing was deleted: {what} would go, and there is no terminal to ask on", "add --yes")
-    output.err.write(f"delete {what}? [y/N] ")
-    output.err.flush()
-    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+    if not agreed:
         raise UsageError("nothing was deleted")
 
 

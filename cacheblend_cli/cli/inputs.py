@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.text_files import check_text, decode_text, read_text
 
@@ -107,6 +108,15 @@ def _batch(path: Path, chunks: tuple[str, ...] | None) -> Iterator[QuestionInput
                 raise UsageError(f"{place} has no question", _LINE)
             check_text(row.question, f"the question of {place}")
             yield QuestionInput(row.question, chunks) if row.chunks is None else row
+
+
+def yes_or_no(question: str, output: Output) -> bool | None:
+    """Ask on the terminal. Return None if there is none to ask on."""
+    if not (sys.stdin.isatty() and output.err_tty):
+        return None
+    output.err.write(f"{question} [y/N] ")
+    output.err.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def read_stdin(what: str) -> str:

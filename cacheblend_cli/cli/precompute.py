@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -14,6 +13,7 @@ from typer import Argument, Option
 
 from cacheblend_cli.cli import folders, options
 from cacheblend_cli.cli.exits import on_interrupt
+from cacheblend_cli.cli.inputs import yes_or_no
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.tier import finish, open_tier, share
@@ -239,13 +239,12 @@ def _confirm(difference: Difference, output: Output, yes: bool) -> bool:
     if yes:
         output.note(cost)
         return True
-    if not (sys.stdin.isatty() and output.err_tty):
+    agreed = yes_or_no(f"{cost}. Continue?", output)
+    if agreed is None:
         raise UsageError(
             f"documents are stored with other settings: {cost}", "--yes to continue, --dry-run for details"
         )
-    output.err.write(f"{cost}. Continue? [y/N] ")
-    output.err.flush()
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
+    return agreed
 
 
 def _cost(difference: Difference) -> str:

@@ -14,7 +14,7 @@ from typer import Option
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
-from cacheblend_cli.cli.units import format_size
+from cacheblend_cli.cli.units import counted, format_size
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.extras import require
 from cacheblend_cli.model.read_ahead import read_ahead
@@ -197,8 +197,7 @@ def _memory_line(own: int, stats: EngineStats, *, decoded_twice: bool) -> str:
 def _retrieval_line(num_documents: int) -> str:
     if not num_documents:
         return "chats are answered without documents, until some are stored for them"
-    documents = "1 document" if num_documents == 1 else f"{num_documents:,} documents"
-    return f"chats are answered from {documents}; --no-retrieve for chats without them"
+    return f"chats are answered from {counted(num_documents, 'document')}; --no-retrieve for chats without them"
 
 
 def _decoder(url: str, key: str | None, directory: Path) -> RemoteDecoder:

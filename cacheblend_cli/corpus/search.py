@@ -249,10 +249,9 @@ def searchable(store: ChunkStore, collections: Sequence[str] | None = None) -> l
 
 def has_documents(store: ChunkStore, collections: Sequence[str]) -> bool:
     """Return whether `search` could find a chunk of these collections."""
-    marks = ", ".join("?" * len(collections))
-    found = f"SELECT EXISTS (SELECT 1 FROM places WHERE context != 'prefix' AND collection IN ({marks}))"
+    searched = Searched(collections)
     with open_index(store) as db:
-        return bool(db.execute(found, collections).fetchone()[0])
+        return db.execute(_SOURCES.format(where=searched.where), searched.parameters).fetchone() is not None
 
 
 def weak_note(store: ChunkStore, scope: Scope, collections: Sequence[str] | None = None) -> str:

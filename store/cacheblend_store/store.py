@@ -259,7 +259,7 @@ class ChunkStore:
         given = list(chunks)
         num_bytes = sum(memoryview(blob).nbytes for _, blobs in given for blob in blobs)
 
-        def make_room(writer: StoreWriter, most: int | None = None, spare: int = 0) -> bool:
+        def make_room(most: int | None, writer: StoreWriter, spare: int = 0) -> bool:
             if not writer.state.max_bytes:
                 return True
             whole = [with_digests(*chunk) for chunk in given]
@@ -277,7 +277,7 @@ class ChunkStore:
             self.transact(StoreWriter.changed)  # LMDB reuses freed pages only from the second commit after that
 
         def put(writer: StoreWriter) -> list[PutStatus]:
-            make_room(writer)
+            make_room(None, writer)
             # adjacent keys share pages, checked once
             in_order = sorted(range(len(given)), key=lambda i: given[i][0].key)
             now = time.time()  # distinct times: eviction follows the given order
@@ -404,7 +404,7 @@ class ChunkStore:
 
         self.flush_touches()
 
-        def change(writer: StoreWriter, most: int) -> bool:
+        def change(most: int, writer: StoreWriter) -> bool:
             writer.set_max_bytes(max_bytes)
             with suppress(StoreFull):
                 return writer.make_room(0, most=most)
@@ -430,8 +430,8 @@ class ChunkStore:
             writer.finish()
         return result
 
-    def _in_steps(self, work: Callable[[StoreWriter, int], T]) -> Iterator[T]:
-        """Yield the result of `work` after each commit. Its second argument is the most records to free in one.
+    def _in_steps(self, work: Callable[[int, StoreWriter], T]) -> Iterator[T]:
+        """Yield the result of `work` after each commit. Its first argument is the most records to free in one.
 
         On a full disk the reserve is used, and single records are freed at first: a transaction writes new pages before
         the old ones are free, and these can be used from the second commit after it. Raises StoreNoSpace if there is no
@@ -440,7 +440,7 @@ class ChunkStore:
         most = _STEP
         while True:
             try:
-                result = self.transact(partial(_with_most, work, most))
+                result = self.transact(partial(work, most))
             except StoreNoSpace as error:
                 if not use_reserve(self.path) and most == 1:
                     raise StoreNoSpace(error.message, NO_PAGES) from error
@@ -449,14 +449,14 @@ class ChunkStore:
                 yield result
                 most = min(2 * most, _STEP)
 
-    def _until_done(self, work: Callable[[StoreWriter, int], bool]) -> None:
+    def _until_done(self, work: Callable[[int, StoreWriter], bool]) -> None:
         """Run `work` in short transactions until it returns True."""
         any(self._in_steps(work))
 
     def _free(self, keys: Iterable[bytes], free: Callable[[StoreWriter, Sequence[bytes]], T]) -> list[T]:
         """Free records in short transactions. Return the results."""
         left, results = list(keys), list[T]()
-        steps = self._in_steps(lambda writer, most: (len(left[:most]), free(writer, left[:most])))
+        steps = self._in_steps(lambda most, writer: (len(left[:most]), free(writer, left[:most])))
         while left:
             count, result = next(steps)
             del left[:count]
@@ -466,10 +466,6 @@ class ChunkStore:
     def require_writable(self) -> None:
         if not self.writable:
             raise StorePermission(f"the store at {self.path} is open for reading only", "open it with mode='write'")
-
-
-def _with_most(work: Callable[[StoreWriter, int], T], most: int, writer: StoreWriter) -> T:
-    return work(writer, most)
 
 
 def _make_room_for_texts(writer: StoreWriter, manifests: Sequence[ChunkManifest], keep: Container[bytes]) -> None:
