@@ -1,4 +1,4 @@
-"""What deletes more than one document asks on a terminal and wants --yes elsewhere."""
+"""Deleting more than one document asks on a terminal and wants --yes elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `precompute` shows on a terminal: progress, names of files, and why files are skipped."""
+"""Screen output of `precompute`: progress, names of files, and why files are skipped."""
 
 from __future__ import annotations
 

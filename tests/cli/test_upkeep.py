@@ -301,7 +301,7 @@ def test_what_has_no_kv_is_counted_as_chunks_are(cli: Cli, stored: list[str]) ->
 
 
 def test_stats_give_the_kv_of_a_token_that_precompute_stores(cli: Cli, docs: Path) -> None:
-    """Of the tokens that have KV now."""
+    """It counts the tokens that have KV now."""
     plan = cli("precompute", "docs", "--chunk-tokens", "40", "--json").records
     per_token = sum(r["bytes"] for r in plan) / sum(r["tokens"] for r in plan)
     for _ in range(2):
