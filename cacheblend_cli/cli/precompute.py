@@ -306,7 +306,7 @@ class _View:
             )
         elif event.skipped is not None:
             self.skipped_files.report(event.skipped)
-        elif event.kind == "note":
+        elif event.kind == "omitted":
             self.output.warn(event.message)
         elif event.kind == "removed":
             self.output.note(event.message)

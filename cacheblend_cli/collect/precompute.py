@@ -102,11 +102,11 @@ class PrecomputeEvent:
     | "chunk"   | a chunk is stored; `done` of its tokens were worked on in this run                              |
     | "settled" | `done` tokens need no work; their chunks are not reported one by one                            |
     | "skipped" | a file is not a document                                                                        |
-    | "note"    | a remark about a document                                                                       |
+    | "omitted" | parts of a document are left out                                                                |
     | "removed" | a document was renamed, or chunks were removed                                                  |
     """
 
-    kind: Literal["reading", "room", "plan", "chunk", "settled", "skipped", "note", "removed"]
+    kind: Literal["reading", "room", "plan", "chunk", "settled", "skipped", "omitted", "removed"]
     chunk: ChunkResult | None = None
     message: str = ""  # text to show the user
     done: int = 0
@@ -177,8 +177,9 @@ def precompute(
         stored = stored_documents(store, trust=trust)
     diff = diff_corpus(collection, store, paths, skip, progress.found, stored)
     for file in diff.documents:
-        if file.note:
-            on_event(PrecomputeEvent("note", message=f"{shown(file.source)}: {file.note}"))
+        if file.omissions:
+            message = f"{shown(file.source)}: left out: {'; '.join(file.omissions)}"
+            on_event(PrecomputeEvent("omitted", message=message))
     quota = options.max_bytes if options.max_bytes is not None else store.max_bytes if store is not None else 0
     cluster = options.cluster
     if cluster is not None:

@@ -32,8 +32,8 @@ from cacheblend_cli.corpus.walk import ALL, FoundFile, Selection, too_large, unw
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.version import __version__
 
-READ_VERSION = 2
-"""Increase this when the same file gives a different text or note: files are then read again."""
+READ_VERSION = 3
+"""Increase this when the same file gives a different text or other omissions: files are then read again."""
 _RACY_NS = 2_000_000_000  # coarsest timestamp resolution in use (FAT)
 _LIBRARIES = ("selectolax", "pypdf", "mammoth", "python-pptx", "openpyxl", "defusedxml")
 
@@ -48,7 +48,7 @@ class FileState:
     ctime_ns: int
     reader: str  # the code that read the file, see `reader_of`
     read_ns: int  # time just before the file was read
-    note: str = ""  # warning about the conversion: what it left out
+    omissions: tuple[str, ...] = ()  # what the converter left out, in words
 
     @classmethod
     def of(cls, path: str, found: os.stat_result | None = None) -> FileState | None:
@@ -162,16 +162,16 @@ class DocumentFile:
     source: str
     root: str
     digest: str
-    note: str = ""  # warning about the conversion: what it left out
+    omissions: tuple[str, ...] = ()  # what the converter left out, in words
     path: str = ""  # file to read the document from
     document: Document | None = None  # the document itself if it cannot be read again (stdin)
     state: FileState | None = None
 
     @classmethod
     def of(cls, document: Document) -> DocumentFile:
-        kept, note = document if document.path in ("", STDIN) else None, document.layout.note
-        state = None if document.state is None else replace(document.state, note=note)
-        return cls(document.source, document.root, document.digest, note, document.path, kept, state)
+        kept, omissions = document if document.path in ("", STDIN) else None, document.layout.omissions
+        state = None if document.state is None else replace(document.state, omissions=omissions)
+        return cls(document.source, document.root, document.digest, omissions, document.path, kept, state)
 
     def read(self, conversions: Conversions) -> Document:
         """Read the document again. Raises NoDocument if it cannot be read any more, or has changed."""
@@ -264,7 +264,7 @@ def read_documents(
                 continue
             state, (old, digest) = FileState.of(str(file)), known.get(source, (None, ""))
             if state is not None and old is not None and old.still_holds(state):
-                yield DocumentFile(source, root, digest, old.note, str(file), state=old)
+                yield DocumentFile(source, root, digest, old.omissions, str(file), state=old)
                 continue
             converted = conversions.of(file, partial(_convert, file, conversions.process))
             yield Document(source, converted.text, root, converted.layout, str(file), state)

@@ -11,6 +11,8 @@ from cacheblend_store import Locator
 
 NAME_CHARACTERS = 256
 """Limit of titles, headings and names of parts. Every chunk of a document, and every citation, has a copy of them."""
+MOST_OMISSIONS = 64
+"""Limit of the omissions of a document, each within NAME_CHARACTERS. They are kept with the document."""
 _MAX_HEADINGS = 16  # innermost headings to keep: code can be nested deeper
 
 Kind = Literal["text", "markdown", "rst", "code"]
@@ -56,10 +58,11 @@ class TextLayout:
     marks: tuple[Mark, ...] = ()  # parts of a converted file, in order
     apart: bool = False  # cut at every mark
     title: str = ""  # title found in the file; within NAME_CHARACTERS
-    note: str = ""  # warning about the conversion
+    omissions: tuple[str, ...] = ()  # what the converter left out, in words
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "title", shortened(self.title))
+        object.__setattr__(self, "omissions", tuple(map(shortened, self.omissions[:MOST_OMISSIONS])))
 
 
 PLAIN = TextLayout()

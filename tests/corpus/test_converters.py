@@ -10,7 +10,7 @@ import sys
 import files
 import pytest
 
-from cacheblend_cli.corpus.converters import converter_of, office
+from cacheblend_cli.corpus.converters import archive, converter_of
 from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.cutting import Locating
 from cacheblend_cli.corpus.layout import Converted
@@ -123,7 +123,7 @@ def test_a_scanned_pdf_is_named_and_a_partly_scanned_one_is_noted() -> None:
     with pytest.raises(NoDocument, match="2 pages"):
         convert("a.pdf", files.pdf(["", ""]))
     found = convert("a.pdf", files.pdf(["text", ""]))
-    assert found.layout.note == "1 of its 2 pages have no text; they may be scanned"
+    assert found.layout.omissions == ("1 of its 2 pages have no text; they may be scanned",)
 
 
 def test_office_files_and_books() -> None:
@@ -149,7 +149,7 @@ def test_broken_files_are_refused_with_a_reason(suffix: str, data: bytes) -> Non
 
 
 def test_an_archive_that_unpacks_to_too_much_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(office, "_MOST", 1 << 20)
+    monkeypatch.setattr(archive, "_MOST", 1 << 20)
     packed = files.packed({f"{n}": "\0" * (600 << 10) for n in range(2)})
     with pytest.raises(NoDocument) as refused:
         convert("a.docx", packed)

@@ -16,7 +16,7 @@ import hostile
 import pytest
 from killing import killed_at_work
 
-from cacheblend_cli.corpus.converters import converter_of, office
+from cacheblend_cli.corpus.converters import archive, converter_of
 from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.converters.process import ConversionLimits, ConverterProcess
 
@@ -76,7 +76,7 @@ def test_modules_beside_the_documents_are_not_imported(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("suffix", ["docx", "xlsx", "pptx", "epub"])
 def test_archives_that_unpack_to_too_much_are_not_unpacked(suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(office, "_MOST", MIB)
+    monkeypatch.setattr(archive, "_MOST", MIB)
     converter = converter_of(f"a.{suffix}")
     assert converter is not None
     with pytest.raises(NoDocument, match="unpacks to more than 1 MiB"):

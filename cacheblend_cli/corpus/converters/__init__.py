@@ -13,12 +13,15 @@ from cacheblend_cli.corpus.converters.converter import (
     from_plain,
     from_rst,
 )
+from cacheblend_cli.corpus.converters.docx import from_docx
+from cacheblend_cli.corpus.converters.epub import from_epub
 from cacheblend_cli.corpus.converters.html import from_html
 from cacheblend_cli.corpus.converters.json_records import from_json_lines, from_json_records, from_notebook
 from cacheblend_cli.corpus.converters.mail import from_mail
-from cacheblend_cli.corpus.converters.office import from_docx, from_epub, from_pptx, from_xlsx
 from cacheblend_cli.corpus.converters.pdf import from_pdf
+from cacheblend_cli.corpus.converters.pptx import from_pptx
 from cacheblend_cli.corpus.converters.tables import from_csv, from_tsv
+from cacheblend_cli.corpus.converters.xlsx import from_xlsx
 
 CONVERTERS: dict[Converter, str] = {
     from_markdown: ".md .markdown .mdx .qmd .rmd",

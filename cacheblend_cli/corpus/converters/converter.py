@@ -54,9 +54,17 @@ def decoded(data: bytes) -> str:
 
 
 def joined(
-    parts: Iterable[tuple[str, Mark]], kind: Kind = "text", *, apart: bool = False, title: str = "", note: str = ""
+    parts: Iterable[tuple[str, Mark]],
+    kind: Kind = "text",
+    *,
+    apart: bool = False,
+    title: str = "",
+    omissions: Iterable[str] = (),
 ) -> Converted:
-    """Join parts with an empty line in between, and set the starts of their marks. Parts without text are dropped."""
+    """Join parts with an empty line in between, and set the starts of their marks. Parts without text are dropped.
+
+    omissions: read after the parts, so a generator of parts can add to them.
+    """
     texts, marks, start = list[str](), list[Mark](), 0
     for text, mark in parts:
         if text := text.strip("\n"):
@@ -64,15 +72,17 @@ def joined(
             marks.append(Mark(start, mark.part, mark.line))
             start += len(texts[-1])
     whole = "".join(texts)
-    return Converted(whole, TextLayout(kind, numbered=False, marks=tuple(marks), apart=apart, title=title, note=note))
+    layout = TextLayout(kind, numbered=False, marks=tuple(marks), apart=apart, title=title, omissions=tuple(omissions))
+    return Converted(whole, layout)
 
 
 def encodable(converted: Converted) -> Converted:
     """Replace lone surrogates, which can occur in JSON but not in UTF-8."""
     layout = converted.layout
     marks = tuple(replace(mark, part=_HALF.sub("\ufffd", mark.part)) for mark in layout.marks)
+    title, omissions = _HALF.sub("\ufffd", layout.title), tuple(_HALF.sub("\ufffd", o) for o in layout.omissions)
     return Converted(
-        _HALF.sub("\ufffd", converted.text), replace(layout, marks=marks, title=_HALF.sub("\ufffd", layout.title))
+        _HALF.sub("\ufffd", converted.text), replace(layout, marks=marks, title=title, omissions=omissions)
     )
 
 

@@ -29,9 +29,9 @@ def from_pdf(data: bytes) -> Converted:
     if empty == len(pages):
         count = f"its {len(pages)} pages have" if len(pages) > 1 else "its page has"
         raise NoDocument(f"a scanned PDF: {count} no text; recognise it first, as ocrmypdf does", "scanned PDFs")
-    note = f"{empty} of its {len(pages)} pages have no text; they may be scanned" if empty else ""
+    omissions = [f"{empty} of its {len(pages)} pages have no text; they may be scanned"] if empty else []
     parts = ((text, Mark(0, f"page {n}")) for n, text in enumerate(pages, 1))
-    return joined(parts, title=" ".join(title.split()), note=note)
+    return joined(parts, title=" ".join(title.split()), omissions=omissions)
 
 
 def _text(page: Any) -> str:

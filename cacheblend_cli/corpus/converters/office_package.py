@@ -1,0 +1,134 @@
+"""Office Open XML packages (ECMA-376, part 2): a ZIP archive of XML parts with relations between them."""
+
+from __future__ import annotations
+
+import posixpath
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+from zipfile import BadZipFile
+
+from cacheblend_cli.corpus.converters.archive import opened
+from cacheblend_cli.corpus.converters.converter import NoDocument
+
+if TYPE_CHECKING:
+    from xml.etree.ElementTree import Element
+
+_NAMESPACES = {
+    "w": ("wordprocessingml/2006/main", "wordprocessingml/main"),
+    "a": ("drawingml/2006/main", "drawingml/main"),
+    "p": ("presentationml/2006/main", "presentationml/main"),
+    "x": ("spreadsheetml/2006/main", "spreadsheetml/main"),
+    "m": ("officeDocument/2006/math", "officeDocument/math"),
+    "c": ("drawingml/2006/chart", "drawingml/chart"),
+    "dgm": ("drawingml/2006/diagram", "drawingml/diagram"),
+    "r": ("officeDocument/2006/relationships", "officeDocument/relationships"),
+    "mc": ("markup-compatibility/2006", "markup-compatibility/2006"),
+}
+_PREFIXES = {
+    address: prefix
+    for prefix, (transitional, strict) in _NAMESPACES.items()
+    for address in (f"http://schemas.openxmlformats.org/{transitional}", f"http://purl.oclc.org/ooxml/{strict}")
+}
+"""Namespace -> prefix: those of Transitional and of Strict Open XML."""
+
+
+class DamagedPart(Exception):
+    """Raised for a part that cannot be unpacked or parsed."""
+
+
+@dataclass(frozen=True)
+class Relation:
+    """A relation from one part to another."""
+
+    kind: str  # last component of the relation's type: "image", "footnotes"
+    target: str  # name of the other part; an address if it is outside of the package
+    external: bool = False
+
+
+class OfficePackage:
+    """Parts of a Word, PowerPoint or Excel file."""
+
+    def __init__(self, data: bytes, what: str) -> None:
+        """what: the kind of file, for messages. Raises NoDocument if it is not a ZIP archive or is too large."""
+        self._archive = opened(data, what)
+        self._what = what
+        self._entries = {name.replace("\\", "/").lstrip("/").lower(): name for name in self._archive.namelist()}
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the parts, in lower case."""
+        return list(self._entries)
+
+    def __contains__(self, name: str) -> bool:
+        return name.lower() in self._entries
+
+    @property
+    def main(self) -> str:
+        """Name of the main part. Raises NoDocument if there is none."""
+        for relation in self.relations("").values():
+            if relation.kind == "officeDocument" and relation.target in self:
+                return relation.target
+        raise NoDocument(f"not {self._what}", "damaged or locked")
+
+    def data(self, name: str) -> bytes:
+        """Unpack a part. Raises DamagedPart if it is missing or damaged."""
+        try:
+            return self._archive.read(self._entries[name.lower()])
+        except (KeyError, BadZipFile, zlib.error, EOFError, OSError, RuntimeError, NotImplementedError) as error:
+            raise DamagedPart(name) from error
+
+    def xml(self, name: str) -> Element:
+        """Parse a part. Raises DamagedPart.
+
+        Known namespaces are replaced by the usual prefix (`element.tag == "w:p"`), others are removed. Attributes have
+        no prefix, except that of relations ("r:id").
+        """
+        from xml.etree.ElementTree import ParseError
+
+        from defusedxml.ElementTree import fromstring
+
+        try:
+            root: Element = fromstring(self.data(name))
+        except (ParseError, ValueError, LookupError) as error:
+            raise DamagedPart(name) from error
+        for element in root.iter():
+            element.tag = _short(element.tag)
+            if any(key.startswith("{") for key in element.attrib):
+                element.attrib = {_short_attribute(key): value for key, value in element.attrib.items()}
+        return root
+
+    def relations(self, name: str) -> dict[str, Relation]:
+        """Return the relations of a part by identifier; {} if they are missing or damaged. "" is the package."""
+        folder, base = posixpath.split(name)
+        file = posixpath.join(folder, "_rels", f"{base}.rels")
+        try:
+            found = self.xml(file).iter("Relationship") if file in self else ()
+        except DamagedPart:
+            found = ()
+        return {element.get("Id", ""): _relation(element, folder) for element in found}
+
+    def related(self, name: str, kind: str) -> list[str]:
+        """Return the existing parts to which a part has relations of a kind."""
+        found = (r.target for r in self.relations(name).values() if r.kind == kind and not r.external)
+        return [target for target in dict.fromkeys(found) if target in self]
+
+
+def _relation(element: Element, folder: str) -> Relation:
+    kind, target = element.get("Type", "").rpartition("/")[2], element.get("Target", "")
+    if element.get("TargetMode") == "External":
+        return Relation(kind, target, external=True)
+    path = unquote(target.replace("\\", "/")).partition("#")[0]
+    return Relation(kind, posixpath.normpath(posixpath.join("/", folder, path)).lstrip("/"))
+
+
+def _short(name: str) -> str:
+    address, _, local = name[1:].rpartition("}") if name.startswith("{") else ("", "", name)
+    prefix = _PREFIXES.get(address)
+    return f"{prefix}:{local}" if prefix else local
+
+
+def _short_attribute(name: str) -> str:
+    short = _short(name)
+    return short if short.startswith("r:") else short.rpartition(":")[2]

@@ -1,0 +1,36 @@
+"""What a converter leaves out of a document, in words: "2 charts (slides 3, 5)", "page 2 cannot be read"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+_MOST_PLACES = 8  # places to name for one kind of thing
+
+
+class Omissions:
+    """Collects what is left out. Equal things are counted, with the first places."""
+
+    def __init__(self) -> None:
+        self._counts = dict[tuple[str, str], int]()  # (singular, plural) -> count
+        self._places = dict[tuple[str, str], dict[str, None]]()
+        self._said = dict[str, None]()
+
+    def add(self, thing: str, place: str = "", *, count: int = 1, plural: str = "") -> None:
+        """Count a thing, such as "chart" at "slide 3". plural: by default with an "s"."""
+        key = thing, plural or f"{thing}s"
+        self._counts[key] = self._counts.get(key, 0) + count
+        places = self._places.setdefault(key, {})
+        if place and len(places) <= _MOST_PLACES:
+            places[place] = None
+
+    def say(self, sentence: str) -> None:
+        """Add a whole sentence, such as "page 2 cannot be read"."""
+        self._said[sentence] = None
+
+    def __iter__(self) -> Iterator[str]:
+        for key, count in self._counts.items():
+            places = list(self._places[key])
+            more = ", ..." if len(places) > _MOST_PLACES else ""
+            where = f" ({', '.join(places[:_MOST_PLACES])}{more})" if places else ""
+            yield f"{count:,} {key[count != 1]}{where}"
+        yield from self._said
