@@ -36,7 +36,7 @@ CONVERTERS: dict[Converter, str] = {
     from_notebook: ".ipynb",
     from_mail: ".eml",
     from_pdf: ".pdf",
-    from_docx: ".docx",
+    from_docx: ".docx .docm .dotx .dotm",
     from_pptx: ".pptx",
     from_xlsx: ".xlsx .xlsm",
     from_epub: ".epub",
@@ -44,7 +44,13 @@ CONVERTERS: dict[Converter, str] = {
 """Converter -> lower-case file suffixes."""
 PLAIN = frozenset((from_markdown, from_rst, from_plain, from_code))
 """Converters that only decode. The others parse, within the limits of `converters/process.py`."""
-_MODULES = {from_pdf: "pypdf", from_docx: "mammoth", from_pptx: "pptx", from_xlsx: "openpyxl", from_epub: "defusedxml"}
+_MODULES = {
+    from_pdf: "pypdf",
+    from_docx: "defusedxml",
+    from_pptx: "pptx",
+    from_xlsx: "openpyxl",
+    from_epub: "defusedxml",
+}
 """Converters that need the extra `documents` -> module that they import."""
 _BY_SUFFIX = {suffix: converter for converter, suffixes in CONVERTERS.items() for suffix in suffixes.split()}
 _WITHOUT_SUFFIX = dict.fromkeys("makefile dockerfile rakefile gemfile justfile".split(), from_code)

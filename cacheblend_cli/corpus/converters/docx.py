@@ -1,20 +1,82 @@
-"""Word documents, read with mammoth."""
+"""Word documents (Office Open XML) to Markdown."""
 
 from __future__ import annotations
 
-import io
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from cacheblend_cli.corpus.converters.archive import opened
-from cacheblend_cli.corpus.converters.converter import parsing
-from cacheblend_cli.corpus.converters.html import html_text
-from cacheblend_cli.corpus.layout import Converted
+from cacheblend_cli.corpus.converters.converter import NoDocument, parsing
+from cacheblend_cli.corpus.converters.docx_numbering import Numbering
+from cacheblend_cli.corpus.converters.docx_styles import Styles
+from cacheblend_cli.corpus.converters.docx_tables import Block, markdown
+from cacheblend_cli.corpus.converters.docx_walk import Notes, Walk
+from cacheblend_cli.corpus.converters.office_package import DamagedPart, OfficePackage, children
+from cacheblend_cli.corpus.converters.omissions import Omissions
+from cacheblend_cli.corpus.layout import Converted, TextLayout
+
+if TYPE_CHECKING:
+    from xml.etree.ElementTree import Element
 
 
 def from_docx(data: bytes) -> Converted:
-    """Convert headings, lists, tables and text, without pictures. A .docx has no page breaks."""
-    with parsing("mammoth", what := "a Word document"):
-        import mammoth
+    """Convert text, lists, tables, notes, comments, headers and footers. A .docx has no page ends."""
+    with parsing("defusedxml", what := "a Word document"):
+        document = _Document(OfficePackage(data, what))
+        text = "".join(markdown(document.blocks())).strip("\n")
+    return Converted(
+        text and text + "\n",
+        TextLayout("markdown", numbered=False, title=document.title, omissions=tuple(document.omissions)),
+    )
 
-        opened(data, what)
-        html = mammoth.convert_to_html(io.BytesIO(data), convert_image=lambda image: []).value
-    return html_text(f"<body>{html}</body>")
+
+class _Document:
+    """The parts of a document. A damaged one is left out."""
+
+    def __init__(self, package: OfficePackage) -> None:
+        self.omissions = Omissions()
+        self._package, self._main = package, package.main
+        styles = Styles(self._part("styles", "styles"))
+        numbering = Numbering(self._part("numbering", "list numbers"), styles)
+        notes = {kind: self._notes(kind) for kind in ("footnote", "endnote", "comment")}
+        self._walk = Walk(styles, numbering, notes, self.omissions)
+
+    @property
+    def title(self) -> str:
+        return self._walk.title
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the headers, the body and the footers. Raises NoDocument if nothing can be read."""
+        yield from self._margins("header")
+        has_text = False
+        try:
+            for element in self._package.blocks(self._main, "w:body"):
+                for block in self._walk.body([element]):
+                    has_text = True
+                    yield block
+        except DamagedPart as error:
+            if not has_text:
+                raise NoDocument("not a Word document: its text cannot be read", "damaged or locked") from error
+            self.omissions.say("the text after a damaged place cannot be read")
+        yield from self._margins("footer")
+
+    def _part(self, kind: str, what: str) -> Element | None:
+        try:
+            return next(map(self._package.xml, self._package.related(self._main, kind)), None)
+        except DamagedPart:
+            self.omissions.say(f"its {what} cannot be read")
+            return None
+
+    def _notes(self, kind: str) -> Notes:
+        root = self._part(f"{kind}s", f"{kind}s")
+        return {} if root is None else {element.get("id", ""): element for element in children(root, f"w:{kind}")}
+
+    def _margins(self, kind: str) -> Iterator[Block]:
+        """Yield the distinct headers or footers of all sections."""
+        texts = dict[str, None]()
+        for name in self._package.related(self._main, kind):
+            try:
+                texts[self._walk.margin(self._package.xml(name))] = None
+            except DamagedPart:
+                self.omissions.say(f"a {kind} cannot be read")
+        for text in filter(None, texts):
+            yield Block(f"{kind.title()}: {text}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
@@ -32,6 +33,11 @@ _PREFIXES = {
     for address in (f"http://schemas.openxmlformats.org/{transitional}", f"http://purl.oclc.org/ooxml/{strict}")
 }
 """Namespace -> prefix: those of Transitional and of Strict Open XML."""
+
+
+_MAINS = ("word/document.xml", "ppt/presentation.xml", "xl/workbook.xml")
+"""Usual names of main parts, for packages whose own relations are missing or damaged."""
+_READ_ERRORS = (KeyError, BadZipFile, zlib.error, EOFError, OSError, RuntimeError, NotImplementedError)
 
 
 class DamagedPart(Exception):
@@ -70,13 +76,16 @@ class OfficePackage:
         for relation in self.relations("").values():
             if relation.kind == "officeDocument" and relation.target in self:
                 return relation.target
+        for name in _MAINS:
+            if name in self:
+                return name
         raise NoDocument(f"not {self._what}", "damaged or locked")
 
     def data(self, name: str) -> bytes:
         """Unpack a part. Raises DamagedPart if it is missing or damaged."""
         try:
             return self._archive.read(self._entries[name.lower()])
-        except (KeyError, BadZipFile, zlib.error, EOFError, OSError, RuntimeError, NotImplementedError) as error:
+        except _READ_ERRORS as error:
             raise DamagedPart(name) from error
 
     def xml(self, name: str) -> Element:
@@ -93,11 +102,32 @@ class OfficePackage:
             root: Element = fromstring(self.data(name))
         except (ParseError, ValueError, LookupError) as error:
             raise DamagedPart(name) from error
-        for element in root.iter():
-            element.tag = _short(element.tag)
-            if any(key.startswith("{") for key in element.attrib):
-                element.attrib = {_short_attribute(key): value for key, value in element.attrib.items()}
-        return root
+        return _shortened(root)
+
+    def blocks(self, name: str, parent: str) -> Iterator[Element]:
+        """Parse a part bit by bit and yield the children of an element, such as "w:body", as soon as they are complete.
+
+        Raises DamagedPart after the last readable one, of which a part may be missing. See `xml` for names.
+        """
+        from xml.etree.ElementTree import Element, ParseError
+
+        from defusedxml.ElementTree import iterparse
+
+        found, damage = Element(parent), None
+        try:
+            with self._archive.open(self._entries[name.lower()]) as file:
+                for _, element in iterparse(file, ("start",)):
+                    while len(found) > 1:  # the parser is beyond all children but the last one
+                        yield _shortened(found[0])
+                        del found[0]
+                    if _short(element.tag) == parent:
+                        yield from map(_shortened, found)
+                        found = element
+        except (*_READ_ERRORS, ParseError, ValueError, LookupError) as error:
+            damage = error
+        yield from map(_shortened, found)
+        if damage is not None:
+            raise DamagedPart(name) from damage
 
     def relations(self, name: str) -> dict[str, Relation]:
         """Return the relations of a part by identifier; {} if they are missing or damaged. "" is the package."""
@@ -113,6 +143,29 @@ class OfficePackage:
         """Return the existing parts to which a part has relations of a kind."""
         found = (r.target for r in self.relations(name).values() if r.kind == kind and not r.external)
         return [target for target in dict.fromkeys(found) if target in self]
+
+
+def children(element: Element, *names: str) -> Iterator[Element]:
+    """Yield the descendants on a path of names. (ElementTree's own paths do not take short names.)"""
+    if not names:
+        yield element
+    for inner in element if names else ():
+        if inner.tag == names[0]:
+            yield from children(inner, *names[1:])
+
+
+def child(element: Element | None, *names: str) -> Element | None:
+    """Return the first descendant on a path of names, None if there is none."""
+    return None if element is None else next(children(element, *names), None)
+
+
+def _shortened(root: Element) -> Element:
+    """Replace namespaces in the names of an element and those below it."""
+    for element in root.iter():
+        element.tag = _short(element.tag)
+        if any(key.startswith("{") for key in element.attrib):
+            element.attrib = {_short_attribute(key): value for key, value in element.attrib.items()}
+    return root
 
 
 def _relation(element: Element, folder: str) -> Relation:

@@ -1,0 +1,215 @@
+"""List numbers of a Word document: "1.", "(b)", "2.3". Word stores definitions and counts when it shows the text."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cacheblend_cli.corpus.converters.docx_styles import Style, Styles, integer, is_on, value_of
+from cacheblend_cli.corpus.converters.office_package import child, children
+from cacheblend_cli.corpus.converters.symbols import without_font_codes
+
+if TYPE_CHECKING:
+    from xml.etree.ElementTree import Element
+
+_LEVELS = 9
+_LONGEST = 60  # maximum characters of a number's form
+_LARGEST = 1 << 31
+_PLACE = re.compile("%([1-9])")
+_BOXES = frozenset("☐☒☑✓✗")
+
+
+@dataclass(frozen=True)
+class Label:
+    """Number or bullet of a paragraph."""
+
+    text: str
+    level: int  # from 0
+
+
+@dataclass(frozen=True)
+class _Level:
+    start: int = 1
+    form: str = "decimal"
+    text: str = "%1."
+    style: str = ""  # paragraph style of this level
+    restart: int | None = None  # restarts after levels below this one; None stands for its own
+    is_legal: bool = False  # all numbers are decimal
+
+    @classmethod
+    def of(cls, element: Element) -> _Level:
+        text = value_of(element, "w:lvlText")[:_LONGEST]
+        fonts = child(element, "w:rPr", "w:rFonts")
+        restart = value_of(element, "w:lvlRestart")
+        return cls(
+            _bounded(value_of(element, "w:start")),
+            value_of(element, "w:numFmt") or "decimal",
+            without_font_codes(text, "" if fonts is None else fonts.get("ascii", "")),
+            value_of(element, "w:pStyle"),
+            integer(restart) if restart else None,
+            bool(is_on(element, "w:isLgl")),
+        )
+
+
+@dataclass
+class _List:
+    """A list: its levels, and counters that it shares with the lists of the same definition."""
+
+    levels: dict[int, _Level]
+    counters: list[int | None]
+    starts: dict[int, int]  # level -> where this list starts once
+
+
+@dataclass
+class _Definition:
+    levels: dict[int, _Level]
+    link: str  # numbering style that has the levels
+    counters: list[int | None] = field(default_factory=lambda: [None] * _LEVELS)
+
+
+class Numbering:
+    """Numbers of the paragraphs of a document, which are asked for in order."""
+
+    def __init__(self, root: Element | None, styles: Styles) -> None:
+        """root: w:numbering; None if the document has none."""
+        self._styles = styles
+        self._definitions: dict[str, _Definition] = {}
+        self._elements: dict[str, Element] = {}
+        self._lists: dict[str, _List | None] = {}
+        if root is not None:
+            for element in children(root, "w:abstractNum"):
+                definition = _Definition(_levels(element), value_of(element, "w:numStyleLink"))
+                self._definitions[element.get("abstractNumId", "")] = definition
+            self._elements = {element.get("numId", ""): element for element in children(root, "w:num")}
+
+    def next(self, properties: Element | None, style: Style) -> Label | None:
+        """Count a paragraph and return its number, None outside of lists. properties: its w:pPr."""
+        num_id, level = value_of(properties, "w:numPr", "w:numId"), value_of(properties, "w:numPr", "w:ilvl")
+        listed = self._list(num_id or style.num_id)
+        if listed is None:
+            return None
+        if level:
+            number = integer(level)
+        else:
+            linked = (n for n, one in listed.levels.items() if one.style == style.num_style and not num_id)
+            number = next(linked, style.num_level or 0) if style.num_style else 0
+        return _counted(listed, min(max(number, 0), _LEVELS - 1))
+
+    def _list(self, num_id: str) -> _List | None:
+        if num_id not in self._lists:
+            element = self._elements.get(num_id)
+            definition = None if element is None else self._definition(element)
+            found = None
+            if element is not None and definition is not None:
+                found = _List(dict(definition.levels), definition.counters, {})
+                for override in children(element, "w:lvlOverride"):
+                    level, start = integer(override.get("ilvl")), value_of(override, "w:startOverride")
+                    if (own := child(override, "w:lvl")) is not None:
+                        found.levels[level] = _Level.of(own)
+                    if start:
+                        found.starts[level] = _bounded(start)
+            self._lists[num_id] = found
+        return self._lists[num_id]
+
+    def _definition(self, element: Element) -> _Definition | None:
+        definition = self._definitions.get(value_of(element, "w:abstractNumId"))
+        if definition is not None and definition.link:
+            linked = self._elements.get(self._styles.of(definition.link).num_id)
+            return self._definitions.get(value_of(linked, "w:abstractNumId"), definition)
+        return definition
+
+
+def _levels(definition: Element) -> dict[int, _Level]:
+    return {integer(element.get("ilvl")): _Level.of(element) for element in children(definition, "w:lvl")}
+
+
+def _bounded(text: str) -> int:
+    return min(max(integer(text), 0), _LARGEST)
+
+
+def _counted(listed: _List, number: int) -> Label | None:
+    counters, levels = listed.counters, listed.levels
+    level, before = levels.get(number, _Level(text=f"%{number + 1}.")), counters[number]
+    start = listed.starts.pop(number, None)
+    counters[number] = start if start is not None else level.start if before is None else before + 1
+    for deeper in range(number + 1, _LEVELS):
+        restart = levels[deeper].restart if deeper in levels else None
+        if restart is None or number < restart:
+            counters[deeper] = None
+    if level.form == "bullet":
+        return Label(f"- {level.text}" if level.text in _BOXES else "-", number)
+
+    def shown(place: re.Match[str]) -> str:
+        upper = int(place[1]) - 1
+        known, count = levels.get(upper, _Level()), counters[upper]
+        form = "decimal" if level.is_legal and known.form != "none" else known.form
+        return formatted(known.start if count is None else count, form)
+
+    text = " ".join(_PLACE.sub(shown, level.text).split())
+    return Label(text, number) if text else None
+
+
+_ROMAN = (
+    (1000, "m"), (900, "cm"), (500, "d"), (400, "cd"), (100, "c"), (90, "xc"), (50, "l"), (40, "xl"), (10, "x"), (9, "ix"), (5, "v"),
+    (4, "iv"), (1, "i"),
+)  # fmt: skip
+_CHINESE = frozenset(
+    "chineseCounting chineseCountingThousand chineseLegalSimplified taiwaneseCounting taiwaneseCountingThousand japaneseCounting "
+    "japaneseDigitalTenThousand ideographDigital ideographLegalTraditional koreanCounting".split()
+)
+_IN_ORDER = {
+    "russianLower": "абвгдежзиклмнопрстуфхцчшщыэюя",
+    "russianUpper": "АБВГДЕЖЗИКЛМНОПРСТУФХЦЧШЩЫЭЮЯ",
+    "hebrew2": "אבגדהוזחטיכלמנסעפצקרשת",
+    "arabicAlpha": "أبتثجحخدذرزسشصضطظعغفقكلمنهوي",
+    "aiueo": "アイウエオカキクケコサシスセソタチツテトナニヌネノハヒフヘホマミムメモヤユヨラリルレロワヲン",
+    "ganada": "가나다라마바사아자차카타파하",
+    "ideographTraditional": "甲乙丙丁戊己庚辛壬癸",
+    "decimalEnclosedCircle": "①②③④⑤⑥⑦⑧⑨⑩⑪⑫⑬⑭⑮⑯⑰⑱⑲⑳",
+    "decimalEnclosedCircleChinese": "①②③④⑤⑥⑦⑧⑨⑩⑪⑫⑬⑭⑮⑯⑰⑱⑲⑳",
+}
+
+
+def formatted(number: int, form: str) -> str:
+    """Write a number in a form of Word: "lowerRoman". Unknown forms and large numbers are decimal."""
+    kind = form.removeprefix("lower").removeprefix("upper")
+    text = str(number)
+    if form == "none":
+        return ""
+    if form == "decimalZero":
+        return text.zfill(2)
+    if form == "ordinal":
+        last = 0 if number % 100 // 10 == 1 else number % 10
+        return text + {1: "st", 2: "nd", 3: "rd"}.get(last, "th")
+    if kind == "Letter" and 0 < number <= 26 * 10:
+        text = chr(ord("a") + (number - 1) % 26) * ((number + 25) // 26)
+    elif kind == "Roman" and 0 < number < 4000:
+        text = roman(number)
+    elif form in _CHINESE and 0 < number < 10_000:
+        return _chinese(number)
+    elif (letters := _IN_ORDER.get(form, "")) and 0 < number <= len(letters):
+        return letters[number - 1]
+    return text.upper() if form.startswith("upper") else text
+
+
+def roman(number: int) -> str:
+    text = ""
+    for value, letters in _ROMAN:
+        count, number = divmod(number, value)
+        text += letters * count
+    return text
+
+
+_DIGITS = "〇一二三四五六七八九"
+
+
+def _chinese(number: int) -> str:
+    text = ""
+    for value, unit in ((1000, "千"), (100, "百"), (10, "十"), (1, "")):
+        digit, number = divmod(number, value)
+        if digit:
+            text += _DIGITS[digit] + unit
+        elif text and number and text[-1] != _DIGITS[0]:
+            text += _DIGITS[0]
+    return text.removeprefix("一") if text.startswith("一十") else text
