@@ -157,7 +157,7 @@ def test_an_archive_that_unpacks_to_too_much_is_not_unpacked(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("suffix", "package"), [(".pdf", "pypdf"), (".docx", "mammoth"), (".pptx", "pptx"), (".xlsx", "openpyxl")]
+    ("suffix", "package"), [(".pdf", "pypdf"), (".docx", "defusedxml"), (".pptx", "pptx"), (".xlsx", "openpyxl")]
 )
 def test_without_its_library_a_file_names_what_to_install(
     suffix: str, package: str, monkeypatch: pytest.MonkeyPatch

@@ -23,10 +23,10 @@ def from_docx(data: bytes) -> Converted:
     with parsing("defusedxml", what := "a Word document"):
         document = _Document(OfficePackage(data, what))
         text = "".join(markdown(document.blocks())).strip("\n")
-    return Converted(
-        text and text + "\n",
-        TextLayout("markdown", numbered=False, title=document.title, omissions=tuple(document.omissions)),
-    )
+    omissions = tuple(document.omissions)
+    if not text:
+        raise NoDocument(f"no text, only {', '.join(omissions)}" if omissions else "empty", "empty")
+    return Converted(text + "\n", TextLayout("markdown", numbered=False, title=document.title, omissions=omissions))
 
 
 class _Document:

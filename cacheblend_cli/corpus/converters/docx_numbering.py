@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters.docx_styles import Style, Styles, integer, is_on, value_of
 from cacheblend_cli.corpus.converters.office_package import child, children
-from cacheblend_cli.corpus.converters.symbols import without_font_codes
+from cacheblend_cli.corpus.converters.symbols import MARKS, without_font_codes
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
@@ -17,7 +17,6 @@ _LEVELS = 9
 _LONGEST = 60  # maximum characters of a number's form
 _LARGEST = 1 << 31
 _PLACE = re.compile("%([1-9])")
-_BOXES = frozenset("☐☒☑✓✗")
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ def _counted(listed: _List, number: int) -> Label | None:
         if restart is None or number < restart:
             counters[deeper] = None
     if level.form == "bullet":
-        return Label(f"- {level.text}" if level.text in _BOXES else "-", number)
+        return Label(f"- {level.text}" if level.text in MARKS else "-", number)
 
     def shown(place: re.Match[str]) -> str:
         upper = int(place[1]) - 1

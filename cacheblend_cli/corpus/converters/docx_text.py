@@ -6,7 +6,7 @@ import re
 
 RAISED, LOWERED = "\x01", "\x02"
 """Begin and end of a superscript within the text of a paragraph. XML has no such characters."""
-_SUPERSCRIPT = re.compile(f"{RAISED}([^{LOWERED}]*){LOWERED}")
+_SUPERSCRIPT = re.compile(f"{RAISED}([^{RAISED}{LOWERED}]*){LOWERED}")
 _ORDINALS = frozenset("st nd rd th e er re ère è ème eme nd nde o a os as º ª".split())
 
 
@@ -14,6 +14,7 @@ def inline_text(text: str) -> str:
     """Return the text of a paragraph with single blanks, and superscripts as in "10^6"."""
     if RAISED in text:
         text = _SUPERSCRIPT.sub(_raised, text.replace(LOWERED + RAISED, ""))
+        text = text.replace(RAISED, "").replace(LOWERED, "")
     return "\n".join(" ".join(line.split()) for line in text.split("\n")).strip("\n")
 
 

@@ -91,6 +91,7 @@ class Walk:
             "chart": lambda element: self._left_out("chart"),
             "dgm:relIds": lambda element: self._left_out("diagram"),
             "OLEObject": self._object,
+            "w:control": lambda element: self._left_out("form control"),
             "w:altChunk": lambda element: self._left_out("embedded document"),
             "w:subDoc": lambda element: self._left_out("linked document"),
             **dict.fromkeys(
@@ -160,6 +161,8 @@ class Walk:
     def _end_paragraph(self, properties: Element | None = None, style: Style | None = None) -> None:
         """Make a block of the text so far. style: None for text outside of paragraphs, without a number."""
         story = self._story
+        if style is None and not story.parts and not story.boxes:
+            return
         text = inline_text("".join(story.parts))
         story.parts = []
         label = None if style is None else self._numbering.next(properties, style)
@@ -299,7 +302,7 @@ class Walk:
 
     def _picture(self, element: Element) -> None:
         """Add the description of a picture, unless it is a file name."""
-        text = " ".join(element.get("descr", "").split()).removesuffix(_GENERATED).rstrip()
+        text = " ".join(element.get("descr", "").partition(_GENERATED)[0].split())
         if " " in text and self._page_words is None and not _FILE.search(text):
             self._add(f" [picture: {text}] ")
 

@@ -17,8 +17,9 @@ _ATOM = re.compile(r"-?\w+(?:\.\w+)?")
 _STYLED = re.compile("[\U0001d400-\U0001d7ff\u2102-\u2149]")  # letters in mathematical italics, bold, ...
 _ACCENTS = {
     "\u0300": "grave", "\u0301": "acute", "\u0302": "hat", "\u0303": "tilde", "\u0304": "bar", "\u0305": "bar",
-    "\u0306": "breve", "\u0307": "dot", "\u0308": "ddot", "\u030c": "check", "\u20d7": "vec", "\u2192": "vec",
+    "\u0306": "breve", "\u0307": "dot", "\u0308": "ddot", "\u030c": "check", "\u20d7": "vec", "\u2192": "vec", "\u203e": "bar", "\u00af": "bar",
 }  # fmt: skip
+_BRACES = ("", "\u23de", "\u23df", "\u23b4", "\u23b5")  # above or below a group
 
 
 def equation_text(element: Element) -> str:
@@ -91,8 +92,10 @@ def _before(element: Element, depth: int) -> str:
 
 
 def _limit(element: Element, depth: int) -> str:
-    mark = "_" if element.tag == "m:limLow" else "^"
-    return f"{_part(element, 'm:e', depth)}{mark}{_grouped(_part(element, 'm:lim', depth))}"
+    base, limit = _grouped(_part(element, "m:e", depth)), _part(element, "m:lim", depth)
+    if limit in _BRACES:
+        return base
+    return f"{base}{'_' if element.tag == 'm:limLow' else '^'}{_grouped(limit)}"
 
 
 def _nary(element: Element, depth: int) -> str:

@@ -58,6 +58,8 @@ class OfficePackage:
 
     def __init__(self, data: bytes, what: str) -> None:
         """what: the kind of file, for messages. Raises NoDocument if it is not a ZIP archive or is too large."""
+        import defusedxml.ElementTree  # noqa: F401 - without it, say so before anything about the file
+
         self._archive = opened(data, what)
         self._what = what
         self._entries = {name.replace("\\", "/").lstrip("/").lower(): name for name in self._archive.namelist()}

@@ -21,6 +21,8 @@ _FONTS = {
         "symbol": _SYMBOL, "wingdings": _WINGDINGS, "wingdings 2": _WINGDINGS_2, "webdings": _WEBDINGS
     }.items()
 }  # fmt: skip
+MARKS = frozenset("☐☒☑✓✗")
+"""Check boxes and check marks."""
 _PRIVATE = re.compile("[\uf020-\uf0ff]")
 
 
