@@ -89,7 +89,7 @@ def show(
     chunk: str = Argument(help="Chunk id or a unique prefix of it.", metavar="ID", autocompletion=completion.chunk_ids),
     json: options.Json = False,
 ) -> None:
-    """Show one chunk: source, storage format and text."""
+    """Show one chunk: source, what is left out of its document, storage format and text."""
     from cacheblend_cli.corpus.citations import Citations
 
     output = Output()
@@ -101,12 +101,15 @@ def show(
     if others:
         record["also in"] = [f"{other.source}#{other.index}" for other in others]
     if json:
-        output.json({**record, "text": manifest.text, "token_ids": list(manifest.token_ids)})
+        about = {"omissions": list(citation.omissions), "text": manifest.text, "token_ids": list(manifest.token_ids)}
+        output.json({**record, **about})
         return
     shown = {**record, "lines": citation.place, "headings": " > ".join(citation.locator.headings)}
     for name, value in shown.items():
         if name != "part" and value != "":
             output.line(f"{'place' if name == 'lines' else name:<14}{value}")
+    for omission in citation.omissions:
+        output.line(f"{'left out':<14}{omission}")
     output.text("\n" + manifest.text)
 
 

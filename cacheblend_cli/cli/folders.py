@@ -54,7 +54,9 @@ MaxFileSize = Annotated[
 FilesFrom = Annotated[
     str | None, Option(help="Read paths from a file or stdin, separated by newlines or NUL.", metavar="FILE|-")
 ]
-Verbose = Annotated[bool, Option("--verbose", "-v", help="List every skipped file.")]
+Verbose = Annotated[
+    bool, Option("--verbose", "-v", help="List every skipped file, and all that is left out of documents.")
+]
 _WARNED = 10
 _HINTS = {
     "links out of the folder": "name them, or --follow",

@@ -14,6 +14,7 @@ from typer import Argument, Option
 from cacheblend_cli.cli import folders, options
 from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.inputs import yes_or_no
+from cacheblend_cli.cli.omissions import report_omissions
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.tier import finish, open_tier, share
@@ -307,13 +308,13 @@ class _View:
         elif event.skipped is not None:
             self.skipped_files.report(event.skipped)
         elif event.kind == "omitted":
-            self.output.warn(event.message)
+            report_omissions(event.incomplete, self.output, verbose=self.skipped_files.verbose)
         elif event.kind == "removed":
             self.output.note(event.message)
         elif event.chunk is not None:
             self._count(event.done)
             if self.json:
-                self.output.json(vars(event.chunk))
+                self.output.json(event.chunk.record)
             elif self.quiet:
                 self.output.text(event.chunk.id)
 
@@ -378,7 +379,10 @@ def _dry_summary(report: PrecomputeReport, output: Output, json: bool) -> None:
     if json:
         facts = {"documents": report.documents, "tokens": report.tokens, "bytes": report.bytes}
         facts |= {name: vars(amount) for name, amount in amounts.items()} | {"converted": vars(difference.converted)}
-        output.json({**facts, "seconds": round(difference.seconds, 3), "skipped": len(report.skipped)})
+        omissions = {document.source: document.omissions for document in report.incomplete}
+        output.json(
+            {**facts, "omissions": omissions, "seconds": round(difference.seconds, 3), "skipped": len(report.skipped)}
+        )
         return
     rows = [(name, f"{a.chunks:,}", f"{a.tokens:,}", format_size(a.bytes)) for name, a in amounts.items()]
     output.table(("", "chunks", "tokens", "KV"), rows, right=(1, 2, 3))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cacheblend_cli.cli.omissions import report_omissions
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.tier import share
@@ -104,6 +105,8 @@ def _updater(
     def on_event(event: PrecomputeEvent) -> None:
         if event.kind == "removed":
             output.note(event.message)
+        elif event.kind == "omitted":
+            report_omissions(event.incomplete, output)
         elif event.kind == "note" or (event.skipped is not None and event.skipped.named):
             output.warn(event.message)
 

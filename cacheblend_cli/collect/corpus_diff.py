@@ -226,11 +226,14 @@ def _unrecorded(
                 yield name, chunk.codec
 
 
-def _known_files(records: Mapping[bytes, StoredDocument]) -> dict[str, tuple[FileState, str]]:
-    """Map document names to the latest known state of the file and the digest at that time."""
-    found: dict[str, tuple[FileState, str]] = {}
+def _known_files(records: Mapping[bytes, StoredDocument]) -> dict[str, DocumentFile]:
+    """Map document names to the files as last read."""
+    latest: dict[str, tuple[FileState, StoredDocument]] = {}
     for record in records.values():
-        known = found.get(record.source)
+        known = latest.get(record.source)
         if record.file is not None and (known is None or known[0].read_ns < record.file.read_ns):
-            found[record.source] = record.file, record.content_digest
-    return found
+            latest[record.source] = record.file, record
+    return {
+        name: DocumentFile(name, "", record.content_digest, record.omissions, state=state)
+        for name, (state, record) in latest.items()
+    }

@@ -120,7 +120,7 @@ def _finer(store: ChunkStore, diff: CorpusDiff, part: Part, document: PlannedDoc
         of = replace(collection, codec=codec).id
         for record in found:
             same = record.collection == of and record.context == part.settings.context
-            if same and is_current(record, document.file.digest, settings):
+            if same and is_current(record, document.file, settings):
                 return [store.has_kv(key) for key in record.chunk_keys]
     return []
 

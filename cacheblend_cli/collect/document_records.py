@@ -14,6 +14,7 @@ from cacheblend_store.format.keys import pack_ids
 from cacheblend_store.format.records import document_key
 
 from cacheblend_cli.collect.summaries import sound_summaries, split_keys
+from cacheblend_cli.corpus.citations import OMISSIONS, omissions_of
 from cacheblend_cli.corpus.cutting import CUT_VERSION
 from cacheblend_cli.corpus.documents import FileState
 from cacheblend_cli.corpus.places import is_below, is_file, is_stdin, on_disk, place_of, place_within
@@ -47,6 +48,10 @@ class StoredDocument:
         return self.collection, self.source, self.context
 
     @property
+    def omissions(self) -> tuple[str, ...]:
+        return omissions_of(self.settings)
+
+    @property
     def chunk_keys(self) -> list[bytes]:
         return split_keys(self.keys)
 
@@ -56,7 +61,7 @@ def document_record(
 ) -> DocumentRecord:
     """Return the record of a document that was cut and collected with these settings."""
     places = tuple(DocumentChunk(p.key, p.chunk.index, p.chunk.start, p.chunk.end, p.chunk.locator) for p in chunks)
-    kept = record_settings(collection, settings)
+    kept = with_omissions(record_settings(collection, settings), document.omissions)
     return DocumentRecord(document.source, collection.id, document.digest, places, time.time(), kept, settings.context)
 
 
@@ -66,9 +71,19 @@ def record_settings(collection: Collection, settings: CollectSettings) -> dict[s
     return settings.of_record() | ({"head": head} if head else {}) | {"cut": CUT_VERSION}
 
 
-def is_current(record: StoredDocument | None, digest: str, settings: Mapping[str, Any]) -> bool:
-    """Return whether cutting the document again would give the same chunks. settings: from `record_settings`."""
-    return record is not None and record.content_digest == digest and record.settings == settings
+def with_omissions(settings: dict[str, Any], omissions: Sequence[str]) -> dict[str, Any]:
+    """Return the settings to record for a document with these omissions."""
+    return {**settings, OMISSIONS: list(omissions)} if omissions else settings
+
+
+def is_current(record: StoredDocument | None, file: DocumentFile, settings: dict[str, Any]) -> bool:
+    """Return whether storing the document again would give the same record and chunks.
+
+    settings: from `record_settings`.
+    """
+    if record is None or record.content_digest != file.digest:
+        return False
+    return record.settings == with_omissions(settings, file.omissions)
 
 
 def is_news(record: DocumentRecord, old: DocumentRecord | None) -> bool:
@@ -81,7 +96,8 @@ def document_summary(
 ) -> DocumentSummary:
     """Return the summary of a document whose current version is stored. sizes: (key, token count) of each chunk."""
     keys, tokens = zip(*sizes, strict=True)
-    kept, state = record_settings(collection, settings), {} if file.state is None else file.state.record()
+    kept = with_omissions(record_settings(collection, settings), file.omissions)
+    state = {} if file.state is None else file.state.record()
     return DocumentSummary(
         file.source, collection.id, settings.context, file.digest, kept, b"".join(keys), pack_ids(tokens), 0.0, state
     )

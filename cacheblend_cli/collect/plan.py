@@ -132,7 +132,7 @@ class Planner:
         waiting, count = list[DocumentFile](), 0
         for file in files:
             record = self.diff.stored.get(document_key(id, file.source, context))
-            is_stored = record is not None and is_current(record, file.digest, now)
+            is_stored = record is not None and is_current(record, file, now)
             if record is not None and is_stored and record.tokens is not None and not self._with_records:
                 if self._settle and record.file == file.state:
                     part.settled.add(record.keys, record.tokens)

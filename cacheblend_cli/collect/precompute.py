@@ -14,7 +14,7 @@ from cacheblend_store import Amount, ChunkStore
 from cacheblend_store.format.records import document_key
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk, chunk_manifest
-from cacheblend_cli.collect.corpus_diff import Paths, diff_corpus
+from cacheblend_cli.collect.corpus_diff import CorpusDiff, Paths, diff_corpus
 from cacheblend_cli.collect.difference import Difference, compare, estimate_seconds
 from cacheblend_cli.collect.document_records import (
     document_record,
@@ -88,6 +88,21 @@ class ChunkResult:
     tokens: int
     bytes: int  # size of the KV
     status: ChunkStatus
+    omissions: tuple[str, ...] = ()  # what is left out of the document, only with its first chunk
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Fields to print; no `omissions` if there are none."""
+        return {name: value for name, value in vars(self).items() if name != "omissions" or value}
+
+
+@dataclass(frozen=True)
+class Incomplete:
+    """A document whose converter left something out."""
+
+    source: str  # relative to the current directory
+    omissions: tuple[str, ...]  # in words
+    is_news: bool  # the store does not have these omissions yet
 
 
 @dataclass(frozen=True)
@@ -102,7 +117,7 @@ class PrecomputeEvent:
     | "chunk"   | a chunk is stored; `done` of its tokens were worked on in this run                              |
     | "settled" | `done` tokens need no work; their chunks are not reported one by one                            |
     | "skipped" | a file is not a document                                                                        |
-    | "omitted" | parts of a document are left out                                                                |
+    | "omitted" | parts of documents are left out; `incomplete` lists them                                        |
     | "removed" | a document was renamed, or chunks were removed                                                  |
     """
 
@@ -113,6 +128,7 @@ class PrecomputeEvent:
     total: int = 0
     room: Room | None = None
     skipped: Skipped | None = None
+    incomplete: Sequence[Incomplete] = ()
     planned: Difference | None = None
 
 
@@ -135,6 +151,7 @@ class PrecomputeReport:
     hidden: list[str] = field(default_factory=list)  # other documents that `ask` does not find because of the new date
     difference: Difference = field(default_factory=Difference)  # planned changes
     skipped: list[Skipped] = field(default_factory=list)
+    incomplete: list[Incomplete] = field(default_factory=list)
 
     @property
     def tokens_per_s(self) -> float:
@@ -176,10 +193,9 @@ def precompute(
     if store is not None and not options.dry_run and rename_documents(store, stored):
         stored = stored_documents(store, trust=trust)
     diff = diff_corpus(collection, store, paths, skip, progress.found, stored)
-    for file in diff.documents:
-        if file.omissions:
-            message = f"{shown(file.source)}: left out: {'; '.join(file.omissions)}"
-            on_event(PrecomputeEvent("omitted", message=message))
+    report.incomplete = [_incomplete(diff, file) for file in diff.documents if file.omissions]
+    if report.incomplete:
+        on_event(PrecomputeEvent("omitted", incomplete=report.incomplete))
     quota = options.max_bytes if options.max_bytes is not None else store.max_bytes if store is not None else 0
     cluster = options.cluster
     if cluster is not None:
@@ -222,6 +238,11 @@ def precompute(
     diff.source_settings.remember(store, roots, options.given, done=True)
     report.seconds = time.perf_counter() - start
     return report
+
+
+def _incomplete(diff: CorpusDiff, file: DocumentFile) -> Incomplete:
+    stored = (version.omissions for version in diff.versions(file.source) if version.content_digest == file.digest)
+    return Incomplete(shown(file.source), file.omissions, is_news=file.omissions not in stored)
 
 
 def _confirm(difference: Difference, confirm: Confirm | None) -> float:
@@ -274,6 +295,7 @@ class _Run:
         self._keep = room.keep or frozenset()  # chunks that the store must not evict
         self._on_event, self._report, self._cluster, self._force = on_event, report, options.cluster, options.force
         self._shown = lru_cache(16)(shown)  # called for each chunk
+        self._omissions = {file.source: file.omissions for file in planner.diff.documents if file.omissions}
         self._summaries = SummaryWriter(store)
 
     def store(self, part: Part) -> None:
@@ -395,5 +417,6 @@ class _Run:
         """Count and report a chunk. done: tokens that were worked on."""
         setattr(self._report, status, getattr(self._report, status) + 1)
         num_bytes = part.collection.stored_bytes(tokens) if key in self._room else 0
-        result = ChunkResult(key.hex(), self._shown(source), index, tokens, num_bytes, status)
+        omissions = self._omissions.get(source, ()) if index == 0 else ()
+        result = ChunkResult(key.hex(), self._shown(source), index, tokens, num_bytes, status, omissions)
         self._on_event(PrecomputeEvent("chunk", result, done=done))

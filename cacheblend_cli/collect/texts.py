@@ -98,8 +98,8 @@ class Putting:
     ) -> None:
         """Cut the document. Any thread may call this. Raises UsageError, and Cancelled.
 
-        title: shown in lists, "" for the document's id. Attributes: num_stored: chunks with KV in the store. settled:
-        the document was committed or undone.
+        title: shown in lists, "" for the document's id. Attributes: num_stored: chunks with KV in the store. omissions:
+        what is left out of the document. settled: the document was committed or undone.
         """
         [(_, self.chunks)] = plan_texts(collection, [document], settings, cancellation)
         record = document_record(collection, document, self.chunks, settings)
@@ -111,6 +111,7 @@ class Putting:
         self._collector = Collector(collection, store, {p.key for p in self.chunks} | {collection.prefix_key})
         self._launches = self._collect()
         self.num_stored = len(self.chunks) - len(self.missing)
+        self.omissions = document.omissions
         self.settled = False
 
     @property

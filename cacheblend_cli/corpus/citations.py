@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from cacheblend_store import (
     NOWHERE,
@@ -17,16 +18,18 @@ from cacheblend_store import (
     StoreReader,
 )
 
-from cacheblend_cli.corpus.layout import bounded, shortened
+from cacheblend_cli.corpus.layout import bounded, bounded_omissions, shortened
 from cacheblend_cli.corpus.places import is_file, is_stdin, on_disk, shown
 from cacheblend_cli.corpus.scopes import holds, project_scope
 from cacheblend_cli.types import Scope
 
 TITLE = "title"
 """Key of a document's title in its record's settings."""
+OMISSIONS = "omissions"
+"""Key of what is left out of a document, in its record's settings."""
 FILE_GONE = "file no longer on disk"
-_Place = tuple[str, DocumentChunk, str]
-"""A document's name, the chunk's place in it, and the document's title."""
+_Place = tuple[DocumentRecord, DocumentChunk]
+"""A document, and the chunk's place in it."""
 _MANY = 256  # chunks: after these, read all documents at once
 
 
@@ -38,6 +41,7 @@ class Citation:
     index: int  # position of the chunk in the document
     locator: Locator = NOWHERE  # part, lines and headings for a reader
     title: str = ""  # title of a document that was uploaded with one
+    omissions: tuple[str, ...] = ()  # what is left out of the document, in words
 
     @property
     def source(self) -> str:
@@ -76,7 +80,10 @@ class Citations:
 
         A chunk without a document gets the name in its manifest.
         """
-        found = [Citation(name, chunk.index, chunk.locator, title) for name, chunk, title in self._of(manifest.key)]
+        found = [
+            Citation(of.source, chunk.index, chunk.locator, title_of(of), omissions_of(of.settings))
+            for of, chunk in self._of(manifest.key)
+        ]
         if not found:
             return [Citation(manifest.source, manifest.index)]
         if len(found) == 1:
@@ -114,12 +121,18 @@ def title_of(record: DocumentRecord) -> str:
     return shortened(str(record.settings.get(TITLE, "")))
 
 
+def omissions_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what is left out of a document, in words. settings: of its record."""
+    found = settings.get(OMISSIONS)
+    return bounded_omissions(text for text in found if isinstance(text, str)) if isinstance(found, list) else ()
+
+
 def _places(records: Iterable[DocumentRecord | None]) -> dict[bytes, list[_Place]]:
     """Map each chunk key to the first place of the chunk in each document."""
     found: dict[bytes, list[_Place]] = {}
     for record in filter(None, records):
         for chunk in record.chunks:
             places = found.setdefault(chunk.key, [])
-            if all(name != record.source for name, *_ in places):
-                places.append((record.source, chunk._replace(locator=bounded(chunk.locator)), title_of(record)))
+            if all(other.source != record.source for other, _ in places):
+                places.append((record, chunk._replace(locator=bounded(chunk.locator))))
     return found

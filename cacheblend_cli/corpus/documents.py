@@ -48,7 +48,6 @@ class FileState:
     ctime_ns: int
     reader: str  # the code that read the file, see `reader_of`
     read_ns: int  # time just before the file was read
-    omissions: tuple[str, ...] = ()  # what the converter left out, in words
 
     @classmethod
     def of(cls, path: str, found: os.stat_result | None = None) -> FileState | None:
@@ -154,6 +153,11 @@ class Document:
         """blake2b-128 of the text, in hex."""
         return hashlib.blake2b(self.text.encode("utf-8"), digest_size=16).hexdigest()
 
+    @property
+    def omissions(self) -> tuple[str, ...]:
+        """What the converter left out, in words."""
+        return self.layout.omissions
+
 
 @dataclass(frozen=True, slots=True)
 class DocumentFile:
@@ -169,9 +173,9 @@ class DocumentFile:
 
     @classmethod
     def of(cls, document: Document) -> DocumentFile:
-        kept, omissions = document if document.path in ("", STDIN) else None, document.layout.omissions
-        state = None if document.state is None else replace(document.state, omissions=omissions)
-        return cls(document.source, document.root, document.digest, omissions, document.path, kept, state)
+        kept = document if document.path in ("", STDIN) else None
+        about = document.digest, document.omissions, document.path
+        return cls(document.source, document.root, *about, kept, document.state)
 
     def read(self, conversions: Conversions) -> Document:
         """Read the document again. Raises NoDocument if it cannot be read any more, or has changed."""
@@ -241,7 +245,7 @@ def read_documents(
     listed: Sequence[str] = (),
     select: Callable[[str], Selection] = lambda path: ALL,
     conversions: Conversions | None = None,
-    known: Mapping[str, tuple[FileState, str]] = MappingProxyType({}),
+    known: Mapping[str, DocumentFile] = MappingProxyType({}),
 ) -> Iterator[Document | DocumentFile | Skipped]:
     """Yield the documents under `paths` in sorted order, then the `listed` files. "-" is stdin.
 
@@ -250,7 +254,7 @@ def read_documents(
     NotFoundError for a missing path, before anything is read, and UsageError for a directory that cannot be listed.
 
     conversions: cache of converted files.
-    known: maps source to the state and digest of files read before; unchanged files are yielded as DocumentFile.
+    known: maps source to files read before; unchanged ones are yielded as DocumentFile.
     """
     conversions = conversions or Conversions()
     for found in find_files(paths, listed, select):
@@ -262,9 +266,9 @@ def read_documents(
                 converted = _stdin()
                 yield Document(source, converted.text, root, converted.layout, STDIN)
                 continue
-            state, (old, digest) = FileState.of(str(file)), known.get(source, (None, ""))
-            if state is not None and old is not None and old.still_holds(state):
-                yield DocumentFile(source, root, digest, old.omissions, str(file), state=old)
+            state, old = FileState.of(str(file)), known.get(source)
+            if state is not None and old is not None and old.state is not None and old.state.still_holds(state):
+                yield replace(old, root=root, path=str(file))
                 continue
             converted = conversions.of(file, partial(_convert, file, conversions.process))
             yield Document(source, converted.text, root, converted.layout, str(file), state)

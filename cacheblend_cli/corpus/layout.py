@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 from cacheblend_store import Locator
@@ -21,6 +22,15 @@ Kind = Literal["text", "markdown", "rst", "code"]
 def shortened(name: str) -> str:
     """Return a title or heading within the limit, with an ellipsis for the rest."""
     return name if len(name) <= NAME_CHARACTERS else name[: NAME_CHARACTERS - 1] + "\u2026"
+
+
+def bounded_omissions(omissions: Iterable[str]) -> tuple[str, ...]:
+    """Return the omissions within the limits, each on one line and without control characters."""
+    return tuple(map(_printable, map(shortened, islice(omissions, MOST_OMISSIONS))))
+
+
+def _printable(text: str) -> str:
+    return "".join(character for character in " ".join(text.split()) if character.isprintable())
 
 
 def told_apart(name: str) -> str:
@@ -62,7 +72,7 @@ class TextLayout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "title", shortened(self.title))
-        object.__setattr__(self, "omissions", tuple(map(shortened, self.omissions[:MOST_OMISSIONS])))
+        object.__setattr__(self, "omissions", bounded_omissions(self.omissions))
 
 
 PLAIN = TextLayout()

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.collect.texts import Putting, document_of, put_name
-from cacheblend_cli.corpus.citations import Citations, title_of
+from cacheblend_cli.corpus.citations import Citations, omissions_of, title_of
 from cacheblend_cli.corpus.converters import PLAIN, converter_of, readable_suffixes
 from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.documents import Document, convert_bytes
@@ -174,7 +174,8 @@ def _put_record(putting: Putting, document_id: str, title: str) -> dict[str, Any
         {"id": p.key.hex(), "tokens": len(p.chunk.token_ids), "status": "new" if p.key in missing else "unchanged"}
         for p in putting.chunks
     ]
-    return {"id": document_id, "object": "document", "title": title or document_id, "chunks": chunks}
+    about = {"id": document_id, "object": "document", "title": title or document_id}
+    return {**about, "omissions": putting.omissions, "chunks": chunks}
 
 
 async def list_documents(request: Request, state: ServerState) -> Response:
@@ -269,7 +270,7 @@ def count_documents(state: ServerState) -> int:
 def _document_fields(record: DocumentRecord) -> dict[str, Any]:
     name = record.source
     kind, title = "document" if name.startswith(PUT) else "file", title_of(record) or public_title(name)
-    return {"id": public_id(name), "object": kind, "title": title}
+    return {"id": public_id(name), "object": kind, "title": title, "omissions": omissions_of(record.settings)}
 
 
 def public_id(name: str) -> str:

@@ -16,7 +16,7 @@ READ = FileState(1, 100, 50 * SECOND, 60 * SECOND, "from_markdown 1", 70 * SECON
 
 
 def test_a_file_is_as_it_was_if_nothing_of_it_differs() -> None:
-    assert READ.still_holds(replace(READ, read_ns=900 * SECOND, omissions=()))
+    assert READ.still_holds(replace(READ, read_ns=900 * SECOND))
     for name, value in {
         "inode": 2, "size": 101, "mtime_ns": 50 * SECOND + 1, "ctime_ns": 60 * SECOND + 1, "reader": "from_markdown 2",
     }.items():  # fmt: skip

@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import pytest
+from omitting import leave_out
 
 WAIT_S = 60.0
 HTML = (
@@ -124,3 +125,19 @@ def test_a_tenant_reads_its_own_documents_alone(start: Any) -> None:
     assert put(server, "own.txt", b"Mara leads billing", key="ada-key-000000").status_code == 201
     for key, status in (("ada-key-000000", 200), ("plain-key-0000", 404), ("", 401)):
         assert server.client.get("/v1/documents/own.txt", headers=bearer(key)).status_code == status
+
+
+def test_what_is_left_out_of_a_document(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_out(monkeypatch, {"deck.pptx": ["2 charts (slide 3)"]})
+    assert put(server, "deck.pptx", b"Mara leads billing").json()["omissions"] == ["2 charts (slide 3)"]
+    headers = {"Accept": "text/event-stream", "Content-Type": "application/octet-stream"}
+    reply = server.client.put("/v1/documents/deck.pptx", content=b"Mara leads billing", headers=headers)
+    assert json.loads(reply.text.split("\n\n")[-3].removeprefix("data: "))["omissions"] == ["2 charts (slide 3)"]
+    assert put(server, "plan.docx", b"Jonas keeps a parrot").json()["omissions"] == []
+    assert server.client.put("/v1/documents/note", json={"text": "Ada is in Oslo"}).json()["omissions"] == []
+    listed = {d["id"]: d["omissions"] for d in server.client.get("/v1/documents").json()["data"]}
+    assert listed == {"deck.pptx": ["2 charts (slide 3)"], "plan.docx": [], "note": []}
+    assert server.client.get("/v1/documents/deck.pptx").json()["omissions"] == ["2 charts (slide 3)"]
+    leave_out(monkeypatch, {})  # the same text, read in full
+    assert put(server, "deck.pptx", b"Mara leads billing").json()["omissions"] == []
+    assert server.client.get("/v1/documents/deck.pptx").json()["omissions"] == []

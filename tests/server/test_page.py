@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from browser import Browser, Page
+from omitting import leave_out
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.core.core import EngineCore
@@ -261,6 +262,26 @@ def test_files_are_dropped_and_documents_deleted(server: Any, page: Page) -> Non
     assert "billing" not in [d["id"] for d in server.client.get("/v1/documents").json()["data"]]
     ask(page, "who leads payroll?")
     assert "team.html" in text_of(page, ".footnote")
+
+
+def test_what_is_left_out_is_shown_at_the_document(server: Any, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = {"deck.pptx": ["2 charts (slide 3)"], "book.xlsx": [f"{n} formulas (sheet {n})" for n in range(2, 7)]}
+    leave_out(monkeypatch, losses)
+    drop(page, deck_pptx="Olaf leads payroll.", book_xlsx=LONG)
+    page.until("document.querySelectorAll('#documents .omissions').length === 2")
+    page.until("document.querySelectorAll('#uploads li').length === 0")
+    assert text_of(page, "#documents p.omissions") == "left out: 2 charts (slide 3)"
+    first = "; ".join(losses["book.xlsx"][:3])
+    assert text_of(page, "#documents .omissions summary") == f"left out: {first}; 2 more"
+    assert page.js("document.querySelector('details.omissions p').checkVisibility()") is False
+    click(page, "#documents .omissions summary")
+    assert page.js("document.querySelector('details.omissions p').checkVisibility()") is True
+    assert text_of(page, "#documents details.omissions p") == "|".join(losses["book.xlsx"][3:])
+    assert page.js("document.getElementById('status').textContent").startswith("book.xlsx: ")
+    assert page.js("document.getElementById('status').textContent").endswith(f"stored; left out: {first}; 2 more")
+    ask(page, "who leads payroll with Olaf?")
+    click(page, ".footnote")
+    page.until("document.getElementById('passage-about').textContent.includes('left out: 2 charts (slide 3)')")
 
 
 def test_answers_are_stopped_and_made_again(server: Any, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import pytest
 from browser import Browser, Page
+from omitting import leave_out
 
 HOSTILE = "<img src=x onerror=ran()>"
 ANSWERED = "document.getElementById('stop').hidden && document.querySelectorAll('.footnote').length"
@@ -45,7 +46,10 @@ def test_the_browser_runs_such_scripts(server: Any, browser: Browser) -> None:
         assert page.js(INJECTED) != []
 
 
-def test_no_script_of_a_document_or_an_answer_runs_in_the_page(server: Any, browser: Browser) -> None:
+def test_no_script_of_a_document_or_an_answer_runs_in_the_page(
+    server: Any, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_out(monkeypatch, {f"{HOSTILE}.txt": [HOSTILE] * 5})
     for number in range(2):
         body = {"text": f"Jonas keeps a parrot {HOSTILE} in room {number}.", "title": f"{HOSTILE} {number}"}
         name = quote(f"{number} {HOSTILE}", safe="")
@@ -66,7 +70,7 @@ def test_no_script_of_a_document_or_an_answer_runs_in_the_page(server: Any, brow
         )
         page.until("document.querySelectorAll('#documents li').length === 3")
         page.until("document.querySelectorAll('#uploads .error').length === 1")
-        check(page, "#uploads .name")
+        check(page, "#uploads .name", "#documents .omissions summary", "#documents .omissions p")
         page.js("document.getElementById('max_tokens').value = 60")
         page.js("document.getElementById('question').focus()")
         page.type(f"who keeps a parrot? {HOSTILE}")

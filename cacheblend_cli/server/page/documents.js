@@ -8,6 +8,13 @@ let waiting = Promise.resolve(); // files are added one after another
 let paths = new Map(); // of documents that have the title of another, by id
 
 export let count = 0;
+const NAMED = 3; // omissions to show at once
+
+/** What is left out of a document, in a line; "" for nothing. */
+export function leftOut(omissions) {
+  const more = omissions.length > NAMED ? `; ${omissions.length - NAMED} more` : "";
+  return omissions.length ? `left out: ${omissions.slice(0, NAMED).join("; ")}${more}` : "";
+}
 
 /** What a source's document is called in the list of documents. */
 export const titleOf = ({ document, title }) => paths.get(document) || title || document;
@@ -35,10 +42,19 @@ function item(about) {
   const title = about.path ?? about.title;
   const name = el("span", { className: "name", title }, title);
   const row = el("li", {}, name, el("span", { className: "quiet small" }, plural(about.chunks.length, "chunk")));
+  const omitted = omissions(about.omissions);
   if (about.object === "document") { // files were precomputed on the server's machine and are deleted there
     row.append(button("×", () => remove(about, row), { className: "plain", "aria-label": `Delete the document ${about.title}`, title: "Delete" }));
   }
+  if (omitted) row.append(omitted);
   return row;
+}
+
+/** An element with all that is left out of a document: in a line, or in one to open. */
+function omissions(all) {
+  const line = leftOut(all), className = "omissions small";
+  if (all.length <= NAMED) return line && el("p", { className }, line);
+  return el("details", { className }, el("summary", {}, line), ...all.slice(NAMED).map((text) => el("p", {}, text)));
 }
 
 async function remove(about, row) {
@@ -81,7 +97,8 @@ async function add(file, row, bar, state, signal) {
         bar.value = record.stored;
         state.textContent = `${record.stored} of ${plural(record.chunks, "chunk")}`;
       } else {
-        announce(`${file.name}: ${plural(record.chunks.length, "chunk")} stored`);
+        const stored = `${file.name}: ${plural(record.chunks.length, "chunk")} stored`;
+        announce([stored, leftOut(record.omissions)].filter(Boolean).join("; "));
       }
     }
     row.remove();

@@ -1,6 +1,6 @@
 // The dialog that shows a source in its document, at its place, with every token tinted by how its KV was made.
 import { get } from "./api.js";
-import { titleOf } from "./documents.js";
+import { leftOut, titleOf } from "./documents.js";
 import { at, el, plural } from "./dom.js";
 
 let sources = [];
@@ -41,6 +41,7 @@ async function show(index) {
     return; // a document that came with the question, or was deleted since
   }
   if (own !== request) return;
+  if (read.omissions.length) at("passage-about").append(` · ${leftOut(read.omissions)}`);
   const used = new Map(sources.map((source) => [source.id, source]));
   if (!read.chunks.some(({ id }) => id === chunk.id)) return; // it says something else by now
   lay(read.chunks.map((part) => (used.has(part.id) ? passage(used.get(part.id), part.id === chunk.id) : el("div", {}, part.text))));
