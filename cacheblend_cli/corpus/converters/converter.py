@@ -88,18 +88,18 @@ def encodable(converted: Converted) -> Converted:
 
 @contextmanager
 def parsing(package: str, what: str) -> Iterator[None]:
-    """Convert a missing library, or any error of its parser, to NoDocument."""
+    """Convert a missing library, or any error of its parser, to NoDocument. Messages of parsers are not for users."""
     try:
         yield
     except ImportError:
         missing = f"needs {package}: {install_hint('documents')}"
         raise NoDocument(missing, "needing the documents extra", unread=True) from None
-    except NoDocument:
+    except (NoDocument, MemoryError, RecursionError):
         raise
     except Exception as error:
-        if type(error).__module__.startswith("defusedxml"):  # its messages are reprs
+        if type(error).__module__.startswith("defusedxml"):
             raise NoDocument(f"not {what}: its XML has entities or refers to files", "damaged or locked") from error
-        raise NoDocument(f"not {what}: {' '.join(str(error).split())}"[:120], "damaged or locked") from error
+        raise NoDocument(f"not {what}, or damaged", "damaged or locked") from error
 
 
 CODE_SUFFIXES = (

@@ -99,8 +99,8 @@ def _convert(job: _Job) -> _Result:
         return _Result(reason=f"needs more than {memory // MIB:,} MiB of memory to convert", group="too large unpacked")
     except RecursionError:
         return _Result(reason="is nested too deeply", group="damaged or locked")
-    except Exception as error:
-        return _Result(reason=f"cannot be converted: {error or type(error).__name__}"[:120], group="damaged or locked")
+    except Exception:  # its message is not for users
+        return _Result(reason="damaged, or not what its name says", group="damaged or locked")
     if len(converted.text) > job.limits.characters:
         most = f"{job.limits.characters / MIB:.3g} MB"
         return _Result(reason=f"has more than {most} of text", group="too large unpacked")
