@@ -55,6 +55,7 @@ class Settings:
     chunk_tokens: int = _setting(512, "Maximum tokens of a chunk.")
     collection: str = _setting("", "Only documents of this collection.")
     overlap: int = _setting(0, "Maximum tokens of the preceding text that a chunk repeats.")
+    ocr_languages: str = _setting("eng", "Languages for --ocr, as tesseract names them, such as deu+eng.")
     context: str = _setting(
         "document",
         "Prefer KV stored with this left context: document, neighbours or sink; else use another one.",
@@ -231,6 +232,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "memory": ("kv_dtype", "kv_pool_dtype", "gpu_memory_utilization", "swap_space", "eager", "block_size"),
     "tenant": ("salt",),
+    "reading": ("ocr_languages",),
     "cutting": ("chunk_tokens", "window", "overlap", "neighbours"),
     "store": ("store", "lock_timeout", "force_store", "max_size"),
     "tier": ("tier", "tier_key_file", "tier_deadline"),

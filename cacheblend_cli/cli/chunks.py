@@ -89,7 +89,7 @@ def show(
     chunk: str = Argument(help="Chunk id or a unique prefix of it.", metavar="ID", autocompletion=completion.chunk_ids),
     json: options.Json = False,
 ) -> None:
-    """Show one chunk: source, what is left out of its document, storage format and text."""
+    """Show one chunk: source, storage format and text."""
     from cacheblend_cli.corpus.citations import Citations
 
     output = Output()

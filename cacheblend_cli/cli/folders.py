@@ -51,6 +51,15 @@ MaxFileSize = Annotated[
     str | None,
     Option(help="Skip larger files of folders.", metavar="SIZE", show_default="20MB", rich_help_panel=_PANEL),
 ]
+Ocr = Annotated[
+    bool | None,
+    Option(
+        "--ocr/--no-ocr",
+        help="Recognise the text of scanned PDF pages with ocrmypdf, an installed program.",
+        show_default="no-ocr",
+        rich_help_panel=_PANEL,
+    ),
+]
 FilesFrom = Annotated[
     str | None, Option(help="Read paths from a file or stdin, separated by newlines or NUL.", metavar="FILE|-")
 ]
@@ -61,6 +70,7 @@ _WARNED = 10
 _HINTS = {
     "links out of the folder": "name them, or --follow",
     "linked folders": "name them, or --follow",
+    "scanned PDFs": "read them with --ocr",
     "with a password": "save them without it, for example with qpdf --decrypt",
     "not UTF-8": "convert them, for example with iconv -t utf-8",
 }
@@ -76,12 +86,17 @@ def selected(
     no_ignore: bool | None,
     follow: bool | None,
     max_file_size: str | None,
+    ocr: str | None,
 ) -> dict[str, Any]:
-    """Return the given fields of a Selection. An empty pattern clears the remembered ones."""
+    """Return the given fields of a Selection. An empty pattern clears the remembered ones. Raises UsageError."""
+    if ocr:
+        from cacheblend_cli.corpus.ocr import check_ocr
+
+        check_ocr(ocr)
     patterns = {"include": include, "exclude": exclude}
     found: dict[str, Any] = {name: tuple(filter(None, texts)) for name, texts in patterns.items() if texts}
     size = None if max_file_size is None else parse_size(max_file_size, "--max-file-size")
-    others = {"no_ignore": no_ignore, "follow": follow, "max_file_size": size}
+    others = {"no_ignore": no_ignore, "follow": follow, "max_file_size": size, "ocr": ocr}
     return found | {name: value for name, value in others.items() if value is not None}
 
 

@@ -62,7 +62,7 @@ PANEL_OF = {
     for panel, groups in zip(
         PANELS,
         (
-            ("search",), ("cutting",), ("sampling",), ("prompt",), ("model", "machine", "memory", "tenant", "store", "tier", "start"),
+            ("search",), ("reading", "cutting"), ("sampling",), ("prompt",), ("model", "machine", "memory", "tenant", "store", "tier", "start"),
             ("blend", "check"),
         ),
         strict=True,

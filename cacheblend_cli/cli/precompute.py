@@ -39,7 +39,7 @@ _REMEMBERED = ("chunk_tokens", "overlap", "context", "window", "neighbours", "kv
 @options.with_settings(
     "store",
     *_REMEMBERED,
-    *grouped("model", "prompt", "machine", "tenant", "tier"),
+    *grouped("reading", "model", "prompt", "machine", "tenant", "tier"),
     "max_size",
     "lock_timeout",
     "collection",
@@ -56,6 +56,7 @@ def precompute(
     no_ignore: folders.NoIgnore = None,
     follow: folders.Follow = None,
     max_file_size: folders.MaxFileSize = None,
+    ocr: folders.Ocr = None,
     files_from: folders.FilesFrom = None,
     watch: bool = Option(False, "--watch", help="Then watch the folders and store changes, until Ctrl-C."),
     dry_run: bool = Option(False, "--dry-run", help="Show what would be computed and removed: tokens, bytes, time."),
@@ -96,7 +97,8 @@ def precompute(
     Ctrl-C keeps what is stored.
     """
     output, settings = Output(quiet=quiet), resolved.settings
-    select = folders.selected(include, exclude, no_ignore, follow, max_file_size)
+    languages = None if ocr is None else settings.ocr_languages * ocr
+    select = folders.selected(include, exclude, no_ignore, follow, max_file_size, languages)
     has_paths = bool(paths) or files_from is not None
     _check_flags(resolved, select, has_paths=has_paths, watch=watch, dry_run=dry_run)
     _check_ray(ray, workers, settings, watch=watch, dry_run=dry_run)
@@ -176,13 +178,16 @@ def precompute(
 
 def _check_flags(resolved: Resolved, select: dict[str, Any], *, has_paths: bool, watch: bool, dry_run: bool) -> None:
     """Raises UsageError for conflicting flags, and for --watch without its package."""
+    if resolved.origin["ocr_languages"] == "flag" and not select.get("ocr"):
+        raise UsageError("--ocr-languages was given without --ocr", "add --ocr")
     if watch and dry_run:
         raise UsageError("--watch and --dry-run were given together", "give one of them")
     if watch:
         require("--watch", "watch", "watchfiles")
     if not has_paths and (select or resolved.origin["collection"] == "flag"):
         raise UsageError(
-            "flags that select files, and --collection, need a PATH", "name the folder: cacheblend precompute FOLDER"
+            "flags that select files, --ocr and --collection need a PATH",
+            "name the folder: cacheblend precompute FOLDER",
         )
 
 

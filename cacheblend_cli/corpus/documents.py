@@ -24,9 +24,11 @@ from msgspec import ValidationError, convert
 from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.corpus.converters import PLAIN, converter_of
 from cacheblend_cli.corpus.converters.converter import NoDocument, from_markdown, from_plain
+from cacheblend_cli.corpus.converters.pdf import from_pdf
 from cacheblend_cli.corpus.converters.process import ConverterProcess
 from cacheblend_cli.corpus.layout import PLAIN as PLAIN_LAYOUT
 from cacheblend_cli.corpus.layout import Converted, TextLayout
+from cacheblend_cli.corpus.ocr import convert_with_ocr
 from cacheblend_cli.corpus.places import STDIN, is_stdin, place_of, text_of
 from cacheblend_cli.corpus.walk import ALL, FoundFile, Selection, too_large, unwanted, walk
 from cacheblend_cli.errors import NotFoundError
@@ -106,16 +108,17 @@ class Conversions:
 
     def __init__(self) -> None:
         self.process = ConverterProcess()
-        self._known: dict[str, tuple[tuple[int, ...], Converted]] = {}
+        self._known: dict[str, tuple[tuple[object, ...], Converted]] = {}
         self._characters = 0
 
-    def of(self, file: Path, convert: Callable[[], Converted]) -> Converted:
-        """Return the cached conversion if the file is unchanged, else call `convert`."""
+    def of(self, file: Path, convert: Callable[[], Converted], ocr: str = "") -> Converted:
+        """Return the cached conversion if the file is unchanged, else call `convert`. ocr: see Selection."""
         try:
             found = file.stat()
         except OSError:
             return convert()
-        name, state = os.path.abspath(file), (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        state = found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns, ocr
+        name = os.path.abspath(file)
         known = self._known.get(name)
         if known is not None and known[0] == state:
             return known[1]
@@ -124,7 +127,7 @@ class Conversions:
             self._keep(name, state, converted)
         return converted
 
-    def _keep(self, name: str, state: tuple[int, ...], converted: Converted) -> None:
+    def _keep(self, name: str, state: tuple[object, ...], converted: Converted) -> None:
         if name in self._known:
             self._characters -= len(self._known.pop(name)[1].text)
         self._known[name] = state, converted
@@ -147,6 +150,7 @@ class Document:
     layout: TextLayout = PLAIN_LAYOUT
     path: str = field(default="", compare=False)  # file it was read from
     state: FileState | None = field(default=None, compare=False)  # the file just before reading
+    ocr: str = field(default="", compare=False)  # see Selection
 
     @property
     def digest(self) -> str:
@@ -170,19 +174,20 @@ class DocumentFile:
     path: str = ""  # file to read the document from
     document: Document | None = None  # the document itself if it cannot be read again (stdin)
     state: FileState | None = None
+    ocr: str = ""
 
     @classmethod
     def of(cls, document: Document) -> DocumentFile:
         kept = document if document.path in ("", STDIN) else None
         about = document.digest, document.omissions, document.path
-        return cls(document.source, document.root, *about, kept, document.state)
+        return cls(document.source, document.root, *about, kept, document.state, document.ocr)
 
     def read(self, conversions: Conversions) -> Document:
         """Read the document again. Raises NoDocument if it cannot be read any more, or has changed."""
         if self.document is not None:
             return self.document
         file = Path(self.path)
-        converted = conversions.of(file, partial(_convert, file, conversions.process))
+        converted = conversions.of(file, partial(_convert, file, conversions.process, self.ocr), self.ocr)
         document = Document(self.source, converted.text, self.root, converted.layout, self.path)
         if document.digest != self.digest:
             raise NoDocument("changed while it was read", unread=True)
@@ -211,6 +216,7 @@ class Candidate:
     root: str  # name of the path that the user gave
     named: bool  # the user named this file, not a directory above it
     skip: NoDocument | None  # reason not to open it
+    ocr: str = ""  # see Selection; "" for other files than PDF
 
     def skipped(self, why: NoDocument) -> Skipped:
         typed = text_of(str(self.file))
@@ -237,7 +243,8 @@ def find_files(paths: Sequence[str], listed: Sequence[str], select: Callable[[st
             why = found.skip
             if is_listed and not is_folder and name != STDIN:
                 why = unwanted(found.path, selection)
-            yield Candidate(Path(found.path), source, root, named, why)
+            ocr = selection.ocr if converter_of(found.path) is from_pdf else ""
+            yield Candidate(Path(found.path), source, root, named, why, ocr)
 
 
 def read_documents(
@@ -267,11 +274,13 @@ def read_documents(
                 yield Document(source, converted.text, root, converted.layout, STDIN)
                 continue
             state, old = FileState.of(str(file)), known.get(source)
+            if state is not None and found.ocr:
+                state = replace(state, reader=f"{state.reader} ocr {found.ocr}")
             if state is not None and old is not None and old.state is not None and old.state.still_holds(state):
-                yield replace(old, root=root, path=str(file))
+                yield replace(old, root=root, path=str(file), ocr=found.ocr)
                 continue
-            converted = conversions.of(file, partial(_convert, file, conversions.process))
-            yield Document(source, converted.text, root, converted.layout, str(file), state)
+            converted = conversions.of(file, partial(_convert, file, conversions.process, found.ocr), found.ocr)
+            yield Document(source, converted.text, root, converted.layout, str(file), state, found.ocr)
         except NoDocument as no:
             yield found.skipped(no)
 
@@ -305,8 +314,9 @@ def _stdin() -> Converted:
     return _ended(from_markdown(data))
 
 
-def _convert(file: Path, process: ConverterProcess) -> Converted:
-    return _ended(process.convert(file.name, _bytes(file)))
+def _convert(file: Path, process: ConverterProcess, ocr: str) -> Converted:
+    data, convert = _bytes(file), partial(process.convert, file.name)
+    return _ended(convert_with_ocr(convert, data, ocr) if ocr else convert(data))
 
 
 def _ended(converted: Converted) -> Converted:

@@ -69,6 +69,7 @@ class TextLayout:
     apart: bool = False  # cut at every mark
     title: str = ""  # title found in the file; within NAME_CHARACTERS
     omissions: tuple[str, ...] = ()  # what the converter left out, in words
+    scanned: tuple[int, ...] = ()  # numbers of the pages, from 1, whose text is only in an image
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "title", shortened(self.title))

@@ -30,7 +30,7 @@ MAX_PATH = os.pathconf("/", "PC_PATH_MAX") - 1
 
 @dataclass(frozen=True)
 class Selection:
-    """Rules for files found in a folder. Files that the user names are always read."""
+    """Rules for files found in a folder, and how to read PDFs. Files that the user names are always read."""
 
     # .gitignore patterns, relative to the folder that the user named.
     include: tuple[str, ...] = ()  # if given: read only matching files, with any suffix
@@ -38,6 +38,7 @@ class Selection:
     no_ignore: bool = False  # disregard .gitignore and .ignore
     follow: bool = False  # follow links to folders, and to files outside the named folder
     max_file_size: int = MAX_FILE_SIZE  # bytes
+    ocr: str = ""  # languages of scanned PDFs to recognise, as tesseract names them; "": do not recognise text
 
     @cached_property
     def included(self) -> IgnorePatterns:

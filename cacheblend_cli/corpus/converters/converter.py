@@ -11,6 +11,8 @@ from dataclasses import replace
 from cacheblend_cli.corpus.layout import Converted, Kind, Mark, TextLayout
 from cacheblend_cli.extras import install_hint
 
+SCANNED = "scanned PDFs"
+"""Group of PDFs whose text is only in images."""
 Converter = Callable[[bytes], Converted]
 """Converts the bytes of a file. Raises NoDocument if the file has no text or cannot be read."""
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import logging
 import re
+from dataclasses import replace
 from typing import Any
 
-from cacheblend_cli.corpus.converters.converter import NoDocument, joined, parsing
+from cacheblend_cli.corpus.converters.converter import SCANNED, NoDocument, joined, parsing
 from cacheblend_cli.corpus.layout import Converted, Mark
 
 _HYPHEN = re.compile(r"(?<=[a-z])-\n(?=[a-z])")
@@ -25,13 +26,15 @@ def from_pdf(data: bytes) -> Converted:
             title = str(reader.metadata.title or "") if reader.metadata is not None else ""
         except (DependencyError, FileNotDecryptedError) as error:
             raise NoDocument("a PDF with a password", "with a password") from error
-    empty = sum(not text.strip() for text in pages)
+    scanned = tuple(number for number, text in enumerate(pages, 1) if not text.strip())
+    empty = len(scanned)
     if empty == len(pages):
         count = f"its {len(pages)} pages have" if len(pages) > 1 else "its page has"
-        raise NoDocument(f"a scanned PDF: {count} no text; recognise it first, as ocrmypdf does", "scanned PDFs")
+        raise NoDocument(f"a scanned PDF: {count} no text; read it with precompute --ocr", SCANNED)
     omissions = [f"{empty} of its {len(pages)} pages have no text; they may be scanned"] if empty else []
     parts = ((text, Mark(0, f"page {n}")) for n, text in enumerate(pages, 1))
-    return joined(parts, title=" ".join(title.split()), omissions=omissions)
+    found = joined(parts, title=" ".join(title.split()), omissions=omissions)
+    return replace(found, layout=replace(found.layout, scanned=scanned))
 
 
 def _text(page: Any) -> str:

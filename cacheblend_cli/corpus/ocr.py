@@ -1,0 +1,173 @@
+"""Text of scanned PDF pages, recognised by ocrmypdf: a program that the user installs, run with limits.
+
+It works in a temporary folder of its own, with a clean environment. PDFs are untrusted, so its processes have limits of
+memory, CPU time and file size where the system can set them, and it is killed with its children when its time is up.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+
+from cacheblend_cli.corpus.converters.converter import SCANNED, NoDocument
+from cacheblend_cli.corpus.converters.omissions import Omissions
+from cacheblend_cli.corpus.layout import Converted
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.limited_process import MIB
+
+PROGRAM = "ocrmypdf"
+_INSTALL = "install it with tesseract: apt install ocrmypdf, or brew install ocrmypdf; --no-ocr reads without it"
+_LANGUAGES = re.compile(r"\w{1,40}(\+\w{1,40}){0,15}")
+_MOST_PAGES = 10_000  # named in one command
+_MESSAGE = 200  # characters to show of a message
+_BAD_ARGUMENTS, _MISSING_DEPENDENCY = 1, 3
+"""Exit statuses that concern every file: an ocrmypdf that is too old, or without tesseract or a language of it."""
+
+
+class OcrLimits(msgspec.Struct, frozen=True):
+    """Limits for recognising one file."""
+
+    seconds: float = 300
+    seconds_per_mib: float = 120  # additional time per MiB of the file: ten to twenty pages
+    memory: int = 4 << 30  # address space of each process, bytes
+    file_size: int = 2 << 30  # bytes
+    jobs: int = 4  # processes at a time
+
+    def seconds_for(self, size: int) -> float:
+        return self.seconds + self.seconds_per_mib * size / MIB
+
+
+def check_ocr(languages: str) -> None:
+    """Raise UsageError if the program is not installed, or for languages that cannot be."""
+    if not _LANGUAGES.fullmatch(languages):
+        raise UsageError(
+            f"--ocr-languages {languages!r} is not a list of languages", "names of tesseract, such as deu+eng"
+        )
+    if shutil.which(PROGRAM) is None:
+        raise UsageError(f"--ocr needs the program {PROGRAM}, which is not installed", _INSTALL)
+
+
+def convert_with_ocr(
+    convert: Callable[[bytes], Converted], data: bytes, languages: str, limits: OcrLimits | None = None
+) -> Converted:
+    """Convert a PDF; if pages show only images, recognise their text and convert it again.
+
+    The text is as exact as the recognition, so an omission names these pages. Raises NoDocument, and UsageError if
+    ocrmypdf cannot work.
+    """
+    converted: Converted | None = None
+    try:
+        converted = convert(data)
+    except NoDocument as no:
+        if no.group != SCANNED:
+            raise
+    pages = () if converted is None else converted.layout.scanned
+    if converted is not None and not pages:
+        return converted
+    try:
+        found = convert(recognised(data, languages, pages, limits))
+    except NoDocument as no:
+        if no.group == SCANNED:
+            no = NoDocument("no text is recognised on its pages", "without text to recognise")
+        if converted is None:
+            raise NoDocument(f"a scanned PDF: {no.reason}", no.group, unread=no.unread) from no
+        return _with_omission(converted, f"the text of scanned pages: {no.reason}")
+    images, scanned = Omissions(), {f"page {number}" for number in pages}
+    for part in dict.fromkeys(mark.part for mark in found.layout.marks):
+        if converted is None or part in scanned:
+            images.add("page image", part.removeprefix("page "))
+    return _with_omission(found, *(f"{text}, whose text was recognised (OCR) and can have errors" for text in images))
+
+
+def _with_omission(converted: Converted, *omissions: str) -> Converted:
+    layout = converted.layout
+    return replace(converted, layout=replace(layout, omissions=(*omissions, *layout.omissions)))
+
+
+def recognised(data: bytes, languages: str, pages: Sequence[int] = (), limits: OcrLimits | None = None) -> bytes:
+    """Return the PDF with the text of these pages, or of all if `pages` is empty.
+
+    Raises NoDocument, and UsageError if ocrmypdf cannot work for any file.
+    """
+    limits = limits or OcrLimits()
+    with TemporaryDirectory(prefix="cacheblend-ocr-") as name:  # for this user only
+        folder = Path(name)
+        (folder / "in.pdf").write_bytes(data)
+        status = _run(_command(languages, pages, limits), folder, limits, limits.seconds_for(len(data)))
+        if status in (_BAD_ARGUMENTS, _MISSING_DEPENDENCY):
+            message = " ".join((folder / "messages").read_text(errors="replace").split())[:_MESSAGE]
+            raise UsageError(
+                f"{PROGRAM} cannot run: {message or f'exit status {status}'}",
+                "install what is missing; for German, for example: apt install tesseract-ocr-deu",
+            )
+        if status:
+            raise NoDocument(f"{PROGRAM} cannot read it (status {status})", "not recognised", unread=True)
+        return (folder / "out.pdf").read_bytes()
+
+
+def _command(languages: str, pages: Sequence[int], limits: OcrLimits) -> list[str]:
+    flags = ["--quiet", "--output-type", "pdf", "--optimize", "0", "--force-ocr", "--rotate-pages"]
+    flags += ["--jobs", str(min(limits.jobs, os.cpu_count() or 1)), "--language", languages]
+    return [PROGRAM, *flags, *(["--pages", _ranges(pages[:_MOST_PAGES])] if pages else []), "in.pdf", "out.pdf"]
+
+
+def _ranges(pages: Sequence[int]) -> str:
+    """Return sorted page numbers as ranges: "1-3,7"."""
+    runs = [list(run) for _, run in groupby(enumerate(pages), lambda place: place[1] - place[0])]
+    return ",".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs)
+
+
+def _run(command: Sequence[str], folder: Path, limits: OcrLimits, seconds: float) -> int:
+    """Run the program in the folder and return its exit status. Raises NoDocument if its time is up.
+
+    Its messages go to the file `messages`. It and its children end with this function, also at an interrupt.
+    """
+    kept = {name: os.environ[name] for name in ("PATH", "TESSDATA_PREFIX") if name in os.environ}
+    environment = {**kept, "HOME": str(folder), "TMPDIR": str(folder), "LANG": "C.UTF-8"}
+    with (folder / "messages").open("wb") as messages:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=messages,
+            start_new_session=True,
+        )
+        try:
+            _limit(process.pid, limits, seconds)
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise NoDocument(
+                f"recognising its text takes more than {seconds:,.0f} s", "too slow to recognise", unread=True
+            ) from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _limit(pid: int, limits: OcrLimits, seconds: float) -> None:
+    """Limit the process and its later children. Each of them ends by itself if this process is killed."""
+    if not hasattr(resource, "prlimit"):  # not Linux
+        return
+    of = {
+        resource.RLIMIT_AS: limits.memory,
+        resource.RLIMIT_CPU: int(seconds) + 1,
+        resource.RLIMIT_FSIZE: limits.file_size,
+    }
+    for limit, most in of.items():
+        with suppress(OSError, ValueError):  # it has ended, or has a lower limit
+            resource.prlimit(pid, limit, (most, most))
