@@ -175,7 +175,8 @@ class Tools:
         matching: Annotated[str, Field(description="Text in the title or id.")] = "",
         limit: Annotated[int, Field(ge=1)] = 100,
     ) -> dict[str, Any]:
-        """List the stored documents. total: number of matching documents; the list may be shorter."""
+        """List the stored documents. total: number of matching documents; the list may be shorter. omissions: what was
+        left out of a document when it was read."""
         every = (await self._call("GET", "/v1/documents"))["data"]
         part = matching.casefold()
         found = [d for d in every if part in d["title"].casefold() or part in d["id"].casefold()]
@@ -207,7 +208,8 @@ def _reference(chunk: dict[str, Any]) -> dict[str, Any]:
 
 
 def _summary(document: dict[str, Any]) -> dict[str, Any]:
-    return {"id": document["id"], "title": document["title"], "num_chunks": len(document["chunks"])}
+    summary = {"id": document["id"], "title": document["title"], "num_chunks": len(document["chunks"])}
+    return summary | ({"omissions": document["omissions"]} if document["omissions"] else {})
 
 
 def _resource_error(error: CacheBlendError) -> ResourceError:

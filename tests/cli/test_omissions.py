@@ -11,6 +11,7 @@ from files import pdf, write
 from omitting import leave_out
 
 from cacheblend_cli.cli.watch import _updater
+from cacheblend_cli.corpus.citations import omissions_of
 from cacheblend_cli.corpus.layout import MOST_OMISSIONS, NAME_CHARACTERS, TextLayout
 
 Cli = Callable[..., Any]
@@ -116,3 +117,19 @@ def test_omissions_are_bounded_and_on_one_line() -> None:
     assert len(layout.omissions) == MOST_OMISSIONS
     assert {len(text) for text in layout.omissions[1:]} == {NAME_CHARACTERS}
     assert layout.omissions[0] == "1 sheet ([31mred)"
+
+
+def test_omissions_travel_with_the_document(
+    cli: Cli, decks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [chunk] = [r["id"] for r in cli("precompute", "docs", "--json").records if r["source"] == "docs/deck.pptx"]
+    assert cli("chunks", "push", (tmp_path / "tier").as_uri()).code == 0
+    monkeypatch.setenv("CACHEBLEND_STORE", str(tmp_path / "other"))
+    assert cli("chunks", "pull", (tmp_path / "tier").as_uri()).code == 0
+    assert cli("chunks", "show", chunk, "--json").records[0]["omissions"] == [CHART, PAGE]
+    assert lines(cli("precompute", "docs")) == []
+
+
+@pytest.mark.parametrize("found", [None, "a chart", {"a": 1}, [1, None, ["x"]]])
+def test_records_with_other_omissions_have_none(found: object) -> None:
+    assert omissions_of({} if found is None else {"omissions": found}) == ()

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from command_line import Cli
+from omitting import leave_out
 
 from cacheblend_cli.cli.main import run
 from cacheblend_cli.errors import NotFoundError
@@ -126,6 +127,18 @@ async def every_error(client: Any) -> None:
 def test_tools_over_http(server: Any) -> None:
     through(over_http(server), every_tool)
     through(over_http(server), every_error)
+
+
+def test_a_document_is_listed_with_what_is_left_out(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_out(monkeypatch, {"deck.pptx": ["2 charts (slide 3)"]})
+    server, octets = start(), {"Content-Type": "application/octet-stream"}
+    assert server.client.put("/v1/documents/deck.pptx", content=PARROT.encode(), headers=octets).status_code == 201
+
+    async def listed(client: Any) -> Any:
+        return (await client.call_tool("list_documents", {})).structured_content["documents"]
+
+    about = {"id": "deck.pptx", "title": "deck.pptx", "num_chunks": 1}
+    assert through(over_http(server), listed) == [{**about, "omissions": ["2 charts (slide 3)"]}]
 
 
 def test_tools_by_url_on_stdio(start: Callable[..., Any]) -> None:

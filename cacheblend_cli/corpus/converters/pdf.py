@@ -30,7 +30,7 @@ def from_pdf(data: bytes) -> Converted:
     empty = len(scanned)
     if empty == len(pages):
         count = f"its {len(pages)} pages have" if len(pages) > 1 else "its page has"
-        raise NoDocument(f"a scanned PDF: {count} no text; read it with precompute --ocr", SCANNED)
+        raise NoDocument(f"a scanned PDF: {count} no text; run: ocrmypdf in.pdf out.pdf", SCANNED)
     omissions = [f"{empty} of its {len(pages)} pages have no text; they may be scanned"] if empty else []
     parts = ((text, Mark(0, f"page {n}")) for n, text in enumerate(pages, 1))
     found = joined(parts, title=" ".join(title.split()), omissions=omissions)
