@@ -28,8 +28,8 @@ TITLE = "title"
 OMISSIONS = "omissions"
 """Key of what is left out of a document, in its record's settings."""
 FILE_GONE = "file no longer on disk"
-_Place = tuple[DocumentRecord, DocumentChunk]
-"""A document, and the chunk's place in it."""
+_Place = tuple[str, DocumentChunk, str, tuple[str, ...]]
+"""A document's name, the chunk's place in it, and the document's title and omissions."""
 _MANY = 256  # chunks: after these, read all documents at once
 
 
@@ -81,8 +81,8 @@ class Citations:
         A chunk without a document gets the name in its manifest.
         """
         found = [
-            Citation(of.source, chunk.index, chunk.locator, title_of(of), omissions_of(of.settings))
-            for of, chunk in self._of(manifest.key)
+            Citation(name, chunk.index, chunk.locator, title, omissions)
+            for name, chunk, title, omissions in self._of(manifest.key)
         ]
         if not found:
             return [Citation(manifest.source, manifest.index)]
@@ -131,8 +131,9 @@ def _places(records: Iterable[DocumentRecord | None]) -> dict[bytes, list[_Place
     """Map each chunk key to the first place of the chunk in each document."""
     found: dict[bytes, list[_Place]] = {}
     for record in filter(None, records):
+        about = title_of(record), omissions_of(record.settings)
         for chunk in record.chunks:
             places = found.setdefault(chunk.key, [])
-            if all(other.source != record.source for other, _ in places):
-                places.append((record, chunk._replace(locator=bounded(chunk.locator))))
+            if all(name != record.source for name, *_ in places):
+                places.append((record.source, chunk._replace(locator=bounded(chunk.locator)), *about))
     return found
