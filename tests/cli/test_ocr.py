@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_ocr import FakeOcr
+from fake_ocr import FakeOcr, scanned_pdf
 from files import pdf, write
 
 from cacheblend_cli.cli import options
@@ -19,7 +19,7 @@ from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.ocr import _ranges, recognised
 
 Cli = Callable[..., Any]
-SCAN, READ = pdf(["", ""]), pdf(["Mara leads billing.", "Jonas keeps a parrot."])
+SCAN, READ = scanned_pdf(["", ""]), pdf(["Mara leads billing.", "Jonas keeps a parrot."])
 IMAGES = "2 page images (1, 2), whose text was recognised (OCR) and can have errors"
 IMAGE = "1 page image (2), whose text was recognised (OCR) and can have errors"
 
@@ -64,7 +64,7 @@ def test_only_the_scanned_pages_of_a_document_are_recognised(
     cli: Cli, docs: Path, ocr: FakeOcr, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET", "4711")
-    write(docs / "half.pdf", pdf(["Mara leads billing.", ""]))
+    write(docs / "half.pdf", scanned_pdf(["Mara leads billing.", ""]))
     write(docs / "full.pdf", pdf(["Ada works in Oslo."]))
     assert cli("precompute", "docs").code == 0
     assert f"docs/half.pdf: left out: {IMAGE}" in cli("precompute", "docs", "--ocr", "--ocr-languages", "deu+eng").err
@@ -103,7 +103,7 @@ def test_a_failure_keeps_what_is_stored_and_what_is_read(cli: Cli, docs: Path, o
     assert cli("precompute", "docs", "--ocr").code == 0
     ocr.write(READ, "sys.exit(7)")
     os.utime(docs / "scan.pdf")
-    write(docs / "half.pdf", pdf(["Ada works in Oslo.", ""]))
+    write(docs / "half.pdf", scanned_pdf(["Ada works in Oslo.", ""]))
     failed = cli("precompute", "docs")
     assert "skipped docs/scan.pdf: a scanned PDF: ocrmypdf cannot read it (status 7)" in failed.err
     assert "docs/half.pdf: left out: the text of scanned pages: ocrmypdf cannot read it (status 7)" in failed.err

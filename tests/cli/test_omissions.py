@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from files import pdf, write
+from fake_ocr import scanned_pdf
+from files import write
 from omitting import leave_out
 
 from cacheblend_cli.cli.watch import _updater
@@ -107,7 +108,7 @@ def test_a_watched_folder_tells_of_new_omissions_once(
 
 
 def test_a_pdf_with_a_page_without_text(cli: Cli, docs: Path) -> None:
-    write(docs / "half.pdf", pdf(["Mara leads billing.", ""]))
+    write(docs / "half.pdf", scanned_pdf(["Mara leads billing.", ""]))
     [told] = lines(cli("precompute", "docs"))
     assert told.startswith("warning: docs/half.pdf: left out: ")
 

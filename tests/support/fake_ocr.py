@@ -1,4 +1,4 @@
-"""A program in place of ocrmypdf: it writes a prepared PDF and notes how it was called."""
+"""Scanned PDFs, and a program in place of ocrmypdf: it writes a prepared PDF and notes how it was called."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+
+import files
 
 _SCRIPT = """#!{python}
 import json, os, pathlib, sys
@@ -16,6 +18,21 @@ with (here / "calls").open("a") as calls:
 {body}
 pathlib.Path(sys.argv[-1]).write_bytes((here / "recognised.pdf").read_bytes())
 """
+
+
+_TEXT = "text in the place of an image " * 2
+_IMAGE = b"q 99 0 0 99 9 9 cm BI /W 1 /H 1 /BPC 8 /CS /G ID \x80 EI Q"
+
+
+def scanned_pdf(pages: list[str]) -> bytes:
+    """Return a PDF with one page per text; "" is a page that shows only an image."""
+    data = files.pdf([text or _TEXT for text in pages])
+    start = data.find(_TEXT.encode())
+    while start >= 0:
+        start, end = data.rindex(b"BT", 0, start), data.index(b"ET", start) + 2
+        data = data[:start] + _IMAGE.ljust(end - start) + data[end:]
+        start = data.find(_TEXT.encode())
+    return data
 
 
 class FakeOcr:
