@@ -13,14 +13,15 @@ from cacheblend_cli.corpus.converters.converter import (
     from_plain,
     from_rst,
 )
+from cacheblend_cli.corpus.converters.delimited import from_csv, from_tsv
 from cacheblend_cli.corpus.converters.docx import from_docx
 from cacheblend_cli.corpus.converters.epub import from_epub
 from cacheblend_cli.corpus.converters.html import from_html
 from cacheblend_cli.corpus.converters.json_records import from_json_lines, from_json_records, from_notebook
 from cacheblend_cli.corpus.converters.mail import from_mail
+from cacheblend_cli.corpus.converters.old_sheets import from_old_sheets
 from cacheblend_cli.corpus.converters.pdf import from_pdf
 from cacheblend_cli.corpus.converters.pptx import from_pptx
-from cacheblend_cli.corpus.converters.tables import from_csv, from_tsv
 from cacheblend_cli.corpus.converters.xlsx import from_xlsx
 
 CONVERTERS: dict[Converter, str] = {
@@ -38,7 +39,8 @@ CONVERTERS: dict[Converter, str] = {
     from_pdf: ".pdf",
     from_docx: ".docx .docm .dotx .dotm",
     from_pptx: ".pptx",
-    from_xlsx: ".xlsx .xlsm",
+    from_xlsx: ".xlsx .xlsm .xltx .xltm",
+    from_old_sheets: ".xls .xlsb .ods",
     from_epub: ".epub",
 }
 """Converter -> lower-case file suffixes."""
@@ -48,7 +50,8 @@ _MODULES = {
     from_pdf: "pypdf",
     from_docx: "defusedxml",
     from_pptx: "pptx",
-    from_xlsx: "openpyxl",
+    from_xlsx: "defusedxml",
+    from_old_sheets: "python_calamine",
     from_epub: "defusedxml",
 }
 """Converters that need the extra `documents` -> module that they import."""

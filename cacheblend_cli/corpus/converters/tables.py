@@ -1,64 +1,227 @@
-"""Tables: one line per row, with column names before the values, so that each row can be understood alone."""
+"""Tables: one line per row, with column names before the values, so that each row can be understood alone.
+
+The header row is found below title lines, and empty rows separate tables. A table whose first row looks like the others
+has no column names: a wrong name is worse than none.
+"""
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterator, Sequence
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, groupby, islice, pairwise
+from typing import Literal
 
-from cacheblend_cli.corpus.converters.converter import NoDocument, decoded
-from cacheblend_cli.corpus.layout import Converted, Mark, TextLayout
+from cacheblend_cli.corpus.layout import shortened
 
-_LONGEST_CELL = 16 << 20
-
-
-def from_csv(data: bytes) -> Converted:
-    """Convert a table. The delimiter (comma, semicolon, tab or bar) is detected from the first lines."""
-    text = decoded(data)
-    return _table(text, _delimiter(text))
+Cells = Mapping[int, str]
+"""Column -> text of a row, from left to right. Each text is one line; empty cells are left out."""
 
 
-def from_tsv(data: bytes) -> Converted:
-    return _table(decoded(data), "\t")
+class Spanned(str):
+    """Text of a merged cell, in a column that is not its first."""
+
+    __slots__ = ()
 
 
-def _table(text: str, delimiter: str) -> Converted:
-    lines, marks, start = list[str](), list[Mark](), 0
-    for line, number in _lines(text, delimiter):
-        marks.append(Mark(start, line=number))
-        lines.append(line)
-        start += len(line)
-    return Converted("".join(lines), TextLayout("text", numbered=False, marks=tuple(marks)))
+_Kind = Literal["text", "number", "year", "date"]
+
+_LOOK_AHEAD = 24  # rows of a table that decide on its header row
+_LONGEST_LABEL = 60  # characters of a cell that can be the only one of a record of two columns
+_YEAR = re.compile(r"(?:19|20)\d\d")
+_DATE = re.compile(r"\d{4}-\d\d-\d\d")
+_SCIENTIFIC = re.compile(r"[-+]?\d[\d.]*[eE][-+]?\d+")
+_VALUES = frozenset(("true", "false", "nan", "null", "none", "n/a", "#n/a"))  # letters that are no column name
 
 
-def _lines(text: str, delimiter: str) -> Iterator[tuple[str, int]]:
-    """Yield (text, line in the file) of each row."""
-    csv.field_size_limit(_LONGEST_CELL)
-    reader = csv.reader(io.StringIO(text), delimiter=delimiter, strict=False)
-    names: Sequence[str] | None = None
-    try:
-        begins = 1
-        for row in reader:
-            if any(cell.strip() for cell in row):
-                if names is None:
-                    names = [" ".join(cell.split()) for cell in row]
-                    yield ", ".join(filter(None, names)) + "\n", begins
-                else:
-                    yield row_text(names, row) + "\n", begins
-            begins = reader.line_num + 1
-    except csv.Error as error:
-        raise NoDocument(f"not a table: {error} in line {reader.line_num}", "broken tables") from error
+def table_lines(rows: Iterable[Sequence[str]], *, one_column: bool = False) -> Iterator[str]:
+    """Yield the lines of a table: "name: Mara, city: Bergen". See `numbered_lines`."""
+    numbered = ((number, cells_of(row)) for number, row in enumerate(rows, 1))
+    return (line for line, _ in numbered_lines(numbered, one_column=one_column))
 
 
-def row_text(names: Sequence[str], row: Sequence[str]) -> str:
-    """Return "name: Ada, city: Bergen". Values without a column name stand alone; empty ones are left out."""
-    cells = [" ".join(cell.split()) for cell in row]
-    named = (f"{names[i]}: {cell}" if i < len(names) and names[i] else cell for i, cell in enumerate(cells) if cell)
-    return ", ".join(named)
+def cells_of(row: Sequence[str]) -> Cells:
+    """Return the cells of a row, with blanks and line ends within a cell as one blank."""
+    return {column: text for column, cell in enumerate(row) if cell and (text := " ".join(cell.split()))}
 
 
-def _delimiter(text: str) -> str:
-    try:
-        return csv.Sniffer().sniff(text[:4096].rpartition("\n")[0] or text[:4096], ",;\t|").delimiter
-    except csv.Error:
-        return ","
+def numbered_lines(rows: Iterable[tuple[int, Cells]], *, one_column: bool = False) -> Iterator[tuple[str, int]]:
+    """Yield (line, number of its row). A row has a line for each of the tables that are side by side.
+
+    Title lines, header rows and rows without column names are values alone: "name, city". A row without cells separates
+    tables: after one such row the column names still hold unless the rows below show their own, after two they do not.
+
+    one_column: the first row of a table with one column is its header, whatever it looks like.
+    """
+    table, gap = _Table(), 0
+    before: Cells = {}
+    for is_empty, group in groupby(rows, key=lambda row: not row[1]):
+        if is_empty:
+            gap = sum(1 for _ in group)
+            continue
+        ahead = list(islice(group, _LOOK_AHEAD))
+        block = [cells for _, cells in ahead]
+        found = _Table.of(block, one_column)
+        is_new = found.certain or (found.named and (gap != 1 or found.names.keys() != table.names.keys()))
+        if gap == 1 and before and not found.certain and (above := _Table.below(before, block)).named:
+            table = above
+        elif is_new:
+            table = found
+        else:
+            table = _Table(table.names, table.starts) if gap == 1 else _Table()
+        for index, (number, cells) in enumerate(chain(ahead, group)):
+            for line in table.lines(cells) if index >= table.first else (_line({}, cells),):
+                yield line, number
+        before, gap = block[-1] if len(block[-1]) > 1 and not table.named else {}, 0
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Column names of rows. Without names: a table that shows none."""
+
+    names: Cells = field(default_factory=dict)
+    starts: Sequence[int] = ()  # first columns of the tables that are right of another one
+    first: int = 0  # rows before the first record
+    certain: bool = False  # the header row differs from the others in kind
+
+    @property
+    def named(self) -> bool:
+        return bool(self.names)
+
+    @classmethod
+    def of(cls, rows: Sequence[Cells], one_column: bool = False) -> _Table:
+        """Find the header row: the first one that fills half of the columns, if it looks unlike the rows below."""
+        width = max(map(_num_own, rows))
+        if width == 1:
+            return cls._one_column(rows, one_column)
+        filled = (2 * len(row) >= width and _num_own(row) >= max(2, width / 3) for row in rows)
+        first = next((number for number, is_filled in enumerate(filled) if is_filled), len(rows))
+        header, below = rows[first : first + 1], rows[first + 1 :]
+        if not header or not below:
+            return cls()
+        names, first = header[0], first + 1
+        if len(below) > 1 and _is_upper(names, below[0]):
+            both = _combined(names, below[0])
+            if _is_header(both, below[1:]):
+                names, below, first = both, below[1:], first + 1
+        certain = _is_header(names, below)
+        if certain is None:
+            return cls()
+        starts = _starts(names, below)
+        return cls({c: shortened(name.rstrip(": ") or name) for c, name in names.items()}, starts, first, certain)
+
+    @classmethod
+    def below(cls, header: Cells, rows: Sequence[Cells]) -> _Table:
+        """Return the table of rows with a header row above an empty one, if it looks like one."""
+        if len(rows) == 1 and len(header) < 3:
+            return cls()
+        found = cls.of([header, *rows])
+        return cls(found.names, found.starts) if found.first == 1 else cls()
+
+    @classmethod
+    def _one_column(cls, rows: Sequence[Cells], one_column: bool) -> _Table:
+        (column, name), *_ = rows[0].items()
+        values = [text for row in rows[1:] for text in row.values()]
+        certain = len(values) > 1 and _kind(name) == "text" and all(_kind(value) != "text" for value in values)
+        if not values or not (certain or one_column):
+            return cls()
+        return cls({column: shortened(name)}, (), 1, certain)
+
+    def lines(self, cells: Cells) -> Iterator[str]:
+        """Yield the lines of a record."""
+        if not self.starts:
+            yield self._record(cells)
+            return
+        for _, part in groupby(cells.items(), key=lambda cell: bisect_right(self.starts, cell[0])):
+            yield self._record(dict(part))
+
+    def _record(self, cells: Cells) -> str:
+        if len(cells) == 1 and self.named:  # the title of the next rows, or a note
+            ((column, text),) = cells.items()
+            is_first = column == next(iter(self.names)) or column in self.starts
+            if is_first and _kind(text) == "text" and (len(self.names) > 2 or len(text) > _LONGEST_LABEL):
+                return text
+        is_repeated = len(cells) > 1 and all(self.names.get(column) == text for column, text in cells.items())
+        return _line({} if is_repeated else self.names, cells)
+
+
+def _num_own(cells: Cells) -> int:
+    """Return the number of cells, merged ones counted once."""
+    return sum(not isinstance(text, Spanned) for text in cells.values())
+
+
+def _line(names: Cells, cells: Cells) -> str:
+    """Return "name: Ada, city: Bergen". Values without a column name stand alone, and merged ones once."""
+    cells = {c: text for c, text in cells.items() if not isinstance(text, Spanned) or names.get(c) != names.get(c - 1)}
+    named = [f"{names[column]}: {text}" if column in names else text for column, text in cells.items()]
+    separators = (" " if text.endswith(":") else ", " for text in named[:-1])
+    return "".join(chain.from_iterable(zip(named, (*separators, ""), strict=True)))
+
+
+def _kind(text: str) -> _Kind:
+    if _YEAR.fullmatch(text):
+        return "year"
+    if _DATE.match(text):
+        return "date"
+    if not any(map(str.isalpha, text)) or text.lower() in _VALUES or _SCIENTIFIC.fullmatch(text):
+        return "number"
+    return "text"
+
+
+def _is_header(names: Cells, below: Sequence[Cells]) -> bool | None:
+    """Return whether a row differs in kind from those below. None: it is like them, so no header row."""
+    kinds = {column: _kind(text) for column, text in names.items()}
+    several = {kind for kind, number in Counter(kinds.values()).items() if number > 1}
+    labels = sum(kind == "text" or (kind in several and kind != "number") for kind in kinds.values())
+    if 2 * labels < len(names) or next(iter(names.values())).endswith(":"):
+        return None
+    differing = alike = 0
+    for column, text in names.items():
+        values = [row[column] for row in below if column in row]
+        if not values:
+            continue
+        ((usual, _),) = Counter(map(_kind, values)).most_common(1)
+        kind = kinds[column]
+        if kind == "text":
+            differing += usual != "text"
+            alike += usual == "text" and text in values
+        else:  # years and dates can be names, of columns of another kind
+            is_name = kind in several and kind != "number" and usual != kind
+            differing, alike = differing + is_name, alike + (not is_name)
+    if differing > alike:
+        return True
+    is_usual = not alike and labels == len(names) and any(len(row) > 1 for row in below)
+    return None if differing or not is_usual else False
+
+
+def _is_upper(upper: Cells, lower: Cells) -> bool:
+    """Return whether a header row can have another one below it: one of its names spans columns."""
+    spans = any(left == right and b == a + 1 for (a, left), (b, right) in pairwise(upper.items()))
+    return spans and upper != lower and all(_kind(text) in ("text", "year") for text in lower.values())
+
+
+def _combined(upper: Cells, lower: Cells) -> dict[int, str]:
+    columns = sorted({*upper, *lower})
+    return {c: " ".join(dict.fromkeys(row[c] for row in (upper, lower) if c in row)) for c in columns}
+
+
+def _starts(names: Cells, below: Sequence[Cells]) -> list[int]:
+    """Return the first columns of further tables, right of empty columns.
+
+    A table has two columns, and text in the first. If only one column is empty, the tables have records in other rows.
+    """
+    columns = sorted({*names}.union(*below))
+    starts = list[int]()
+    begin = 0
+    for index, (left, right) in enumerate(pairwise(columns), 1):
+        if right == left + 1 or index - begin < 2 or not {right, right + 1} <= names.keys():
+            continue
+        first, last = columns[begin], left
+        sides = [(any(first <= c <= last for c in row), any(c >= right for c in row)) for row in below]
+        values = [row[right] for row in below if right in row]
+        if values and _kind(values[0]) == "text" and (right > left + 2 or any(a != b for a, b in sides)):
+            starts.append(right)
+            begin = index
+    return starts

@@ -1,39 +1,59 @@
-"""Workbooks, read with openpyxl."""
+"""Excel workbooks (.xlsx), read from their XML."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
-from typing import Any
 
-from cacheblend_cli.corpus.converters.archive import opened
 from cacheblend_cli.corpus.converters.converter import NoDocument, joined, parsing
-from cacheblend_cli.corpus.converters.tables import row_text
+from cacheblend_cli.corpus.converters.office_package import DamagedPart, OfficePackage
+from cacheblend_cli.corpus.converters.omissions import Omissions
+from cacheblend_cli.corpus.converters.sheet_notes import comments, drawn_texts
+from cacheblend_cli.corpus.converters.tables import numbered_lines
+from cacheblend_cli.corpus.converters.workbook import Sheet, SheetCells, Workbook
 from cacheblend_cli.corpus.layout import Converted, Mark
-
-_MOST_ROWS = 1 << 20  # maximum rows of a sheet
 
 
 def from_xlsx(data: bytes) -> Converted:
     """Convert each row of each sheet to one line. Formulas have the values that were saved with the file."""
-    with parsing("openpyxl", what := "a workbook"):
-        from openpyxl import load_workbook
+    omissions, unsaved = Omissions(), Omissions()
+    with parsing("defusedxml", what := "a workbook"):
+        book = Workbook(OfficePackage(data, what))
+        if not book.has_formats:
+            omissions.say("number formats cannot be read: dates are numbers")
+        parts = []
+        for sheet in book.sheets:
+            lines = list(_lines(book, sheet, omissions, unsaved))
+            if lines:
+                parts.append((f"# {sheet.name}\n\n" + "\n".join(lines), Mark(0, f"sheet {sheet.name}")))
+    for sentence in unsaved:
+        omissions.say(f"{sentence}: open the file in a spreadsheet program and save it")
+    if not parts and (lost := "; ".join(omissions)):
+        raise NoDocument(f"no text in its cells: {lost}", "without text")
+    return joined(parts, "markdown", omissions=omissions)
 
-        opened(data, what)
-        book = load_workbook(io.BytesIO(data), read_only=True, data_only=True)
-        parts = [(f"# {s.title}\n\n" + "\n".join(_rows(s)), Mark(0, f"sheet {s.title}")) for s in book.worksheets]
-    return joined(parts, "markdown")
 
-
-def _rows(sheet: Any) -> Iterator[str]:
-    names: list[str] | None = None
-    for number, values in enumerate(sheet.iter_rows(values_only=True), 1):
-        if number > _MOST_ROWS:  # the count includes rows missing in the file
-            raise NoDocument(f"a sheet has more than {_MOST_ROWS:,} rows", "damaged or locked")
-        row = ["" if value is None else str(value) for value in values]
-        if any(cell.strip() for cell in row):
-            if names is None:
-                names = [" ".join(cell.split()) for cell in row]
-                yield ", ".join(filter(None, names))
-            else:
-                yield row_text(names, row)
+def _lines(book: Workbook, sheet: Sheet, omissions: Omissions, unsaved: Omissions) -> Iterator[str]:
+    """Yield the lines of a sheet: rows with the comments on them, then the text boxes."""
+    place, cells = f"sheet {sheet.name}", SheetCells(book, sheet.part)
+    try:
+        notes = comments(book.package, book.part, sheet.part)
+    except DamagedPart:
+        omissions.say(f"the comments on {place} cannot be read")
+        notes = []
+    notes.reverse()
+    try:
+        for line, row in numbered_lines(cells.rows()):
+            while notes and notes[-1][0] < row:
+                yield notes.pop()[1]
+            yield line
+    except DamagedPart:
+        omissions.say(f"{place} cannot be read, or not all of it")
+    for _, note in reversed(notes):
+        yield note
+    if cells.num_unsaved:
+        plural = "formulas without saved values"
+        unsaved.add("formula without a saved value", place, count=cells.num_unsaved, plural=plural)
+    if cells.num_unknown:
+        omissions.add("cell without its text", place, count=cells.num_unknown, plural="cells without their texts")
+    for text in drawn_texts(book.package, sheet.part, omissions, place):
+        yield from ("", text)

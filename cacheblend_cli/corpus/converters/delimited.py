@@ -1,0 +1,75 @@
+"""Tables in text files: comma-separated and tab-separated values."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+from collections.abc import Iterator
+
+from cacheblend_cli.corpus.converters.converter import NoDocument, decoded
+from cacheblend_cli.corpus.converters.omissions import Omissions
+from cacheblend_cli.corpus.converters.tables import Cells, cells_of, numbered_lines
+from cacheblend_cli.corpus.layout import Converted, Mark, TextLayout
+
+_LONGEST_CELL = 16 << 20
+_DELIMITERS = ",;\t|"
+_SAMPLE = 1 << 16  # characters that decide on the delimiter
+_SAMPLE_ROWS = 100
+
+
+def from_csv(data: bytes) -> Converted:
+    """Convert a table. The delimiter (comma, semicolon, tab or bar) is detected from the first lines."""
+    text = decoded(data)
+    first, _, rest = text.partition("\n")
+    named = first.strip().strip('"')
+    if named.lower().startswith("sep=") and len(named) == 5:  # for spreadsheet programs
+        return _table(rest, named[4], 2)
+    return _table(text, _delimiter(text), 1)
+
+
+def from_tsv(data: bytes) -> Converted:
+    return _table(decoded(data), "\t", 1)
+
+
+def _table(text: str, delimiter: str, line: int) -> Converted:
+    """line: number of the first line in the file."""
+    lines, marks, start, omissions = list[str](), list[Mark](), 0, Omissions()
+    for row, number in numbered_lines(_rows(text, delimiter, line, omissions), one_column=True):
+        marks.append(Mark(start, line=number))
+        lines.append(row + "\n")
+        start += len(row) + 1
+    layout = TextLayout("text", numbered=False, marks=tuple(marks), omissions=tuple(omissions))
+    return Converted("".join(lines), layout)
+
+
+def _rows(text: str, delimiter: str, line: int, omissions: Omissions) -> Iterator[tuple[int, Cells]]:
+    """Yield (line in the file, cells). line: number of the first line."""
+    csv.field_size_limit(_LONGEST_CELL)
+    reader, begin = csv.reader(io.StringIO(text), delimiter=delimiter, strict=False), line
+    try:
+        for row in reader:
+            yield begin, cells_of(row)
+            begin = line + reader.line_num
+    except csv.Error as error:
+        if begin == line:
+            raise NoDocument(f"not a table: {error} in line {line}", "broken tables") from error
+        omissions.say(f"the rows from line {begin} cannot be read: {error}")
+
+
+def _delimiter(text: str) -> str:
+    """Return the delimiter with which most of the first rows have the same number of columns."""
+    sample = text[:_SAMPLE]
+    if len(sample) < len(text):
+        sample = sample.rpartition("\n")[0] or sample
+    return max(_DELIMITERS, key=lambda delimiter: _consistency(sample, delimiter))
+
+
+def _consistency(sample: str, delimiter: str) -> tuple[int, int]:
+    """Return (rows with the most common number of columns above one, that number)."""
+    csv.field_size_limit(_LONGEST_CELL)
+    widths = Counter[int]()
+    for row, _ in zip(csv.reader(io.StringIO(sample), delimiter=delimiter), range(_SAMPLE_ROWS), strict=False):
+        if len(row) > 1:
+            widths[len(row)] += 1
+    return max(((rows, width) for width, rows in widths.items()), default=(0, 0))

@@ -1,0 +1,87 @@
+"""What a sheet has beside its cells: comments, and drawings with text boxes and charts."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from cacheblend_cli.corpus.converters.office_package import DamagedPart, OfficePackage
+from cacheblend_cli.corpus.converters.omissions import Omissions
+
+if TYPE_CHECKING:
+    from xml.etree.ElementTree import Element
+
+_ROW = re.compile(r"[A-Z]{1,3}(\d{1,7})")
+_DRAWN = {"chart": "chart", "chartEx": "chart", "diagramData": "diagram"}
+"""Kind of relation of a drawing -> name of what is drawn."""
+
+
+def comments(package: OfficePackage, book: str, sheet: str) -> list[tuple[int, str]]:
+    """Return (row number, "Comment on B4 by Mara: Only until May") of the comments on a sheet, by row.
+
+    book, sheet: names of their parts. Raises DamagedPart.
+    """
+    found = list[tuple[str, str, str]]()  # cell, author, text
+    persons = dict[str, str]()
+    for part in package.related(book, "person"):
+        persons |= {p.get("id", ""): p.get("displayName", "") for p in package.xml(part).iter("person")}
+    for part in package.related(sheet, "threadedComment"):
+        for element in package.xml(part).iter("threadedComment"):
+            author = persons.get(element.get("personId", ""), "")
+            found.append((element.get("ref", ""), author, element.findtext("text") or ""))
+    threaded = {cell for cell, _, _ in found}
+    for part in package.related(sheet, "comments"):
+        root = package.xml(part)
+        authors = [author.text or "" for author in root.iter("x:author")]
+        for element in root.iter("x:comment"):
+            number, cell = element.get("authorId", ""), element.get("ref", "")
+            author = authors[int(number)] if number.isdecimal() and int(number) < len(authors) else ""
+            if cell not in threaded:  # else a copy for old programs
+                found.append((cell, author, _comment(element).removeprefix(f"{author}:")))
+    numbered = [(int(m[1]) if (m := _ROW.fullmatch(cell)) else 0, (cell, author, text)) for cell, author, text in found]
+    return [(row, line) for row, parts in sorted(numbered, key=lambda item: item[0]) if (line := _line(*parts))]
+
+
+def _line(cell: str, author: str, text: str) -> str:
+    by = f" by {' '.join(author.split())}" if author.strip() else ""
+    return f"Comment on {cell}{by}: {' '.join(text.split())}" if text.strip() else ""
+
+
+def _comment(element: Element) -> str:
+    """Return the text of a comment, without phonetic guides."""
+    guides = {id(text) for guide in element.iter("x:rPh") for text in guide}
+    return "".join(text.text or "" for text in element.iter("x:t") if id(text) not in guides)
+
+
+def drawn_texts(package: OfficePackage, sheet: str, omissions: Omissions, place: str) -> list[str]:
+    """Return the texts of the shapes that are drawn on a sheet. sheet: name of its part."""
+    texts = list[str]()
+    for part in package.related(sheet, "drawing"):
+        try:
+            root = package.xml(part)
+        except DamagedPart:
+            omissions.say(f"the drawings on {place} cannot be read")
+            continue
+        texts += [text for body in _bodies(root) if (text := _body(body))]
+        for relation in package.relations(part).values():
+            if relation.kind in _DRAWN:
+                omissions.add(_DRAWN[relation.kind], place)
+    return texts
+
+
+def _bodies(root: Element) -> list[Element]:
+    """Return the texts of shapes, in order, without the alternatives for old programs."""
+    rest = [root]
+    found: list[Element] = []
+    while rest:
+        element = rest.pop()
+        if element.tag == "txBody":
+            found.append(element)
+        elif element.tag != "mc:Fallback":
+            rest.extend(reversed(element))
+    return found
+
+
+def _body(body: Element) -> str:
+    paragraphs = ("".join(t.text or "" for t in p.iter("a:t")) for p in body.iter("a:p"))
+    return "\n".join(line for paragraph in paragraphs if (line := " ".join(paragraph.split())))
