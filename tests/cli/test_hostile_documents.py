@@ -82,7 +82,7 @@ def test_every_hostile_file_is_named_and_the_page_beside_it_is_stored(
     places = {place.parent.name: place for place in folder.glob("*/*")}
     for place in places.values():
         files.write(place.parent / "then.html", BESIDE.format(name=place.name))
-    cli("precompute", str(places["far-xlsx"].parent))  # loads all that it needs
+    cli("precompute", str(places["media-xlsx"].parent))  # loads all that it needs
     grown, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, resource.getrusage(resource.RUSAGE_CHILDREN)
     with peak_of_converters() as peak:
         done = cli("precompute", "docs", "-v", "--max-file-size", "64MB")

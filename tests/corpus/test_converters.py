@@ -34,7 +34,7 @@ def place_of(found: Converted, first: str, last: str = "") -> tuple[str, tuple[s
 def test_every_kind_has_one_converter() -> None:
     for name in ("a.MD", "b.txt", "c.rst", "d.html", "e.csv", "f.tsv", "g.json", "h.jsonl", "i.py", "j.ipynb", "k.eml"):
         assert converter_of(name) is not None
-    for name in ("l.pdf", "m.docx", "n.pptx", "o.xlsx", "p.epub", "README", "Makefile", "a", "md"):
+    for name in ("l.pdf", "m.docx", "n.pptx", "o.xlsx", "o.xls", "o.ods", "p.epub", "README", "Makefile", "a", "md"):
         assert converter_of(name) is not None
     for name in ("a.png", "x.unknown"):
         assert converter_of(name) is None
@@ -157,7 +157,8 @@ def test_an_archive_that_unpacks_to_too_much_is_not_unpacked(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("suffix", "package"), [(".pdf", "pypdf"), (".docx", "defusedxml"), (".pptx", "pptx"), (".xlsx", "openpyxl")]
+    ("suffix", "package"),
+    [(".pdf", "pypdf"), (".docx", "defusedxml"), (".pptx", "pptx"), (".ods", "python_calamine")],
 )
 def test_without_its_library_a_file_names_what_to_install(
     suffix: str, package: str, monkeypatch: pytest.MonkeyPatch

@@ -48,6 +48,8 @@ DOCUMENTS: dict[str, tuple[str, Callable[[int], str]]] = {
     "wide HTML": ("a.html", lambda n: "<p>a" * (n // 4)),
     "line ends in HTML": ("a.html", lambda n: "<pre>" + "\n" * n + "a"),
     "a long HTML title": ("a.html", lambda n: "<title>" + "a " * (n // 2) + "</title><p>text"),
+    "tables side by side": ("a.csv", lambda n: "a,b,," * (n // 10) + "\n" + "x,1,," * (n // 10)),
+    "empty rows": ("a.csv", lambda n: "a,b\n1,2\n" + "\n\n1,2\n" * (n // 6)),
     "columns": ("a.csv", lambda n: "a," * (n // 2) + "\n" + "1," * (n // 2)),
 }
 """Kind -> name of the file, and its text of about n characters."""

@@ -22,7 +22,7 @@ def from_csv(data: bytes) -> Converted:
     """Convert a table. The delimiter (comma, semicolon, tab or bar) is detected from the first lines."""
     text = decoded(data)
     first, _, rest = text.partition("\n")
-    named = first.strip().strip('"')
+    named = first.strip(' "')
     if named.lower().startswith("sep=") and len(named) == 5:  # for spreadsheet programs
         return _table(rest, named[4], 2)
     return _table(text, _delimiter(text), 1)

@@ -29,13 +29,13 @@ class MergedCells:
         active = dict[int, tuple[int, int, str]]()  # column -> (last row, first column, text) of a merged cell
         last_number = 0
         for number, cells in rows:
+            if not cells:
+                continue
             active = {column: merged for column, merged in active.items() if merged[0] >= number}
             for first, last_row, last in self._by_row.get(number, ()):
                 if text := cells.get(first):
                     active |= {first: (last_row, first, text)}
                     active |= dict.fromkeys(range(first + 1, last + 1), (last_row, first, Spanned(text)))
-            if not cells:
-                continue
             if active and len({active[column][1] if column in active else column for column in (*active, *cells)}) > 1:
                 repeated = {column: text for column, (_, _, text) in active.items()}
                 cells = dict(sorted((cells | repeated).items()))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from datetime import date, datetime, time, timedelta
 from typing import TYPE_CHECKING
 
+from cacheblend_cli.corpus.converters.archive import opened
 from cacheblend_cli.corpus.converters.converter import joined, parsing
 from cacheblend_cli.corpus.converters.merged_cells import MergedCells
 from cacheblend_cli.corpus.converters.number_formats import number_text
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
 
 def from_old_sheets(data: bytes) -> Converted:
     """Convert each row of each sheet to one line."""
-    with parsing("python-calamine", "a spreadsheet, or with a password"):
+    with parsing("python-calamine", what := "a spreadsheet, or with a password"):
         from python_calamine import CalamineError, CalamineWorkbook
 
+        if data.startswith(b"PK"):
+            opened(data, what)
         parts, omissions = list[tuple[str, Mark]](), Omissions()
         book = CalamineWorkbook.from_filelike(io.BytesIO(data))
         for name in book.sheet_names:

@@ -7,7 +7,7 @@ has no column names: a wrong name is worse than none.
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -98,7 +98,8 @@ class _Table:
             return cls._one_column(rows, one_column)
         filled = (2 * len(row) >= width and _num_own(row) >= max(2, width / 3) for row in rows)
         first = next((number for number, is_filled in enumerate(filled) if is_filled), len(rows))
-        header, below = rows[first : first + 1], rows[first + 1 :]
+        header = rows[first : first + 1]
+        below = [row for row in rows[first + 1 :] if row != header[0]]  # without repeated header rows
         if not header or not below:
             return cls()
         names, first = header[0], first + 1
@@ -212,16 +213,16 @@ def _starts(names: Cells, below: Sequence[Cells]) -> list[int]:
 
     A table has two columns, and text in the first. If only one column is empty, the tables have records in other rows.
     """
-    columns = sorted({*names}.union(*below))
-    starts = list[int]()
-    begin = 0
+    columns, rows = sorted({*names}.union(*below)), [sorted(row) for row in below]
+    starts, begin = list[int](), 0
     for index, (left, right) in enumerate(pairwise(columns), 1):
         if right == left + 1 or index - begin < 2 or not {right, right + 1} <= names.keys():
             continue
-        first, last = columns[begin], left
-        sides = [(any(first <= c <= last for c in row), any(c >= right for c in row)) for row in below]
-        values = [row[right] for row in below if right in row]
-        if values and _kind(values[0]) == "text" and (right > left + 2 or any(a != b for a, b in sides)):
+        are_apart = right > left + 2 or any(
+            (bisect_left(row, columns[begin]) < bisect_left(row, right)) != (row[-1] >= right) for row in rows
+        )
+        value = next((row[right] for row in below if right in row), "")
+        if value and _kind(value) == "text" and are_apart:
             starts.append(right)
             begin = index
     return starts

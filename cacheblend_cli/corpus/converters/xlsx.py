@@ -8,7 +8,7 @@ from cacheblend_cli.corpus.converters.converter import NoDocument, joined, parsi
 from cacheblend_cli.corpus.converters.office_package import DamagedPart, OfficePackage
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.sheet_notes import comments, drawn_texts
-from cacheblend_cli.corpus.converters.tables import numbered_lines
+from cacheblend_cli.corpus.converters.tables import Cells, numbered_lines
 from cacheblend_cli.corpus.converters.workbook import Sheet, SheetCells, Workbook
 from cacheblend_cli.corpus.layout import Converted, Mark
 
@@ -41,13 +41,10 @@ def _lines(book: Workbook, sheet: Sheet, omissions: Omissions, unsaved: Omission
         omissions.say(f"the comments on {place} cannot be read")
         notes = []
     notes.reverse()
-    try:
-        for line, row in numbered_lines(cells.rows()):
-            while notes and notes[-1][0] < row:
-                yield notes.pop()[1]
-            yield line
-    except DamagedPart:
-        omissions.say(f"{place} cannot be read, or not all of it")
+    for line, row in numbered_lines(_rows(cells, omissions, place)):
+        while notes and notes[-1][0] < row:
+            yield notes.pop()[1]
+        yield line
     for _, note in reversed(notes):
         yield note
     if cells.num_unsaved:
@@ -57,3 +54,11 @@ def _lines(book: Workbook, sheet: Sheet, omissions: Omissions, unsaved: Omission
         omissions.add("cell without its text", place, count=cells.num_unknown, plural="cells without their texts")
     for text in drawn_texts(book.package, sheet.part, omissions, place):
         yield from ("", text)
+
+
+def _rows(cells: SheetCells, omissions: Omissions, place: str) -> Iterator[tuple[int, Cells]]:
+    """Yield the rows that can be read."""
+    try:
+        yield from cells.rows()
+    except DamagedPart:
+        omissions.say(f"{place} cannot be read, or not all of it")
