@@ -48,6 +48,7 @@ def test_title_lines_are_no_header() -> None:
         "Name:|Mara\nCity:|Bergen",
         "a sentence\nanother one",
         "alone|5",
+        "Purpose|a sentence that says at some length what the whole sheet is for\nAuthor|Mara",
     ],
 )
 def test_a_table_that_shows_no_names_has_none(text: str) -> None:
@@ -56,6 +57,7 @@ def test_a_table_that_shows_no_names_has_none(text: str) -> None:
 
 def test_years_and_units_are_names_of_columns() -> None:
     assert lines("Region|2024|2025\nNorth|3|4\nSouth|5|6")[1] == "Region: North, 2024: 3, 2025: 4"
+    assert lines("|3.11|3.12\nLinux|yes|yes\nmacOS|no|no")[1] == "Linux, 3.11: yes, 3.12: yes"
     assert lines("|Q1|Q2\nNorth|3|4")[1] == "North, Q1: 3, Q2: 4"
 
 
@@ -83,8 +85,16 @@ def test_tables_side_by_side_are_apart() -> None:
 
 
 def test_notes_within_a_table_have_no_name() -> None:
-    text = "Zone|Price|Office\nA|45|Hall 2\nNorth region||\nB|30|Hall 3\nZone|Price|Office\nC||"
-    assert lines(text)[2:] == ["North region", "Zone: B, Price: 30, Office: Hall 3", "Zone, Price, Office", "C"]
+    text = "Zone|Price|Office\nA|45|Hall 2\nNorth region||\nB|30|Hall 3\nZone|Price|Office\nD|9|Hall 4\nSource: us||"
+    assert lines(text)[2:] == [
+        "North region",
+        "Zone: B, Price: 30, Office: Hall 3",
+        "Zone, Price, Office",
+        "Zone: D, Price: 9, Office: Hall 4",
+        "Source: us",
+    ]
+    assert lines("Zone|Price|Office\nA||\nB||\nC|30|")[1:3] == ["Zone: A", "Zone: B"]
+    assert "Zone: Hall" in convert("Zone,Price,Office\nA,45,x\nHall,,\nB,30,y\n").text
 
 
 def test_long_names_are_shortened_in_the_rows() -> None:

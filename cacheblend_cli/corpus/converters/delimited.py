@@ -35,7 +35,7 @@ def from_tsv(data: bytes) -> Converted:
 def _table(text: str, delimiter: str, line: int) -> Converted:
     """line: number of the first line in the file."""
     lines, marks, start, omissions = list[str](), list[Mark](), 0, Omissions()
-    for row, number in numbered_lines(_rows(text, delimiter, line, omissions), one_column=True):
+    for row, number in numbered_lines(_rows(text, delimiter, line, omissions), is_file=True):
         marks.append(Mark(start, line=number))
         lines.append(row + "\n")
         start += len(row) + 1

@@ -10,7 +10,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, islice, pairwise
 from typing import Literal
 
@@ -29,17 +29,17 @@ class Spanned(str):
 _Kind = Literal["text", "number", "year", "date"]
 
 _LOOK_AHEAD = 24  # rows of a table that decide on its header row
-_LONGEST_LABEL = 60  # characters of a cell that can be the only one of a record of two columns
+_LONGEST_LABEL = 60  # characters of a column name, if nothing but its place shows that it is one
 _YEAR = re.compile(r"(?:19|20)\d\d")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _SCIENTIFIC = re.compile(r"[-+]?\d[\d.]*[eE][-+]?\d+")
 _VALUES = frozenset(("true", "false", "nan", "null", "none", "n/a", "#n/a"))  # letters that are no column name
 
 
-def table_lines(rows: Iterable[Sequence[str]], *, one_column: bool = False) -> Iterator[str]:
+def table_lines(rows: Iterable[Sequence[str]], *, is_file: bool = False) -> Iterator[str]:
     """Yield the lines of a table: "name: Mara, city: Bergen". See `numbered_lines`."""
     numbered = ((number, cells_of(row)) for number, row in enumerate(rows, 1))
-    return (line for line, _ in numbered_lines(numbered, one_column=one_column))
+    return (line for line, _ in numbered_lines(numbered, is_file=is_file))
 
 
 def cells_of(row: Sequence[str]) -> Cells:
@@ -47,13 +47,14 @@ def cells_of(row: Sequence[str]) -> Cells:
     return {column: text for column, cell in enumerate(row) if cell and (text := " ".join(cell.split()))}
 
 
-def numbered_lines(rows: Iterable[tuple[int, Cells]], *, one_column: bool = False) -> Iterator[tuple[str, int]]:
+def numbered_lines(rows: Iterable[tuple[int, Cells]], *, is_file: bool = False) -> Iterator[tuple[str, int]]:
     """Yield (line, number of its row). A row has a line for each of the tables that are side by side.
 
     Title lines, header rows and rows without column names are values alone: "name, city". A row without cells separates
     tables: after one such row the column names still hold unless the rows below show their own, after two they do not.
 
-    one_column: the first row of a table with one column is its header, whatever it looks like.
+    is_file: the rows are a file, most likely with one table. A row with one cell is then a record, and the first row
+    names a single column.
     """
     table, gap = _Table(), 0
     before: Cells = {}
@@ -63,14 +64,14 @@ def numbered_lines(rows: Iterable[tuple[int, Cells]], *, one_column: bool = Fals
             continue
         ahead = list(islice(group, _LOOK_AHEAD))
         block = [cells for _, cells in ahead]
-        found = _Table.of(block, one_column)
+        found = _Table.of(block, is_file)
         is_new = found.certain or (found.named and (gap != 1 or found.names.keys() != table.names.keys()))
         if gap == 1 and before and not found.certain and (above := _Table.below(before, block)).named:
             table = above
         elif is_new:
             table = found
         else:
-            table = _Table(table.names, table.starts) if gap == 1 else _Table()
+            table = replace(table, first=0) if gap == 1 else _Table()
         for index, (number, cells) in enumerate(chain(ahead, group)):
             for line in table.lines(cells) if index >= table.first else (_line({}, cells),):
                 yield line, number
@@ -85,17 +86,18 @@ class _Table:
     starts: Sequence[int] = ()  # first columns of the tables that are right of another one
     first: int = 0  # rows before the first record
     certain: bool = False  # the header row differs from the others in kind
+    has_notes: bool = False  # a row with nothing but a text in the first column is a title or a note
 
     @property
     def named(self) -> bool:
         return bool(self.names)
 
     @classmethod
-    def of(cls, rows: Sequence[Cells], one_column: bool = False) -> _Table:
+    def of(cls, rows: Sequence[Cells], is_file: bool = False) -> _Table:
         """Find the header row: the first one that fills half of the columns, if it looks unlike the rows below."""
         width = max(map(_num_own, rows))
         if width == 1:
-            return cls._one_column(rows, one_column)
+            return cls._one_column(rows, is_file)
         filled = (2 * len(row) >= width and _num_own(row) >= max(2, width / 3) for row in rows)
         first = next((number for number, is_filled in enumerate(filled) if is_filled), len(rows))
         header = rows[first : first + 1]
@@ -111,7 +113,9 @@ class _Table:
         if certain is None:
             return cls()
         starts = _starts(names, below)
-        return cls({c: shortened(name.rstrip(": ") or name) for c, name in names.items()}, starts, first, certain)
+        has_notes = not is_file and len(names) > 2 and 2 * sum(len(row) == 1 for row in below) < len(below)
+        names = {column: shortened(name.rstrip(": ") or name) for column, name in names.items()}
+        return cls(names, starts, first, certain, has_notes)
 
     @classmethod
     def below(cls, header: Cells, rows: Sequence[Cells]) -> _Table:
@@ -119,14 +123,14 @@ class _Table:
         if len(rows) == 1 and len(header) < 3:
             return cls()
         found = cls.of([header, *rows])
-        return cls(found.names, found.starts) if found.first == 1 else cls()
+        return replace(found, first=0) if found.first == 1 else cls()
 
     @classmethod
-    def _one_column(cls, rows: Sequence[Cells], one_column: bool) -> _Table:
+    def _one_column(cls, rows: Sequence[Cells], is_file: bool) -> _Table:
         (column, name), *_ = rows[0].items()
         values = [text for row in rows[1:] for text in row.values()]
         certain = len(values) > 1 and _kind(name) == "text" and all(_kind(value) != "text" for value in values)
-        if not values or not (certain or one_column):
+        if not values or not (certain or is_file):
             return cls()
         return cls({column: shortened(name)}, (), 1, certain)
 
@@ -139,10 +143,9 @@ class _Table:
             yield self._record(dict(part))
 
     def _record(self, cells: Cells) -> str:
-        if len(cells) == 1 and self.named:  # the title of the next rows, or a note
+        if self.has_notes and len(cells) == 1:
             ((column, text),) = cells.items()
-            is_first = column == next(iter(self.names)) or column in self.starts
-            if is_first and _kind(text) == "text" and (len(self.names) > 2 or len(text) > _LONGEST_LABEL):
+            if (column == next(iter(self.names)) or column in self.starts) and _kind(text) == "text":
                 return text
         is_repeated = len(cells) > 1 and all(self.names.get(column) == text for column, text in cells.items())
         return _line({} if is_repeated else self.names, cells)
@@ -166,13 +169,16 @@ def _kind(text: str) -> _Kind:
         return "year"
     if _DATE.match(text):
         return "date"
-    if not any(map(str.isalpha, text)) or text.lower() in _VALUES or _SCIENTIFIC.fullmatch(text):
-        return "number"
-    return "text"
+    if not any(map(str.isalpha, text)):
+        return "number" if any(map(str.isdigit, text)) else "text"
+    return "number" if text.lower() in _VALUES or _SCIENTIFIC.fullmatch(text) else "text"
 
 
 def _is_header(names: Cells, below: Sequence[Cells]) -> bool | None:
     """Return whether a row differs in kind from those below. None: it is like them, so no header row."""
+    has_corner = 2 * sum(min(row) < min(names) for row in below) > len(below)  # an empty cell above the names of rows
+    if has_corner and len(names) > 1 and len({*names.values()}) == len(names):
+        return True
     kinds = {column: _kind(text) for column, text in names.items()}
     several = {kind for kind, number in Counter(kinds.values()).items() if number > 1}
     labels = sum(kind == "text" or (kind in several and kind != "number") for kind in kinds.values())
@@ -193,7 +199,12 @@ def _is_header(names: Cells, below: Sequence[Cells]) -> bool | None:
             differing, alike = differing + is_name, alike + (not is_name)
     if differing > alike:
         return True
-    is_usual = not alike and labels == len(names) and any(len(row) > 1 for row in below)
+    is_usual = (
+        not alike
+        and labels == len(names)
+        and max(map(len, names.values())) <= _LONGEST_LABEL
+        and any(len(row) > 1 for row in below)
+    )
     return None if differing or not is_usual else False
 
 
