@@ -49,7 +49,7 @@ def test_a_file_that_takes_too_long_is_given_up() -> None:
 
 def test_a_file_that_takes_too_much_memory_is_given_up() -> None:
     names = b",".join(b"n" * 200 + b"%d" % n for n in range(1000))
-    wide = names + b"\n" + (b"x," * 1000 + b"\n") * 4000  # a gigabyte: each row tells the columns' names
+    wide = names + b"\n" + (b"1," * 1000 + b"\n") * 4000  # a gigabyte: each row tells the columns' names
     assert refused(limited(memory=300 * MIB), "a.csv", wide) == "needs more than 300 MiB of memory to convert"
 
 

@@ -272,7 +272,7 @@ FILES: dict[str, Callable[[], bytes]] = {
     "parts.eml": lambda: _MAIL + b"Content-Type: multipart/mixed; boundary=b\n\n" + b"--b\n\nx\n" * 500_000,
     "nested.eml": lambda: _MAIL + b"Content-Type: message/rfc822\n\n" * 20_000,
     "names.csv": lambda: (
-        b",".join(b"n" * 200 + b"%d" % n for n in range(1000)) + b"\n" + (b"x," * 1000 + b"\n") * 20_000
+        b",".join(b"n" * 200 + b"%d" % n for n in range(1000)) + b"\n" + (b"1," * 1000 + b"\n") * 20_000
     ),
     "columns.csv": lambda: b",".join(b"a%d" % n for n in range(100_000)) + b"\n" + (b"," * 99_999 + b"x\n") * 150,
     "lists.json": lambda: b"[" + b"[]," * 15_000_000 + b'{"text": 1}]',
