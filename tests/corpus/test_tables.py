@@ -48,11 +48,12 @@ def test_title_lines_are_no_header() -> None:
         "Name:|Mara\nCity:|Bergen",
         "a sentence\nanother one",
         "alone|5",
+        "|10|20\nmedian|5|7\nmode|4|3",
         "Purpose|a sentence that says at some length what the whole sheet is for\nAuthor|Mara",
     ],
 )
 def test_a_table_that_shows_no_names_has_none(text: str) -> None:
-    assert lines(text) == [row.replace(":|", ": ").replace("|", ", ") for row in text.split("\n")]
+    assert lines(text) == [row.strip("|").replace(":|", ": ").replace("|", ", ") for row in text.split("\n")]
 
 
 def test_years_and_units_are_names_of_columns() -> None:
@@ -82,6 +83,14 @@ def test_tables_side_by_side_are_apart() -> None:
     assert lines(text)[1:] == ["Part: Bolt, Qty: 4", "Supplier: Acme, Phone: 555 0147", "Part: Nut, Qty: 9"]
     one = "Part|Qty||Supplier|Phone\nBolt|4||Acme|555 0147\nNut|9||Bolts & Co|555 0148"
     assert lines(one)[1] == "Part: Bolt, Qty: 4, Supplier: Acme, Phone: 555 0147"
+
+    same = "City|Rain||City|Rain\nBergen|2250||Oslo|760"
+    assert lines(same)[1:] == ["City: Bergen, Rain: 2250", "City: Oslo, Rain: 760"]
+
+
+def test_titles_of_parts_of_a_sheet_are_no_names() -> None:
+    text = "Income|||Spent||\nItem|Amount||62%|2336|1414\nPay|2500||62%|2336|1414\nRent|800||62%|2336|1414"
+    assert lines(text) == ["Income, Spent", "Item, Amount, 62%, 2336, 1414", "Pay, 2500, 62%, 2336, 1414", "Rent, 800, 62%, 2336, 1414"]  # fmt: skip
 
 
 def test_notes_within_a_table_have_no_name() -> None:

@@ -98,7 +98,11 @@ class _Table:
         width = max(map(_num_own, rows))
         if width == 1:
             return cls._one_column(rows, is_file)
-        filled = (2 * len(row) >= width and _num_own(row) >= max(2, width / 3) for row in rows)
+        least = max(2, width / 3)
+        filled = (
+            2 * len(row) >= width and _num_own(row) >= least and _covers(row, rows[n + 1 :])
+            for n, row in enumerate(rows)
+        )
         first = next((number for number, is_filled in enumerate(filled) if is_filled), len(rows))
         header = rows[first : first + 1]
         below = [row for row in rows[first + 1 :] if row != header[0]]  # without repeated header rows
@@ -174,12 +178,25 @@ def _kind(text: str) -> _Kind:
     return "number" if text.lower() in _VALUES or _SCIENTIFIC.fullmatch(text) else "text"
 
 
+def _covers(names: Cells, below: Sequence[Cells]) -> bool:
+    """Return whether most cells below have a name. A row that begins right of the others leaves out row labels."""
+    cells = [column for row in below for column in row]
+    return _has_corner(names, below) or 5 * sum(column in names for column in cells) >= 3 * len(cells)
+
+
+def _has_corner(names: Cells, below: Sequence[Cells]) -> bool:
+    """Return whether the rows below begin with labels, which have no column name."""
+    return 2 * sum(min(row) < min(names) for row in below) > len(below)
+
+
 def _is_header(names: Cells, below: Sequence[Cells]) -> bool | None:
     """Return whether a row differs in kind from those below. None: it is like them, so no header row."""
-    has_corner = 2 * sum(min(row) < min(names) for row in below) > len(below)  # an empty cell above the names of rows
-    if has_corner and len(names) > 1 and len({*names.values()}) == len(names):
-        return True
     kinds = {column: _kind(text) for column, text in names.items()}
+    if len({*names.values()}) == len(names) and _has_corner(names, below):
+        found = [_kind(row[column]) for row in below for column in names if column in row]
+        is_numbered = {*kinds.values()} == {"number"} and 2 * found.count("text") > len(found)
+        if is_numbered or "number" not in kinds.values():
+            return True
     several = {kind for kind, number in Counter(kinds.values()).items() if number > 1}
     labels = sum(kind == "text" or (kind in several and kind != "number") for kind in kinds.values())
     if 2 * labels < len(names) or next(iter(names.values())).endswith(":"):
@@ -222,15 +239,18 @@ def _combined(upper: Cells, lower: Cells) -> dict[int, str]:
 def _starts(names: Cells, below: Sequence[Cells]) -> list[int]:
     """Return the first columns of further tables, right of empty columns.
 
-    A table has two columns, and text in the first. If only one column is empty, the tables have records in other rows.
+    A table has two columns, and text in the first. If only one column is empty, the tables have the same names
+    or records in other rows.
     """
     columns, rows = sorted({*names}.union(*below)), [sorted(row) for row in below]
     starts, begin = list[int](), 0
     for index, (left, right) in enumerate(pairwise(columns), 1):
         if right == left + 1 or index - begin < 2 or not {right, right + 1} <= names.keys():
             continue
-        are_apart = right > left + 2 or any(
-            (bisect_left(row, columns[begin]) < bisect_left(row, right)) != (row[-1] >= right) for row in rows
+        are_apart = (
+            right > left + 2
+            or names[right] == names.get(columns[begin])
+            or any((bisect_left(row, columns[begin]) < bisect_left(row, right)) != (row[-1] >= right) for row in rows)
         )
         value = next((row[right] for row in below if right in row), "")
         if value and _kind(value) == "text" and are_apart:

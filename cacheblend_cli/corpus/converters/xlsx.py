@@ -24,7 +24,7 @@ def from_xlsx(data: bytes) -> Converted:
         for sheet in book.sheets:
             lines = list(_lines(book, sheet, omissions, unsaved))
             if lines:
-                parts.append((f"# {sheet.name}\n\n" + "\n".join(lines), Mark(0, f"sheet {sheet.name}")))
+                parts.append((f"# {sheet.name}\n\n" + "\n".join(lines).lstrip("\n"), Mark(0, f"sheet {sheet.name}")))
     for sentence in unsaved:
         omissions.say(f"{sentence}: open the file in a spreadsheet program and save it")
     if not parts and (lost := "; ".join(omissions)):
