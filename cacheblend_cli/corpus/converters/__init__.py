@@ -38,7 +38,7 @@ CONVERTERS: dict[Converter, str] = {
     from_mail: ".eml",
     from_pdf: ".pdf",
     from_docx: ".docx .docm .dotx .dotm",
-    from_pptx: ".pptx",
+    from_pptx: ".pptx .pptm .potx .potm .ppsx .ppsm",
     from_xlsx: ".xlsx .xlsm .xltx .xltm",
     from_old_sheets: ".xls .xlsb .ods",
     from_epub: ".epub",
@@ -49,7 +49,7 @@ PLAIN = frozenset((from_markdown, from_rst, from_plain, from_code))
 _MODULES = {
     from_pdf: "pypdf",
     from_docx: "defusedxml",
-    from_pptx: "pptx",
+    from_pptx: "defusedxml",
     from_xlsx: "defusedxml",
     from_old_sheets: "python_calamine",
     from_epub: "defusedxml",

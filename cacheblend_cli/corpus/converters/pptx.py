@@ -1,44 +1,253 @@
-"""Presentations, read with python-pptx."""
+"""Presentations: the text of each slide in reading order, with tables, charts, diagrams, notes and comments."""
 
 from __future__ import annotations
 
-import io
+import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
-from cacheblend_cli.corpus.converters.archive import opened
-from cacheblend_cli.corpus.converters.converter import joined, parsing
-from cacheblend_cli.corpus.layout import Converted, Mark
+from cacheblend_cli.corpus.converters.converter import NoDocument, joined, parsing
+from cacheblend_cli.corpus.converters.drawing_text import body_text, number, resolve_alternatives, table_text
+from cacheblend_cli.corpus.converters.drawings import chart_text, diagram_text
+from cacheblend_cli.corpus.converters.office_package import DamagedPart, OfficePackage, Relation, descendant
+from cacheblend_cli.corpus.converters.omissions import Omissions
+from cacheblend_cli.corpus.converters.reading_order import Box, reading_order
+from cacheblend_cli.corpus.layout import Converted, Mark, shortened
+
+if TYPE_CHECKING:
+    from xml.etree.ElementTree import Element
+
+_SHAPES = frozenset(("p:sp", "p:graphicFrame", "p:grpSp"))
+_TITLES = frozenset(("title", "ctrTitle"))
+_FOOTERS = frozenset(("ftr", "dt", "hdr", "sldNum"))
+_DEEPEST = 16  # groups inside groups whose shapes are put in reading order
+_SLIDE = re.compile(r"ppt/slides/slide(\d{1,9})\.xml")
+_FRAMES = {"c:chart": "chart", "chart": "chart", "dgm:relIds": "diagram", "p:oleObj": "embedded object"}
+"""Content of a graphic frame -> its name as an omission."""
 
 
 def from_pptx(data: bytes) -> Converted:
-    """Convert the text, tables and notes of each slide."""
-    with parsing("python-pptx", what := "a presentation"):
-        from pptx import Presentation
-
-        opened(data, what)
-        slides = Presentation(io.BytesIO(data)).slides
-        parts = [("\n\n".join(_slide(slide)), Mark(0, f"slide {n}")) for n, slide in enumerate(slides, 1)]
-    return joined(parts, "markdown")
+    with parsing("defusedxml", what := "a presentation"):
+        return _Presentation(OfficePackage(data, what)).converted()
 
 
-def _slide(slide: Any) -> Iterator[str]:
-    title = slide.shapes.title
-    if title is not None and title.text_frame.text.strip():
-        yield "# " + " ".join(title.text_frame.text.split())
-    for shape in slide.shapes:
-        if title is None or shape.shape_id != title.shape_id:
-            yield from _shape(shape)
-    if slide.has_notes_slide and slide.notes_slide.notes_text_frame is not None:
-        notes = slide.notes_slide.notes_text_frame.text.strip()
-        yield f"Notes: {notes}" if notes else ""
+class _Presentation:
+    """Slides of a package, and what was found in them so far."""
+
+    def __init__(self, package: OfficePackage) -> None:
+        self._package = package
+        self._main = package.main
+        self._omissions = Omissions()
+        self._footers = set[str]()
+        self._authors: dict[str, str] | None = None  # identifier -> name
+        self._placeholders: dict[str, dict[str, Box]] = {}  # layout -> its placeholders
+
+    def converted(self) -> Converted:
+        parts = list[tuple[str, Mark]]()
+        names = self._slides()
+        for slide, name in enumerate(names, 1):
+            try:
+                text = "\n\n".join(filter(None, self._texts(name, f"slide {slide}")))
+                parts.append((text, Mark(0, f"slide {slide}")))
+            except DamagedPart:
+                self._omissions.say(f"slide {slide} cannot be read")
+        if names and not parts:
+            raise NoDocument("not a presentation: no slide can be read", "damaged or locked")
+        return joined(parts, "markdown", omissions=self._omissions)
+
+    def _slides(self) -> list[str]:
+        """Return the parts of the slides in order; "" for a missing one."""
+        try:
+            root = self._package.xml(self._main)
+        except DamagedPart:
+            root = None
+        if root is not None and root.tag != "p:presentation":
+            raise NoDocument("not a presentation", "damaged or locked")
+        relations = self._package.relations(self._main)
+        if root is not None and relations:
+            identifiers = dict.fromkeys(slide.get("r:id", "") for slide in root.iter("p:sldId"))
+            return [relations[one].target if one in relations else "" for one in identifiers]
+        self._omissions.say("the order of the slides is unknown")
+        found = {int(match[1]): name for name in self._package.names if (match := _SLIDE.fullmatch(name))}
+        return [name for _, name in sorted(found.items())]
+
+    def _xml(self, name: str) -> Element:
+        root = self._package.xml(name)
+        resolve_alternatives(root)
+        return root
+
+    def _texts(self, name: str, place: str) -> Iterator[str]:
+        """Yield the texts of a slide, the title first. Raises DamagedPart if it cannot be read."""
+        tree = descendant(self._xml(name), "p:cSld", "p:spTree")
+        if tree is None:
+            raise DamagedPart(name)
+        slide = _Slide(self._package, self._package.relations(name), self._boxes(name), self._omissions, place)
+        title = next((shape for shape in tree.iter("p:sp") if _kind(shape) in _TITLES and slide.text(shape)), None)
+        if title is not None:
+            yield "# " + " ".join(slide.text(title).split())
+            title.clear()
+        yield from slide.texts(tree)
+        for shape in tree.iter("p:sp"):
+            if _kind(shape) in _FOOTERS and (text := _footer(shape)) and text not in self._footers:
+                self._footers.add(text)
+                yield f"Footer: {text}"
+        yield from self._notes(name, place)
+        yield from self._comments(name, place)
+
+    def _boxes(self, slide: str) -> dict[str, Box]:
+        """Return the boxes of the placeholders of the slide's layout and master."""
+        layout = next(iter(self._package.related(slide, "slideLayout")), "")
+        if layout not in self._placeholders:
+            found = dict[str, Box]()
+            for part in (*self._package.related(layout, "slideMaster"), layout) if layout else ():
+                try:
+                    root = self._package.xml(part)
+                except DamagedPart:
+                    continue
+                for shape in root.iter("p:sp"):
+                    box = _own_box(shape)
+                    if box is not None:
+                        found.update(dict.fromkeys(_names(shape), box))
+            self._placeholders[layout] = found
+        return self._placeholders[layout]
+
+    def _notes(self, slide: str, place: str) -> Iterator[str]:
+        for part in self._package.related(slide, "notesSlide"):
+            try:
+                shapes = [s for s in self._xml(part).iter("p:sp") if _kind(s) not in _FOOTERS]
+                text = "\n".join(filter(None, map(_body, shapes)))
+                yield f"Notes: {text}" if text else ""
+            except DamagedPart:
+                self._omissions.add("page of notes", place, plural="pages of notes")
+
+    def _comments(self, slide: str, place: str) -> Iterator[str]:
+        for part in self._package.related(slide, "comments"):
+            try:
+                root = self._xml(part)
+            except DamagedPart:
+                self._omissions.add("list of comments", place, plural="lists of comments")
+                continue
+            for element in root.iter():
+                kind = {"cm": "Comment", "reply": "Reply"}.get(element.tag.rpartition(":")[2])
+                texts = [element.findtext("p:text", "").strip(), *map(body_text, element.findall("txBody"))]
+                if kind and any(texts):
+                    author = self._author(element.get("authorId", ""))
+                    yield f"{kind}{author and f' by {author}'}: " + "\n".join(filter(None, texts))
+
+    def _author(self, identifier: str) -> str:
+        if self._authors is None:
+            self._authors = {}
+            for kind in ("commentAuthors", "authors"):
+                for part in self._package.related(self._main, kind):
+                    try:
+                        elements = list(self._package.xml(part).iter())
+                    except DamagedPart:
+                        continue
+                    self._authors |= {e.get("id", ""): shortened(e.get("name", "")) for e in elements}
+        return self._authors.get(identifier, "")
 
 
-def _shape(shape: Any) -> Iterator[str]:
-    if shape.has_text_frame:
-        yield "\n".join(text for p in shape.text_frame.paragraphs if (text := p.text.replace("\v", "\n").strip()))
-    elif getattr(shape, "has_table", False) and shape.has_table:
-        yield "\n".join(" | ".join(cell.text.strip() for cell in row.cells) for row in shape.table.rows)
-    else:
-        for inner in getattr(shape, "shapes", ()):  # shapes of a group
-            yield from _shape(inner)
+class _Slide:
+    """Shapes of a slide as text."""
+
+    def __init__(
+        self,
+        package: OfficePackage,
+        relations: dict[str, Relation],
+        boxes: dict[str, Box],
+        omissions: Omissions,
+        place: str,
+    ) -> None:
+        """boxes: those of the placeholders that the slide inherits. place: of the slide, for omissions."""
+        self._package, self._relations, self._boxes = package, relations, boxes
+        self._omissions, self._place = omissions, place
+
+    def texts(self, container: Element, depth: int = 0) -> list[str]:
+        """Return the texts of the shapes in reading order; in document order if the place of one is unknown."""
+        found = list[tuple[str, Box | None]]()
+        for shape in container:
+            if shape.tag in _SHAPES and _kind(shape) not in _FOOTERS:
+                text = self._group(shape, depth) if shape.tag == "p:grpSp" else self.text(shape)
+                if text:
+                    found.append((text, self._box(shape)))
+        texts, boxes = [text for text, _ in found], [box for _, box in found if box is not None]
+        return [texts[i] for i in reading_order(boxes)] if len(boxes) == len(texts) else texts
+
+    def _group(self, group: Element, depth: int) -> str:
+        if depth < _DEEPEST:
+            return "\n\n".join(self.texts(group, depth + 1))
+        return "\n\n".join(text for shape in group.iter() if shape.tag in _SHAPES and (text := self.text(shape)))
+
+    def text(self, shape: Element) -> str:
+        """Return the text of a shape or graphic frame; "" for a group."""
+        if shape.tag == "p:sp":
+            equations = sum(1 for _ in shape.iter("m:oMath"))
+            if equations:
+                self._omissions.add("equation", self._place, count=equations)
+            return _body(shape)
+        return "\n\n".join(filter(None, self._frame(shape))) if shape.tag == "p:graphicFrame" else ""
+
+    def _frame(self, frame: Element) -> Iterator[str]:
+        for table in frame.iter("a:tbl"):
+            yield table_text(table)
+        for element in frame.iter():
+            if (thing := _FRAMES.get(element.tag)) is not None:
+                text = self._related(element.get("r:id") or element.get("r:dm") or "", thing)
+                if not text:
+                    self._omissions.add(thing, self._place)
+                yield text
+
+    def _related(self, identifier: str, thing: str) -> str:
+        """Return the text of a chart or diagram; "" if it cannot be read."""
+        relation = self._relations.get(identifier)
+        if relation is None or relation.external or thing == "embedded object":
+            return ""
+        try:
+            root = self._package.xml(relation.target)
+        except DamagedPart:
+            return ""
+        resolve_alternatives(root)
+        return chart_text(root) if thing == "chart" else diagram_text(root)
+
+    def _box(self, shape: Element) -> Box | None:
+        return _own_box(shape) or next((self._boxes[name] for name in _names(shape) if name in self._boxes), None)
+
+
+def _placeholder(shape: Element) -> Element | None:
+    return descendant(shape, "p:nvSpPr", "p:nvPr", "p:ph")
+
+
+def _kind(shape: Element) -> str:
+    """Return the kind of a placeholder; "" for other shapes."""
+    found = _placeholder(shape)
+    return "" if found is None else found.get("type", "obj")
+
+
+def _names(shape: Element) -> list[str]:
+    """Return the names by which a placeholder inherits: its index, then its kind."""
+    found = _placeholder(shape)
+    if found is None:
+        return []
+    kind = {"ctrTitle": "title", "subTitle": "body", "obj": "body"}.get(_kind(shape), _kind(shape))
+    return [f"index {found.get('idx')}", kind] if found.get("idx") else [kind]
+
+
+def _own_box(shape: Element) -> Box | None:
+    paths = (("p:spPr", "a:xfrm"), ("p:xfrm",), ("p:grpSpPr", "a:xfrm"))
+    frame = next((found for path in paths if (found := descendant(shape, *path)) is not None), None)
+    offset, extent = descendant(frame, "a:off"), descendant(frame, "a:ext")
+    if offset is None or extent is None:
+        return None
+    width, height = (max(0, number(extent.get(name))) for name in ("cx", "cy"))
+    return number(offset.get("x")), number(offset.get("y")), width, height
+
+
+def _body(shape: Element) -> str:
+    body = shape.find("p:txBody")
+    return "" if body is None else body_text(body)
+
+
+def _footer(shape: Element) -> str:
+    """Return the text of a footer; "" for a date that changes."""
+    changes = _kind(shape) == "dt" and next(shape.iter("a:fld"), None) is not None
+    return "" if changes else " ".join(_body(shape).split())

@@ -1,0 +1,141 @@
+"""DrawingML text bodies and tables of Office files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from cacheblend_cli.corpus.layout import shortened
+
+if TYPE_CHECKING:
+    from xml.etree.ElementTree import Element
+
+_NOT_RAISED = frozenset("st nd rd th ST ND RD TH TM SM ® © ™ ℠ º ª".split())
+"""Superscripts with the same meaning on the line."""
+
+
+def number(text: str | None, default: int = 0) -> int:
+    """Return the integer of an attribute, `default` if there is none."""
+    try:
+        return int(text or "")
+    except ValueError:
+        return default
+
+
+def resolve_alternatives(root: Element) -> None:
+    """Replace each mc:AlternateContent below root by its first choice, or its fallback if there is none."""
+    waiting = [root]
+    while waiting:
+        element = waiting.pop()
+        if any(child.tag == "mc:AlternateContent" for child in element):
+            element[:] = [chosen for child in element for chosen in _chosen(child)]
+        waiting += element
+
+
+def _chosen(element: Element) -> Iterator[Element]:
+    """Yield the children of the branch to read. Alternatives directly inside of alternatives are resolved too."""
+    waiting = [element]
+    while waiting:
+        found = waiting.pop()
+        if found.tag == "mc:AlternateContent":
+            branch = next((b for b in found if b.tag == "mc:Choice" and len(b)), found.find("mc:Fallback"))
+            waiting += reversed(branch if branch is not None else [])
+        else:
+            yield found
+
+
+def body_text(body: Element) -> str:
+    """Return the paragraphs of a text body, one a line, with list numbers. Slide numbers are left out."""
+    numbers, lines = _ListNumbers(), list[str]()
+    for paragraph in body.iter("a:p"):
+        if text := paragraph_text(paragraph):
+            lines.append(numbers.next(paragraph.find("a:pPr")) + text)
+    return "\n".join(lines)
+
+
+def paragraph_text(paragraph: Element) -> str:
+    """Return the text of a paragraph; superscripts as in 10^6, line breaks as line ends."""
+    pieces, raised = list[str](), list[str]()
+    for child in paragraph:
+        text = "\n" if child.tag == "a:br" else _run(child) if child.tag in ("a:r", "a:fld") else ""
+        properties = child.find("a:rPr")
+        if text.strip() and properties is not None and number(properties.get("baseline", "").rstrip("%")) > 0:
+            raised.append(text)
+        elif text:
+            pieces += [superscript("".join(raised)), text]
+            raised = []
+    text = "".join([*pieces, superscript("".join(raised))])
+    return "\n".join(filter(None, map(str.strip, text.split("\n"))))
+
+
+def _run(element: Element) -> str:
+    if element.get("type") == "slidenum":
+        return ""
+    return "".join(t.text or "" for t in element.iter("a:t"))
+
+
+def superscript(text: str) -> str:
+    """Return a superscript on the line: "^6", "^(n + 1)", but "th" as it is."""
+    inner = text.strip()
+    if not inner or inner in _NOT_RAISED:
+        return text
+    return f"^{inner}" if inner.lstrip("-+\u2212").isalnum() else f"^({inner})"
+
+
+class _ListNumbers:
+    """Numbers of automatically numbered paragraphs of a text body."""
+
+    def __init__(self) -> None:
+        self._counts = dict[int, tuple[int, str]]()  # level -> number and kind of the last paragraph
+
+    def next(self, properties: Element | None) -> str:
+        """Return the number before a paragraph with a blank after it, "" without."""
+        level = 0 if properties is None else number(properties.get("lvl"))
+        automatic = None if properties is None else properties.find("a:buAutoNum")
+        last = self._counts.get(level)
+        self._counts = {above: count for above, count in self._counts.items() if above < level}
+        if automatic is None:
+            return ""
+        kind = automatic.get("type", "arabicPeriod")
+        count = last[0] + 1 if last is not None and last[1] == kind else number(automatic.get("startAt"), 1)
+        self._counts[level] = count, kind
+        return _list_number(count, kind) + " "
+
+
+def _list_number(count: int, kind: str) -> str:
+    if kind.startswith("alpha") and count > 0:
+        shown = chr(ord("a") + (count - 1) % 26) * min(1 + (count - 1) // 26, 9)
+    elif kind.startswith("roman") and 0 < count < 4000:
+        shown = _roman(count)
+    else:
+        shown = str(count)
+    shown = shown.upper() if "Uc" in kind else shown
+    end = "." if kind.endswith("Period") else ")" if "Paren" in kind else ""
+    return f"({shown})" if kind.endswith("ParenBoth") else shown + end
+
+
+def _roman(count: int) -> str:
+    values = zip((1000, 900, 500, 400, 100, 90, 50, 40, 10, 9, 5, 4, 1), "m cm d cd c xc l xl x ix v iv i".split())
+    shown = ""
+    for value, letters in values:
+        shown += letters * (count // value)
+        count %= value
+    return shown
+
+
+def table_text(table: Element) -> str:
+    """Return the rows of an a:tbl, one a line. Merged cells repeat their value."""
+    lines, above = list[str](), list[str]()
+    for row in table.iter("a:tr"):
+        cells = list[str]()
+        for place, cell in enumerate(row.findall("a:tc")):
+            if cell.get("hMerge") in ("1", "true") and cells:
+                cells.append(shortened(cells[-1]))
+            elif cell.get("vMerge") in ("1", "true") and place < len(above):
+                cells.append(shortened(above[place]))
+            else:
+                cells.append(" ".join(body_text(cell).split()))
+        above = cells
+        if any(cells):
+            lines.append(" | ".join(cells))
+    return "\n".join(lines)
