@@ -71,8 +71,7 @@ _HINTS = {
     "links out of the folder": "name them, or --follow",
     "linked folders": "name them, or --follow",
     "scanned PDFs": "read them with --ocr",
-    "with a password": "save them without it, for example with qpdf --decrypt",
-    "not UTF-8": "convert them, for example with iconv -t utf-8",
+    "with a password": "save them without it, a PDF for example with qpdf --decrypt",
 }
 """Group of skipped files -> how to read them."""
 _SUPPORTED = (

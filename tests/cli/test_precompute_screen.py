@@ -124,15 +124,15 @@ def test_skipped_files_have_one_hint_a_reason(cli: Cli, docs: Path) -> None:
     assert "1 .zip (archives are not read: unpack them)" in line
     assert "1 .mp3 (audio and video have no text)" in line
     assert "1 .xyz (name them, or --include them)" in line
-    assert "1 with a password (save them without it, for example with qpdf --decrypt)" in line
+    assert "1 with a password (save them without it, a PDF for example with qpdf --decrypt)" in line
     assert "docs/README#0" in cli("chunks", "ls").out
 
 
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("locked.pdf", "save it without it, for example with qpdf --decrypt"), ("c.zip", "archives are not read: unpack them"),
-        ("a.png", "images have no text"), ("latin.txt", "convert it, for example with iconv -t utf-8"), ("d.xyz", "supported: text"),
+        ("locked.pdf", "save it without it, a PDF for example with qpdf --decrypt"), ("c.zip", "archives are not read: unpack them"),
+        ("a.png", "images have no text"), ("d.xyz", "supported: text"),
     ],
 )  # fmt: skip
 def test_a_named_file_that_is_not_read_has_a_hint_of_its_own(cli: Cli, docs: Path, name: str, hint: str) -> None:

@@ -3,7 +3,6 @@ reason."""
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 
@@ -77,32 +76,6 @@ def test_rows_of_tables_tell_their_columns_and_their_lines() -> None:
     assert convert("a.tsv", "a\tb\n1, 2\t3\n").text == "a, b\na: 1, 2, b: 3\n"
 
 
-def test_json_lines_are_records_with_their_lines() -> None:
-    rows = [{"id": 7, "title": "Travel", "text": "Within two weeks."}, {"id": "b", "text": "Alone."}, {"x": [1]}]
-    found = convert("a.jsonl", "\n".join(map(json.dumps, rows)) + "\n")
-    assert found.text == "# Travel\n\nWithin two weeks.\n\nAlone.\n\nx: [1]\n\n"
-    assert found.layout.apart
-    assert place_of(found, "Within") == ("record 7, line 1", ("Travel",))
-    assert place_of(found, "Alone")[0] == "record b, line 2"
-    with pytest.raises(NoDocument, match="line 2 "):
-        convert("a.jsonl", '{"text": "a"}\n{')
-
-
-@pytest.mark.parametrize("wrap", [lambda rows: rows, lambda rows: {"version": 1, "documents": rows}])
-def test_json_with_records_is_these_and_other_json_is_text(wrap) -> None:  # type: ignore[no-untyped-def]
-    found = convert("a.json", json.dumps(wrap([{"text": "one"}, {"id": "x", "body": "two"}])))
-    assert found.text == "one\n\ntwo\n\n"
-    assert [m.part for m in found.layout.marks] == ["record 1", "record x"]
-    plain = '{"a": {"b": 1},\n "text": 3}'
-    assert convert("a.json", plain).text == plain
-
-
-def test_notebooks_are_their_cells_without_outputs() -> None:
-    found = convert("a.ipynb", files.notebook())
-    assert found.text == "# Study\n\nWhy.\n\n```python\nx = 1\n```\n\n"
-    assert place_of(found, "x = 1") == ("cell 2", ("Study",))
-
-
 @pytest.mark.parametrize("html", [False, True])
 def test_mail_says_who_wrote_what(html: bool) -> None:
     found = convert("a.eml", files.mail(html=html))
@@ -158,7 +131,7 @@ def test_an_archive_that_unpacks_to_too_much_is_not_unpacked(monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("suffix", "package"),
-    [(".pdf", "pypdf"), (".docx", "defusedxml"), (".pptx", "pptx"), (".ods", "python_calamine")],
+    [(".pdf", "pypdf"), (".docx", "defusedxml"), (".pptx", "defusedxml"), (".ods", "python_calamine")],
 )
 def test_without_its_library_a_file_names_what_to_install(
     suffix: str, package: str, monkeypatch: pytest.MonkeyPatch

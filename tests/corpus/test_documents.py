@@ -17,6 +17,8 @@ from cacheblend_cli.corpus.places import place_of, shown
 from cacheblend_cli.corpus.walk import ALL, Selection
 from cacheblend_cli.errors import NotFoundError, UsageError
 
+ICONV = "convert it: iconv -f latin1 -t utf-8 FILE"
+
 
 def read(*paths: Path | str, selection: Selection = ALL) -> dict[str, str]:
     """source -> text, or the reason in brackets; a file that is no document under the path that led to it."""
@@ -66,11 +68,11 @@ def test_the_digest_follows_the_text() -> None:
     [
         (b"", "empty"),
         (b" \n\t\n", "empty"),
-        (b"caf\xe9", "invalid UTF-8 at byte 3"),
+        (b"caf\xe9", f"invalid UTF-8 at byte 3; {ICONV}"),
         (b"text" + b" " * 70_000 + b"\0", "binary"),
         (b"\xff\xfet", "invalid UTF-16 at byte 2"),
         (b"\xff\xfea\0\0\0", "binary"),
-        (("caf\xe9 au lait, " * 99).encode("latin-1"), "invalid UTF-8 at byte 3"),
+        (("caf\xe9 au lait, " * 99).encode("latin-1"), f"invalid UTF-8 at byte 3; {ICONV}"),
     ],
 )
 def test_what_is_no_text_is_skipped_with_a_reason(here: Path, data: bytes, reason: str) -> None:

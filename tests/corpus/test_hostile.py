@@ -114,7 +114,7 @@ def test_entities_neither_grow_nor_read_files(suffix: str, tmp_path: Path, proce
 def test_deep_pages_are_read_or_refused(process: ConverterProcess) -> None:
     for tag in ("<div>", "<span>", "<table><tr><td>", "<ul><li>", "<article>", "<b><p>"):
         assert "deep" in process.convert("a.html", b"<p>first" + tag.encode() * 4000 + b"deep").text, tag
-    assert refused(process, "a.pptx", hostile.deep_slides(5000))
+    assert "Plans" in process.convert("a.pptx", hostile.deep_slides(5000)).text
     assert refused(process, "a.docx", hostile.document("<w:tbl><w:tr><w:tc>" * 3000 + "</w:tc></w:tr></w:tbl>" * 3000))
     assert refused(process, "a.eml", b"Subject: x\n" + b"Content-Type: message/rfc822\n\n" * 2000)
 

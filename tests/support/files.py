@@ -105,18 +105,11 @@ def packed(files: dict[str, str]) -> bytes:
 
 def pptx() -> bytes:
     """Two slides: a title with text and notes, and a table."""
-    from pptx import Presentation
-    from pptx.util import Inches
+    from slides import Slide, notes, paragraphs, presentation, shape, table, text
 
-    show, out = Presentation(), io.BytesIO()
-    slide = show.slides.add_slide(show.slide_layouts[1])
-    slide.shapes.title.text, slide.placeholders[1].text = "Plans", "First point\nSecond point"
-    slide.notes_slide.notes_text_frame.text = "Speak slowly."
-    slide = show.slides.add_slide(show.slide_layouts[6])
-    table = slide.shapes.add_table(1, 2, Inches(1), Inches(1), Inches(4), Inches(1)).table
-    table.cell(0, 0).text, table.cell(0, 1).text = "Bergen", "90"
-    show.save(out)
-    return out.getvalue()
+    plans = [text("Plans", kind="title"), shape(paragraphs("First point", "Second point"), index="1")]
+    first = Slide(plans, {"n1": ("notesSlide", notes("Speak slowly."))})
+    return presentation(first, Slide([table(["Bergen", "90"])]))
 
 
 def xlsx() -> bytes:

@@ -17,11 +17,13 @@ from cacheblend_cli.corpus.converters.delimited import from_csv, from_tsv
 from cacheblend_cli.corpus.converters.docx import from_docx
 from cacheblend_cli.corpus.converters.epub import from_epub
 from cacheblend_cli.corpus.converters.html import from_html
-from cacheblend_cli.corpus.converters.json_records import from_json_lines, from_json_records, from_notebook
+from cacheblend_cli.corpus.converters.json_records import from_json_lines, from_json_records
 from cacheblend_cli.corpus.converters.mail import from_mail
+from cacheblend_cli.corpus.converters.notebooks import from_notebook
 from cacheblend_cli.corpus.converters.old_sheets import from_old_sheets
 from cacheblend_cli.corpus.converters.pdf import from_pdf
 from cacheblend_cli.corpus.converters.pptx import from_pptx
+from cacheblend_cli.corpus.converters.rtf import from_rtf
 from cacheblend_cli.corpus.converters.xlsx import from_xlsx
 
 CONVERTERS: dict[Converter, str] = {
@@ -36,6 +38,7 @@ CONVERTERS: dict[Converter, str] = {
     from_json_records: ".json",
     from_notebook: ".ipynb",
     from_mail: ".eml",
+    from_rtf: ".rtf",
     from_pdf: ".pdf",
     from_docx: ".docx .docm .dotx .dotm",
     from_pptx: ".pptx .pptm .potx .potm .ppsx .ppsm",

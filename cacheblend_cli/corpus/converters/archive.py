@@ -22,6 +22,8 @@ def opened(data: bytes, what: str) -> zipfile.ZipFile:
         archive = zipfile.ZipFile(io.BytesIO(data))
     except (zipfile.BadZipFile, ValueError, OSError) as error:
         raise NoDocument(f"not {what}", "damaged or locked") from error
+    if any(entry.flag_bits & 1 for entry in archive.infolist()):
+        raise NoDocument(f"{what} with a password", "with a password")
     if sum(entry.file_size for entry in archive.infolist()) > _MOST:
         raise NoDocument(f"unpacks to more than {_MOST >> 20} MiB", "too large unpacked")
     return archive

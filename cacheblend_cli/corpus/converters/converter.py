@@ -37,22 +37,45 @@ _BYTE_ORDER_MARKS = {
 """Byte order mark -> encoding. UTF-32 comes first, because its little-endian mark begins with that of UTF-16."""
 
 
+_DATA_URI = re.compile(
+    r"""data:([\w.+-]{1,60}\\?/[\w.+-]{1,60})((?:;[\w.+=-]{1,60}){0,6}),((?:[^\s"'()<>\\]|\\/){100,})"""
+)
+"""Media type, parameters and data; JSON may escape the slashes."""
+
+
+def without_data_uris(text: str) -> str:
+    """Shorten `data:` URIs of pictures and other base64 data to their media type: `data:image/png`."""
+    return _DATA_URI.sub(_shortened_uri, text) if "data:" in text else text
+
+
+def _shortened_uri(found: re.Match[str]) -> str:
+    is_data = found[2].endswith(";base64") or found[1].startswith("image")
+    return f"data:{found[1]}" if is_data else found[0]
+
+
+RTF = b"{\\rtf"
+"""Start of an RTF file."""
+
+
 def decoded(data: bytes) -> str:
     """Decode UTF-8, or the encoding of the byte order mark, and convert line ends to "\\n".
 
     Raises NoDocument for binary data and other encodings. We do not guess: a wrong guess would be stored and quoted as
     the document's text.
     """
+    if data.startswith(RTF):
+        raise NoDocument("an RTF file: rename it to .rtf", "RTF files with another name")
     charset = next((name for mark, name in _BYTE_ORDER_MARKS.items() if data.startswith(mark)), "UTF-8")
     if charset == "UTF-8" and b"\0" in data:
         raise NoDocument("binary")
     try:
         text = data.decode("utf-8-sig" if charset == "UTF-8" else charset)
     except UnicodeDecodeError as error:
-        raise NoDocument(f"invalid {charset} at byte {error.start}", "not UTF-8") from error
+        hint = "; convert it: iconv -f latin1 -t utf-8 FILE" if charset == "UTF-8" else ""
+        raise NoDocument(f"invalid {charset} at byte {error.start}{hint}", "not UTF-8") from error
     if "\0" in text:
         raise NoDocument("binary")
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    return without_data_uris(text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
 def joined(

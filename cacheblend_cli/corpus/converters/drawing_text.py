@@ -14,6 +14,11 @@ _NOT_RAISED = frozenset("st nd rd th ST ND RD TH TM SM ® © ™ ℠ º ª".spli
 """Superscripts with the same meaning on the line."""
 
 
+_ROMAN = {
+    1000: "m", 900: "cm", 500: "d", 400: "cd", 100: "c", 90: "xc", 50: "l", 40: "xl", 10: "x", 9: "ix", 5: "v", 4: "iv", 1: "i"
+}  # fmt: skip
+
+
 def number(text: str | None, default: int = 0) -> int:
     """Return the integer of an attribute, `default` if there is none."""
     try:
@@ -115,9 +120,8 @@ def _list_number(count: int, kind: str) -> str:
 
 
 def _roman(count: int) -> str:
-    values = zip((1000, 900, 500, 400, 100, 90, 50, 40, 10, 9, 5, 4, 1), "m cm d cd c xc l xl x ix v iv i".split())
     shown = ""
-    for value, letters in values:
+    for value, letters in _ROMAN.items():
         shown += letters * (count // value)
         count %= value
     return shown

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters.drawing_text import body_text, number
-from cacheblend_cli.corpus.converters.office_package import descendant
+from cacheblend_cli.corpus.converters.office_package import child
 from cacheblend_cli.corpus.layout import shortened
 
 if TYPE_CHECKING:
@@ -61,8 +61,10 @@ def chart_text(root: Element) -> str:
     """
     extended = root.tag != "c:chartSpace"
     series = list(_extended_series(root) if extended else _series(root))
-    title = _rich(descendant(root, *(("chart", "title") if extended else ("c:chart", "c:title"))))
-    axes = [(axis.tag, _rich(axis.find("title" if extended else "c:title"))) for axis in root.iter() if axis.tag in _AXES]
+    title = _rich(child(root, *(("chart", "title") if extended else ("c:chart", "c:title"))))
+    axes = [
+        (axis.tag, _rich(axis.find("title" if extended else "c:title"))) for axis in root.iter() if axis.tag in _AXES
+    ]
     if len(series) == 1 and series[0].name not in ("", title):
         title = f"{title} ({series[0].name})" if title else series[0].name
     category = next((name for tag, name in axes if name and tag in ("c:catAx", "c:dateAx")), "")
@@ -109,7 +111,7 @@ def _series(root: Element) -> Iterator[_Series]:
         tx = element.find("c:tx")
         name = " ".join(_points(tx).values()) or (tx.findtext("c:v", "") if tx is not None else "")
         categories, values, sizes = (
-            _points(next((child for child in element if child.tag in tags), None), is_1904)
+            _points(next((inner for inner in element if inner.tag in tags), None), is_1904)
             for tags in (("c:cat", "c:xVal"), ("c:val", "c:yVal"), ("c:bubbleSize",))
         )
         for place, size in sizes.items():

@@ -1,39 +1,179 @@
-"""EPUB books, chapter by chapter."""
+"""EPUB books, chapter by chapter, in the order of the spine."""
 
 from __future__ import annotations
 
+import codecs
 import posixpath
-import zipfile
-from collections.abc import Callable, Iterator
-from typing import Any
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from cacheblend_cli.corpus.converters.archive import opened
 from cacheblend_cli.corpus.converters.converter import NoDocument, joined, parsing
 from cacheblend_cli.corpus.converters.html import html_text
+from cacheblend_cli.corpus.converters.office_package import DamagedPart, OfficePackage
+from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.layout import Converted, Mark
 
-_CONTAINER = "META-INF/container.xml"
+if TYPE_CHECKING:
+    from xml.etree.ElementTree import Element
+
+_CONTAINER, _ENCRYPTION = "META-INF/container.xml", "META-INF/encryption.xml"
+_FONTS_ONLY = frozenset(("http://www.idpf.org/2008/embedding", "http://ns.adobe.com/pdf/enc#RC"))
+"""Algorithms that obfuscate fonts."""
+_PAGES = (".xhtml", ".html", ".htm")
+_PAGE_TYPES = ("", "application/xhtml+xml", "text/html", "text/x-oeb1-document", "application/x-dtbook+xml", "text/xml")
+_DECLARED = re.compile(rb"""<\?xml[^<>]{0,200}?encoding=["']([\w.-]{1,40})""")
+_HEAD = 1024  # bytes in which the XML declaration is
 
 
 def from_epub(data: bytes) -> Converted:
     with parsing("defusedxml", what := "a book"):
-        from defusedxml.ElementTree import fromstring
-
-        return joined(list(_chapters(opened(data, what), fromstring)), "markdown")
+        return _Book(OfficePackage(data, what)).converted()
 
 
-def _chapters(archive: zipfile.ZipFile, fromstring: Callable[[bytes], Any]) -> Iterator[tuple[str, Mark]]:
-    root = fromstring(archive.read(_CONTAINER)).find(".//{*}rootfile").get("full-path")
-    package = fromstring(archive.read(root))
-    files = {item.get("id"): item.get("href") for item in package.findall(".//{*}item")}
-    folder, number = posixpath.dirname(root), 0
-    for reference in dict.fromkeys(item.get("idref") for item in package.findall(".//{*}itemref")):
-        name = posixpath.normpath(posixpath.join(folder, unquote(files[reference])))
+@dataclass
+class _Spine:
+    """Chapters of a book in reading order. parts: names; those in `missing` are named but not in the archive."""
+
+    parts: list[str]
+    missing: list[str] = field(default_factory=list)
+    title: str = ""
+
+
+class _Book:
+    """Chapters of a package, and what was left out so far."""
+
+    def __init__(self, package: OfficePackage) -> None:
+        self._package = package
+        self._omissions = Omissions()
+        self._encrypted = self._encrypted_parts()
+
+    def converted(self) -> Converted:
+        spine = self._spine()
+        for name in spine.missing:
+            self._omissions.add("chapter is missing", name, plural="chapters are missing")
+        converted = joined(self._chapters(spine.parts), "markdown", title=spine.title, omissions=self._omissions)
+        if not converted.text.strip() and converted.layout.omissions:
+            raise NoDocument(f"not a book: {converted.layout.omissions[0]}", "damaged or locked")
+        return converted
+
+    def _spine(self) -> _Spine:
+        """Return the chapters; all pages by name if the package document cannot be read."""
+        for name in self._package_documents():
+            try:
+                return _spine(self._package.xml(name), posixpath.dirname(name), self._package)
+            except DamagedPart:
+                continue
+        pages = sorted(name for name in self._package.names if name.endswith(_PAGES))
+        if not pages:
+            raise NoDocument("not a book", "damaged or locked")
+        self._omissions.say("the order of the chapters is unknown")
+        return _Spine(pages)
+
+    def _package_documents(self) -> Iterator[str]:
+        """Yield the package documents: those that the container names, then others."""
         try:
-            text = html_text(archive.read(name).decode("utf-8", "replace")).text
-        except NoDocument:
+            for element in self._package.xml(_CONTAINER).iter("rootfile"):
+                yield posixpath.normpath(unquote(element.get("full-path", "")).lstrip("/"))
+        except DamagedPart:
+            pass
+        yield from sorted(name for name in self._package.names if name.endswith(".opf"))
+
+    def _encrypted_parts(self) -> frozenset[str]:
+        """Return the lower-case names of the encrypted parts, without fonts."""
+        try:
+            elements = list(self._package.xml(_ENCRYPTION).iter("EncryptedData"))
+        except DamagedPart:
+            return frozenset()
+        return frozenset(
+            posixpath.normpath(unquote(reference.get("URI", ""))).lower()
+            for element in elements
+            if not any(method.get("Algorithm") in _FONTS_ONLY for method in element.iter("EncryptionMethod"))
+            for reference in element.iter("CipherReference")
+        )
+
+    def _chapters(self, names: list[str]) -> Iterator[tuple[str, Mark]]:
+        number, num_encrypted = 0, 0
+        for name in names:
+            base = posixpath.basename(name)
+            try:
+                page = self._page(name)
+                text = html_text(page).text if page else ""
+            except DamagedPart:
+                self._omissions.add("chapter cannot be read", base, plural="chapters cannot be read")
+                continue
+            except NoDocument:
+                continue
+            if page is None:
+                num_encrypted += 1
+                self._omissions.add("chapter is encrypted", base, plural="chapters are encrypted")
+            elif text.strip():
+                number += 1
+                yield text, Mark(0, f"chapter {number}")
+        if num_encrypted and not number:
+            raise NoDocument("encrypted, with digital rights management (DRM)", "encrypted books")
+
+    def _page(self, name: str) -> str | None:
+        """Return the decoded page of a chapter, None if it is encrypted. Raises DamagedPart."""
+        data = self._package.data(name)
+        charset = _charset(data)
+        is_binary = charset == "utf-8" and b"\0" in data
+        if name.lower() in self._encrypted or (is_binary and _ENCRYPTION in self._package):
+            return None
+        if is_binary:
+            raise DamagedPart(name)
+        page = data.decode(charset, "replace").removeprefix("\ufeff")
+        if "\ufffd" in page and b"\xef\xbf\xbd" not in data:
+            thing = "chapter with unreadable characters"
+            self._omissions.add(thing, posixpath.basename(name), plural="chapters with unreadable characters")
+        return page
+
+
+def _charset(data: bytes) -> str:
+    """Return the encoding of the byte order mark, else of the XML declaration, else UTF-8."""
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    for start, charset in ((b"<\0?\0", "utf-16-le"), (b"\0<\0?", "utf-16-be")):
+        if data.startswith(start):
+            return charset
+    named = _DECLARED.search(data[:_HEAD])
+    try:
+        charset = codecs.lookup(named[1].decode() if named else "utf-8").name
+    except LookupError:
+        return "utf-8"
+    return "utf-8" if charset.startswith(("utf-8", "utf-16", "utf-32")) else charset
+
+
+def _spine(root: Element, folder: str, package: OfficePackage) -> _Spine:
+    """Return the chapters of a package document. Raises DamagedPart if it names none."""
+    items = {item.get("id", ""): item for item in root.iter("item")}
+    found, missing = dict[str, None](), dict[str, None]()
+    for identifier in dict.fromkeys(reference.get("idref", "") for reference in root.iter("itemref")):
+        item = _readable(identifier, items)
+        if item is None:
+            missing[identifier] = None
             continue
-        if text.strip():
-            number += 1
-            yield text, Mark(0, f"chapter {number}")
+        href = item.get("href", "").partition("#")[0]
+        paths = [posixpath.normpath(posixpath.join(folder, one)).lstrip("/") for one in (unquote(href), href)]
+        name = next((path for path in paths if path in package), "")
+        if name:
+            found[name] = None
+        else:
+            missing[href] = None
+    if not found and not missing:
+        raise DamagedPart(folder)
+    title = next((" ".join(element.itertext()) for element in root.iter("title")), "")
+    return _Spine(list(found), list(missing), " ".join(title.split()))
+
+
+def _readable(identifier: str, items: dict[str, Element]) -> Element | None:
+    """Return an item of the manifest, or the fallback that is a page; None if it is not in the manifest."""
+    first, seen = items.get(identifier), set[str]()
+    item = first
+    while item is not None and item.get("media-type", "").lower() not in _PAGE_TYPES and identifier not in seen:
+        seen.add(identifier)
+        identifier = item.get("fallback", "")
+        item = items.get(identifier)
+    return item if item is not None else first

@@ -1,96 +1,163 @@
-"""JSON: notebooks (text and code cells, without their outputs), and records with `text`, and optionally `id` and
-`title`, in JSON or JSON lines. Each record is cut separately. JSON without such records is read as plain text.
+"""Records in JSON or JSON lines: objects with a text and other fields, or messages of chats.
+
+Records are cut separately, the messages of a chat are not. JSON without records is read as plain text.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from cacheblend_cli.corpus.converters.converter import NoDocument, decoded, joined
-from cacheblend_cli.corpus.layout import Converted, Mark, TextLayout
+from cacheblend_cli.corpus.converters.omissions import Omissions
+from cacheblend_cli.corpus.layout import Converted, Mark, TextLayout, shortened
 
 _TEXT, _TITLE, _ID = ("text", "content", "body"), ("title", "name"), ("id", "_id")
+_DEEPEST = 3  # nested objects whose fields get a line each
 
 
 def from_json_lines(data: bytes) -> Converted:
-    return joined(_lines(decoded(data)), "markdown", apart=True)
+    omissions, reasons = Omissions(), list[str]()
+    converted = joined(_lines(decoded(data), omissions, reasons), "markdown", apart=True, omissions=omissions)
+    if reasons and not converted.text:
+        raise NoDocument(reasons[0], "broken JSON")
+    return converted
 
 
-def _lines(text: str) -> Iterator[tuple[str, Mark]]:
+def _lines(text: str, omissions: Omissions, reasons: list[str]) -> Iterator[tuple[str, Mark]]:
+    """Yield the texts of the lines. omissions, reasons: get those that cannot be read."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 record = json.loads(line)
-            except ValueError as error:
-                raise NoDocument(f"line {number} is not JSON", "broken JSON") from error
-            except RecursionError as error:
-                raise NoDocument(f"line {number} is nested too deeply", "broken JSON") from error
-            if isinstance(record, Mapping):
-                yield _record_text(record), Mark(0, _part(record), number)
+                found = (record_text(record), _part(record)) if isinstance(record, Mapping) else (_plain(record), "")
+            except ValueError:
+                what = "is not JSON"
+                omissions.add(f"line {what}", f"line {number}", plural="lines are not JSON")
+            except RecursionError:
+                what = "is nested too deeply"
+                omissions.add(f"line {what}", f"line {number}", plural="lines are nested too deeply")
             else:
-                yield record if isinstance(record, str) else line, Mark(0, "", number)
+                yield found[0], Mark(0, found[1], number)
+                continue
+            reasons[:] = reasons or [f"line {number} {what}"]
 
 
 def from_json_records(data: bytes) -> Converted:
     text = decoded(data)
     try:
         value = json.loads(text)
+        parts = _parts(value)
     except (ValueError, RecursionError):  # a dialect with comments, or nested too deeply: read it as text
+        parts = []
+    if not parts:
         return Converted(text, TextLayout("code"))
-    records = _records(value)
-    if not records:
-        return Converted(text, TextLayout("code"))
-    numbered = enumerate(records, 1)
-    parts = ((_record_text(r), Mark(0, _part(r) or f"record {number}")) for number, r in numbered)
-    return joined(parts, "markdown", apart=True)
+    return joined(parts, "markdown", apart=not _is_chat(_list(value)[1]))
 
 
-def _records(value: Any) -> list[Mapping[str, Any]]:
-    """Return the records in a list or in an object's only list, else the object itself; [] if any has no text."""
-    if isinstance(value, Mapping) and not _field(value, _TEXT):
-        lists = [inner for inner in value.values() if isinstance(inner, list)]
-        value = lists[0] if len(lists) == 1 else None
-    found = value if isinstance(value, list) else [value]
-    good = [record for record in found if isinstance(record, Mapping) and _field(record, _TEXT)]
-    return good if len(good) == len(found) else []
+def _parts(value: Any) -> list[tuple[str, Mark]]:
+    """Return the records with their places; [] if any of them has neither text nor role."""
+    around, found = _list(value)
+    is_chat, are_records = _is_chat(found), all(isinstance(r, Mapping) and _field(r, _TEXT) for r in found)
+    if not found or not (is_chat or are_records):
+        return []
+    outer = "\n".join(_fields(around))
+    what = "message" if is_chat else "record"
+    numbered = ((record_text(r), Mark(0, _part(r) or f"{what} {number}")) for number, r in enumerate(found, 1))
+    return [(outer, Mark(0)), *numbered] if outer else list(numbered)
 
 
-def _record_text(record: Mapping[str, Any]) -> str:
-    """Return the title as a heading, and the text. A record without text gives all its fields."""
+def _list(value: Any) -> tuple[Mapping[str, Any], list[Any]]:
+    """Return the fields around the records, and the records: a list, an object's only list, or the object itself."""
+    if isinstance(value, list):
+        return {}, value
+    if not isinstance(value, Mapping) or _field(value, _TEXT):
+        return {}, [value]
+    lists = [name for name, inner in value.items() if isinstance(inner, list)]
+    if len(lists) != 1:
+        return {}, []
+    return {name: inner for name, inner in value.items() if name != lists[0]}, value[lists[0]]
+
+
+def record_text(record: Mapping[str, Any]) -> str:
+    """Return the title as a heading, the other fields one a line, and the text. The place of a record names its id."""
+    if _is_message(record):
+        return _message_text(record)
     text, title = _field(record, _TEXT), _field(record, _TITLE)
     if not text:
-        plain = {n: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for n, v in record.items()}
-        return "\n".join(f"{name}: {value}" for name, value in plain.items())
-    return f"# {' '.join(title.split())}\n\n{text}" if title else text
+        return "\n".join(_fields(record))
+    used = {_first(record, _TEXT), _first(record, _TITLE), next((name for name in _ID if _is_id(record, name)), "")}
+    parts = [f"# {' '.join(title.split())}" if title else "", "\n".join(_fields(record, used)), text]
+    return "\n\n".join(filter(None, parts))
+
+
+def _is_chat(records: list[Any]) -> bool:
+    return bool(records) and all(isinstance(record, Mapping) and _is_message(record) for record in records)
+
+
+def _is_message(record: Mapping[str, Any]) -> bool:
+    return isinstance(record.get("role"), str) and "content" in record
+
+
+def _message_text(record: Mapping[str, Any]) -> str:
+    """Return "Mara (user): text", and the other fields."""
+    name, content = record.get("name"), record["content"]
+    used = {"role", "content"}
+    speaker = record["role"]
+    if isinstance(name, str) and name.strip():
+        speaker = f"{name} ({speaker})"
+        used.add("name")
+    if isinstance(content, list):  # parts
+        texts = [
+            part["text"] if isinstance(part, Mapping) and isinstance(part.get("text"), str) else _plain(part)
+            for part in content
+        ]
+        content = "\n".join(texts)
+    return "\n".join([f"{speaker}: {_plain(content)}", *_fields(record, used)])
+
+
+def _fields(record: Mapping[str, Any], used: Set[str] = frozenset(), before: str = "", depth: int = 1) -> Iterator[str]:
+    """Yield "name: value" of all fields that have a value; "outer.inner: value" of those of objects in it."""
+    for name, value in record.items():
+        if name in used or value in (None, "", [], {}):
+            continue
+        named = shortened(f"{before}{name}")
+        if isinstance(value, Mapping) and depth < _DEEPEST:
+            yield from _fields(value, before=f"{named}.", depth=depth + 1)
+        elif isinstance(value, list) and _is_chat(value):
+            yield from map(_message_text, value)
+        elif isinstance(value, list) and any(isinstance(inner, Mapping) for inner in value):
+            for inner in value:
+                text = ", ".join(_fields(inner, depth=depth + 1)) if isinstance(inner, Mapping) else _plain(inner)
+                yield f"{named}: {text}"
+        else:
+            yield f"{named}: {_plain(value)}"
+
+
+def _plain(value: Any) -> str:
+    """Return a value as short text: a string as it is, a list of plain values with commas, else JSON."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and not any(isinstance(inner, (list, Mapping)) for inner in value):
+        return ", ".join(map(_plain, value))
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _part(record: Mapping[str, Any]) -> str:
-    name = next((str(record[n]) for n in _ID if isinstance(record.get(n), (str, int))), "")
+    name = next((str(record[name]) for name in _ID if _is_id(record, name)), "")
     return f"record {name}" if name else ""
+
+
+def _is_id(record: Mapping[str, Any], name: str) -> bool:
+    return isinstance(record.get(name), (str, int))
+
+
+def _first(record: Mapping[str, Any], names: tuple[str, ...]) -> str:
+    """Return the first of `names` with a non-blank text, else ""."""
+    return next((name for name in names if isinstance(record.get(name), str) and record[name].strip()), "")
 
 
 def _field(record: Mapping[str, Any], names: tuple[str, ...]) -> str:
     """Return the first non-blank text field among `names`, else ""."""
-    return next((record[n] for n in names if isinstance(record.get(n), str) and record[n].strip()), "")
-
-
-def from_notebook(data: bytes) -> Converted:
-    try:
-        cells = list(_cells(json.loads(decoded(data))))
-    except RecursionError as error:
-        raise NoDocument("is nested too deeply", "broken notebooks") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise NoDocument("not a notebook", "broken notebooks") from error
-    return joined(cells, "markdown")
-
-
-def _cells(notebook: Any) -> Iterator[tuple[str, Mark]]:
-    language = notebook.get("metadata", {}).get("language_info", {}).get("name", "python")
-    for number, cell in enumerate(notebook["cells"], 1):
-        source = cell["source"]
-        text = (source if isinstance(source, str) else "".join(source)).strip("\n")
-        if cell["cell_type"] == "code" and text:
-            text = f"```{language}\n{text}\n```"
-        yield text, Mark(0, f"cell {number}")
+    return record.get(_first(record, names), "")

@@ -170,16 +170,6 @@ def _shortened(root: Element) -> Element:
     return root
 
 
-def descendant(element: Element | None, *tags: str) -> Element | None:
-    """Return the first child with the first tag, its first child with the second tag, and so on; None if missing.
-
-    `find` has no path of tags with our prefixes.
-    """
-    for tag in tags:
-        element = None if element is None else element.find(tag)
-    return element
-
-
 def _relation(element: Element, folder: str) -> Relation:
     kind, target = element.get("Type", "").rpartition("/")[2], element.get("Target", "")
     if element.get("TargetMode") == "External":

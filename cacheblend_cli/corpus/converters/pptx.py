@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cacheblend_cli.corpus.converters.converter import NoDocument, joined, parsing
 from cacheblend_cli.corpus.converters.drawing_text import body_text, number, resolve_alternatives, table_text
 from cacheblend_cli.corpus.converters.drawings import chart_text, diagram_text
-from cacheblend_cli.corpus.converters.office_package import DamagedPart, OfficePackage, Relation, descendant
+from cacheblend_cli.corpus.converters.office_package import DamagedPart, OfficePackage, Relation, child
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.reading_order import Box, reading_order
 from cacheblend_cli.corpus.layout import Converted, Mark, shortened
@@ -78,14 +78,15 @@ class _Presentation:
 
     def _texts(self, name: str, place: str) -> Iterator[str]:
         """Yield the texts of a slide, the title first. Raises DamagedPart if it cannot be read."""
-        tree = descendant(self._xml(name), "p:cSld", "p:spTree")
+        tree = child(self._xml(name), "p:cSld", "p:spTree")
         if tree is None:
             raise DamagedPart(name)
         slide = _Slide(self._package, self._package.relations(name), self._boxes(name), self._omissions, place)
-        title = next((shape for shape in tree.iter("p:sp") if _kind(shape) in _TITLES and slide.text(shape)), None)
-        if title is not None:
-            yield "# " + " ".join(slide.text(title).split())
-            title.clear()
+        for shape in tree.iter("p:sp"):
+            if _kind(shape) in _TITLES and (title := slide.text(shape)):
+                yield "# " + " ".join(title.split())
+                shape.clear()
+                break
         yield from slide.texts(tree)
         for shape in tree.iter("p:sp"):
             if _kind(shape) in _FOOTERS and (text := _footer(shape)) and text not in self._footers:
@@ -214,7 +215,7 @@ class _Slide:
 
 
 def _placeholder(shape: Element) -> Element | None:
-    return descendant(shape, "p:nvSpPr", "p:nvPr", "p:ph")
+    return child(shape, "p:nvSpPr", "p:nvPr", "p:ph")
 
 
 def _kind(shape: Element) -> str:
@@ -234,8 +235,8 @@ def _names(shape: Element) -> list[str]:
 
 def _own_box(shape: Element) -> Box | None:
     paths = (("p:spPr", "a:xfrm"), ("p:xfrm",), ("p:grpSpPr", "a:xfrm"))
-    frame = next((found for path in paths if (found := descendant(shape, *path)) is not None), None)
-    offset, extent = descendant(frame, "a:off"), descendant(frame, "a:ext")
+    frame = next((found for path in paths if (found := child(shape, *path)) is not None), None)
+    offset, extent = child(frame, "a:off"), child(frame, "a:ext")
     if offset is None or extent is None:
         return None
     width, height = (max(0, number(extent.get(name))) for name in ("cx", "cy"))

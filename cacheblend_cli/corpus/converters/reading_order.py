@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 Box = tuple[int, int, int, int]
 """Left, top, width, height."""
@@ -43,4 +44,4 @@ def _split(indices: list[int], boxes: Sequence[Box], axis: int) -> list[list[int
 def _num_neighbours(indices: list[int], parts: list[list[int]]) -> int:
     """Return the number of pairs next to each other in the given order and in the same part."""
     part_of = {index: n for n, part in enumerate(parts) for index in part}
-    return sum(part_of[a] == part_of[b] for a, b in zip(indices, indices[1:], strict=False))
+    return sum(part_of[a] == part_of[b] for a, b in pairwise(indices))

@@ -1,0 +1,356 @@
+"""Rich Text Format: paragraphs and tables, with list numbers, notes, comments, headers and footers."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from dataclasses import dataclass, field, replace
+
+from cacheblend_cli.corpus.converters.converter import RTF, NoDocument, without_data_uris
+from cacheblend_cli.corpus.converters.drawing_text import superscript
+from cacheblend_cli.corpus.converters.omissions import Omissions
+from cacheblend_cli.corpus.layout import Converted, TextLayout, shortened
+
+_TOKEN = re.compile(
+    rb"\\([A-Za-z]{1,32})(-?\d{1,10})? ?|\\'([0-9A-Fa-f]{2})|\\([^A-Za-z])|([{}])|([^\\{}\r\n]+)|[\r\n]+|\\", re.DOTALL
+)
+"""Control word and its number, hexadecimal byte, control symbol, brace, text; line ends have no meaning."""
+_CODE_PAGES = {
+    77: "mac_roman", 78: "cp932", 79: "cp950", 80: "cp949", 81: "mac_arabic", 83: "mac_greek", 84: "mac_cyrillic", 85: "cp936",
+    86: "mac_romanian", 88: "cp874", 89: "mac_latin2", 128: "cp932", 129: "cp949", 130: "johab", 134: "cp936", 136: "cp950", 161: "cp1253",
+    162: "cp1254", 163: "cp1258", 177: "cp1255", 178: "cp1256", 186: "cp1257", 204: "cp1251", 222: "cp874", 238: "cp1250", 254: "cp437",
+    255: "cp850", 0: "cp1252",
+}  # fmt: skip
+"""Character set of a font -> encoding. Others have that of the document."""
+_SYMBOLS = 2  # character set of pictograms
+_CHARACTERS = {
+    "tab": "\t", "emdash": "\u2014", "endash": "\u2013", "emspace": " ", "enspace": " ", "qmspace": " ", "bullet": "\u2022",
+    "lquote": "\u2018", "rquote": "\u2019", "ldblquote": "\u201c", "rdblquote": "\u201d", "line": "\n", "lbr": "\n", "softline": "\n",
+    "~": " ", "_": "-", "{": "{", "}": "}", "\\": "\\",
+}  # fmt: skip
+_ENDS = frozenset(("par", "sect", "page", "column", "\n", "\r"))
+_SKIPPED = frozenset(
+    "fonttbl colortbl stylesheet info pict nonshppict objdata objclass objname fldinst xe tc txe rxe filetbl revtbl sn sv private template "
+    "shprslt datafield falt panose leveltext levelnumbers listtable listoverridetable ftnsep ftnsepc ftncn aftnsep aftnsepc aftncn atnid "
+    "atnref nonesttables atntime atnicn atndate atnparent".split()
+)
+"""Destinations that are not text, besides unknown ones after `\\*`."""
+_TRANSPARENT = frozenset(("shpinst", "shpgrp", "result", "fldrslt", "listtext", "pntext", "nesttableprops"))
+"""Destinations after `\\*` that have text."""
+_MARKED = {
+    "footnote": "Footnote: ", "annotation": "Comment: ", "shptxt": "", "dptxbxtext": "",
+    **dict.fromkeys(("header", "headerl", "headerr", "headerf"), "Header: "),
+    **dict.fromkeys(("footer", "footerl", "footerr", "footerf"), "Footer: "),
+}  # fmt: skip
+"""Destination whose text follows the paragraph -> mark before it."""
+
+
+def from_rtf(data: bytes) -> Converted:
+    if not data.startswith(RTF):
+        raise NoDocument("not RTF", "damaged or locked")
+    return _Reader().read(data)
+
+
+@dataclass
+class _Text:
+    """Text of a destination: its lines, and its paragraph and row so far."""
+
+    mark: str = ""
+    lines: list[str] = field(default_factory=list)  # paragraphs and rows, with the line ends after them
+    is_table: bool = False  # the last line is a row
+    pieces: list[str] = field(default_factory=list)
+    raised: list[str] = field(default_factory=list)  # superscript at the end of the paragraph
+    cells: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)  # notes that follow the paragraph
+
+    def add(self, line: str, is_row: bool) -> None:
+        self.lines += ["\n"] * (self.is_table and not is_row)
+        self.lines.append(line + ("\n" if is_row else "\n\n"))
+        self.is_table = is_row
+
+
+@dataclass(frozen=True)
+class _State:
+    """Properties of a group, which end with it. text: None in skipped destinations."""
+
+    text: _Text | None
+    encoding: str
+    fallback: int = 1  # characters to skip after a Unicode character
+    is_hidden: bool = False
+    in_table: bool = False
+    is_raised: bool = False
+    outline: int = 9  # level of the heading; 9 is body text
+    destination: str = ""  # the one that this group began
+
+    @property
+    def shown(self) -> _Text | None:
+        return None if self.is_hidden else self.text
+
+
+class _Reader:
+    """State of reading a file."""
+
+    def __init__(self) -> None:
+        self._main, self._title, self._author = _Text(), _Text(), _Text()
+        self._omissions = Omissions()
+        self._stack = list[_State]()
+        self._state = _State(None, "cp1252")
+        self._ansi = "cp1252"
+        self._fonts = dict[int, str]()  # font -> encoding; "" for pictograms
+        self._font = self._default = 0
+        self._bytes = bytearray()  # not decoded yet
+        self._to_skip = 0  # characters after a Unicode character
+        self._is_optional = False  # after "\*"
+        self._merged, self._kinds = (
+            "",
+            list[str](),
+        )  # cells of the row: "v" or "m" if merged with the one above or before
+        self._above = list[str]()  # cells of the row above
+        self._said = set[str]()  # headers and footers
+
+    def read(self, data: bytes) -> Converted:
+        place, is_open = 0, True
+        while is_open and (found := _TOKEN.match(data, place)):
+            word, argument, byte, symbol, brace, text = found.groups()
+            place = found.end()
+            if byte or text:
+                self._add(bytes.fromhex(byte.decode()) if byte else text)
+            elif brace == b"{":
+                self._flush()
+                self._stack.append(self._state)
+                self._state = replace(self._state, destination="")
+            elif brace == b"}":
+                is_open = self._close()
+            elif word or symbol:
+                name = (word or symbol).decode("latin-1")
+                value = int(argument) if argument else None
+                if name == "bin":
+                    place += max(value or 0, 0)
+                else:
+                    self._control(name, value, is_word=bool(word))
+        return self._converted(is_open)
+
+    def _converted(self, is_open: bool) -> Converted:
+        if is_open:
+            self._omissions.say("the end of the file is missing")
+        self._flush()
+        _end_row(self._main, [], [])
+        _end_paragraph(self._main, 9)
+        title = " ".join("".join(self._title.pieces).split())
+        text = "".join(self._main.lines).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        layout = TextLayout("markdown", numbered=False, title=title, omissions=tuple(self._omissions))
+        return Converted(without_data_uris(text), layout)
+
+    def _add(self, data: bytes) -> None:
+        skipped = min(self._to_skip, len(data))
+        self._to_skip -= skipped
+        if self._state.shown is not None:
+            self._bytes += data[skipped:]
+
+    def _flush(self) -> None:
+        """Decode the bytes so far. They end with any change of the state, so that two-byte characters stay whole."""
+        data, encoding = bytes(self._bytes), self._state.encoding
+        self._bytes.clear()
+        self._to_skip = 0
+        if not data:
+            return
+        if not encoding:
+            self._write("\u2022" if data.strip() == b"\xb7" else "")
+            if data.strip() not in (b"", b"\xb7"):
+                self._omissions.add(
+                    "character of a symbol font", count=len(data.strip()), plural="characters of symbol fonts"
+                )
+            return
+        text = data.decode(encoding, "replace")
+        if "\ufffd" in text:
+            self._omissions.add("unreadable character", count=text.count("\ufffd"))
+        self._write(text)
+
+    def _write(self, characters: str) -> None:
+        text = self._state.shown
+        if text is None or not characters:
+            return
+        if self._state.is_raised and characters.strip():
+            text.raised.append(characters)
+        else:
+            _end_raised(text)
+            text.pieces.append(characters)
+
+    def _close(self) -> bool:
+        """End a group; return whether the document goes on."""
+        self._flush()
+        ended = self._state
+        self._state = self._stack.pop() if self._stack else ended
+        if ended.destination in _MARKED and ended.text is not None:
+            _end_row(ended.text, [], [])
+            _end_paragraph(ended.text, 9)
+            self._add_note(ended.text)
+        return bool(self._stack)
+
+    def _add_note(self, note: _Text) -> None:
+        mark = note.mark
+        if mark == "Comment: ":
+            author, self._author = " ".join("".join(self._author.pieces).split()), _Text()
+            mark = f"Comment by {shortened(author)}: " if author else mark
+        text = mark + "".join(note.lines).strip()
+        if note.lines and text not in self._said:
+            (self._state.text or self._main).after.append(text)
+            if mark in ("Header: ", "Footer: "):
+                self._said.add(text)
+
+    def _control(self, name: str, value: int | None, is_word: bool) -> None:
+        if name == "u" and is_word:
+            if self._bytes:
+                self._flush()
+            self._unicode((value or 0) % 0x10000)
+            return
+        self._flush()
+        if name == "*":
+            self._is_optional = True
+            return
+        is_optional, self._is_optional = self._is_optional, False
+        if is_word and self._begins(name, is_optional):
+            return
+        if name in _CHARACTERS:
+            self._write(_CHARACTERS[name])
+        elif name in _ENDS:
+            self._end_paragraph()
+        elif name in ("cell", "nestcell"):
+            self._end_cell()
+        elif name in ("row", "nestrow") and self._state.text is not None:
+            self._above = _end_row(self._state.text, self._kinds, self._above)
+        else:
+            self._format(name, value)
+
+    def _begins(self, name: str, is_optional: bool) -> bool:
+        """Change the destination of the group if the word names one."""
+        text, state = self._state.text, self._state
+        if name == "rtf" and len(self._stack) == 1:
+            text = self._main
+        elif name in ("title", "atnauthor"):
+            self._author = _Text() if name == "atnauthor" else self._author
+            text = self._title if name == "title" else self._author
+        elif name in _MARKED and text is not None:
+            text = _Text(_MARKED[name])
+        elif name in _SKIPPED or (is_optional and name not in _TRANSPARENT):
+            text = None
+            if name == "moMath" and state.text is not None:
+                self._omissions.add("equation")
+        elif name == "object" and text is not None:
+            self._omissions.add("embedded object")
+            return True
+        else:
+            return False
+        self._state = replace(state, text=text, destination=name)
+        return True
+
+    def _unicode(self, code: int) -> None:
+        self._to_skip = self._state.fallback
+        if code & 0xFF00 == 0xF000:  # of a symbol font
+            self._write("\u2022" if code == 0xF0B7 else "")
+            if code != 0xF0B7:
+                self._omissions.add("character of a symbol font", plural="characters of symbol fonts")
+        else:
+            self._write(chr(code))
+
+    def _end_paragraph(self) -> None:
+        text = self._state.text
+        if text is not None and self._state.in_table:
+            text.pieces.append("\n")
+        elif text is not None:
+            _end_row(text, [], [])
+            _end_paragraph(text, self._state.outline)
+
+    def _end_cell(self) -> None:
+        text = self._state.text
+        if text is not None:
+            _end_raised(text)
+            text.cells.append(" ".join("".join(text.pieces).split()))
+            text.pieces.clear()
+
+    def _format(self, name: str, value: int | None) -> None:
+        """Change the properties that matter for the text."""
+        state = self._state
+        is_on = value != 0
+        if name == "f":
+            self._font = value or 0
+            self._state = replace(state, encoding=self._fonts.get(self._font, self._ansi))
+        elif name == "fcharset":
+            known = self._ansi if value == 1 else _CODE_PAGES.get(value or 0, self._ansi)
+            self._fonts[self._font] = "" if value == _SYMBOLS else known
+        elif name in ("ansicpg", "cpg") and value:
+            encoding = _known(f"cp{value}") or ("utf-8" if value == 65001 else self._ansi)
+            if name == "cpg":
+                self._fonts[self._font] = encoding
+            else:
+                self._ansi = encoding
+                self._state = replace(state, encoding=encoding)
+        elif name in ("mac", "pc", "pca"):
+            self._ansi = {"mac": "mac_roman", "pc": "cp437", "pca": "cp850"}[name]
+            self._state = replace(state, encoding=self._ansi)
+        elif name == "uc":
+            self._state = replace(state, fallback=min(max(value or 0, 0), 9))
+        elif name == "deff":
+            self._default = value or 0
+        elif name == "plain":
+            encoding = self._fonts.get(self._default, self._ansi)
+            self._state = replace(state, encoding=encoding, is_hidden=False, is_raised=False)
+        elif name in ("v", "deleted"):
+            self._state = replace(state, is_hidden=is_on)
+        elif name in ("super", "nosupersub", "sub"):
+            self._state = replace(state, is_raised=name == "super" and is_on)
+        elif name == "pard":
+            self._state = replace(state, in_table=False, outline=9)
+        elif name == "intbl":
+            self._state = replace(state, in_table=is_on)
+        elif name == "outlinelevel":
+            self._state = replace(state, outline=value or 0)
+        elif name == "trowd":
+            self._merged, self._kinds = "", []
+        elif name in ("clvmrg", "clmrg"):
+            self._merged = name[2]
+        elif name == "cellx":
+            self._kinds.append(self._merged)
+            self._merged = ""
+
+
+def _end_raised(text: _Text) -> None:
+    if text.raised:
+        text.pieces.append(superscript("".join(text.raised)))
+        text.raised.clear()
+
+
+def _end_paragraph(text: _Text, outline: int) -> None:
+    """End the paragraph, with its notes after it."""
+    _end_raised(text)
+    lines = (line.strip() for line in "".join(text.pieces).split("\n"))
+    if paragraph := "\n".join(filter(None, lines)):
+        is_heading = 0 <= outline < 6
+        text.add(f"{'#' * (outline + 1)} {' '.join(paragraph.split())}" if is_heading else paragraph, is_row=False)
+    for note in text.after:
+        text.add(note, is_row=False)
+    text.pieces.clear()
+    text.after.clear()
+
+
+def _end_row(text: _Text, kinds: list[str], above: list[str]) -> list[str]:
+    """End the row of a table and return its cells. Merged cells have the value of the one above or to the left."""
+    cells = list[str]()
+    for place, cell in enumerate(text.cells):
+        kind = kinds[place] if place < len(kinds) else ""
+        if not cell and kind == "v" and place < len(above):
+            cell = shortened(above[place])
+        elif not cell and kind == "m" and cells:
+            cell = shortened(cells[-1])
+        cells.append(cell)
+    text.cells.clear()
+    if any(cells):
+        text.add(" | ".join(cells), is_row=True)
+    return cells
+
+
+def _known(encoding: str) -> str:
+    try:
+        return codecs.lookup(encoding).name
+    except LookupError:
+        return ""

@@ -1,0 +1,104 @@
+"""JSON and JSON lines: records with all their fields, messages of chats, and lines that are not JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from cacheblend_cli.corpus.converters.converter import NoDocument
+from cacheblend_cli.corpus.converters.json_records import from_json_lines, from_json_records
+from cacheblend_cli.corpus.cutting import Locating
+from cacheblend_cli.corpus.layout import Converted
+
+
+def of_lines(*records: Any) -> Converted:
+    return from_json_lines("\n".join(map(json.dumps, records)).encode())
+
+
+def of_value(value: Any) -> Converted:
+    return from_json_records(json.dumps(value).encode())
+
+
+def place_of(found: Converted, words: str) -> tuple[str, tuple[str, ...]]:
+    start = found.text.index(words)
+    place = Locating(found.text, found.layout).find(start, start + len(words))
+    return place.text, place.headings
+
+
+def test_json_lines_are_records_with_their_lines() -> None:
+    found = of_lines(
+        {"id": 7, "title": "Travel", "text": "Within two weeks."}, {"id": "b", "text": "Alone."}, {"x": [1, 2]}
+    )
+    assert found.text == "# Travel\n\nWithin two weeks.\n\nAlone.\n\nx: 1, 2\n\n"
+    assert found.layout.apart
+    assert place_of(found, "Within") == ("record 7, line 1", ("Travel",))
+    assert place_of(found, "Alone")[0] == "record b, line 2"
+
+
+def test_a_line_that_is_not_json_is_an_omission() -> None:
+    found = from_json_lines(b'{"text":"The code is 4417."}\n{"text":"The door is red."}\n{"text":"Unfinish')
+    assert found.text == "The code is 4417.\n\nThe door is red.\n\n"
+    assert found.layout.omissions == ("1 line is not JSON (line 3)",)
+    found = from_json_lines(b"{\n[\n" + b"[" * 100_000 + b'\n{"text": "one"}\n')
+    assert found.text == "one\n\n"
+    assert found.layout.omissions == ("2 lines are not JSON (line 1, line 2)", "1 line is nested too deeply (line 3)")
+
+
+def test_lines_without_json_are_refused() -> None:
+    with pytest.raises(NoDocument, match="line 2 is not JSON"):
+        from_json_lines(b"\n{\n[\n")
+
+
+@pytest.mark.parametrize("wrap", [lambda rows: rows, lambda rows: {"documents": rows}])
+def test_json_with_records_is_these_and_other_json_is_text(wrap) -> None:  # type: ignore[no-untyped-def]
+    found = of_value(wrap([{"text": "one"}, {"id": "x", "body": "two"}]))
+    assert found.text == "one\n\ntwo\n\n"
+    assert [m.part for m in found.layout.marks] == ["record 1", "record x"]
+    plain = '{"a": {"b": 1},\n "text": 3}'
+    assert from_json_records(plain.encode()).text == plain
+
+
+def test_records_keep_all_their_fields() -> None:
+    record = {
+        "number": 88, "state": "closed", "title": "Door code", "user": {"login": "mara", "org": {"name": "depot"}}, "labels": ["security", 2],
+        "body": "The code is 4417.", "closed": True, "stock": 0, "due": None, "name": "code", "content": "more",
+        "comments": [{"by": "jon", "text": "Changed."}, "loose"],
+    }  # fmt: skip
+    assert of_value(record).text == (
+        "# Door code\n\nnumber: 88\nstate: closed\nuser.login: mara\nuser.org.name: depot\nlabels: security, 2\nbody: The code is 4417.\n"
+        "closed: true\nstock: 0\nname: code\ncomments: by: jon, text: Changed.\ncomments: loose\n\nmore\n\n"
+    )
+
+
+def test_fields_around_records_are_kept() -> None:
+    found = of_value(
+        {
+            "catalog": "Kitchen",
+            "valid_until": "2026-12-31",
+            "items": [{"name": "Kettle", "body": "Boils.", "price": 19}],
+        }
+    )
+    assert found.text == "catalog: Kitchen\nvalid_until: 2026-12-31\n\n# Kettle\n\nprice: 19\n\nBoils.\n\n"
+    assert [m.part for m in found.layout.marks] == ["", "record 1"]
+
+
+def test_a_chat_is_its_messages_and_is_not_cut_at_each() -> None:
+    parts = [{"type": "text", "text": "On 17 April."}, {"type": "image_url", "image_url": {"url": "a.png"}}]
+    messages = [
+        {"role": "user", "name": "Mara", "content": "When?", "at": "09:30"},
+        {"role": "assistant", "content": parts},
+    ]
+    text = 'Mara (user): When?\nat: 09:30\n\nassistant: On 17 April.\n{"type": "image_url", "image_url": {"url": "a.png"}}\n\n'
+    found = of_value({"model": "small", "messages": messages})
+    assert (found.text, found.layout.apart) == ("model: small\n\n" + text, False)
+    assert place_of(found, "When")[0] == "message 1"
+    assert of_lines({"messages": messages}).text == text.replace("\n\nassistant", "\nassistant")
+
+
+def test_fields_of_deep_objects_stay_short() -> None:
+    value: Any = "end"
+    for _ in range(200):
+        value = {"k" * 500: value}
+    assert len(of_lines({"text": "x", "deep": value}).text) < 200 * 500 * 2
