@@ -47,7 +47,7 @@ from cacheblend_cli.types import SearchParams
 OFFICE = "application/vnd.openxmlformats-officedocument"
 _SUFFIXES = {
     "application/octet-stream": "", "text/plain": ".txt", "text/markdown": ".md", "text/html": ".html", "text/csv": ".csv",
-    "application/pdf": ".pdf", "application/epub+zip": ".epub", "message/rfc822": ".eml",
+    "application/pdf": ".pdf", "application/epub+zip": ".epub", "message/rfc822": ".eml", "application/rtf": ".rtf", "text/rtf": ".rtf",
     f"{OFFICE}.wordprocessingml.document": ".docx", f"{OFFICE}.presentationml.presentation": ".pptx",
     f"{OFFICE}.spreadsheetml.sheet": ".xlsx",
 }  # fmt: skip

@@ -50,6 +50,14 @@ DOCUMENTS: dict[str, tuple[str, Callable[[int], str]]] = {
     "a long HTML title": ("a.html", lambda n: "<title>" + "a " * (n // 2) + "</title><p>text"),
     "tables side by side": ("a.csv", lambda n: "a,b,," * (n // 10) + "\n" + "x,1,," * (n // 10)),
     "empty rows": ("a.csv", lambda n: "a,b\n1,2\n" + "\n\n1,2\n" * (n // 6)),
+    "data URIs": ("a.md", lambda n: "data:image/png;base64," + "data:a/b;" * (n // 9)),
+    "fields of a record": (
+        "a.jsonl",
+        lambda n: '{"text": "a", "b": {' + ", ".join(f'"k{i}": 1' for i in range(n // 12)) + "}}",
+    ),
+    "groups in RTF": ("a.rtf", lambda n: "{\\rtf1 " + "{\\field{" * (n // 8) + "a"),
+    "font tables in RTF": ("a.rtf", lambda n: "{\\rtf1 " + "{\\fonttbl\\f0\\fcharset0 " * (n // 23)),
+    "paragraphs in RTF": ("a.rtf", lambda n: "{\\rtf1 " + "a\\par{\\footnote b}" * (n // 19) + "}"),
     "columns": ("a.csv", lambda n: "a," * (n // 2) + "\n" + "1," * (n // 2)),
 }
 """Kind -> name of the file, and its text of about n characters."""

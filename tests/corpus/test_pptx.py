@@ -60,6 +60,13 @@ def test_values_of_a_chart_have_the_meaning_of_their_format(code: str, value: st
     assert with_part(CHART, "chart", xml)[0].endswith(f"Chart\nBergen: {shown}\n\n")
 
 
+def test_a_chart_without_saved_values_is_an_omission() -> None:
+    assert with_part(CHART, "chart", slides.chart("Sold", {}, [])) == (
+        "# Sales\n\nChart: Sold\n\n",
+        ("1 chart (slide 1)",),
+    )
+
+
 def test_charts_of_newer_kinds_are_read() -> None:
     xml = (
         f'<cx:chartSpace {slides.NAMESPACES}><cx:chartData><cx:data id="0"><cx:strDim type="cat"><cx:lvl><cx:pt idx="0">Bergen</cx:pt></cx:lvl>'

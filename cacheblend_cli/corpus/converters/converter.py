@@ -37,10 +37,9 @@ _BYTE_ORDER_MARKS = {
 """Byte order mark -> encoding. UTF-32 comes first, because its little-endian mark begins with that of UTF-16."""
 
 
-_DATA_URI = re.compile(
-    r"""data:([\w.+-]{1,60}\\?/[\w.+-]{1,60})((?:;[\w.+=-]{1,60}){0,6}),((?:[^\s"'()<>\\]|\\/){100,})"""
-)
+_DATA_URI = re.compile(r"""data:([\w.+-]{1,60}\\?/[\w.+-]{1,60})((?:;[\w.+=-]{1,60}){0,6}),((?:[^\s"'()<>\\]|\\/)+)""")
 """Media type, parameters and data; JSON may escape the slashes."""
+_SHORTEST_DATA = 100
 
 
 def without_data_uris(text: str) -> str:
@@ -50,7 +49,7 @@ def without_data_uris(text: str) -> str:
 
 def _shortened_uri(found: re.Match[str]) -> str:
     is_data = found[2].endswith(";base64") or found[1].startswith("image")
-    return f"data:{found[1]}" if is_data else found[0]
+    return f"data:{found[1]}" if is_data and len(found[3]) >= _SHORTEST_DATA else found[0]
 
 
 RTF = b"{\\rtf"

@@ -118,7 +118,8 @@ class _Reader:
             elif brace == b"{":
                 self._flush()
                 self._stack.append(self._state)
-                self._state = replace(self._state, destination="")
+                if self._state.destination:
+                    self._state = replace(self._state, destination="")
             elif brace == b"}":
                 is_open = self._close()
             elif word or symbol:
