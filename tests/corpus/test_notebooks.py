@@ -37,3 +37,17 @@ def test_older_formats_are_refused_by_name() -> None:
     with pytest.raises(NoDocument, match="a notebook of format 2") as refused:
         from_notebook(b'{"nbformat": 2, "cells": []}')
     assert refused.value.group == "old notebooks"
+
+
+def test_a_broken_cell_loses_only_that_cell() -> None:
+    cells = [
+        {"cell_type": "markdown", "source": "one"},
+        {"cell_type": "code"},
+        7,
+        {"cell_type": "markdown", "source": [1]},
+    ]
+    found = from_notebook(json.dumps({"cells": cells}).encode())
+    assert found.text == "one\n\n"
+    assert found.layout.omissions == ("3 cells cannot be read (cell 2, cell 3, cell 4)",)
+    with pytest.raises(NoDocument, match="not a notebook: 1 cell cannot be read"):
+        from_notebook(json.dumps({"cells": [{}]}).encode())
