@@ -72,6 +72,10 @@ def test_records_keep_all_their_fields() -> None:
     )
 
 
+def test_a_field_without_a_name_is_kept() -> None:
+    assert of_lines({"": 5, "text": "one"}).text == ": 5\n\none\n\n"
+
+
 def test_fields_around_records_are_kept() -> None:
     found = of_value(
         {

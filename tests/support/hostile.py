@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import files
+from slides import Slide, presentation, slide_xml, text
 
 _WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 _SHEET = "http://schemas.openxmlformats.org/spreadsheetml/2006/main"
@@ -285,11 +286,13 @@ FILES: dict[str, Callable[[], bytes]] = {
     "entities.docx": lambda: with_entity("docx", LAUGHS),
     "wide.xlsx": lambda: sheet("".join(_FAR_CELL.format(row=n, column="XFD") for n in range(1, 1_000_001))),
     "media.xlsx": lambda: with_files(files.xlsx(), {"xl/media/x": b"\0" * (600 << 20)}),
-    "deep.pptx": lambda: deep_slides(5000),
+    "deep.pptx": lambda: presentation(Slide(["<p:grpSp>" * 5000 + "</p:grpSp>" * 5000])),
     "media.pptx": lambda: with_files(files.pptx(), {"ppt/media/x": b"\0" * (600 << 20)}),
-    "entities.pptx": lambda: with_entity("pptx", LAUGHS),
+    "entities.pptx": lambda: with_files(
+        presentation(Slide()), {"ppt/slides/slide1.xml": LAUGHS + slide_xml(text("&e;")).partition("?>")[2]}
+    ),
     "media.epub": lambda: with_files(files.epub(["<p>a</p>"]), {"x": b"\0" * (600 << 20)}),
-    "entities.epub": lambda: with_entity("epub", LAUGHS),
+    "entities.epub": lambda: with_files(with_entity("epub", LAUGHS), {"OEBPS/text/c 0.xhtml": ""}),
     "pages.pdf": lambda: _pdf(
         _CATALOG,
         b"<< /Type /Pages /Kids [" + b"3 0 R " * 100_000 + b"] /Count 100000 >>",

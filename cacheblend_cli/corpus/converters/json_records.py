@@ -87,7 +87,7 @@ def record_text(record: Mapping[str, Any]) -> str:
     text, title = _field(record, _TEXT), _field(record, _TITLE)
     if not text:
         return "\n".join(_fields(record))
-    used = {_first(record, _TEXT), _first(record, _TITLE), next((name for name in _ID if _is_id(record, name)), "")}
+    used = {_first(record, _TEXT), _first(record, _TITLE), *[name for name in _ID if _is_id(record, name)][:1]} - {""}
     parts = [f"# {' '.join(title.split())}" if title else "", "\n".join(_fields(record, used)), text]
     return "\n\n".join(filter(None, parts))
 
@@ -160,4 +160,5 @@ def _first(record: Mapping[str, Any], names: tuple[str, ...]) -> str:
 
 def _field(record: Mapping[str, Any], names: tuple[str, ...]) -> str:
     """Return the first non-blank text field among `names`, else ""."""
-    return record.get(_first(record, names), "")
+    name = _first(record, names)
+    return record[name] if name else ""
