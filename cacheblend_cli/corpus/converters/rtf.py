@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import codecs
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from cacheblend_cli.corpus.converters.converter import RTF, NoDocument, without_data_uris
-from cacheblend_cli.corpus.converters.drawing_text import superscript
 from cacheblend_cli.corpus.converters.omissions import Omissions
+from cacheblend_cli.corpus.converters.rtf_text import BODY, RtfText
 from cacheblend_cli.corpus.layout import Converted, TextLayout, shortened
 
 _TOKEN = re.compile(
@@ -51,39 +51,21 @@ def from_rtf(data: bytes) -> Converted:
     return _Reader().read(data)
 
 
-@dataclass
-class _Text:
-    """Text of a destination: its lines, and its paragraph and row so far."""
-
-    mark: str = ""
-    lines: list[str] = field(default_factory=list)  # paragraphs and rows, with the line ends after them
-    is_table: bool = False  # the last line is a row
-    pieces: list[str] = field(default_factory=list)
-    raised: list[str] = field(default_factory=list)  # superscript at the end of the paragraph
-    cells: list[str] = field(default_factory=list)
-    after: list[str] = field(default_factory=list)  # notes that follow the paragraph
-
-    def add(self, line: str, is_row: bool) -> None:
-        self.lines += ["\n"] * (self.is_table and not is_row)
-        self.lines.append(line + ("\n" if is_row else "\n\n"))
-        self.is_table = is_row
-
-
 @dataclass(frozen=True)
 class _State:
     """Properties of a group, which end with it. text: None in skipped destinations."""
 
-    text: _Text | None
+    text: RtfText | None
     encoding: str
     fallback: int = 1  # characters to skip after a Unicode character
     is_hidden: bool = False
     in_table: bool = False
     is_raised: bool = False
-    outline: int = 9  # level of the heading; 9 is body text
+    outline: int = BODY
     destination: str = ""  # the one that this group began
 
     @property
-    def shown(self) -> _Text | None:
+    def shown(self) -> RtfText | None:
         return None if self.is_hidden else self.text
 
 
@@ -91,7 +73,7 @@ class _Reader:
     """State of reading a file."""
 
     def __init__(self) -> None:
-        self._main, self._title, self._author = _Text(), _Text(), _Text()
+        self._main, self._title, self._author = RtfText(), RtfText(), RtfText()
         self._omissions = Omissions()
         self._stack = list[_State]()
         self._state = _State(None, "cp1252")
@@ -135,8 +117,8 @@ class _Reader:
         if is_open:
             self._omissions.say("the end of the file is missing")
         self._flush()
-        _end_row(self._main, [], [])
-        _end_paragraph(self._main, 9)
+        self._main.end_row()
+        self._main.end_paragraph()
         title = " ".join("".join(self._title.pieces).split())
         text = "".join(self._main.lines).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         layout = TextLayout("markdown", numbered=False, title=title, omissions=tuple(self._omissions))
@@ -174,7 +156,7 @@ class _Reader:
         if self._state.is_raised and characters.strip():
             text.raised.append(characters)
         else:
-            _end_raised(text)
+            text.end_raised()
             text.pieces.append(characters)
 
     def _close(self) -> bool:
@@ -183,15 +165,15 @@ class _Reader:
         ended = self._state
         self._state = self._stack.pop() if self._stack else ended
         if ended.destination in _MARKED and ended.text is not None:
-            _end_row(ended.text, [], [])
-            _end_paragraph(ended.text, 9)
+            ended.text.end_row()
+            ended.text.end_paragraph()
             self._add_note(ended.text)
         return bool(self._stack)
 
-    def _add_note(self, note: _Text) -> None:
+    def _add_note(self, note: RtfText) -> None:
         mark = note.mark
         if mark == "Comment: ":
-            author, self._author = " ".join("".join(self._author.pieces).split()), _Text()
+            author, self._author = " ".join("".join(self._author.pieces).split()), RtfText()
             mark = f"Comment by {shortened(author)}: " if author else mark
         text = mark + "".join(note.lines).strip()
         if note.lines and text not in self._said:
@@ -219,7 +201,7 @@ class _Reader:
         elif name in ("cell", "nestcell"):
             self._end_cell()
         elif name in ("row", "nestrow") and self._state.text is not None:
-            self._above = _end_row(self._state.text, self._kinds, self._above)
+            self._above = self._state.text.end_row(self._kinds, self._above)
         else:
             self._format(name, value)
 
@@ -229,10 +211,10 @@ class _Reader:
         if name == "rtf" and len(self._stack) == 1:
             text = self._main
         elif name in ("title", "atnauthor"):
-            self._author = _Text() if name == "atnauthor" else self._author
+            self._author = RtfText() if name == "atnauthor" else self._author
             text = self._title if name == "title" else self._author
         elif name in _MARKED and text is not None:
-            text = _Text(_MARKED[name])
+            text = RtfText(_MARKED[name])
         elif name in _SKIPPED or (is_optional and name not in _TRANSPARENT):
             text = None
             if name == "moMath" and state.text is not None:
@@ -259,13 +241,13 @@ class _Reader:
         if text is not None and self._state.in_table:
             text.pieces.append("\n")
         elif text is not None:
-            _end_row(text, [], [])
-            _end_paragraph(text, self._state.outline)
+            text.end_row()
+            text.end_paragraph(self._state.outline)
 
     def _end_cell(self) -> None:
         text = self._state.text
         if text is not None:
-            _end_raised(text)
+            text.end_raised()
             text.cells.append(" ".join("".join(text.pieces).split()))
             text.pieces.clear()
 
@@ -301,7 +283,7 @@ class _Reader:
         elif name in ("super", "nosupersub", "sub"):
             self._state = replace(state, is_raised=name == "super" and is_on)
         elif name == "pard":
-            self._state = replace(state, in_table=False, outline=9)
+            self._state = replace(state, in_table=False, outline=BODY)
         elif name == "intbl":
             self._state = replace(state, in_table=is_on)
         elif name == "outlinelevel":
@@ -313,41 +295,6 @@ class _Reader:
         elif name == "cellx":
             self._kinds.append(self._merged)
             self._merged = ""
-
-
-def _end_raised(text: _Text) -> None:
-    if text.raised:
-        text.pieces.append(superscript("".join(text.raised)))
-        text.raised.clear()
-
-
-def _end_paragraph(text: _Text, outline: int) -> None:
-    """End the paragraph, with its notes after it."""
-    _end_raised(text)
-    lines = (line.strip() for line in "".join(text.pieces).split("\n"))
-    if paragraph := "\n".join(filter(None, lines)):
-        is_heading = 0 <= outline < 6
-        text.add(f"{'#' * (outline + 1)} {' '.join(paragraph.split())}" if is_heading else paragraph, is_row=False)
-    for note in text.after:
-        text.add(note, is_row=False)
-    text.pieces.clear()
-    text.after.clear()
-
-
-def _end_row(text: _Text, kinds: list[str], above: list[str]) -> list[str]:
-    """End the row of a table and return its cells. Merged cells have the value of the one above or to the left."""
-    cells = list[str]()
-    for place, cell in enumerate(text.cells):
-        kind = kinds[place] if place < len(kinds) else ""
-        if not cell and kind == "v" and place < len(above):
-            cell = shortened(above[place])
-        elif not cell and kind == "m" and cells:
-            cell = shortened(cells[-1])
-        cells.append(cell)
-    text.cells.clear()
-    if any(cells):
-        text.add(" | ".join(cells), is_row=True)
-    return cells
 
 
 def _known(encoding: str) -> str:
