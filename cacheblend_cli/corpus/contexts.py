@@ -12,7 +12,6 @@ context are part of the chunk key, so a chunk can be stored in several contexts 
 
 from __future__ import annotations
 
-import re
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,9 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cacheblend_cli.corpus.normalise import spaced
+from cacheblend_cli.corpus.normalise import search_words
 
-_WORD = re.compile(r"[^\W_]+")
 _MOST_TERMS = 32  # highest-weighted terms of a text to compare
 _DIGITS = 9  # decimal digits of a score, so that rounding errors cannot reorder equal texts
 
@@ -35,7 +33,7 @@ class TfIdf:
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
-        counts = [Counter(w.lower() for w in _WORD.findall(spaced(text))) for text in texts]
+        counts = [Counter(word.lower() for word, _ in search_words(text)) for text in texts]
         texts_of: dict[str, array[int]] = {}
         tf_of: dict[str, array[float]] = {}
         for number, found in enumerate(counts):

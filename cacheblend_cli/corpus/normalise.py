@@ -1,31 +1,130 @@
-"""Text normalisation for search, applied to documents and queries alike."""
+"""Words of texts for search, the same in documents and queries.
+
+The index splits texts with FTS5's `unicode61`, which takes a run of letters for a word. Scripts that write no blanks
+between words are cut into small tokens first, and so is Hangul, whose particles are joined to the noun. A query looks
+for n-grams of them (phrases of n tokens):
+
+| script                                             | tokens of the index       | terms of a query               |
+|----------------------------------------------------|---------------------------|--------------------------------|
+| Chinese characters, kana                           | characters                | characters                     |
+| Hangul                                             | syllables                 | pairs of a word's syllables    |
+| Thai, Lao, Khmer, Myanmar, Tai scripts, Javanese   | letters with their marks  | three letters with their marks |
+| other                                              | words, with their marks   | words                          |
+"""
 
 from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterator
+from functools import lru_cache
 
-_WIDE = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # scripts that write no spaces between words
-# Compiled on first use: such large character classes take milliseconds, and most commands do not need them.
-_TO_WIDE, _FROM_WIDE = f"([{_WIDE}])", f" ([{_WIDE}]) "
+_HAN = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # with kana
+_HANGUL = "\uac00-\ud7a3"
+# Blocks of Unicode: scripts without blanks, and scripts with vowel signs in words
+_JOINED = (
+    (0xE00, 0xF00), (0x1000, 0x10A0), (0x1780, 0x17E0), (0x1950, 0x19E0), (0x1A20, 0x1AB0), (0xA980, 0xAA00), (0xAA60, 0xAAE0),
+)  # fmt: skip
+_WITH_MARKS = ((0x483, 0x1AB0), (0x1B00, 0x1DC0), (0xA66F, 0xAC00), (0xFB1E, 0xFB1F))
+_END = "\u115f"  # token after a word of Hangul, so that no phrase goes on in the next one: a letter without a glyph
+_NUM_TOGETHER = 3  # letters of a term in scripts without blanks
+_WORD = re.compile(r"[^\W_]+")
+# Vowel "am" of Thai and Lao, which NFKC takes apart, with the tone mark before or after the ring
+_AM = re.compile("\u0e4d([\u0e48-\u0e4b]?)\u0e32|\u0ecd([\u0ec8-\u0ecb]?)\u0eb2")
+
+
+def _characters(blocks: tuple[tuple[int, int], ...], category: str) -> str:
+    """Return the characters of Unicode blocks. category: first letter of their general category, L or M."""
+    every = (chr(code) for first, end in blocks for code in range(first, end))
+    return "".join(c for c in every if unicodedata.category(c)[0] == category)
+
+
+def fts5_tokenizer() -> str:
+    """Return the `tokenize` option of the index: unicode61 with vowel signs of Indic and other scripts in words."""
+    return f"porter unicode61 tokenchars '{_characters(_WITH_MARKS, 'M')}'"
+
+
+# Patterns are built on first use: such large character classes take milliseconds, and most commands do not need them.
+@lru_cache(maxsize=1)
+def _unit() -> str:
+    """Pattern of a letter with its marks in a script without blanks."""
+    return f"[{_characters(_JOINED, 'L')}][{_characters(_JOINED, 'M')}]*"
+
+
+@lru_cache(maxsize=1)
+def _token() -> str:
+    """Pattern of a token that is split off."""
+    return f"[{_HAN}{_HANGUL}]|{_unit()}"
+
+
+@lru_cache(maxsize=1)
+def _special() -> str:
+    """Pattern of a character by which a text is more than words and blanks."""
+    return f"[{_HAN}{_HANGUL}{_characters(_JOINED, 'L')}{_characters(_WITH_MARKS, 'M')}]"
+
+
+@lru_cache(maxsize=1)
+def _run() -> str:
+    """Pattern of a run of letters of one kind; groups: Hangul, script without blanks, other characters."""
+    letters, marks = _characters(_JOINED, "L"), _characters(_WITH_MARKS, "M")
+    other = f"(?:(?![{_HAN}{_HANGUL}{letters}])[^\\W_]|[{marks}])+"
+    return f"([{_HANGUL}]+)|([{letters}][{letters}{marks}]*)|[{_HAN}]|{other}"
+
+
+@lru_cache(maxsize=1)
+def _zero_width() -> str:
+    """Pattern of invisible blanks in scripts without blanks: some writers put them between words."""
+    return f"(?<=[{_characters(_JOINED, 'L')}{_characters(_JOINED, 'M')}])[\u200b\u2060]+"
 
 
 def indexed(text: str) -> str:
-    """Return the text in the form of the index: Unicode NFKC without soft hyphens and lone surrogates, then `spaced`.
+    """Return the text in the form of the index: `normalised`, then `spaced`."""
+    return spaced(normalised(text))
 
-    NFKC splits ligatures and maps full-width forms to letters: PDFs often write the "ffi" of "Office" as one character.
+
+def normalised(text: str) -> str:
+    """Return the text in Unicode NFKC without soft hyphens and lone surrogates.
+
+    NFKC splits ligatures, maps full-width forms to letters and composes Hangul: PDFs often write the "ffi" of "Office"
+    as one character.
     """
     if text.isascii():
         return text
-    text = unicodedata.normalize("NFKC", text).replace("\u00ad", "")
-    return spaced(text.encode("utf-8", "replace").decode("utf-8"))
+    text = unicodedata.normalize("NFKC", text).replace("\u00ad", "").encode("utf-8", "replace").decode("utf-8")
+    text = _AM.sub(lambda am: f"{am[1]}\u0e33" if am[1] is not None else f"{am[2]}\u0eb3", text)
+    return re.sub(_zero_width(), "", text)
 
 
 def spaced(text: str) -> str:
-    """Put blanks around every character of a script without spaces, so that each is a word."""
-    return re.sub(_TO_WIDE, r" \1 ", text)
+    """Put blanks around every character of a script without blanks, and around every syllable of Hangul."""
+    if text.isascii():
+        return text
+    text = re.sub(_token(), r" \g<0> ", text)
+    return re.sub(f"([{_HANGUL}] )(?! [{_HANGUL}])", rf"\1{_END} ", text)
 
 
 def unspaced(text: str) -> str:
     """Undo `spaced`."""
-    return text if text.isascii() else re.sub(_FROM_WIDE, r"\1", text)
+    return text if text.isascii() else re.sub(f" ({_token()}) ", r"\1", re.sub(f"{_END} ?", "", text))
+
+
+def search_words(text: str) -> Iterator[tuple[str, float]]:
+    """Yield the words of a text and their weights; n-grams of scripts without blanks have blanks between the tokens.
+
+    A pair of syllables weighs the less, the later it comes in a Korean word: nouns come before their particles.
+    """
+    if text.isascii() or not re.search(_special(), text):
+        yield from ((word, 1.0) for word in _WORD.findall(text))
+        return
+    for run in re.finditer(_run(), text):
+        if run[1]:
+            pairs = zip(run[1], run[1][1:], strict=False)
+            yield from ((" ".join(pair), 1 / number) for number, pair in enumerate(pairs, 1))
+            if len(run[1]) == 1:
+                yield run[1], 1.0
+        elif run[2]:
+            units = re.findall(_unit(), run[2])
+            for first in range(max(len(units) - _NUM_TOGETHER, 0) + 1):
+                yield " ".join(units[first : first + _NUM_TOGETHER]), 1.0
+        elif not run[0].isspace() and _WORD.search(run[0]):
+            yield run[0], 1.0

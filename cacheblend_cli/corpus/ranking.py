@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from cacheblend_cli.corpus.normalise import indexed, unspaced
+from cacheblend_cli.corpus.normalise import normalised, search_words, unspaced
 from cacheblend_cli.corpus.search_index import in_transaction
 
 if TYPE_CHECKING:
@@ -171,9 +171,9 @@ class Query:
     @cached_property
     def terms(self) -> dict[str, float]:
         """Map each FTS5 string to its weight."""
-        terms = dict.fromkeys(query_terms(self.text), 1.0)
-        before = query_terms(self.before) if terms else []
-        return terms | {term: _BEFORE_SHARE for term in before if term not in terms}
+        terms = query_terms(self.text)
+        before = query_terms(self.before) if terms else {}
+        return terms | {term: _BEFORE_SHARE * weight for term, weight in before.items() if term not in terms}
 
     @cached_property
     def vector(self) -> NDArray[np.float32]:
@@ -186,20 +186,23 @@ class Query:
         return vector / max(float(np.linalg.norm(vector)), 1e-9)
 
 
-def query_terms(text: str) -> list[str]:
-    """Return the words as FTS5 strings. Stop words are kept only if there are no other words."""
-    words = [w.lower() for w in _words(text)][:_MAX_TERMS]
-    telling = [w for w in words if w not in _STOP_WORDS] or words
-    return [f'"{w}"' for w in dict.fromkeys(telling)]
+def query_terms(text: str) -> dict[str, float]:
+    """Map each word, as an FTS5 string, to its weight. Stop words are kept only if there are no other words."""
+    words = list(islice(_words(text), _MAX_TERMS))
+    telling = [pair for pair in words if pair[0] not in _STOP_WORDS] or words
+    terms: dict[str, float] = {}
+    for word, weight in telling:
+        terms[f'"{word}"'] = max(weight, terms.get(f'"{word}"', 0.0))
+    return terms
 
 
 def has_telling_words(text: str) -> bool:
     """Return whether the text has words other than stop words."""
-    return not _STOP_WORDS.issuperset(word.lower() for word in _words(text))
+    return any(word not in _STOP_WORDS for word, _ in _words(text))
 
 
-def _words(text: str) -> list[str]:
-    return re.findall(r"[^\W_]+", indexed(text))
+def _words(text: str) -> Iterator[tuple[str, float]]:
+    return ((word.lower(), weight) for word, weight in search_words(normalised(text)))
 
 
 class ByWords:

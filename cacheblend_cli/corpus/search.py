@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.corpus.normalise import unspaced
+from cacheblend_cli.corpus.normalise import spaced, unspaced
 from cacheblend_cli.corpus.ranking import PLACES, ByMeaning, ByWords, Query, Row, Searched, fuse, telling_sentence
 from cacheblend_cli.corpus.scopes import holds
 from cacheblend_cli.corpus.search_index import open_index
@@ -40,9 +40,9 @@ _VERSIONS = """
     LEFT JOIN versions AS v USING (source, collection, context) WHERE p.source = ?
 """
 _DAMAGED = "SELECT count(DISTINCT p.key) FROM damaged AS p WHERE {where}"
-_SNIPPET = "SELECT snippet(chunks, 2, '', '', ' ... ', 14) FROM chunks WHERE chunks MATCH ? AND rowid = ?"
-
-_SNIPPET_CHARACTERS = 400  # 14 words, and a word can have thousands of characters
+_SNIPPET = "SELECT snippet(chunks, 2, '', '', ' ... ', ?) FROM chunks WHERE chunks MATCH ? AND rowid = ?"
+_SNIPPET_WORDS, _SNIPPET_LETTERS = 14, 48  # tokens; of scripts without blanks, a token is a letter
+_SNIPPET_CHARACTERS = 400  # a word can have thousands of characters
 _QUERY_CHARACTERS = 1 << 15
 """Characters of a query to read. A search uses at most 64 terms and 2,048 tokens of them."""
 _SOURCES = "SELECT DISTINCT p.source FROM places AS p WHERE p.context != 'prefix' AND {where}"
@@ -176,7 +176,8 @@ def _hit(row: Row, snippet: str, match: float, *, beside: bool = False) -> Searc
 def _snippet(db: sqlite3.Connection, row: Row, terms: Collection[str], asked: Query | None) -> str:
     found = None
     if terms:
-        found = db.execute(_SNIPPET, (" OR ".join(terms), row.id)).fetchone()
+        size = _SNIPPET_WORDS if all(spaced(term) == term for term in terms) else _SNIPPET_LETTERS
+        found = db.execute(_SNIPPET, (size, " OR ".join(terms), row.id)).fetchone()
     if found is None:
         [body] = db.execute("SELECT body FROM chunks WHERE rowid = ?", (row.id,)).fetchone()
         embedder = asked.embedder if asked else None

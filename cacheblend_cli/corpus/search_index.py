@@ -14,9 +14,10 @@ from cacheblend_store import ChunkStore, StorePermission
 from cacheblend_store.private_files import InsecurePath, check_files, open_file
 
 from cacheblend_cli.corpus.index_update import plan_update, write_update
+from cacheblend_cli.corpus.normalise import fts5_tokenizer
 
-_SCHEMA = 11
-_TABLES = f"""
+_SCHEMA = 12
+_TABLES = """
     DROP TABLE IF EXISTS chunks;
     DROP TABLE IF EXISTS places;
     DROP TABLE IF EXISTS versions;
@@ -40,8 +41,8 @@ _TABLES = f"""
     CREATE TABLE pending (id INTEGER PRIMARY KEY);
     CREATE TABLE embedder (digest TEXT);
     CREATE TABLE damaged (key TEXT, collection TEXT, PRIMARY KEY (key, collection));
-    CREATE VIRTUAL TABLE chunks USING fts5(source, title, body, tokenize = 'porter unicode61');
-    PRAGMA user_version = {_SCHEMA};
+    CREATE VIRTUAL TABLE chunks USING fts5(source, title, body, tokenize = "{tokenizer}");
+    PRAGMA user_version = {schema};
 """
 _LOCKED_S = 60.0  # seconds to wait for another process
 _updating = threading.RLock()  # threads wait here, because SQLite's own lock has a timeout
@@ -131,7 +132,7 @@ def _refresh(db: sqlite3.Connection, store: ChunkStore) -> None:
                 return
             changes = None
             if identity != store.identity:
-                for statement in _TABLES.split(";"):
+                for statement in _TABLES.format(tokenizer=fts5_tokenizer(), schema=_SCHEMA).split(";"):
                     db.execute(statement)
             else:
                 changes = reader.changes_since(generation)
