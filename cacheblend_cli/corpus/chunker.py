@@ -8,10 +8,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import islice
 
 from cacheblend_store import NOWHERE, Locator
 
 from cacheblend_cli.corpus.layout import Kind
+from cacheblend_cli.corpus.outline import heading_spans
 
 Encode = Callable[[str], list[int]]
 _Level = Callable[[str, int, int], Iterator[int]]
@@ -59,9 +61,10 @@ _FIRST_GUESS = 3  # characters per token of the first chunk
 _GUESSES = 4
 _ENCODED = 16  # cached texts with token ids: each piece is encoded to measure it, and again to pack it
 _MOST_ENDS = 1024  # ends of pieces before the current chunk to keep
-_HEADING = re.compile(
-    r"#{1,6} [^\n]*\n\s*|[^\n]+\n([=~^*+#\-])\1{2,}[ \t]*\n\s*"
-)  # Markdown heading or underlined line
+_COMMENT = re.compile(r"#{1,6} [^\n]*\n\s*")
+_LONG_WORD = (
+    24  # characters of a word that may be cut to keep its beginning with a heading, as in scripts without blanks
+)
 
 
 @dataclass(frozen=True)
@@ -79,26 +82,31 @@ class Chunk:
 def iter_cut(text: str, encode: Encode, max_tokens: int, kind: Kind = "text") -> Iterator[Chunk]:
     """Yield chunks of at most max_tokens tokens; their texts joined are `text`. Megabytes of text take seconds.
 
-    Whole paragraphs are packed while they fit. A heading stays with the text after it, and a chunk that is at least
-    half full ends before a heading. In code, whole functions and classes are packed. A single character of more than
-    max_tokens tokens becomes its own chunk.
+    Whole paragraphs are packed while they fit. A chunk that is at least half full ends before a heading. A heading
+    stays with the text after it: if the paragraph does not fit with it, with as much of the paragraph as fits. In code,
+    whole functions and classes are packed. A single character of more than max_tokens tokens becomes its own chunk.
 
     encode: maps text to token ids, without special tokens.
     """
     is_code, encode = kind == "code", lru_cache(_ENCODED)(encode)
-    pieces = _Pieces(text, _ends(text, 0, len(text), encode, max_tokens, _CODE_LEVELS if is_code else _LEVELS))
+    headings = set[int]()
+    if is_code:
+        pieces = _Pieces(text, _ends(text, 0, len(text), encode, max_tokens, _CODE_LEVELS), headings)
+    else:
+        pieces = _Pieces(text, _ends_and_headings(text, encode, max_tokens, kind, headings), headings)
     index = first = 0
     length = _FIRST_GUESS * max_tokens
     while pieces.upto(first + 1) > first:
         stop, ids = _fill(pieces, first, encode, max_tokens, length)
+        while not is_code and pieces.is_title(first, stop) and pieces.split(first, stop, encode, max_tokens):
+            stop, ids = _fill(pieces, first, encode, max_tokens, length)
         length = pieces.start(stop) - pieces.start(first)
         if stop < pieces.upto(stop + 1):
-            kept = (
-                _before_code(pieces, first, stop) if is_code else _before_title(pieces, first, stop, encode, max_tokens)
-            )
-            # a shorter text can have more tokens
-            if kept < stop and len(shorter := encode(pieces.text(first, kept))) <= max_tokens:
-                stop, ids = kept, shorter
+            for kept in _before_code(pieces, first, stop) if is_code else _before_title(pieces, first, stop):
+                # a shorter text can have more tokens
+                if len(shorter := encode(pieces.text(first, kept))) <= max_tokens:
+                    stop, ids = kept, shorter
+                    break
         if ids:
             yield Chunk(index, pieces.text(first, stop), tuple(ids), pieces.start(first), pieces.start(stop))
             index += 1
@@ -107,10 +115,13 @@ def iter_cut(text: str, encode: Encode, max_tokens: int, kind: Kind = "text") ->
 
 
 class _Pieces:
-    """Pieces of a text, found lazily, by number. Ends of pieces before the current chunk are dropped."""
+    """Pieces of a text, found lazily, by number. Ends of pieces before the current chunk are dropped.
 
-    def __init__(self, text: str, ends: Iterator[int]) -> None:
-        self._text, self._source = text, ends
+    headings: starts of headings' pieces up to the last known end; those before the current chunk are dropped too.
+    """
+
+    def __init__(self, text: str, ends: Iterator[int], headings: set[int]) -> None:
+        self._text, self._source, self._headings = text, ends, headings
         self._starts, self._first = array("Q", [0]), 0  # starts of the pieces from number `_first`, and the last end
 
     def upto(self, stop: int) -> int:
@@ -140,13 +151,68 @@ class _Pieces:
         return self._text[self.start(number)].isspace()
 
     def is_heading(self, number: int) -> bool:
-        return _HEADING.fullmatch(self._text, self.start(number), self.start(number + 1)) is not None
+        """Return whether a piece is a heading, or looks like one: a comment in fenced code stays with the code."""
+        start, end = self.start(number), self.start(number + 1)
+        return start in self._headings or _COMMENT.fullmatch(self._text, start, end) is not None
+
+    def before_headings(self, first: int, stop: int) -> int:
+        """Return where the headings at the end of a run begin, else `stop`. Blanks after a heading belong to it, and
+        blanks at the start of the run."""
+        begin = number = stop
+        while number > first and (self.is_heading(number - 1) or self._is_blank(number - 1)):
+            number -= 1
+            begin = number if self.is_heading(number) else begin
+        return first if number == first and begin < stop else begin
+
+    def is_title(self, first: int, stop: int) -> bool:
+        """Return whether a run has nothing but headings, and text follows."""
+        return self.before_headings(first, stop) == first and stop < self.upto(stop + 1)
+
+    def split(self, first: int, number: int, encode: Encode, max_tokens: int) -> bool:
+        """Cut a piece so that its beginning fits with the run from `first`. Return False if not even a word fits."""
+        start, end = self.start(number), self.start(number + 1)
+        room = max_tokens - len(encode(self.text(first, number)))
+        while room > 0 and not self.is_heading(number):
+            ends = list(_ends(self._text, start, end, encode, room, _LEVELS))
+            begin = self.start(first)
+            if len(ends) > 1 and self._is_cut_well(ends[0]) and len(encode(self._text[begin : ends[0]])) <= max_tokens:
+                at = number - self._first + 1
+                self._starts[at:at] = array("Q", ends[:-1])
+                return True
+            room //= 2
+        return False
+
+    def _is_cut_well(self, end: int) -> bool:
+        """Return whether a cut at `end` is between words, or in a long one."""
+        before, after = self._text[max(end - _LONG_WORD, 0) : end], self._text[end : end + _LONG_WORD]
+        if before[-1].isspace() or after[:1].isspace():
+            return True
+        return len(before.split()[-1]) + len("".join(after.split()[:1])) >= _LONG_WORD
+
+    def _is_blank(self, number: int) -> bool:
+        return not self.text(number, number + 1).strip()
 
     def drop(self, first: int) -> None:
         """Forget the pieces before number `first`, now and then."""
         if first - self._first > _MOST_ENDS:
             del self._starts[: first - self._first]
             self._first = first
+            self._headings -= {start for start in self._headings if start < self._starts[0]}
+
+
+def _ends_and_headings(text: str, encode: Encode, max_tokens: int, kind: Kind, headings: set[int]) -> Iterator[int]:
+    """Yield the ends of pieces that fit. A heading is a piece of its own, or several if it is too long.
+
+    headings: gets the start of each piece of a heading before its end is yielded.
+    """
+    start = 0
+    for begin, end in heading_spans(text, kind):
+        yield from _ends(text, start, begin, encode, max_tokens, _LEVELS)
+        for start in _ends(text, begin, end, encode, max_tokens, _LEVELS):
+            headings.add(begin)
+            yield start
+            begin = start
+    yield from _ends(text, start, len(text), encode, max_tokens, _LEVELS)
 
 
 def _ends(
@@ -210,31 +276,24 @@ def _fill(pieces: _Pieces, first: int, encode: Encode, max_tokens: int, length: 
     return (stop, ids) if stop > first else (over, too_many)
 
 
-def _before_headings(pieces: _Pieces, first: int, stop: int) -> int:
-    """Return where the run's trailing headings begin; `stop` if there are none, or nothing else."""
-    end = stop
-    while end > first and pieces.is_heading(end - 1):
-        end -= 1
-    return end if end > first else stop
+def _before_title(pieces: _Pieces, first: int, stop: int) -> Iterator[int]:
+    """Yield better ends of the run, best first: before its trailing headings, else before the section that it would
+    cut."""
+    end = pieces.before_headings(first, stop)
+    if end == first:  # not even a word of text fits with all headings
+        yield from (n for n in range(stop - 1, first, -1) if pieces.is_heading(n))
+    elif end < stop:
+        yield from (n for n in range(end, first, -1) if pieces.before_headings(first, n) == n)
+    elif not pieces.is_heading(stop):
+        title = next((n for n in _second_half(pieces, first, stop) if pieces.is_heading(n)), first)
+        if (before := pieces.before_headings(first, title)) > first:
+            yield before
 
 
-def _before_title(pieces: _Pieces, first: int, stop: int, encode: Encode, max_tokens: int) -> int:
-    """Return a better end of the run: before its trailing headings if the next piece fits with them, else before the
-    section that the run would cut. Return `stop` if there is none."""
-    end = _before_headings(pieces, first, stop)
-    if end < stop:
-        return end if len(encode(pieces.text(end, stop + 1))) <= max_tokens else stop
-    if pieces.is_heading(stop):
-        return stop
-    title = next((n for n in _second_half(pieces, first, stop) if pieces.is_heading(n)), stop)
-    return next((n for n in range(title, first, -1) if not pieces.is_heading(n - 1)), stop)
-
-
-def _before_code(pieces: _Pieces, first: int, stop: int) -> int:
-    """Return where the run's last definition begins if the run would cut it, else `stop`."""
-    if not pieces.starts_indented(stop):
-        return stop
-    return next((n for n in _second_half(pieces, first, stop) if not pieces.starts_indented(n)), stop)
+def _before_code(pieces: _Pieces, first: int, stop: int) -> Iterator[int]:
+    """Yield where the run's last definition begins if the run would cut it."""
+    if pieces.starts_indented(stop):
+        yield from islice((n for n in _second_half(pieces, first, stop) if not pieces.starts_indented(n)), 1)
 
 
 def _second_half(pieces: _Pieces, first: int, stop: int) -> Iterator[int]:

@@ -18,7 +18,7 @@ from cacheblend_cli.corpus.layout import TextLayout, bounded
 from cacheblend_cli.corpus.outline import Outline
 from cacheblend_cli.corpus.places import is_stdin
 
-CUT_VERSION = 2
+CUT_VERSION = 3
 """Increase this when the same text and settings give different chunks or locators: documents are then cut again."""
 _SENTENCE_ENDS = re.compile(r"[.!?]\s+|\n\s*")
 _WORD_ENDS = re.compile(r"\s+")

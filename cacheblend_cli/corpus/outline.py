@@ -112,6 +112,23 @@ class Outline:
         return found[::-1]
 
 
+def heading_spans(text: str, kind: Kind) -> Iterator[tuple[int, int]]:
+    """Yield the character range of each heading, with its underline and the blanks after it; none for code."""
+    if kind == "code":
+        return
+    done = 0
+    for title in (_underlined if kind == "rst" else _markdown)(text):
+        start, stop = title.start, text.find("\n", title.end - 1)
+        above = text.rfind("\n", max(start - _LOOKED_AT, 0), max(start - 1, 0)) + 1
+        if kind == "rst" and _UNDERLINE.fullmatch(text, above, max(start - 1, above)):
+            start = above  # overlined
+        found = _TEXT.search(text, stop) if stop >= 0 else None
+        start, end = max(start, done), found.start() if found else len(text)
+        if start < end:  # lines can end in other characters than \n
+            yield start, end
+            done = end
+
+
 def _parents(titles: list[_Title]) -> list[int]:
     """Return the index of each title's parent, -1 for none."""
     found, stack = [], list[int]()

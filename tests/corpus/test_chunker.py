@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from cacheblend_cli.corpus import chunker
 from cacheblend_cli.corpus.chunker import Chunk, Encode, iter_cut
 from cacheblend_cli.corpus.layout import Kind
+from cacheblend_cli.corpus.outline import heading_spans
 
 
 def words(text: str) -> list[int]:
@@ -65,9 +66,103 @@ def test_a_heading_stays_with_the_paragraph_after_it() -> None:
     ]
 
 
-def test_a_heading_without_room_for_its_paragraph_makes_no_chunk_of_its_own() -> None:
+def test_a_heading_without_room_for_its_paragraph_stays_with_the_beginning_of_it() -> None:
     chunks = cut("one two\n\n# Title\n\nthree four five six seven\n", words, 8)
-    assert texts(chunks) == ["one two\n\n# Title\n\n", "three four five six seven\n"]
+    assert texts(chunks) == ["one two\n\n", "# Title\n\nthree four five six ", "seven\n"]
+
+
+TEXT = "one two three four five six seven eight nine ten\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "together"),
+    [
+        ("a b c d\n# T\n\n" + TEXT, "markdown", "# T\n\none"),  # no blank line before the heading
+        ("a b c d\n\n# T\n" + TEXT, "markdown", "# T\none"),  # nor after it
+        ("a b c d\n\n# T\n## U\n\n" + TEXT, "markdown", "# T\n## U\n\none"),
+        ("a b c d\n\n# T\n\n## U\n\n" + TEXT, "markdown", "# T\n\n## U\n\none"),
+        ("a b c d\n\n# T\n\n| x | y |\n|---|---|\n" + "| 1 | 2 |\n" * 9, "markdown", "# T\n\n| x | y |\n"),
+        ("a b c d\n\nT\n---\n\n" + TEXT, "markdown", "T\n---\n\none"),
+        ("a b c d\n\n===\nT\n===\n\n" + TEXT, "rst", "===\nT\n===\n\none"),
+        ('a b c d\n\nT\n^^^\nU\n"""\n' + TEXT, "rst", 'T\n^^^\nU\n"""\none'),
+        ("a b c d\n\n# T\n\n" + "x" * 400 + "\n", "markdown", "# T\n\nxxx"),  # a word that is cut anyway
+        ("a b c d\n\n# T\n\n" + "\u6f22\u5b57" * 18 + "\n", "markdown", "# T\n\n\u6f22"),
+    ],
+)
+def test_a_heading_and_the_first_word_after_it_share_a_chunk(text: str, kind: Kind, together: str) -> None:
+    for most in range(17, 40):
+        chunks = list(iter_cut(text, letters, most, kind))
+        check(text, chunks, letters, most)
+        assert any(together in chunk.text for chunk in chunks), most
+
+
+def letters(text: str) -> list[int]:
+    """A token a character, but for blanks and marks."""
+    return [ord(c) for c in text if c.isalnum()] + [0] * text.count("\n")
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                "a",
+                "bc ",
+                "d. ",
+                "\n",
+                "\n\n",
+                "\n# H\n",
+                "\n## I\n\n",
+                "\nJ\n===\n",
+                "\n---\n",
+                "```\n",
+                "| x |\n",
+                "y" * 70,
+                "\f",
+            ]
+        ),
+        max_size=30,
+    ),
+    st.integers(1, 40),
+    st.sampled_from(["text", "markdown", "rst"]),
+)
+def test_a_heading_ends_a_chunk_only_where_no_word_fits(parts: list[str], most: int, kind: Kind) -> None:
+    text = "".join(parts) if kind != "rst" else "".join(parts).replace("#", "h")
+    spans = list(heading_spans(text, kind))
+    chunks = list(iter_cut(text, characters, most, kind))
+    check(text, chunks, characters, most)
+    for chunk in chunks:
+        last = chunk.start + len(chunk.text.rstrip()) - 1
+        if not chunk.text.strip() or not within(last, spans):
+            continue
+        begin = next((i for i in range(last + 1, len(text)) if not within(i, spans) and not text[i].isspace()), None)
+        if begin is not None:  # the word after the last heading does not fit
+            word = re.compile(r"\S+\s*").match(text, begin)
+            assert word is not None
+            assert word.end() - chunk.start > most
+
+
+def test_ranges_of_headings_do_not_overlap() -> None:
+    for text, kind, spans in (
+        ("# A\f# B\nc\n", "markdown", [(0, 8)]),
+        ("T\n===\nU\n===\n\n\nv\n", "rst", [(0, 6), (6, 14)]),
+        ("===\nT\n===\nv\n", "rst", [(0, 10)]),
+        ("a\n# T", "markdown", [(2, 5)]),
+        ("```\n# T\n```\n", "markdown", []),
+        ("# T\n", "code", []),
+    ):
+        assert list(heading_spans(text, kind)) == spans  # type: ignore[arg-type]
+
+
+def within(position: int, spans: list[tuple[int, int]]) -> bool:
+    return any(start <= position < end for start, end in spans)
+
+
+def test_a_comment_in_fenced_code_is_no_heading() -> None:
+    text = "one two\n\n```\n# three\nfour\n```\n\nfive six\n"
+    assert texts(list(iter_cut(text, words, 16, "markdown"))) == [
+        "one two\n\n```\n# three\nfour\n```\n\n",
+        "five six\n",
+    ]
 
 
 def test_a_heading_that_ends_the_document_stays() -> None:
@@ -187,7 +282,7 @@ def test_a_chunk_takes_all_the_pieces_that_fit(kind: Kind, parts: list[str], mos
     levels = chunker._CODE_LEVELS if kind == "code" else chunker._LEVELS
     ends = list(chunker._ends(text, 0, len(text), characters, most, levels))
     for first, begin in enumerate([0, *ends[:-1]]):
-        pieces = chunker._Pieces(text, iter(ends))
+        pieces = chunker._Pieces(text, iter(ends), set())
         pieces.upto(first + 1)
         fitting = [n for n in range(first + 1, len(ends) + 1) if ends[n - 1] - begin <= most]
         for length in (1, most, 100):
