@@ -1,8 +1,8 @@
 """Extract passages that a client put into its messages: each tagged element becomes a document of the request.
 
 Recognised: `<source id="1" name="a.md">text</source>` (Open WebUI), `<document title="...">text</document>`, and
-documents with the parts <source> (title) and <document_content> (text). A message with nested or unclosed tags is left
-unchanged.
+documents with the parts <source> (title) and <document_content> (text). Tags that prose only mentions, as in "cite the
+<source> tag", are no passages. A message with nested elements is left unchanged.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ import msgspec
 from cacheblend_cli.server.openai.protocol import MAX_DOCUMENTS, AskBody, DocumentIn, Message
 from cacheblend_cli.server.server_state import ServerState
 
-_TAG = re.compile(r"<(/?)(document|source)(?![\w-])([^<>]{0,4096})>")
-_ATTRIBUTE = re.compile(r"""(?<![\w-])([\w-]++)\s*+=\s*+(?:"([^"]*+)"|'([^']*+)')""")
+# The attributes end at the first quote before a ">": names can contain quotes and ">".
+_TAG = re.compile(r"""<(/?)(document|source)(?![\w-])([^<>"']{0,512}(?:["'][^<]{0,4096}?["']\s{0,8}/?)?)>""")
+_ATTRIBUTE = re.compile(r"""(?<!\S)([\w-]++)\s*+=\s*+(["'])""")
+_NAMES = ("id", "index", "title", "name")
+_VOID = ("src", "srcset")  # attributes of HTML's own <source>, which has no end tag
 _PARTS = [re.compile(rf"<{name}>([^<]*)</{name}>") for name in ("source", "title")]
 _CONTENT = ("<document_content>", "</document_content>")
 _MOST_ID, _MOST_TITLE = 256, 1024  # characters, as for documents of a request
@@ -87,27 +90,47 @@ def extract_passages(state: ServerState, body: AskBody, messages: Sequence[Messa
 
 
 def elements_of(text: str) -> list[Element]:
-    """Return the passages of a text in order, none if its tags do not alternate. A blank element is not a passage."""
+    """Return the passages of a text in order, none if its elements are nested. A blank element is not a passage."""
     elements, opened = list[Element](), None
+    given: dict[str, str] = {}
     for tag in _TAG.finditer(text):
         closing, kind, attributes = tag.groups()
-        if opened is not None and opened[2] != kind:
-            continue  # part of a document, or text in it
         if attributes.endswith("/"):
             continue  # an element without text
-        if bool(closing) != (opened is not None):
+        if not closing:
+            own = _attributes(attributes)
+            if not own.keys() & set(_VOID) and _begins(kind, own, opened, given):
+                opened, given = tag, own
+        elif opened is None:
             return []
-        if opened is None:
-            opened = tag
-            continue
-        if text[opened.end() : tag.start()].strip():
-            elements.append(_element(text, opened, tag))
-        opened = None
-    return elements if opened is None else []
+        elif opened[2] == kind:
+            if text[opened.end() : tag.start()].strip():
+                elements.append(_element(text, opened, tag, given))
+            opened = None
+    return elements
 
 
-def _element(text: str, opened: re.Match[str], closed: re.Match[str]) -> Element:
-    given = {name: double or single for name, double, single in _ATTRIBUTE.findall(opened[3])}
+def _begins(kind: str, own: dict[str, str], opened: re.Match[str] | None, given: dict[str, str]) -> bool:
+    """Return whether a tag begins an element, so that prose only mentions the tag opened before it; else it is part of
+    that element, or text in it."""
+    if opened is None:
+        return True
+    is_named, was_named = (bool(names.keys() & set(_NAMES)) for names in (own, given))
+    return is_named or not was_named if opened[2] == kind else is_named and not was_named
+
+
+def _attributes(text: str) -> dict[str, str]:
+    """Return the attributes of a tag. A value ends at the last quote before the next attribute."""
+    begins = list(_ATTRIBUTE.finditer(text))
+    ends = [*(begin.start() for begin in begins[1:]), len(text)]
+    found: dict[str, str] = {}
+    for begin, end in zip(begins, ends, strict=False):
+        value = text[begin.end() : end]
+        found.setdefault(begin[1], value[: max(value.rfind(begin[2]), 0)])
+    return found
+
+
+def _element(text: str, opened: re.Match[str], closed: re.Match[str], given: dict[str, str]) -> Element:
     start, end = opened.end(), closed.start()
     title = given.get("title") or given.get("name") or ""
     if opened[2] == "document":

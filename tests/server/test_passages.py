@@ -52,6 +52,44 @@ def test_known_forms() -> None:
     assert texts_of(f"<document><title>A</title>{BILLING}</document>") == [("", "", f"<title>A</title>{BILLING}")]
 
 
+TEMPLATE = f"""### Task:
+Answer from the context. Cite as [id] **only if the <source> tag has an id** (for example, <source id="1">).
+
+- Cite only a <source> tag with an id, and no XML such as </i>.
+- If a <document> has no answer, say so.
+
+<context>
+<source id="1" name="team.md">{BILLING}</source>
+<source id="2" name="pets.md">{PARROT}</source>
+</context>
+
+who leads billing, and what does <source> mean?"""
+"""Instructions like those of Open WebUI's default template, which mention the tag."""
+
+
+def test_mentions_of_tags_are_no_passages() -> None:
+    assert texts_of(TEMPLATE) == texts_of(WEBUI)
+    assert texts_of(f"Use <source> tags. {ANTHROPIC}") == texts_of(ANTHROPIC)
+    inside = f'<source id="1" name="a.md">{BILLING}: the <source> tag, the <document> tag</source>'
+    assert texts_of(inside) == [("1", "a.md", f"{BILLING}: the <source> tag, the <document> tag")]
+    assert texts_of(f"<source>{BILLING}</source> and <source> alone") == [("", "", BILLING)]
+
+
+def test_elements_of_html_inside_a_passage_are_its_text() -> None:
+    page = f'<video><source src="x.mp4" type="video/mp4"><source srcset="y"></video> {BILLING}'
+    assert texts_of(f'<source id="1" name="a.html">{page}</source>') == [("1", "a.html", page)]
+
+
+@pytest.mark.parametrize(
+    "name", ['He said "hi".md', "a>b.md", "Bob's.md", "a > b", 'a="b".md', "x>'y'.md", "", 'one" disk.md', "id=7.md"]
+)
+def test_names_with_quotes_and_brackets(name: str) -> None:
+    elements = texts_of(
+        f'<source id="1" name="{name}">{BILLING}</source>\n<source id="1" name="b.md">{PARROT}</source>'
+    )
+    assert elements == [("1", name, BILLING), ("1", "b.md", PARROT)]
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -98,6 +136,10 @@ def test_elements_do_not_overlap(pieces: list[str]) -> None:
         "<document><document_content>",
         "<source " + "a" * 4000 + ">",
         "</document_content>",
+        '<source id="',
+        '<source "a" "b"',
+        '<source id="1">',
+        "<source a=''",
     ],
 )
 def test_hostile_texts_cost_linear_time(piece: str) -> None:
@@ -128,6 +170,15 @@ def test_passages_become_the_chunks_of_documents(start: Any) -> None:
     assert statuses == ["exact", "blended"]  # another question, and white space around a text
     both = server.ask(messages=user(WEBUI), documents=pages[:1]).json()["blend"]
     assert [c["document"] for c in both["chunks"]] == ["x", "2"]  # the same text is one chunk
+
+
+def test_passages_of_a_template_that_mentions_the_tag(start: Any) -> None:
+    server = start(find_passages=True)
+    expected = server.ask(messages=user(WEBUI)).json()["blend"]["passages"]
+    for messages in (user(TEMPLATE), [{"role": "system", "content": TEMPLATE}, *user("who?")]):
+        blend = server.ask(messages=messages).json()["blend"]
+        assert blend["passages"] == expected
+        assert [c["title"] for c in blend["chunks"]] == ["team.md", "pets.md"]
 
 
 def test_nothing_is_found_where_nobody_asked_for_it(server: Any) -> None:
