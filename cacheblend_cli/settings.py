@@ -153,6 +153,9 @@ class Settings:
         "In serve, answer chats without documents, chunks or search from the stored documents.",
         flag="--retrieve/--no-retrieve",
     )
+    allow_origin: tuple[str, ...] = _setting(
+        (), "Origin of a browser client on another site, such as https://chat.example; *: all (repeatable)."
+    )
     sample_top_k: int = _setting(0, "Sample among the k most likely tokens; 0: off.")
     min_p: float = _setting(0.0, "Drop tokens below this share of the most likely token's probability.")
     repetition_penalty: float = _setting(1.0, "Divide the logits of tokens already in the text by this; 1: off.")
@@ -237,7 +240,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "store": ("store", "lock_timeout", "force_store", "max_size"),
     "tier": ("tier", "tier_key_file", "tier_deadline"),
     "start": ("weights_cache_gb", "keep_alive"),
-    "serve": ("retrieve",),
+    "serve": ("retrieve", "allow_origin"),
 }  # fmt: skip
 """Settings by topic. Commands select their flags by group; sockets.py uses the groups that identify an engine."""
 
@@ -247,7 +250,9 @@ def grouped(*groups: str, but: Sequence[str] = ()) -> tuple[str, ...]:
     return tuple(name for group in groups for name in GROUPS[group] if name not in but)
 
 
-HARMLESS = frozenset(grouped("search", "blend", "sampling", "prompt", "cutting", "serve", but=("embeddings",)))
+HARMLESS = frozenset(
+    grouped("search", "blend", "sampling", "prompt", "cutting", "serve", but=("embeddings", "allow_origin"))
+)
 """Settings that change only the answers here. All others (what names a place, a model or a receiver, what uses the
 machine or removes stored data) are taken from a project's file only if the user trusts it."""
 

@@ -99,11 +99,15 @@ def serve(
         reply = start(settings, 3600.0 if idle_exit is None else idle_exit)
         _show(reply, _status_line(reply), output, json=json)
         return
+    from cacheblend_cli.server.origins import ANY, read_origins
     from cacheblend_cli.server.tenants import Keyring, read_keys
 
+    origins = read_origins(settings.allow_origin)
     keyring = Keyring(read_keys(api_key or (), api_key_file), settings.salt)
     if keyring.is_open and host not in _LOOPBACK and unix_socket is None:
         raise UsageError(f"{host} is reachable by others, and no --api-key was given", "give one, or omit --host")
+    if keyring.is_open and ANY in origins:
+        output.note("every web page that this machine's browsers open can use the server: give an --api-key")
     read_ahead(settings)
     from cacheblend_cli.cli.tier import share
     from cacheblend_cli.engine.events import Limits
@@ -150,6 +154,7 @@ def serve(
                 sampling,
                 keyring,
                 names,
+                origins=origins,
                 max_body=max_body << 20,
                 find_passages=find_passages,
                 any_model=any_model,

@@ -12,6 +12,7 @@ from cacheblend_store import StoreError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -31,6 +32,7 @@ from cacheblend_cli.server.ollama import routes as ollama
 from cacheblend_cli.server.ollama.protocol import GenerateBody, OldEmbedBody, OllamaChatBody, OllamaEmbedBody, ShowBody
 from cacheblend_cli.server.openai import routes as openai
 from cacheblend_cli.server.openai.protocol import ChatBody, CompletionBody, PutBody, SearchBody
+from cacheblend_cli.server.origins import EXPOSED, METHODS
 from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.version import __version__
 
@@ -124,10 +126,26 @@ def make_app(state: ServerState, *, is_owner: bool = False) -> Starlette:
     if state.decoder is not None:
         routes.append(route("GET /handovers/{name}", _hand_over))
     routes += [route("GET /", _page), route("GET /page/{name}", _page)]
+    middleware = [Middleware(AuthMiddleware, state=state, is_owner=is_owner)]
+    if state.origins and not is_owner:  # first, because a browser asks without the key, and reads refusals
+        middleware.insert(0, _cors(state.origins))
     return Starlette(
         routes=[*routes, Route(mcp_route.PATH, mcp_route.McpRoute(state), methods=["POST"])],
-        middleware=[Middleware(AuthMiddleware, state=state, is_owner=is_owner)],
+        middleware=middleware,
         exception_handlers={HTTPException: _no_route},
+    )
+
+
+def _cors(allowed: frozenset[str]) -> Middleware:
+    """Return the middleware that lets pages of these origins read responses. They may send any header: clients add
+    their own, such as X-Stainless-OS of OpenAI's."""
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=sorted(allowed),
+        allow_methods=METHODS,
+        allow_headers=["*"],
+        allow_private_network=True,
+        expose_headers=EXPOSED,
     )
 
 

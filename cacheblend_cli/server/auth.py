@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend_cli.server.api_errors import OLLAMA, ApiError, server_stopping
+from cacheblend_cli.server.origins import ANY
 from cacheblend_cli.server.server_state import ServerState
 
 _BODIES = 8
@@ -71,7 +72,7 @@ class AuthMiddleware:
             raise error
         names, has_port = self._state.names, scope.get("server", (None, None))[1] is not None
         if names is not None and has_port:
-            _check_site(headers, names)
+            _check_site(headers, names, self._state.origins)
         if _needs_key(scope["path"]):
             keyring = self._state.keyring
             tenant = keyring.own if self._is_owner else keyring.tenant_of(headers.get("authorization"))
@@ -90,8 +91,9 @@ class AuthMiddleware:
         return ApiError(413, f"the body is larger than {self._state.max_body} bytes", code="body_too_large")
 
 
-def _check_site(headers: Mapping[str, str], names: Collection[str]) -> None:
-    """Refuse requests by pages of other sites: a Host not in `names`, or an http(s) Origin other than the server's own.
+def _check_site(headers: Mapping[str, str], names: Collection[str], origins: Collection[str]) -> None:
+    """Refuse requests by pages of other sites: a Host not in `names`, or an http(s) Origin that is neither the server's
+    own nor in `origins`.
 
     Origins with other schemes are local programs, such as browser extensions. Raises ApiError.
     """
@@ -101,6 +103,8 @@ def _check_site(headers: Mapping[str, str], names: Collection[str]) -> None:
     if name not in names:
         raise ApiError(403, f"host name not allowed: {name[:80]!r}", code="host_refused")
     origin = headers.get("origin", "").lower()
+    if ANY in origins or origin in origins:
+        return
     if origin == "null" or (origin.startswith(("http://", "https://")) and origin.partition("://")[2] != host):
         raise ApiError(403, f"origin not allowed: {origin[:80]!r}", code="origin_refused")
 

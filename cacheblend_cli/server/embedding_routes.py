@@ -18,6 +18,7 @@ from cacheblend_cli.corpus.embedding import Embedder, find_embedder
 from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.server.api_errors import ApiError, bad_request
 from cacheblend_cli.server.http import JSON, json_body, tenant_of, unless_disconnected
+from cacheblend_cli.server.model_names import is_named
 from cacheblend_cli.server.openai.protocol import Count, Text, parse
 from cacheblend_cli.server.server_state import LIGHT_CHARACTERS, ServerState
 from cacheblend_cli.server.tenants import Tenant
@@ -60,7 +61,7 @@ def model_of(state: ServerState) -> Embedder | None:
 async def embeddings(request: Request, state: ServerState) -> Response:
     """POST /v1/embeddings."""
     body = parse(EmbedBody, await json_body(request))
-    if not state.any_model and body.model not in (None, "", "cacheblend", name_of(state)):
+    if not state.any_model and body.model and not is_named(name_of(state), body.model):
         raise unknown_model(state, body.model)
     texts = [body.input] if isinstance(body.input, str) else body.input
     vectors, counts = await embed_texts(request, state, texts, body.dimensions)
@@ -73,7 +74,7 @@ async def embeddings(request: Request, state: ServerState) -> Response:
     reply = {
         "object": "list",
         "data": [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(encoded)],
-        "model": name_of(state),
+        "model": body.model or name_of(state),
         "usage": {"prompt_tokens": sum(counts), "total_tokens": sum(counts)},
     }
     return Response(encode(reply), media_type=JSON)

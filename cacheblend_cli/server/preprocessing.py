@@ -52,6 +52,7 @@ class ParsedRequest:
     # all chunks are passages of the messages, which contain their own instructions: omit the default wording
     passages_only: bool = False
     raw: bool = False  # without the chat template
+    notes: tuple[str, ...] = ()  # messages for users about the messages
 
     @property
     def num_characters(self) -> int:
@@ -70,7 +71,15 @@ async def parse_chat(
         extracted = await state.in_pool(tenant, lambda: extract_passages(state, body, messages), pool)
     turns = read_messages(extracted.messages)
     return ParsedRequest(
-        body, tenant, turns.question, sampling, turns.history, turns.system, extracted.passages, extracted.passages_only
+        body,
+        tenant,
+        turns.question,
+        sampling,
+        turns.history,
+        turns.system,
+        extracted.passages,
+        extracted.passages_only,
+        notes=(_GREETED,) if turns.begins_with_assistant else (),
     )
 
 
@@ -107,6 +116,7 @@ def _prepare(state: ServerState, parsed: ParsedRequest, cancellation: Cancellati
     except NothingFound as error:
         what = WEAK if error.message == WEAK else "no stored chunk contains a word of the query"
         raise ApiError(404, what, param="search", code="nothing_found") from error
+    request.notes.extend(parsed.notes)
     state.engine.prompts.check_fits(request.plan.num_tokens, request.sampling)
     sent: dict[str, Origin] = {}
     for i, document in enumerate(ask.documents):
@@ -150,7 +160,7 @@ def _retrieves(state: ServerState, parsed: ParsedRequest) -> bool:
     body = parsed.body
     if not state.settings.retrieve or parsed.raw or body.wants_chunks or body.search is False:
         return False
-    if not parsed.history and not has_telling_words(parsed.text[:_LOOKED_AT]):  # "what can you do?"
+    if not any(parsed.history[::2]) and not has_telling_words(parsed.text[:_LOOKED_AT]):  # "what can you do?"
         return False
     return has_documents(state.store, state.engine.usable(state.store, parsed.tenant.salt))
 
@@ -215,6 +225,7 @@ def sampling_of(base: SamplingParams, body: AskBody, max_tokens: int | None, log
     return replace(base, **{name: value for name, value in given.items() if value is not None})
 
 
+_GREETED = "the conversation begins with the assistant: the prompt has an empty user message before it"
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
@@ -225,6 +236,7 @@ class ChatTurns:
     system: str | None
     history: tuple[str, ...]  # alternately by user and model, before the question
     question: str
+    begins_with_assistant: bool = False  # the history then begins with an empty user message
 
 
 def read_messages(messages: Sequence[Message]) -> ChatTurns:
@@ -242,12 +254,15 @@ def read_messages(messages: Sequence[Message]) -> ChatTurns:
     system = turns.pop(0)[1] if turns[0][0] == "system" else None
     if any(role == "system" for role, _ in turns):
         raise bad_request("a system message must come first", "messages")
-    if not turns or turns[0][0] != "user" or turns[-1][0] != "user":
-        raise bad_request("a conversation must begin and end with a user message", "messages")
+    if not turns or turns[-1][0] != "user":
+        raise bad_request("a conversation must end with a user message", "messages")
     if not turns[-1][1].strip():
         raise bad_request("the question is empty", "messages")
-    *history, question = (text for _, text in turns)
-    return ChatTurns(system, tuple(history), question)
+    # Many chat templates refuse a conversation that begins with the assistant, and the chunks go into the first user
+    # message, at the end of the prefix of all stored KV: it must not depend on a greeting.
+    greeted = turns[0][0] == "assistant"
+    *history, question = ([""] if greeted else []) + [text for _, text in turns]
+    return ChatTurns(system, tuple(history), question, greeted)
 
 
 def _text(content: str | list[TextPart] | None, place: str) -> str:

@@ -61,7 +61,8 @@ def retrieve(
     collections = [collection.id for collection in usable]
     query = lookup.query or ask.question
     if not lookup.query:
-        lookup = replace(lookup, before=" ".join(ask.history[-2:]))  # the last question and its answer
+        last = ask.history[-2:]  # question and answer; an answer to nothing is a greeting
+        lookup = replace(lookup, before=" ".join(last) if any(last[:1]) else "")
     found = search(store, query, lookup, collections)
     if found.num_damaged and not found.hits and say:
         say(damaged_note(found.num_damaged))

@@ -9,9 +9,9 @@ from cacheblend_cli.corpus.embedding import Embedder
 from cacheblend_cli.model.model_files import checkpoint_files, is_converted
 from cacheblend_cli.server.api_errors import ApiError
 from cacheblend_cli.server.embedding_routes import model_of, name_of
+from cacheblend_cli.server.model_names import is_named, tagged
 from cacheblend_cli.server.server_state import ServerState
 
-_LATEST = ":latest"
 _FOREVER = "2318-01-01T00:00:00Z"
 """Unload time of a model that stays loaded, as Ollama reports it for keep_alive -1."""
 _LEVELS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -21,16 +21,6 @@ def timestamp(seconds: float | None = None) -> str:
     """Return an RFC 3339 time in UTC, by default the current one."""
     moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
     return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
-
-
-def tagged(name: str) -> str:
-    """Return the name with a tag, as Ollama's names always have."""
-    return name if ":" in name else name + _LATEST
-
-
-def is_named(own: str, name: str) -> bool:
-    """Return whether the name, with or without a tag, is that of the model `own`."""
-    return tagged(name) in (tagged(own), tagged("cacheblend"))
 
 
 def check(state: ServerState, name: str) -> None:

@@ -16,6 +16,7 @@ from cacheblend_cli.engine.events import Done, Event, Reasoning, Text, Token
 from cacheblend_cli.server.api_errors import ApiError, as_api_error
 from cacheblend_cli.server.embedding_routes import embed_texts, name_of, unknown_model
 from cacheblend_cli.server.http import JSON, LINES, any_body, tenant_of, unless_disconnected
+from cacheblend_cli.server.model_names import is_named
 from cacheblend_cli.server.ollama import models
 from cacheblend_cli.server.ollama.models import timestamp
 from cacheblend_cli.server.ollama.protocol import (
@@ -219,5 +220,5 @@ def _in_ollama_fields(error: Exception) -> Exception:
 
 def _check_embedding(state: ServerState, body: OllamaEmbedBody | OldEmbedBody) -> None:
     body.check()
-    if not state.any_model and not models.is_named(name_of(state), body.model):
+    if not state.any_model and not is_named(name_of(state), body.model):
         raise unknown_model(state, body.model)

@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from cacheblend_cli.server.api_errors import ApiError, bad_request
 from cacheblend_cli.server.http import EVENTS, json_body, tenant_of, unless_disconnected
+from cacheblend_cli.server.model_names import is_named
 from cacheblend_cli.server.openai.protocol import AskBody, ChatBody, CompletionBody, parse
 from cacheblend_cli.server.openai.response import OpenAIResponse
 from cacheblend_cli.server.preprocessing import ParsedRequest, parse_chat, sampling_of
@@ -27,9 +28,9 @@ async def models(request: Request, state: ServerState) -> Response:
         },
     }  # fmt: skip
     name = request.path_params.get("name")
-    if name not in (None, state.model):
+    if name is not None and not is_named(state.model, name):
         raise ApiError(404, f"no such model: {name[:80]!r}", param="model", code="model_not_found")
-    return JSONResponse({"object": "list", "data": [own]} if name is None else own)
+    return JSONResponse({"object": "list", "data": [own]} if name is None else own | {"id": name})
 
 
 async def chat(request: Request, state: ServerState) -> Response:
@@ -65,7 +66,7 @@ def _response_builder(state: ServerState, body: AskBody, *, chat: bool) -> OpenA
     echo, prompt_only = (body.echo, body.max_tokens == 0) if isinstance(body, CompletionBody) else (False, False)
     return OpenAIResponse(
         chat,
-        state.model,
+        body.model or state.model,
         state.engine.model.tokenizer,
         state.public,
         usage=bool(body.stream_options and body.stream_options.include_usage),
@@ -77,7 +78,7 @@ def _response_builder(state: ServerState, body: AskBody, *, chat: bool) -> OpenA
 
 def _check(request: Request, state: ServerState, body: AskBody) -> None:
     """Refuse an unknown model, and a priority above normal except with the store's own key. Raises ApiError."""
-    if not state.any_model and body.model not in (None, "", state.model, "cacheblend"):
+    if not state.any_model and body.model and not is_named(state.model, body.model):
         refusal = f"no such model: {body.model[:80]!r}; this server has {state.model}"
         raise ApiError(404, refusal, param="model", code="model_not_found")
     if body.priority < 0 and tenant_of(request).name:
