@@ -53,8 +53,8 @@ NoMessages = Annotated[bool, Option("--quiet", "-q", help="Print no messages.")]
 
 
 COMMON = (
-    "top_k", "search", "retrieve", "collection", "mode", "ratio", "max_tokens", "temperature", "seed", "system", "model", "store",
-    "chunk_tokens", "context", "max_size",
+    "top_k", "search", "retrieve", "allow_origin", "collection", "mode", "ratio", "max_tokens", "temperature", "seed", "system", "model",
+    "store", "chunk_tokens", "context", "max_size",
 )  # fmt: skip
 """Settings whose flags --help shows; --help-all shows the others in panels."""
 PANEL_OF = {
