@@ -10,6 +10,7 @@ from cacheblend_cli.corpus.converters.docx_numbering import Numbering
 from cacheblend_cli.corpus.converters.docx_styles import Styles
 from cacheblend_cli.corpus.converters.docx_tables import Block, markdown
 from cacheblend_cli.corpus.converters.docx_walk import Notes, Walk
+from cacheblend_cli.corpus.converters.drawings import drawn_text
 from cacheblend_cli.corpus.converters.office_package import DamagedPart, OfficePackage, children
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.layout import Converted, TextLayout
@@ -38,7 +39,12 @@ class _Document:
         styles = Styles(self._part("styles", "styles"))
         numbering = Numbering(self._part("numbering", "list numbers"), styles)
         notes = {kind: self._notes(kind) for kind in ("footnote", "endnote", "comment")}
-        self._walk = Walk(styles, numbering, notes, self.omissions)
+        relations = package.relations(self._main)
+
+        def drawn(identifier: str, thing: str, place: str) -> str:
+            return drawn_text(package, relations.get(identifier), thing, self.omissions, place)
+
+        self._walk = Walk(styles, numbering, notes, self.omissions, drawn)
 
     @property
     def title(self) -> str:

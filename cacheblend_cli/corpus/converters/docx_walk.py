@@ -45,9 +45,19 @@ class _Story:
 class Walk:
     """Converts elements of a document in order. Lists and notes are numbered over the whole document."""
 
-    def __init__(self, styles: Styles, numbering: Numbering, notes: Mapping[str, Notes], omissions: Omissions) -> None:
-        """notes: by "footnote", "endnote" and "comment"."""
+    def __init__(
+        self,
+        styles: Styles,
+        numbering: Numbering,
+        notes: Mapping[str, Notes],
+        omissions: Omissions,
+        drawn: Callable[[str, str, str], str],
+    ) -> None:
+        """notes: by "footnote", "endnote" and "comment".
+        drawn: maps (identifier of the relation, "chart" or "diagram", place) to the text of a drawing in the body.
+        """
         self._styles, self._numbering, self._notes, self._omissions = styles, numbering, notes, omissions
+        self._drawn = drawn
         self.title = ""
         self._story = _Story()
         self._num_stories = self._depth = 0
@@ -87,9 +97,9 @@ class Walk:
             "textpath": lambda element: self._story.boxes.append(Block(" ".join(element.get("string", "").split()))),
             "docPr": self._picture,
             "mc:AlternateContent": self._alternate,
-            "c:chart": lambda element: self._left_out("chart"),
-            "chart": lambda element: self._left_out("chart"),
-            "dgm:relIds": lambda element: self._left_out("diagram"),
+            "c:chart": lambda element: self._drawing("chart", element.get("r:id", "")),
+            "chart": lambda element: self._drawing("chart", element.get("r:id", "")),
+            "dgm:relIds": lambda element: self._drawing("diagram", element.get("r:dm", "")),
             "OLEObject": self._object,
             "w:control": lambda element: self._left_out("form control"),
             "w:altChunk": lambda element: self._left_out("embedded document"),
@@ -316,6 +326,12 @@ class Walk:
     def _object(self, element: Element) -> None:
         is_equation = element.get("ProgID", "").startswith("Equation")
         self._left_out("equation" if is_equation else "embedded object")
+
+    def _drawing(self, thing: str, relation: str) -> None:
+        if self._page_words is not None or self._is_hidden:  # headers and footers have relations of their own
+            self._left_out(thing)
+        elif text := self._drawn(relation, thing, self._heading):
+            self._story.boxes.append(Block(text))
 
     def _left_out(self, thing: str) -> None:
         self._omissions.add(thing, self._heading)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from cacheblend_cli.corpus.converters.equations import equation_text
 from cacheblend_cli.corpus.layout import shortened
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def paragraph_text(paragraph: Element) -> str:
     """Return the text of a paragraph; superscripts as in 10^6, line breaks as line ends."""
     pieces, raised = list[str](), list[str]()
     for child in paragraph:
-        text = "\n" if child.tag == "a:br" else _run(child) if child.tag in ("a:r", "a:fld") else ""
+        text = _inline(child)
         properties = child.find("a:rPr")
         if text.strip() and properties is not None and number(properties.get("baseline", "").rstrip("%")) > 0:
             raised.append(text)
@@ -71,6 +72,13 @@ def paragraph_text(paragraph: Element) -> str:
             raised = []
     text = "".join([*pieces, superscript("".join(raised))])
     return "\n".join(filter(None, map(str.strip, text.split("\n"))))
+
+
+def _inline(element: Element) -> str:
+    """Return the text of a child of a paragraph. a14:m has equations, and its namespace no prefix."""
+    if element.tag in ("m", "m:oMath", "m:oMathPara"):
+        return equation_text(element)
+    return "\n" if element.tag == "a:br" else _run(element) if element.tag in ("a:r", "a:fld") else ""
 
 
 def _run(element: Element) -> str:

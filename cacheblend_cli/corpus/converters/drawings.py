@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
-from cacheblend_cli.corpus.converters.drawing_text import body_text, number
-from cacheblend_cli.corpus.converters.office_package import child
+from cacheblend_cli.corpus.converters.drawing_text import body_text, number, resolve_alternatives
+from cacheblend_cli.corpus.converters.office_package import DamagedPart, OfficePackage, Relation, child
+from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.layout import shortened
 
 if TYPE_CHECKING:
@@ -20,6 +22,26 @@ _AXES = frozenset(("c:catAx", "c:dateAx", "c:valAx", "c:serAx", "axis"))
 _LITERAL = re.compile(r'"[^"]*"|\[[^][]*\]')
 """Quoted text and conditions in a number format."""
 _LONGEST_FORMAT = 255
+
+
+DRAWN = {"chart": "chart", "chartEx": "chart", "diagramData": "diagram"}
+"""Kind of relation to a drawing -> name of what is drawn."""
+
+
+def drawn_text(package: OfficePackage, relation: Relation | None, thing: str, omissions: Omissions, place: str) -> str:
+    """Return the text of a related chart or diagram. One without a text, or a chart without values, is an omission.
+
+    thing: "chart" or "diagram".
+    """
+    text = ""
+    if relation is not None and not relation.external:
+        with suppress(DamagedPart):
+            root = package.xml(relation.target)
+            resolve_alternatives(root)
+            text = chart_text(root) if thing == "chart" else diagram_text(root)
+    if not text or (thing == "chart" and "\n" not in text):  # a chart with values has two lines
+        omissions.add(thing, place)
+    return text
 
 
 def diagram_text(root: Element) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters.converter import NoDocument, joined, parsing
 from cacheblend_cli.corpus.converters.drawing_text import body_text, number, resolve_alternatives, table_text
-from cacheblend_cli.corpus.converters.drawings import chart_text, diagram_text
+from cacheblend_cli.corpus.converters.drawings import drawn_text
 from cacheblend_cli.corpus.converters.office_package import DamagedPart, OfficePackage, Relation, child
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.reading_order import Box, reading_order
@@ -182,9 +182,6 @@ class _Slide:
     def text(self, shape: Element) -> str:
         """Return the text of a shape or graphic frame; "" for a group."""
         if shape.tag == "p:sp":
-            equations = sum(1 for _ in shape.iter("m:oMath"))
-            if equations:
-                self._omissions.add("equation", self._place, count=equations)
             return _body(shape)
         return "\n\n".join(filter(None, self._frame(shape))) if shape.tag == "p:graphicFrame" else ""
 
@@ -193,22 +190,11 @@ class _Slide:
             yield table_text(table)
         for element in frame.iter():
             if (thing := _FRAMES.get(element.tag)) is not None:
-                text = self._related(element.get("r:id") or element.get("r:dm") or "", thing)
-                if "\n" not in text and (thing == "chart" or not text):  # a chart with values has two lines
+                if thing in ("chart", "diagram"):
+                    relation = self._relations.get(element.get("r:id") or element.get("r:dm") or "")
+                    yield drawn_text(self._package, relation, thing, self._omissions, self._place)
+                else:
                     self._omissions.add(thing, self._place)
-                yield text
-
-    def _related(self, identifier: str, thing: str) -> str:
-        """Return the text of a chart or diagram; "" if it cannot be read."""
-        relation = self._relations.get(identifier)
-        if relation is None or relation.external or thing == "embedded object":
-            return ""
-        try:
-            root = self._package.xml(relation.target)
-        except DamagedPart:
-            return ""
-        resolve_alternatives(root)
-        return chart_text(root) if thing == "chart" else diagram_text(root)
 
     def _box(self, shape: Element) -> Box | None:
         return _own_box(shape) or next((self._boxes[name] for name in _names(shape) if name in self._boxes), None)

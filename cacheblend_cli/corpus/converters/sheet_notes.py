@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from cacheblend_cli.corpus.converters.drawings import DRAWN, drawn_text
 from cacheblend_cli.corpus.converters.office_package import DamagedPart, OfficePackage
 from cacheblend_cli.corpus.converters.omissions import Omissions
 
@@ -12,8 +13,6 @@ if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
 
 _ROW = re.compile(r"[A-Z]{1,3}(\d{1,7})")
-_DRAWN = {"chart": "chart", "chartEx": "chart", "diagramData": "diagram"}
-"""Kind of relation of a drawing -> name of what is drawn."""
 
 
 def comments(package: OfficePackage, book: str, sheet: str) -> list[tuple[int, str]]:
@@ -54,7 +53,7 @@ def _comment(element: Element) -> str:
 
 
 def drawn_texts(package: OfficePackage, sheet: str, omissions: Omissions, place: str) -> list[str]:
-    """Return the texts of the shapes that are drawn on a sheet. sheet: name of its part."""
+    """Return the texts of the shapes, charts and diagrams that are drawn on a sheet. sheet: name of its part."""
     texts = list[str]()
     for part in package.related(sheet, "drawing"):
         try:
@@ -64,9 +63,9 @@ def drawn_texts(package: OfficePackage, sheet: str, omissions: Omissions, place:
             continue
         texts += [text for body in _bodies(root) if (text := _body(body))]
         for relation in package.relations(part).values():
-            if relation.kind in _DRAWN:
-                omissions.add(_DRAWN[relation.kind], place)
-    return texts
+            if (thing := DRAWN.get(relation.kind)) is not None:
+                texts.append(drawn_text(package, relation, thing, omissions, place))
+    return list(filter(None, texts))
 
 
 def _bodies(root: Element) -> list[Element]:
