@@ -7,125 +7,81 @@ body. Elements such as <nav> and <footer> are dropped.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from cacheblend_cli.corpus.converters.charsets import decoded_page
 from cacheblend_cli.corpus.converters.converter import NoDocument
+from cacheblend_cli.corpus.converters.html_markdown import markdown_of
+from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.layout import Converted, TextLayout
 
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborNode
 
 _NOT_TEXT = [
-    "script", "style", "noscript", "template", "svg", "canvas", "iframe", "object", "form", "button", "select", "input", "nav", "aside",
-    "dialog", "menu",
+    "script", "style", "noscript", "template", "svg", "canvas", "iframe", "object", "video", "audio", "nav", "aside", "dialog", "menu",
+    "search",
 ]  # fmt: skip
-_AROUND = "body > header, body > footer, [role=navigation], [role=banner], [role=contentinfo], [role=search], [hidden], a.headerlink"
+_AROUND = (
+    "body > header, body > footer, body > form > header, body > form > footer, [role=navigation], [role=banner], "
+    "[role=contentinfo], [role=search], [hidden], a.headerlink, option:not([selected]), td.linenos, .katex-html"
+)
 _MAIN = "main, [role=main], article"
 _ENOUGH = 0.3  # minimum share of the page's text in a main part
-_MOST_MAINS = 1000  # main parts to compare
-_BLOCKS = frozenset(
-    "address article blockquote body center dd details div dl dt fieldset figcaption figure footer h1 h2 h3 h4 h5 h6 header hgroup hr html "
-    "li main ol p pre section summary table tbody td tfoot th thead tr ul".split()
-)
-_CHARSET = re.compile(rb"""charset=["']?([\w-]+)""", re.IGNORECASE)
-_DEEPEST = 200  # maximum nesting of elements
+_VOID = frozenset("area base br col embed hr img input link meta param source track wbr".split())
+_SELF_CLOSING = re.compile(r"<([A-Za-z][\w:-]*)(\s[^<>]*)?/>")
+_XHTML = re.compile(r"""\s*<\?xml\s|[^<]*(?:<![^<>]*>[^<]*)?<html\s[^<>]*xmlns\s*=""", re.IGNORECASE)
 
 
 def from_html(data: bytes) -> Converted:
-    return html_text(_decoded(data))
+    converted = html_text(decoded_page(data, omissions := Omissions()))
+    return Converted(converted.text, replace(converted.layout, omissions=tuple(omissions)))
 
 
-def html_text(page: str) -> Converted:
-    """Convert the main text of a page to Markdown, with the title of the page."""
+def html_text(page: str, *, xhtml: bool = False) -> Converted:
+    """Convert the main text of a page to Markdown, with the title of the page.
+
+    xhtml: elements can close themselves, as in <title/>; by default if the page says that it is XHTML.
+    """
     from selectolax.lexbor import LexborHTMLParser
 
-    tree = LexborHTMLParser(page)
+    tree = LexborHTMLParser(_closed(page) if xhtml or _XHTML.match(page) else page)
     body = tree.body
     if body is None:
         raise NoDocument("empty")
     named = tree.css_first("title")
     title = " ".join(named.text().split()) if named is not None else ""
     tree.strip_tags(_NOT_TEXT)
-    for node in tree.css(_AROUND):
+    for node in list(_outermost(tree.css(_AROUND))):  # a node within a removed one is gone already
         node.decompose()
-    whole = len(body.text(separator=" "))
-    mains = [node for node in tree.css(_MAIN)[:_MOST_MAINS] if len(node.text(separator=" ")) >= _ENOUGH * whole]
-    blocks = "".join(_blocks(max(mains, key=lambda node: len(node.text()), default=body), 0))
-    lines = (line.rstrip(" \t") for line in re.sub(r"\n{3,}", "\n\n", blocks).split("\n"))
+    num_characters = len(body.text(separator=" "))
+    mains = [(len(node.text(separator=" ")), node) for node in _outermost(tree.css(_MAIN))]
+    longest, main = max(mains, key=lambda main: main[0], default=(0, body))
+    markdown = markdown_of(main if longest >= _ENOUGH * num_characters else body, num_characters)
+    lines = (line.rstrip(" \t") for line in re.sub(r"\n{3,}", "\n\n", markdown).split("\n"))
     text = "\n".join(lines).strip("\n")
     return Converted(text + "\n", TextLayout("markdown", numbered=False, title=title))
 
 
-def _decoded(data: bytes) -> str:
-    """Decode by byte order mark, else as UTF-8, else by the declared charset, else as cp1252 like browsers."""
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return data.decode("utf-16", "replace")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        named = _CHARSET.search(data[:2048])
-        try:
-            return data.decode(named[1].decode() if named else "cp1252", "replace")
-        except LookupError:
-            return data.decode("cp1252", "replace")
+def _closed(page: str) -> str:
+    """Give elements that close themselves an end tag: to a parser of HTML, <title/> begins a title."""
+    return _SELF_CLOSING.sub(
+        lambda tag: tag[0] if tag[1].lower() in _VOID else f"<{tag[1]}{tag[2] or ''}></{tag[1]}>", page
+    )
 
 
-def _blocks(node: LexborNode, depth: int) -> Iterator[str]:
-    """Convert an element's content to Markdown; blocks end with an empty line."""
-    inline: list[str] = []
-    for child in node.iter(include_text=True):
-        tag = child.tag or ""
-        if tag == "br":
-            inline.append("\n")
-        elif tag in _BLOCKS or (depth < _DEEPEST and any((inner.tag or "") in _BLOCKS for inner in child.css("*"))):
-            yield _inline(inline)
-            inline = []
-            yield from _block(child, tag, depth + 1)
-        else:
-            inline.append(child.text(deep=True) if tag == "-text" else _spans(child, tag))
-    yield _inline(inline)
-
-
-def _block(node: LexborNode, tag: str, depth: int) -> Iterator[str]:
-    if depth > _DEEPEST:
-        yield _inline([node.text(separator=" ")])
-    elif tag in ("h1", "h2", "h3", "h4", "h5", "h6"):
-        title = " ".join(node.text().split())
-        yield f"{'#' * int(tag[1])} {title}\n\n" if title else ""
-    elif tag == "pre":
-        code = node.text().strip("\n")
-        fence = "```" if "```" not in code else "~~~~"
-        yield f"{fence}\n{code}\n{fence}\n\n" if code.strip() else ""
-    elif tag == "table":
-        yield from _rows(node)
-    elif tag == "li":
-        item = "".join(_blocks(node, depth)).strip("\n")
-        yield "- " + re.sub(r"\n+", "\n  ", item) + "\n" if item.strip() else ""
-    elif tag in ("ul", "ol"):
-        yield from _blocks(node, depth)
-        yield "\n"
-    else:
-        yield from _blocks(node, depth)
-
-
-def _rows(table: LexborNode) -> Iterator[str]:
-    """Yield one line per row of the table. A table inside a cell becomes part of the cell's text."""
-    for part in table.iter():
-        for row in [part] if part.tag == "tr" else part.iter():
-            cells = [" ".join(cell.text(separator=" ").split()) for cell in row.iter() if cell.tag in ("td", "th")]
-            if any(cells):
-                yield " | ".join(cells) + "\n"
-    yield "\n"
-
-
-def _spans(node: LexborNode, tag: str) -> str:
-    text = node.text()
-    return f"`{text}`" if tag in ("code", "kbd", "samp") and text.strip() and "`" not in text else text
-
-
-def _inline(parts: list[str]) -> str:
-    """Join inline parts. Line ends of the source become blanks; only the part "\\n" (<br>) ends a line."""
-    joined = "".join("\0" if part == "\n" else part.replace("\n", " ").replace("\0", " ") for part in parts)
-    text = "\n".join(" ".join(line.split()) for line in joined.split("\0")).strip("\n")
-    return text + "\n\n" if text.strip() else ""
+def _outermost(nodes: Iterable[LexborNode]) -> Iterator[LexborNode]:
+    """Yield the nodes outside of the others. nodes: in document order."""
+    is_inside = dict[int, bool]()  # id of a node -> whether it is one of the nodes, or within one
+    for node in nodes:
+        path, parent = [node.mem_id], node.parent
+        while parent is not None and parent.mem_id not in is_inside:
+            path.append(parent.mem_id)
+            parent = parent.parent
+        inside = parent is not None and is_inside[parent.mem_id]
+        is_inside |= dict.fromkeys(path, inside)
+        if not inside:
+            is_inside[node.mem_id] = True
+            yield node
