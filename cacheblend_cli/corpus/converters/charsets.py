@@ -34,7 +34,7 @@ _TAGS = re.compile(r"<[^<>]*>")
 _WORDS = re.compile(r"[^\W\d_]+")
 _SYMBOL_IN_WORD = re.compile("[a-z][\xa1-\xaa\xac-\xb4\xb8-\xba\xbc-\xbf\xd7\xf7][a-z]")
 _MOST_ACCENTED = 0.5  # maximum share of letters beyond ASCII in the words that have such letters
-_SHIFTS = b"\x1b"  # begins the shift codes of ISO-2022, which is ASCII otherwise
+_ASCII_ONLY = ("iso2022", "hz", "utf-7")  # codecs that write all characters in ASCII
 
 
 def codec_of(charset: str) -> str | None:
@@ -62,15 +62,15 @@ def decoded_text(data: bytes, charset: str, omissions: Omissions) -> str:
     Each assumption becomes an omission. Raises NoDocument for undeclared encodings other than windows-1252.
     """
     codec = codec_of(charset) if charset else None
-    if codec is not None and _SHIFTS in data and codec.startswith(("iso2022", "hz")):
+    if charset.lower().startswith(("utf-16", "utf-32")) and b"\0" in data:
+        return data.decode(charset, "replace")
+    if codec is not None and codec.startswith(_ASCII_ONLY) and data.isascii():
         return _lossy(data, codec, charset, omissions)
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         at, damaged = error.start, data.decode("utf-8", "replace")
-    if codec == "utf-8" and _is_mostly_valid(damaged):
-        return _lossy(data, codec, charset, omissions)
-    if codec is not None and codec != "utf-8":
+    if codec is not None and (codec != "utf-8" or _is_mostly_valid(damaged)):
         return _lossy(data, codec, charset, omissions)
     if not _is_windows_1252(data):
         declared = f"is not {charset}, which it declares" if charset else "declares no charset"

@@ -1,0 +1,146 @@
+"""Text of e-mails: every text part in order, forwarded messages and calendars; a word on what is left out."""
+
+from __future__ import annotations
+
+import pytest
+from mails import CALENDAR, HEADERS, mail, multipart, part
+
+from cacheblend_cli.corpus.converters.converter import NoDocument
+from cacheblend_cli.corpus.converters.mail import from_mail
+
+TOP = "# Contract\n\nFrom: Mara <mara@example.org>\nTo: Jon <jon@example.org>\nDate: Mon, 2 Mar 2026 10:00:00 +0100"
+PDF = part("JVBERi0xLjQK", "application/pdf; name=a.pdf", "Content-Disposition: attachment; filename=a.pdf")
+
+
+def read(content: str) -> tuple[str, tuple[str, ...]]:
+    """The text after the headers, and the omissions."""
+    found = from_mail(mail(content))
+    assert found.text.startswith(TOP + "\n")
+    return found.text.removeprefix(TOP).strip("\n"), found.layout.omissions
+
+
+def test_text_after_an_attachment_is_read() -> None:
+    text, omissions = read(multipart("mixed", part("See the contract:"), PDF, part("The deadline is 17 April.")))
+    assert text == "Attached: a.pdf\n\nSee the contract:\n\nThe deadline is 17 April."
+    assert omissions == ("1 attachment (a.pdf)",)
+    named = part("1;2", "text/csv; name=b.csv"), part("b", "text/html", "Content-Disposition: attachment")
+    assert read(multipart("mixed", part("Text.", "text/plain; name=text.txt"), *named)) == (
+        "Attached: b.csv\n\nText.", ("2 attachments (b.csv, text/html)",),
+    )  # fmt: skip
+
+
+def test_the_fuller_alternative_is_read() -> None:
+    page = part("<p>The deposit is <b>350</b> euros.", "text/html")
+    assert read(multipart("alternative", part("The deposit is 350 euros."), page))[0] == "The deposit is 350 euros."
+    assert read(multipart("alternative", part("No HTML."), page))[0] == "The deposit is 350 euros."
+    image = part("aaaa", "image/png; name=logo.png", "Content-ID: <logo>")
+    related = multipart("related", page, image, boundary="b2")
+    calendar = part(CALENDAR, "text/calendar; method=REQUEST; name=invite.ics")
+    text, omissions = read(multipart("alternative", part(" "), related, calendar))
+    assert text.startswith("The deposit is 350 euros.\n\nEvent: Team lunch")
+    assert omissions == ()
+
+
+def test_forwarded_messages_are_read_with_their_headers() -> None:
+    inner = "From: s@example.net\nSubject: =?utf-8?Q?Rechnung_f=C3=BCr_M=C3=A4rz?=\n" + multipart(
+        "mixed", part("It is 612 euros."), PDF, boundary="b2"
+    )
+    text, omissions = read(multipart("mixed", part("See below."), part(inner, "message/rfc822"), part("Bye.")))
+    assert text == (
+        "See below.\n\n## Forwarded message: Rechnung für März\n\nFrom: s@example.net\nAttached: a.pdf\n\nIt is 612 euros.\n\nBye."
+    )
+    assert omissions == ("1 attachment (a.pdf)",)
+
+
+def test_delivery_reports() -> None:
+    status = part(
+        "Reporting-MTA: dns; a.example\n\nFinal-Recipient: rfc822; x@example.org\nStatus: 5.1.1",
+        "message/delivery-status",
+    )
+    headers = part("Subject: Keys\nTo: x@example.org\nReceived: y\n", "text/rfc822-headers")
+    text, _ = read(multipart("report", part("It was not delivered."), status, headers))
+    assert (
+        "It was not delivered.\n\nReporting-MTA: dns; a.example\n\nFinal-Recipient: rfc822; x@example.org\nStatus: 5.1.1"
+        in text
+    )
+    assert text.endswith("## Forwarded message: Keys\n\nTo: x@example.org")
+
+
+def test_a_boundary_with_equals_signs_and_no_quotes() -> None:
+    assert read(multipart("mixed", part("Room 218."), boundary="----=_Part_0.E8=F2"))[0] == "Room 218."
+    text, omissions = read("Content-Type: multipart/mixed; boundary=x\n\n--y\n\nRoom 218.\n")
+    assert "Room 218." in text
+    assert omissions == ("its parts cannot be told apart",)
+
+
+def test_events_of_a_calendar() -> None:
+    assert read(part(CALENDAR, "text/calendar; method=REQUEST"))[0] == (
+        "Event: Team lunch\nStart: 2026-03-02 11:00 Europe/Oslo\nEnd: 2026-03-03\nLocation: Canteen B\n"
+        "Organizer: Lind: Mara <mara@example.org>\nAttendee: jon@example.org\nDescription: Soup, then\ncake. It is a long text."
+    )
+    assert "Start: 2026-03-02 11:00 UTC" in read(part("BEGIN:VTODO\nDTSTART:20260302T110000Z\n", "text/calendar"))[0]
+
+
+@pytest.mark.parametrize("before", ["\r\n", "\n\n", "From mara@example.org Mon Mar  2 10:00:00 2026\n"])
+@pytest.mark.parametrize("codec", ["utf-8", "utf-8-sig", "utf-16"])
+def test_what_stands_before_the_headers(before: str, codec: str) -> None:
+    assert from_mail((before + HEADERS + "\nGrüße.\n").encode(codec)).text == TOP + "\n\nGrüße.\n"
+
+
+def test_charsets_of_parts() -> None:
+    quoted = "Content-Transfer-Encoding: quoted-printable"
+    assert (
+        read(part("<meta charset=3Dutf-8>K=F8benhavn, 45 =80", "text/html; charset=iso-8859-1", quoted))[0]
+        == "København, 45 €"
+    )
+    assert read(part("R3L83w==", "text/plain; charset=latin1", "Content-Transfer-Encoding: base64"))[0] == "Grüß"
+    assert read(part("RwByAPwA3wA=", "text/plain; charset=utf-16le", "Content-Transfer-Encoding: base64"))[0] == "Grüß"
+    assert read(part("Gr+APwA3w-", "text/plain; charset=utf-7"))[0] == "Grüß"
+    text, omissions = read(part("=D1=F2=EE=E8=EC=EE=F1=F2=FC", "text/plain", quoted))
+    assert (text, len(omissions)) == ("", 1)
+    assert omissions[0].startswith("a text of the message: invalid UTF-8")
+    raw = mail(part("x")).replace(b"Contract", "Größe".encode("cp1252"))
+    assert from_mail(raw).layout.title == "Größe"
+
+
+def test_encrypted_and_foreign_parts_are_said() -> None:
+    for content, omission in (
+        (multipart("encrypted", part("Version: 1", "application/pgp-encrypted"), PDF), "its text is encrypted"),
+        (part("MIIB", "application/pkcs7-mime; smime-type=enveloped-data"), "its text is encrypted (S/MIME)"),
+        (
+            part("MIIB", "application/pkcs7-mime; smime-type=signed-data"),
+            "its text is packed with its signature (S/MIME)",
+        ),
+        (part("-----BEGIN PGP MESSAGE-----\n\nhQEMA\n"), "its text is encrypted (PGP)"),
+        (multipart("mixed", part("eJ8", "application/ms-tnef")), "winmail.dat, in a format of Outlook"),
+    ):
+        assert read(content) == ("", (omission,))
+    signed = multipart("signed", part("Agreed."), part("MIIB", "application/pkcs7-signature; name=smime.p7s"))
+    assert read(signed) == ("Agreed.", ())
+
+
+def test_flowed_lines_are_joined() -> None:
+    flowed = "The deposit \nis 350 euros.\n> Is it \n> paid?\n>> No.\n Stuffed.\n-- \nMara\n"
+    text, _ = read(part(flowed, "text/plain; format=flowed"))
+    assert text == "The deposit is 350 euros.\n> Is it paid?\n>> No.\nStuffed.\n-- \nMara"
+    assert read(part("Kettle \nhandle", "text/plain; format=flowed; delsp=yes"))[0] == "Kettlehandle"
+
+
+def test_parts_depth_and_headers_are_bounded() -> None:
+    text, omissions = read(multipart("mixed", *[part(f"Text {n}.") for n in range(1200)]))
+    assert ("Text 990." in text, "Text 1100." in text) == (True, False)
+    assert omissions == ("parts after the 1,000th, or nested more than 20 deep",)
+    nested = part("Innermost.")
+    for n in range(30):
+        nested = part(f"Subject: level {n}\n{nested}", "message/rfc822")
+    text, omissions = read(nested)
+    assert ("level 25" in text, "level 3" in text) == (True, False)
+    assert omissions == ("parts after the 1,000th, or nested more than 20 deep",)
+    long = from_mail(f"Subject: x\nTo: {'a@example.org, ' * 2000}\n\nText.".encode())
+    assert len(long.text) < 10_000
+    assert long.layout.omissions == ("the To line after 8,000 characters",)
+
+
+def test_a_file_without_headers_is_refused() -> None:
+    with pytest.raises(NoDocument, match="not an e-mail"):
+        from_mail(b"\n\njust text")
