@@ -46,10 +46,10 @@ DOCUMENTS: dict[str, tuple[str, Callable[[int], str]]] = {
     ),
     "records": ("a.jsonl", lambda n: '{"text": "a"}\n' * (n // 14)),
     "wide HTML": ("a.html", lambda n: "<p>a" * (n // 4)),
-    "elements of lines in HTML": ("a.html", lambda n: "<i>" * (n // 3) + "x"),
-    "superscripts in HTML": ("a.html", lambda n: "<sup>1" * (n // 6)),
+    "elements of lines in HTML": ("a.html", lambda n: ("<b><i>" * 50 + "<p>x</p>" + "</i></b>" * 50) * (n // 708)),
+    "superscripts in HTML": ("a.html", lambda n: "<sup>1</sup>" * (n // 12)),
     "cells of HTML that span rows": ("a.html", lambda n: "<table>" + "<tr><td rowspan=65534 colspan=9>a" * (n // 32)),
-    "self-closing elements of XHTML": ("a.xhtml", lambda n: "<?xml version='1.0'?>" + "<a " * (n // 3)),
+    "self-closing elements of XHTML": ("a.xhtml", lambda n: "<?xml version='1.0'?>" + "<a b/>x" * (n // 7)),
     "line ends in HTML": ("a.html", lambda n: "<pre>" + "\n" * n + "a"),
     "a long HTML title": ("a.html", lambda n: "<title>" + "a " * (n // 2) + "</title><p>text"),
     "tables side by side": ("a.csv", lambda n: "a,b,," * (n // 10) + "\n" + "x,1,," * (n // 10)),
@@ -62,6 +62,20 @@ DOCUMENTS: dict[str, tuple[str, Callable[[int], str]]] = {
     "groups in RTF": ("a.rtf", lambda n: "{\\rtf1 " + "{\\field{" * (n // 8) + "a"),
     "font tables in RTF": ("a.rtf", lambda n: "{\\rtf1 " + "{\\fonttbl\\f0\\fcharset0 " * (n // 23)),
     "paragraphs in RTF": ("a.rtf", lambda n: "{\\rtf1 " + "a\\par{\\footnote b}" * (n // 19) + "}"),
+    "parameters of a mail": ("a.eml", lambda n: 'Subject: x\nContent-Type: text/plain; "' + ";" * n + "\n\nx"),
+    "encoded words of a mail": ("a.eml", lambda n: "Subject: " + "=?x?q?" * (n // 6) + "\n\nx"),
+    "parts of a mail": (
+        "a.eml",
+        lambda n: "Subject: x\nContent-Type: multipart/mixed; boundary=b\n\n" + "--b\n\nx\n" * (n // 7),
+    ),
+    "flowed lines of a mail": (
+        "a.eml",
+        lambda n: "Subject: x\nContent-Type: text/plain; format=flowed\n\n" + "a \n" * (n // 3),
+    ),
+    "lines of a calendar": (
+        "a.eml",
+        lambda n: "Subject: x\nContent-Type: text/calendar\n\nBEGIN:VEVENT\nSUMMARY:a\n" + " b\n" * (n // 3),
+    ),
     "columns": ("a.csv", lambda n: "a," * (n // 2) + "\n" + "1," * (n // 2)),
 }
 """Kind -> name of the file, and its text of about n characters."""

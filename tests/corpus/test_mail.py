@@ -27,6 +27,7 @@ def test_text_after_an_attachment_is_read() -> None:
     assert read(multipart("mixed", part("Text.", "text/plain; name=text.txt"), *named)) == (
         "Attached: b.csv\n\nText.", ("2 attachments (b.csv, text/html)",),
     )  # fmt: skip
+    assert read(PDF) == ("Attached: a.pdf", ("1 attachment (a.pdf)",))
 
 
 def test_the_fuller_alternative_is_read() -> None:
@@ -136,6 +137,7 @@ def test_parts_depth_and_headers_are_bounded() -> None:
     text, omissions = read(nested)
     assert ("level 25" in text, "level 3" in text) == (True, False)
     assert omissions == ("parts after the 1,000th, or nested more than 20 deep",)
+    assert from_mail(b"From: " + b"(" * 100_000 + b"a@b.c\n\nText.").text.endswith("\n\nText.\n")
     long = from_mail(f"Subject: x\nTo: {'a@example.org, ' * 2000}\n\nText.".encode())
     assert len(long.text) < 10_000
     assert long.layout.omissions == ("the To line after 8,000 characters",)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cacheblend_cli.corpus.converters.html_forms import TEXT_FIELDS, UNSEEN_FIELDS, Form
 from cacheblend_cli.corpus.converters.html_tables import BETWEEN_CELLS, Cell, table_text
 from cacheblend_cli.corpus.converters.list_numbers import ListNumbers
 from cacheblend_cli.corpus.converters.mathml import formula_text
@@ -23,11 +23,6 @@ _BLOCKS = frozenset(
     "hgroup hr html legend li listing main ol optgroup p plaintext pre section summary table tbody td tfoot th thead tr ul xmp".split()
 )
 _MOST_NESTED = 60  # lists, tables and forms within each other; deeper ones are written as paragraphs
-_LONG_FORM = 200  # characters of text, besides labels, from which a form is a part of the page
-_FILLED_FORM = 2  # filled fields from which a form is a record
-_LARGE_FORM = 0.3  # share of the page's text from which a form is the page
-_FIELDS = frozenset("text email tel url number date datetime-local time month week color range".split())
-_UNSEEN = frozenset("hidden submit button image reset".split())
 _INVISIBLE = dict.fromkeys(map(ord, "\xad\u200b\u2060\ufeff")) | {ord(BETWEEN_CELLS): " ", 0: " "}
 _EXPONENT = re.compile(r"[+\-\u2212]?(?:\d+|\w)")
 _BEFORE_EXPONENT = re.compile(r"(?:[\d)]|(?:^|\W)[A-Za-z]{1,2})$")
@@ -54,24 +49,6 @@ def markdown_of(root: LexborNode, num_characters: int) -> str:
     return writer.finish()
 
 
-@dataclass
-class _Form:
-    """Counts of one form."""
-
-    num_characters: int = 0  # text besides labels
-    num_filled: int = 0  # text fields with a value
-    num_fields: int = 0
-
-    def is_read(self, num_characters: int, page: int) -> bool:
-        """Return whether a form is a part of the page, instead of a log-in, a search or a way to contact somebody."""
-        return (
-            not self.num_fields
-            or self.num_filled >= _FILLED_FORM
-            or self.num_characters >= _LONG_FORM
-            or num_characters >= _LARGE_FORM * page
-        )
-
-
 class _Writer:
     """Collects paragraphs. Blocks end with an empty line, items and rows with a line end."""
 
@@ -85,7 +62,7 @@ class _Writer:
         self._preformatted = self._marked = self._in_label = 0  # open elements
         self._numbers: list[ListNumbers | None] = []  # of the open lists
         self._tables = list[list[list[Cell]]]()
-        self._forms = list[_Form]()
+        self._forms = list[Form]()
 
     def write(self, text: str) -> None:
         """Add a text of the page. Line ends of the source become blanks, except in preformatted text."""
@@ -194,7 +171,7 @@ class _Writer:
         self._tables[-1][-1].append(Cell(text, _span(node, "colspan", 1000), _span(node, "rowspan", 65534)))
 
     def _form(self, node: LexborNode) -> Element:
-        self._forms.append(form := _Form())
+        self._forms.append(form := Form())
         with self._apart() as pieces:
             yield
         self._forms.pop()
@@ -208,11 +185,11 @@ class _Writer:
 
     def _input(self, node: LexborNode) -> Element:
         kind, form = (node.attributes.get("type") or "text").lower(), self._forms[-1] if self._forms else None
-        if form is not None and kind not in _UNSEEN:
+        if form is not None and kind not in UNSEEN_FIELDS:
             form.num_fields += 1
         if kind in ("checkbox", "radio") and (form is not None or self._is_at_start_of_item()):
             self.write("[x] " if "checked" in node.attributes else "[ ] ")
-        elif form is not None and kind in _FIELDS and (value := (node.attributes.get("value") or "").strip()):
+        elif form is not None and kind in TEXT_FIELDS and (value := (node.attributes.get("value") or "").strip()):
             form.num_filled += 1
             self.write(f" {value} ")
         return iter(())

@@ -105,20 +105,17 @@ class _Mail:
             self._omissions.say("winmail.dat, in a format of Outlook")
         elif kind == "message/partial":
             self._omissions.say("the other parts of a message sent in parts")
-        elif is_whole or self._is_text(part, kind, name):
+        elif kind.startswith(("text/", "multipart/")) and (is_whole or self._is_read(part, kind, name)):
             self._has_text = True
             yield self._text(part, kind)
         else:
             self._omissions.add("attachment", name or kind)
             attached += [name] if name else []
 
-    def _is_text(self, part: Message, kind: str, name: str) -> bool:
-        """Return whether a part is text of the message. A file with a name, after the first text, is an attachment."""
-        return (
-            kind.startswith(("text/", "multipart/"))
-            and part.get_content_disposition() != "attachment"
-            and (not name or not self._has_text or kind == "text/calendar")
-        )
+    def _is_read(self, part: Message, kind: str, name: str) -> bool:
+        """Return whether a text is of the message. A file with a name, after the first text, is an attachment."""
+        is_attached = part.get_content_disposition() == "attachment"
+        return not is_attached and (not name or not self._has_text or kind == "text/calendar")
 
     def _text(self, part: Message, kind: str) -> str:
         data, charset = _payload(part), part.get_content_charset("")
