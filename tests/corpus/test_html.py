@@ -39,6 +39,7 @@ def test_words_are_neither_joined_nor_split(page: str, text: str) -> None:
     ("page", "text"),
     [
         ("10<sup>6</sup> and 10<sup>\u22126</sup> and 2<sup>n</sup>", "10^6 and 10^\u22126 and 2^n"),
+        ("2<sup>n+1</sup>, 9<sup>2 </sup>cm, <sup>1</sup> x", "2^(n+1), 9^2 cm, 1 x"),
         ("5 m<sup>2</sup>, H<sub>2</sub>O", "5 m^2, H2O"),
         ("the 1<sup>st</sup>, le 1<sup>er</sup>, 3<sup>e</sup>", "the 1st, le 1er, 3e"),
         ("in 2024<sup><a href=#f>1</a></sup>, Acme<sup>TM</sup>", "in 2024[1], AcmeTM"),

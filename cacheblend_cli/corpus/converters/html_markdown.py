@@ -24,9 +24,8 @@ _BLOCKS = frozenset(
 )
 _MOST_NESTED = 60  # lists, tables and forms within each other; deeper ones are written as paragraphs
 _INVISIBLE = dict.fromkeys(map(ord, "\xad\u200b\u2060\ufeff")) | {ord(BETWEEN_CELLS): " ", 0: " "}
-_EXPONENT = re.compile(r"[+\-\u2212]?(?:\d+|\w)")
-_BEFORE_EXPONENT = re.compile(r"(?:[\d)]|(?:^|\W)[A-Za-z]{1,2})$")
-_ORDINALS = frozenset("a o e \xaa \xba".split())
+_NOT_EXPONENTS = frozenset("tm sm".split())
+_ORDINALS = frozenset("st nd rd th e er re ère è ème eme nde o a os as º ª".split())
 
 
 def markdown_of(root: LexborNode, num_characters: int) -> str:
@@ -246,14 +245,14 @@ class _Writer:
     def _marks(self, marked: Callable[[str, str], str]) -> Element:
         """Replace the text of an inline element, unless it is in another such element or has paragraphs.
 
-        marked: called with the text and the end of the text before it.
+        marked: called with the text and the character before it.
         """
         start, paragraph = len(self._inline), self._paragraph
         self._marked += 1
         yield
         self._marked -= 1
         if self._paragraph == paragraph and not (self._marked or self._preformatted):
-            before = self._inline[start - 1][-4:] if start else ""
+            before = self._inline[start - 1][-1:] if start else ""
             self._inline[start:] = [marked("".join(self._inline[start:]), before)]
 
     def _reading(self, node: LexborNode) -> Element:
@@ -297,9 +296,11 @@ def _span(cell: LexborNode, name: str, most: int) -> int:
 
 def _superscript(text: str, before: str, is_link: bool) -> str:
     """Return "^6" for an exponent (10^6), "[1]" for the number of a footnote, else the text."""
-    text = text.strip()
+    blank, text = text[len(text.rstrip()) :], text.strip()
+    is_ordinal = (before.isdigit() or before in tuple("IVX")) and text.lower() in _ORDINALS
+    unsigned = text.removeprefix("-").removeprefix("+").removeprefix("\u2212")
     if is_link:
-        return f"[{text}]" if text.isalnum() else text
-    if _EXPONENT.fullmatch(text) and _BEFORE_EXPONENT.search(before) and text.lower() not in _ORDINALS:
-        return "^" + text
-    return text
+        text = f"[{text}]" if text.isalnum() else text
+    elif before.strip() and unsigned[:1].isalnum() and not is_ordinal and text.lower() not in _NOT_EXPONENTS:
+        text = f"^{text}" if unsigned.isalnum() else f"^({text})"
+    return text + blank
