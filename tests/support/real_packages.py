@@ -1,4 +1,4 @@
-"""Where the tests of published models find them: what tools/fetch_real.py fetched, and the installed SmolLM2."""
+"""Models and documents for the real tests: what tools/fetch_real.py fetched, and the installed SmolLM2."""
 
 from __future__ import annotations
 
@@ -32,6 +32,12 @@ def tokenizer_folder(name: str) -> Path:
 def llama_cpp_models() -> Path:
     """Return llama.cpp's folder of vocabularies, test texts and chat templates. Skips if it is not there."""
     return _fetched(FOLDER / "llama.cpp" / "models")
+
+
+def documents(suffix: str) -> list[Path]:
+    """Return the documents of one kind, of all packages. Skips if none is there."""
+    found = sorted(_fetched(FOLDER / "documents").glob(f"*/*{suffix}"))
+    return found or pytest.skip(f"no {suffix} in {FOLDER / 'documents'}: python tools/fetch_real.py fetches some")
 
 
 def _fetched(path: Path) -> Path:
