@@ -52,7 +52,7 @@ DOCUMENTS_DEBIAN = (
     "unrtf",
 )  # in the version of the configured release
 DOCUMENT_SUFFIXES = frozenset(
-    ".pdf .docx .docm .dotx .pptx .pptm .xlsx .xlsm .xltx .epub .eml .html .htm .xhtml .rtf .csv .tsv .json .jsonl .ipynb".split()
+    ".pdf .docx .docm .dotx .pptx .pptm .xlsx .xlsm .xltx .xls .ods .epub .eml .html .htm .xhtml .rtf .csv .tsv .json .jsonl .ipynb".split()
 )
 MOST_BYTES = 5 << 20  # of a document
 

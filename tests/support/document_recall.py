@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from document_references import NoReference, reference_text
+from document_references import reference_text
+from reference_sources import NoReference
 
 from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.converters.process import ConverterProcess

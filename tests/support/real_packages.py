@@ -34,10 +34,11 @@ def llama_cpp_models() -> Path:
     return _fetched(FOLDER / "llama.cpp" / "models")
 
 
-def documents(suffix: str) -> list[Path]:
-    """Return the documents of one kind, of all packages. Skips if none is there."""
-    found = sorted(_fetched(FOLDER / "documents").glob(f"*/*{suffix}"))
-    return found or pytest.skip(f"no {suffix} in {FOLDER / 'documents'}: python tools/fetch_real.py fetches some")
+def documents(suffixes: str) -> list[Path]:
+    """Return the documents with one of the suffixes, of all packages. Skips if none is there."""
+    folder = _fetched(FOLDER / "documents")
+    found = [path for suffix in suffixes.split() for path in folder.glob(f"*/*{suffix}")]
+    return found or pytest.skip(f"no {suffixes} in {folder}: python tools/fetch_real.py fetches some")
 
 
 def _fetched(path: Path) -> Path:
