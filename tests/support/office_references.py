@@ -33,24 +33,41 @@ def _office(path: Path, parts: str) -> str:
         return "\n".join("".join(_shown(ElementTree.fromstring(package.read(name)))) for name in names)
 
 
-_SPACES = frozenset("p tc tab br cr pt r_ txBody txbxContent".split())
-_NOT_SHOWN = frozenset("Fallback moveFrom del rPh rt_ delText instrText".split())
+_SPACES = frozenset("p tc tab br cr pt text txBody txbxContent".split())  # a word ends behind them
+_NOT_SHOWN = frozenset("Fallback moveFrom del delText instrText rPh".split())
+_NOT_IN_SHEETS = _NOT_SHOWN | {"strCache", "numCache"}  # copies of cells
 _TEXTS = frozenset("t text v".split())  # of runs and comments, and values of charts
 
 
-def _shown(element: Any) -> Iterator[str]:
-    """Text elements in document order. Fields for the slide number and the date are left out."""
-    name = element.tag.rpartition("}")[2] if isinstance(element.tag, str) else ""
-    if name in _NOT_SHOWN or (name == "fld" and element.get("type", "").startswith(("slidenum", "datetime"))):
-        return
-    if name == "numCache" and _is_date(element.findtext("{*}formatCode") or ""):
+def _shown(element: Any, skipped: frozenset[str] = _NOT_SHOWN) -> Iterator[str]:
+    """Text elements in document order."""
+    name = _name(element)
+    if name in skipped or _is_footer_or_date(element, name):
         return
     if name in _TEXTS and element.text:
         yield element.text if name == "t" else f"{_number(element.text)}\n"
+    order = element.find("{*}order") if name == "ser" else None
     for child in element:
-        yield from _shown(child)
+        if order is None or order.get("val") == "0" or _name(child) not in ("cat", "xVal"):  # the first series has them
+            yield from _shown(child, skipped)
     if name in _SPACES:
         yield "\n"
+
+
+def _is_footer_or_date(element: Any, name: str) -> bool:
+    """Return whether an element is a footer, a date or a slide number, which slides repeat, or dates of a chart."""
+    if name == "fld":
+        return str(element.get("type", "")).startswith(("slidenum", "datetime"))
+    if name == "sp":
+        place = element.find("{*}nvSpPr/{*}nvPr/{*}ph")
+        return place is not None and place.get("type") in ("dt", "ftr", "hdr", "sldNum")
+    if name == "numCache":
+        return _is_date(element.findtext("{*}formatCode") or "")
+    return False
+
+
+def _name(element: Any) -> str:
+    return element.tag.rpartition("}")[2] if isinstance(element.tag, str) else ""
 
 
 def xlsx_text(path: Path) -> str:
@@ -70,7 +87,9 @@ def xlsx_text(path: Path) -> str:
                 if num_characters > MOST_BYTES:
                     raise NoReference("has too much text")
         drawn = (n for n in names if re.fullmatch(r"xl/(comments\d*|drawings/drawing\d*|charts/chart\d*)\.xml", n))
-        return "\n".join(cells + ["".join(_shown(ElementTree.fromstring(package.read(name)))) for name in drawn])
+        return "\n".join(
+            cells + ["".join(_shown(ElementTree.fromstring(package.read(name)), _NOT_IN_SHEETS)) for name in drawn]
+        )
 
 
 def _cell(cell: Any, shared: list[str], dates: set[int]) -> str:
@@ -97,9 +116,14 @@ def _number(text: str) -> str:
 
 
 def xls_text(path: Path) -> str:
-    """Return the cells with letters, without errors: numbers and dates come without their formats."""
+    """Return the cells with letters, without errors, of different rows: xls2csv repeats some sheets."""
     rows = csv.reader(io.StringIO(output_of("xls2csv", "-q", "0", "-c", "\t", "-d", "utf-8", str(path))), "excel-tab")
-    return "\n".join(cell for row in rows for cell in row if cell != "ERROR" and any(map(str.isalpha, cell)))
+    return "\n".join(
+        cell
+        for row in dict.fromkeys(map(tuple, rows))
+        for cell in row
+        if cell != "ERROR" and any(map(str.isalpha, cell))
+    )
 
 
 def ods_text(path: Path) -> str:
