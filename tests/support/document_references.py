@@ -73,6 +73,8 @@ def _mail_texts(message: EmailMessage) -> Iterator[str]:
         plain = [part for part in forms if part.get_content_type() == "text/plain"]
         for part in (plain or forms)[-1:]:
             yield from _mail_texts(part)
+    elif message.get_content_type() in ("message/partial", "message/external-body"):
+        return  # a piece of a message, or a link
     elif message.is_multipart():
         for part in message.get_payload():
             yield from _mail_texts(part)
