@@ -20,8 +20,8 @@ from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.converters.process import ConverterProcess
 
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W_\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+")
-_LOCKED = re.compile(r"password|encrypt|protected|DRM|locked by", re.IGNORECASE)
-"""Reasons to refuse a file with text: nobody can read it."""
+_UNREADABLE = re.compile(r"password|encrypt|protected|DRM|without readable text", re.IGNORECASE)
+"""Reasons to refuse a file that people can read and programs cannot: locks, and fonts without characters."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Measure:
 
     @property
     def is_excused(self) -> bool:
-        """Whether the user knows of a loss: an omission is said, or the file is locked."""
-        return bool(self.omissions) or bool(_LOCKED.search(self.refusal))
+        """Whether the user knows of a loss: an omission is said, or the file is unreadable to programs."""
+        return bool(self.omissions) or bool(_UNREADABLE.search(self.refusal))
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def _office(path: Path, parts: str) -> str:
         return "\n".join("".join(_shown(ElementTree.fromstring(package.read(name)))) for name in names)
 
 
-_SPACES = frozenset("p tc tab br cr pt text txBody txbxContent".split())  # a word ends behind them
+_SPACES = frozenset("p tc tab ptab br cr pt text txBody txbxContent".split())  # a word ends behind them
 _NOT_SHOWN = frozenset("Fallback moveFrom del delText instrText rPh".split())
 _NOT_IN_SHEETS = _NOT_SHOWN | {"strCache", "numCache"}  # copies of cells
 _TEXTS = frozenset("t text v".split())  # of runs and comments, and values of charts
