@@ -30,7 +30,7 @@ def process() -> Iterator[ConverterProcess]:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
 def test_recall(kind: str, process: ConverterProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    """Files with an omission that is said, and locked files, do not count against a kind."""
+    """Files with an omission that is said, and files that programs cannot read, do not count against a kind."""
     report = measured(kind, sample(documents(KINDS[kind]), MOST_FILES), process)
     if not report.measures:
         pytest.skip(f"no reference for {kind}: poppler-utils, pandoc and catdoc give those of .pdf, .rtf and .xls")
