@@ -73,8 +73,14 @@ def test_chapters_have_the_encoding_that_they_declare(declared: str, encoding: s
 
 def test_characters_of_another_encoding_are_said() -> None:
     text, omissions = read(book({"a.xhtml": page("<p>März").encode("latin-1")}))
-    assert omissions == ("1 chapter with unreadable characters (a.xhtml)",)
-    assert text == "M\ufffdrz\n\n"
+    assert (text, omissions) == ("März\n\n", ("its encoding is not declared; read as windows-1252",))
+    text, omissions = read(book({"a.xhtml": ROSES, "b.xhtml": page("<p>Стоимость парковки").encode("cp1251")}))
+    assert omissions == ("1 chapter cannot be read (b.xhtml)",)
+
+
+def test_elements_that_close_themselves_end() -> None:
+    chapter = "<html><head><title/><script src='x.js'/></head><body><h1>Roses</h1><p>Cut in March.</p></body></html>"
+    assert read(book({"a.xhtml": chapter})) == ("# Roses\n\nCut in March.\n\n", ())
 
 
 @pytest.mark.parametrize(

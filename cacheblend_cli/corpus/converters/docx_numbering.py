@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters.docx_styles import Style, Styles, integer, is_on, value_of
+from cacheblend_cli.corpus.converters.numerals import repeated_letter, roman
 from cacheblend_cli.corpus.converters.office_package import child, children
 from cacheblend_cli.corpus.converters.symbols import MARKS, without_font_codes
 
@@ -149,10 +150,6 @@ def _counted(listed: _List, number: int) -> Label | None:
     return Label(text, number) if text else None
 
 
-_ROMAN = (
-    (1000, "m"), (900, "cm"), (500, "d"), (400, "cd"), (100, "c"), (90, "xc"), (50, "l"), (40, "xl"), (10, "x"), (9, "ix"), (5, "v"),
-    (4, "iv"), (1, "i"),
-)  # fmt: skip
 _CHINESE = frozenset(
     "chineseCounting chineseCountingThousand chineseLegalSimplified taiwaneseCounting taiwaneseCountingThousand japaneseCounting "
     "japaneseDigitalTenThousand ideographDigital ideographLegalTraditional koreanCounting".split()
@@ -181,23 +178,15 @@ def formatted(number: int, form: str) -> str:
     if form == "ordinal":
         last = 0 if number % 100 // 10 == 1 else number % 10
         return text + {1: "st", 2: "nd", 3: "rd"}.get(last, "th")
-    if kind == "Letter" and 0 < number <= 26 * 10:
-        text = chr(ord("a") + (number - 1) % 26) * ((number + 25) // 26)
-    elif kind == "Roman" and 0 < number < 4000:
+    if kind == "Letter":
+        text = repeated_letter(number)
+    elif kind == "Roman":
         text = roman(number)
     elif form in _CHINESE and 0 < number < 10_000:
         return _chinese(number)
     elif (letters := _IN_ORDER.get(form, "")) and 0 < number <= len(letters):
         return letters[number - 1]
     return text.upper() if form.startswith("upper") else text
-
-
-def roman(number: int) -> str:
-    text = ""
-    for value, letters in _ROMAN:
-        count, number = divmod(number, value)
-        text += letters * count
-    return text
 
 
 _DIGITS = "〇一二三四五六七八九"

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters.docx_fields import CHECKED, UNCHECKED, Fields, form_value
-from cacheblend_cli.corpus.converters.docx_numbering import Numbering, roman
+from cacheblend_cli.corpus.converters.docx_numbering import Numbering
 from cacheblend_cli.corpus.converters.docx_styles import Style, Styles, integer, is_on, outline_level, value_of
 from cacheblend_cli.corpus.converters.docx_tables import Block, Cell, table_blocks
 from cacheblend_cli.corpus.converters.docx_text import LOWERED, RAISED, inline_text
 from cacheblend_cli.corpus.converters.equations import equation_text
+from cacheblend_cli.corpus.converters.numerals import roman
 from cacheblend_cli.corpus.converters.office_package import child, children
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.symbols import symbol, without_font_codes
@@ -288,7 +289,7 @@ class Walk:
             return
         if not label:
             number = self._counts[kind] = self._counts.get(kind, 0) + 1
-            label = self._labels[kind, name] = str(number) if kind == "footnote" else roman(number) or str(number)
+            label = self._labels[kind, name] = str(number) if kind == "footnote" else roman(number)
             self._noted.append(Block(f"[^{label}]: {_joined(self._separately(note))}"))
         self._add(f"[^{label}]")
 

@@ -6,18 +6,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters.equations import equation_text
+from cacheblend_cli.corpus.converters.numerals import repeated_letter, roman
+from cacheblend_cli.corpus.converters.superscripts import superscript
 from cacheblend_cli.corpus.layout import shortened
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
-
-_NOT_RAISED = frozenset("st nd rd th ST ND RD TH TM SM ® © ™ ℠ º ª".split())
-"""Superscripts with the same meaning on the line."""
-
-
-_ROMAN = {
-    1000: "m", 900: "cm", 500: "d", 400: "cd", 100: "c", 90: "xc", 50: "l", 40: "xl", 10: "x", 9: "ix", 5: "v", 4: "iv", 1: "i"
-}  # fmt: skip
 
 
 def number(text: str | None, default: int = 0) -> int:
@@ -61,16 +55,16 @@ def body_text(body: Element) -> str:
 
 def paragraph_text(paragraph: Element) -> str:
     """Return the text of a paragraph; superscripts as in 10^6, line breaks as line ends."""
-    pieces, raised = list[str](), list[str]()
+    pieces, raised = [""], list[str]()
     for child in paragraph:
         text = _inline(child)
         properties = child.find("a:rPr")
         if text.strip() and properties is not None and number(properties.get("baseline", "").rstrip("%")) > 0:
             raised.append(text)
         elif text:
-            pieces += [superscript("".join(raised)), text]
+            pieces += [superscript("".join(raised), pieces[-1]), text]
             raised = []
-    text = "".join([*pieces, superscript("".join(raised))])
+    text = "".join([*pieces, superscript("".join(raised), pieces[-1])])
     return "\n".join(filter(None, map(str.strip, text.split("\n"))))
 
 
@@ -85,14 +79,6 @@ def _run(element: Element) -> str:
     if element.get("type") == "slidenum":
         return ""
     return "".join(t.text or "" for t in element.iter("a:t"))
-
-
-def superscript(text: str) -> str:
-    """Return a superscript on the line: "^6", "^(n + 1)", but "th" as it is."""
-    inner = text.strip()
-    if not inner or inner in _NOT_RAISED:
-        return text
-    return f"^{inner}" if inner.lstrip("-+\u2212").isalnum() else f"^({inner})"
 
 
 class _ListNumbers:
@@ -116,23 +102,13 @@ class _ListNumbers:
 
 
 def _list_number(count: int, kind: str) -> str:
-    if kind.startswith("alpha") and count > 0:
-        shown = chr(ord("a") + (count - 1) % 26) * min(1 + (count - 1) // 26, 9)
-    elif kind.startswith("roman") and 0 < count < 4000:
-        shown = _roman(count)
+    if kind.startswith("alpha"):
+        shown = repeated_letter(count)
     else:
-        shown = str(count)
+        shown = roman(count) if kind.startswith("roman") else str(count)
     shown = shown.upper() if "Uc" in kind else shown
     end = "." if kind.endswith("Period") else ")" if "Paren" in kind else ""
     return f"({shown})" if kind.endswith("ParenBoth") else shown + end
-
-
-def _roman(count: int) -> str:
-    shown = ""
-    for value, letters in _ROMAN.items():
-        shown += letters * (count // value)
-        count %= value
-    return shown
 
 
 def table_text(table: Element) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import codecs
 import posixpath
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
+from cacheblend_cli.corpus.converters.charsets import decoded_page
 from cacheblend_cli.corpus.converters.converter import NoDocument, joined, parsing
 from cacheblend_cli.corpus.converters.html import html_text
 from cacheblend_cli.corpus.converters.office_package import DamagedPart, OfficePackage
@@ -24,8 +23,6 @@ _FONTS_ONLY = frozenset(("http://www.idpf.org/2008/embedding", "http://ns.adobe.
 """Algorithms that obfuscate fonts."""
 _PAGES = (".xhtml", ".html", ".htm")
 _PAGE_TYPES = ("", "application/xhtml+xml", "text/html", "text/x-oeb1-document", "application/x-dtbook+xml", "text/xml")
-_DECLARED = re.compile(rb"""<\?xml[^<>]{0,200}?encoding=["']([\w.-]{1,40})""")
-_HEAD = 1024  # bytes in which the XML declaration is
 
 
 def from_epub(data: bytes) -> Converted:
@@ -100,16 +97,13 @@ class _Book:
             base = posixpath.basename(name)
             try:
                 page = self._page(name)
-                text = html_text(page).text if page else ""
             except DamagedPart:
                 self._omissions.add("chapter cannot be read", base, plural="chapters cannot be read")
-                continue
-            except NoDocument:
                 continue
             if page is None:
                 num_encrypted += 1
                 self._omissions.add("chapter is encrypted", base, plural="chapters are encrypted")
-            elif text.strip():
+            elif text := _text(page):
                 number += 1
                 yield text, Mark(0, f"chapter {number}")
         if num_encrypted and not number:
@@ -118,32 +112,21 @@ class _Book:
     def _page(self, name: str) -> str | None:
         """Return the decoded page of a chapter, None if it is encrypted. Raises DamagedPart."""
         data = self._package.data(name)
-        charset = _charset(data)
-        is_binary = charset == "utf-8" and b"\0" in data
-        if name.lower() in self._encrypted or (is_binary and _ENCRYPTION in self._package):
+        if name.lower() in self._encrypted:
             return None
-        if is_binary:
-            raise DamagedPart(name)
-        page = data.decode(charset, "replace").removeprefix("\ufeff")
-        if "\ufffd" in page and b"\xef\xbf\xbd" not in data:
-            thing = "chapter with unreadable characters"
-            self._omissions.add(thing, posixpath.basename(name), plural="chapters with unreadable characters")
-        return page
+        try:
+            return decoded_page(data, self._omissions)
+        except NoDocument as error:
+            if b"\0" in data and _ENCRYPTION in self._package:
+                return None
+            raise DamagedPart(name) from error
 
 
-def _charset(data: bytes) -> str:
-    """Return the encoding of the byte order mark, else of the XML declaration, else UTF-8."""
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "utf-16"
-    for start, charset in ((b"<\0?\0", "utf-16-le"), (b"\0<\0?", "utf-16-be")):
-        if data.startswith(start):
-            return charset
-    named = _DECLARED.search(data[:_HEAD])
+def _text(page: str) -> str:
     try:
-        charset = codecs.lookup(named[1].decode() if named else "utf-8").name
-    except LookupError:
-        return "utf-8"
-    return "utf-8" if charset.startswith(("utf-8", "utf-16", "utf-32")) else charset
+        return html_text(page, xhtml=True).text.strip()
+    except NoDocument:
+        return ""
 
 
 def _spine(root: Element, folder: str, package: OfficePackage) -> _Spine:

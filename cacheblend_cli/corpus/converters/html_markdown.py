@@ -11,6 +11,7 @@ from cacheblend_cli.corpus.converters.html_forms import TEXT_FIELDS, UNSEEN_FIEL
 from cacheblend_cli.corpus.converters.html_tables import BETWEEN_CELLS, Cell, table_text
 from cacheblend_cli.corpus.converters.list_numbers import ListNumbers
 from cacheblend_cli.corpus.converters.mathml import formula_text
+from cacheblend_cli.corpus.converters.superscripts import superscript
 
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborNode
@@ -24,8 +25,6 @@ _BLOCKS = frozenset(
 )
 _MOST_NESTED = 60  # lists, tables and forms within each other; deeper ones are written as paragraphs
 _INVISIBLE = dict.fromkeys(map(ord, "\xad\u200b\u2060\ufeff")) | {ord(BETWEEN_CELLS): " ", 0: " "}
-_NOT_EXPONENTS = frozenset("tm sm".split())
-_ORDINALS = frozenset("st nd rd th e er re ère è ème eme nde o a os as º ª".split())
 
 
 def markdown_of(root: LexborNode, num_characters: int) -> str:
@@ -240,7 +239,7 @@ class _Writer:
         yield from self._marks(lambda text, before: f"`{text}`" if text.strip() and "`" not in text else text)
 
     def _superscript(self, node: LexborNode) -> Element:
-        yield from self._marks(lambda text, before: _superscript(text, before, node.css_first("a") is not None))
+        yield from self._marks(lambda text, before: _note_or_superscript(text, before, node.css_first("a") is not None))
 
     def _marks(self, marked: Callable[[str, str], str]) -> Element:
         """Replace the text of an inline element, unless it is in another such element or has paragraphs.
@@ -294,13 +293,9 @@ def _span(cell: LexborNode, name: str, most: int) -> int:
     return max(1, min(int(value), most)) if value.isascii() and value.isdigit() and len(value) < 10 else 1
 
 
-def _superscript(text: str, before: str, is_link: bool) -> str:
-    """Return "^6" for an exponent (10^6), "[1]" for the number of a footnote, else the text."""
-    blank, text = text[len(text.rstrip()) :], text.strip()
-    is_ordinal = (before.isdigit() or before in tuple("IVX")) and text.lower() in _ORDINALS
-    unsigned = text.removeprefix("-").removeprefix("+").removeprefix("\u2212")
-    if is_link:
-        text = f"[{text}]" if text.isalnum() else text
-    elif before.strip() and unsigned[:1].isalnum() and not is_ordinal and text.lower() not in _NOT_EXPONENTS:
-        text = f"^{text}" if unsigned.isalnum() else f"^({text})"
-    return text + blank
+def _note_or_superscript(text: str, before: str, is_link: bool) -> str:
+    """Return "[1]" for the number of a footnote, else the superscript."""
+    number = text.strip()
+    if not is_link:
+        return superscript(text, before)
+    return (f"[{number}]" if number.isalnum() else number) + text[len(text.rstrip()) :]

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cacheblend_cli.corpus.converters.numerals import roman
+
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborNode
-
-_ROMAN = {
-    1000: "m", 900: "cm", 500: "d", 400: "cd", 100: "c", 90: "xc", 50: "l", 40: "xl", 10: "x", 9: "ix", 5: "v", 4: "iv", 1: "i",
-}  # fmt: skip
 
 
 @dataclass
@@ -41,12 +39,8 @@ def numeral(number: int, kind: str) -> str:
             number, letter = divmod(number - 1, 26)
             letters = chr(ord(kind) + letter) + letters
         return letters
-    if kind in ("i", "I") and 0 < number < 4000:
-        roman = ""
-        for value, letters in _ROMAN.items():
-            count, number = divmod(number, value)
-            roman += letters * count
-        return roman.upper() if kind == "I" else roman
+    if kind in ("i", "I"):
+        return roman(number).upper() if kind == "I" else roman(number)
     return str(number)
 
 

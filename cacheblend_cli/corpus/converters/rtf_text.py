@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cacheblend_cli.corpus.converters.drawing_text import superscript
+from cacheblend_cli.corpus.converters.superscripts import superscript
 from cacheblend_cli.corpus.layout import shortened
 
 BODY = 9
@@ -32,7 +32,8 @@ class RtfText:
     def end_raised(self) -> None:
         """Add the superscript so far to the paragraph."""
         if self.raised:
-            self.pieces.append(superscript("".join(self.raised)))
+            before = self.pieces[-1] if self.pieces else ""
+            self.pieces.append(superscript("".join(self.raised), before))
             self.raised.clear()
 
     def end_paragraph(self, outline: int = BODY) -> None:
