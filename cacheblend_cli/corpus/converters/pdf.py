@@ -1,43 +1,128 @@
-"""PDF, read page by page with pypdf. Pages without text (scans) are reported."""
+"""PDF, read page by page with PDFium, with form values and comments. Pages that cannot be read are omissions."""
 
 from __future__ import annotations
 
-import io
-import logging
-import re
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters.converter import SCANNED, NoDocument, joined, parsing
+from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.layout import Converted, Mark
 
-_HYPHEN = re.compile(r"(?<=[a-z])-\n(?=[a-z])")
+if TYPE_CHECKING:
+    from pypdfium2 import PdfDocument, PdfPage
+
+_UNKNOWN_MIN = 3  # unknown characters of a page that are worth an omission; fewer are bullets and ornaments
+_RANGES = 12  # ranges of page numbers to name
+_SCANNED = "may be scanned (run: ocrmypdf in.pdf out.pdf)"
+_UNMAPPED = "fonts that do not say which characters they show (run: ocrmypdf --force-ocr in.pdf out.pdf)"
 
 
 def from_pdf(data: bytes) -> Converted:
-    with parsing("pypdf", "a PDF"):
-        from pypdf import PdfReader
-        from pypdf.errors import DependencyError, FileNotDecryptedError
+    with parsing("pypdfium2", "a PDF"):
+        from pypdfium2 import PdfDocument, PdfiumError, raw
 
-        logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it warns about many harmless things
         try:
-            reader = PdfReader(io.BytesIO(data))
-            pages = [_text(page) for page in reader.pages]
-            title = str(reader.metadata.title or "") if reader.metadata is not None else ""
-        except (DependencyError, FileNotDecryptedError) as error:
-            raise NoDocument("a PDF with a password", "with a password") from error
-    scanned = tuple(number for number, text in enumerate(pages, 1) if not text.strip())
-    empty = len(scanned)
-    if empty == len(pages):
-        count = f"its {len(pages)} pages have" if len(pages) > 1 else "its page has"
-        raise NoDocument(f"a scanned PDF: {count} no text; run: ocrmypdf in.pdf out.pdf", SCANNED)
-    omissions = [f"{empty} of its {len(pages)} pages have no text; they may be scanned"] if empty else []
-    parts = ((text, Mark(0, f"page {n}")) for n, text in enumerate(pages, 1))
-    found = joined(parts, title=" ".join(title.split()), omissions=omissions)
-    return replace(found, layout=replace(found.layout, scanned=scanned))
+            document = PdfDocument(data)
+        except PdfiumError as error:
+            if error.err_code in (raw.FPDF_ERR_PASSWORD, raw.FPDF_ERR_SECURITY):
+                raise NoDocument("a PDF with a password", "with a password") from error
+            raise
+        with document:
+            pages = _Pages(document)
+            texts = list(pages.texts())
+            title = document.get_metadata_value("Title").replace("\0", "")
+    if not any(texts):
+        raise pages.refusal(len(texts))
+    parts = ((text, Mark(0, f"page {n}")) for n, text in enumerate(texts, 1))
+    found = joined(parts, title=" ".join(title.split()), omissions=pages.omissions())
+    return replace(found, layout=replace(found.layout, scanned=pages.images))
 
 
-def _text(page: Any) -> str:
-    """Return the text of a page, with hyphenated words joined."""
-    text = page.extract_text().replace("\0", "").encode("utf-8", "replace").decode()
-    return _HYPHEN.sub("", "\n".join(line.rstrip() for line in text.split("\n")))
+class _Pages:
+    """Reads the pages of a document, and keeps the numbers of those that cannot be read."""
+
+    def __init__(self, document: PdfDocument) -> None:
+        self._document = document
+        self._others = Omissions()
+        self._damaged, self._blank, self._scanned, self._unmapped = [list[int]() for _ in range(4)]
+
+    def texts(self) -> Iterator[str]:
+        """Yield the text of each page, "" if it has none."""
+        from pypdfium2 import PdfiumError, raw
+
+        kind = self._document.get_formtype()
+        if kind != raw.FORMTYPE_NONE:
+            self._document.init_forms()
+        if kind == raw.FORMTYPE_XFA_FULL:
+            self._others.say("its XFA form is not read; print it to a PDF")
+        if count := self._document.count_attachments():
+            self._others.add("attached file", count=count)
+        for number in range(1, len(self._document) + 1):
+            try:
+                page = self._document[number - 1]
+                yield self._text(page, number)
+            except PdfiumError:
+                self._damaged.append(number)
+                yield ""
+            else:
+                page.close()
+
+    def _text(self, page: PdfPage, number: int) -> str:
+        from pypdfium2 import raw
+
+        from cacheblend_cli.corpus.converters.pdf_annotations import annotations_of
+        from cacheblend_cli.corpus.converters.pdf_characters import page_characters
+        from cacheblend_cli.corpus.converters.pdf_layout import arranged, dehyphenated, lines_of
+
+        characters, boxes, num_unknown = page_characters(page)
+        lines = list(lines_of(characters, boxes))
+        annotations = annotations_of(self._document, page)
+        annotations.fill(lines)
+        if annotations.num_left:
+            self._others.add("annotation", f"page {number}", count=annotations.num_left)
+        text = "\n\n".join(filter(None, (dehyphenated(arranged(lines)), *annotations.comments)))
+        if num_unknown >= _UNKNOWN_MIN:
+            self._unmapped.append(number)
+        elif not text:
+            (self._scanned if raw.FPDFPage_CountObjects(page) else self._blank).append(number)
+        return text
+
+    @property
+    def images(self) -> tuple[int, ...]:
+        """Numbers of the pages whose text can only be recognised."""
+        return tuple(sorted((*self._scanned, *self._unmapped)))
+
+    def refusal(self, count: int) -> NoDocument:
+        """Return the reason for which a document without text is not read. count: number of its pages."""
+        if self._unmapped:
+            return NoDocument(f"a PDF without readable text: it has {_UNMAPPED}", "without readable text")
+        if not self._scanned and not self._blank:
+            return NoDocument("not a PDF: none of its pages can be read", "damaged or locked")
+        pages = f"its {count} pages have" if count > 1 else "its page has"
+        return NoDocument(f"a scanned PDF: {pages} no text; run: ocrmypdf in.pdf out.pdf", SCANNED)
+
+    def omissions(self) -> Iterator[str]:
+        if self._damaged:
+            yield f"{_numbers(self._damaged)} cannot be read"
+        if self._blank:
+            yield f"{_numbers(self._blank)}: blank or damaged"
+        if self._scanned:
+            yield f"{_numbers(self._scanned)}: no text; {_SCANNED}"
+        if self._unmapped:
+            yield f"{_numbers(self._unmapped)}: text in {_UNMAPPED}"
+        yield from self._others
+
+
+def _numbers(pages: list[int]) -> str:
+    """Return sorted page numbers in words, such as "pages 2-4, 7"."""
+    ranges = list[list[int]]()
+    for page in pages:
+        if ranges and ranges[-1][1] == page - 1:
+            ranges[-1][1] = page
+        else:
+            ranges.append([page, page])
+    named = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges[:_RANGES])
+    more = ", ..." if len(ranges) > _RANGES else ""
+    return f"page{'s' * (len(pages) > 1)} {named}{more}"

@@ -1,0 +1,61 @@
+"""Characters of a PDF page and their boxes, without those that a font does not identify.
+
+A font maps its codes to characters, if the program that wrote the file has put such a table in. Without one, PDFium
+takes the codes themselves for characters, which is right for some fonts and garbage for others. Such text is kept if it
+reads like words. Private, unassigned and control characters are left out.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from itertools import compress
+from typing import TYPE_CHECKING
+
+from cacheblend_cli.corpus.converters.pdf_layout import LINE_ENDS, Box, turned
+
+if TYPE_CHECKING:
+    from pypdfium2 import PdfPage
+
+_BULLETS = dict.fromkeys((0xF06E, 0xF076, 0xF0A7, 0xF0A8, 0xF0B7, 0xF0D8), 0x2022)
+"""Private characters of Symbol and Wingdings that start the items of lists."""
+_UNKNOWN = frozenset(("Cc", "Cn", "Co"))  # categories: control, unassigned, private
+_VOWELS = frozenset("aeiouy")
+_VOWELS_SHARE = 0.28, 0.65  # of the letters of words
+_LETTERS_SHARE = 0.6  # of the characters of words
+
+
+def page_characters(page: PdfPage) -> tuple[str, Sequence[Box], int]:
+    """Return the characters of a page, their boxes, and the number of characters left out."""
+    from pypdfium2 import raw
+
+    text_page = page.get_textpage()
+    count, handle = text_page.count_chars(), text_page.raw
+    places = (raw.FS_RECTF * max(count, 1))()
+    for index in range(count):
+        raw.FPDFText_GetLooseCharBox(handle, index, places[index])
+    characters = "".join([chr(raw.FPDFText_GetUnicode(handle, n)) for n in range(count)]).translate(_BULLETS)
+    unmapped = [raw.FPDFText_HasUnicodeMapError(handle, n) == 1 for n in range(count)]
+    text_page.close()
+    numbers = memoryview(places).cast("B").cast("f").tolist()[: 4 * count]
+    boxes = list(zip(numbers[::4], numbers[3::4], numbers[2::4], numbers[1::4], strict=True))
+    boxes = turned(boxes, page.get_rotation())
+    garbage = any(unmapped) and not _reads_like_words("".join(compress(characters, unmapped)))
+    known = [not _is_unknown(c) and not (garbage and bad) for c, bad in zip(characters, unmapped, strict=True)]
+    return "".join(compress(characters, known)), list(compress(boxes, known)), known.count(False)
+
+
+def _is_unknown(character: str) -> bool:
+    if " " <= character <= "~" or character in LINE_ENDS:
+        return False
+    return character == "\ufffd" or (unicodedata.category(character) in _UNKNOWN and character != "\t")
+
+
+def _reads_like_words(text: str) -> bool:
+    """Return whether a text looks like words in the Latin alphabet: mostly letters, and vowels among them."""
+    base = unicodedata.normalize("NFD", text).lower()
+    letters = [c for c in base if "a" <= c <= "z"]
+    shown = sum(not c.isspace() and not unicodedata.combining(c) for c in base)
+    vowels = sum(c in _VOWELS for c in letters)
+    least, most = _VOWELS_SHARE
+    return len(letters) >= _LETTERS_SHARE * shown and least * len(letters) <= vowels <= most * len(letters)
