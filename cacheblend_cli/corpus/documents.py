@@ -37,7 +37,7 @@ from cacheblend_cli.version import __version__
 READ_VERSION = 3
 """Increase this when the same file gives a different text or other omissions: files are then read again."""
 _RACY_NS = 2_000_000_000  # coarsest timestamp resolution in use (FAT)
-_LIBRARIES = ("selectolax", "pypdf", "python-calamine", "defusedxml")
+_LIBRARIES = ("selectolax", "pypdfium2", "python-calamine", "defusedxml")
 
 
 @dataclass(frozen=True, slots=True)

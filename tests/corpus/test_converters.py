@@ -84,21 +84,6 @@ def test_mail_says_who_wrote_what(html: bool) -> None:
     assert "<p>" not in found.text
 
 
-def test_pdf_keeps_its_pages_and_joins_words() -> None:
-    found = convert("a.pdf", files.pdf(["On page (one).\nA reim-\nbursement.", "Page two."], "Travel rules"))
-    assert "A reimbursement." in found.text
-    assert found.layout.title == "Travel rules"
-    assert place_of(found, "two")[0] == "page 2"
-    assert place_of(found, "one", "two")[0] == "pages 1-2"
-
-
-def test_a_scanned_pdf_is_named_and_a_partly_scanned_one_is_noted() -> None:
-    with pytest.raises(NoDocument, match="2 pages"):
-        convert("a.pdf", files.pdf(["", ""]))
-    found = convert("a.pdf", files.pdf(["text", ""]))
-    assert found.layout.omissions == ("1 of its 2 pages have no text; they may be scanned",)
-
-
 def test_office_files_and_books() -> None:
     found = convert("a.docx", files.docx())
     assert found.text == "# Travel\n\nWithin two weeks.\n\ncity | rate\nBergen | 90\n"
@@ -118,7 +103,7 @@ def test_office_files_and_books() -> None:
 def test_broken_files_are_refused_with_a_reason(suffix: str, data: bytes) -> None:
     with pytest.raises(NoDocument) as refused:
         convert(f"a{suffix}", data)
-    assert refused.value.group in ("damaged or locked", "broken notebooks", "binary", "scanned PDFs")
+    assert refused.value.group in ("damaged or locked", "broken notebooks", "binary")
 
 
 def test_an_archive_that_unpacks_to_too_much_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +116,7 @@ def test_an_archive_that_unpacks_to_too_much_is_not_unpacked(monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("suffix", "package"),
-    [(".pdf", "pypdf"), (".docx", "defusedxml"), (".pptx", "defusedxml"), (".ods", "python_calamine")],
+    [(".pdf", "pypdfium2"), (".docx", "defusedxml"), (".pptx", "defusedxml"), (".ods", "python_calamine")],
 )
 def test_without_its_library_a_file_names_what_to_install(
     suffix: str, package: str, monkeypatch: pytest.MonkeyPatch

@@ -66,7 +66,7 @@ def test_a_converter_that_crashes_is_a_reason(process: ConverterProcess, monkeyp
 
 def test_modules_beside_the_documents_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("msgspec", "selectolax", "pypdf", "json"):
+    for name in ("msgspec", "selectolax", "pypdfium2", "json"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
     process = ConverterProcess()
     process.convert("a.html", GOOD)

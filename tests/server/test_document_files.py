@@ -6,7 +6,6 @@ import json
 import threading
 from typing import Any
 
-import pytest
 from omitting import leave_out
 
 WAIT_S = 60.0
@@ -24,36 +23,10 @@ def put(server: Any, name: str, data: bytes, media: str = "application/octet-str
     return server.client.put(f"/v1/documents/{name}", content=data, headers=headers)
 
 
-def pdf(*pages: str) -> bytes:
-    """A PDF of a line a page."""
-    pypdf = pytest.importorskip("pypdf")
-    from io import BytesIO
-
-    from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
-
-    writer = pypdf.PdfWriter()
-    font = DictionaryObject(
-        {
-            NameObject(k): NameObject(v)
-            for k, v in (("/Type", "/Font"), ("/Subtype", "/Type1"), ("/BaseFont", "/Courier"))
-        }
-    )
-    for text in pages:
-        page = writer.add_blank_page(600, 400)
-        page[NameObject("/Resources")] = DictionaryObject(
-            {NameObject("/Font"): DictionaryObject({NameObject("/F1"): font})}
-        )
-        content = DecodedStreamObject()
-        content.set_data(f"BT /F1 12 Tf 20 300 Td ({text}) Tj ET".encode())
-        page[NameObject("/Contents")] = content
-    writer.write(out := BytesIO())
-    return out.getvalue()
-
-
 def test_files_are_converted_by_name_or_media_type(server: Any) -> None:
     assert put(server, "teams.html", HTML).status_code == 201
     assert put(server, "teams", HTML, "text/html; charset=utf-8").json()["title"] == "Teams"
-    assert put(server, "report.pdf", pdf("Mara leads billing", "Jonas keeps a parrot")).status_code == 201
+    assert put(server, "report.pdf", files.pdf(["Mara leads billing", "Jonas keeps a parrot"])).status_code == 201
     [hit] = server.client.post("/v1/search", json={"query": "parrot"}).json()["data"]
     assert hit["document"] == "report.pdf"
     [chunk] = server.ask(search={"query": "parrot"}).json()["blend"]["chunks"]

@@ -10,12 +10,12 @@ from pathlib import Path
 
 
 def pdf(pages: list[str], title: str = "") -> bytes:
-    """Return a PDF with one page per text; "" is a page without text."""
+    """Return a PDF with one page per text; "" is a page without text, such as a scan."""
     objects = ["<< /Type /Catalog /Pages 2 0 R >>", ""]
     kids = []
     for text in pages:
         lines = "".join(f"({_escaped(line)}) Tj T* " for line in text.split("\n"))
-        stream = f"BT /F1 11 Tf 14 TL 50 760 Td {lines}ET" if text else ""
+        stream = f"BT /F1 11 Tf 14 TL 50 760 Td {lines}ET" if text else "0.9 g 50 50 500 700 re f"
         objects.append(f"<< /Length {len(stream)} >>\nstream\n{stream}\nendstream")
         font = "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"
         kids.append(f"{len(objects) + 1} 0 R")

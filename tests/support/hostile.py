@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import files
+import pdfs
 from slides import Slide, presentation, slide_xml, text
 
 _WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
@@ -136,19 +137,9 @@ def _page_tree(levels: int) -> bytes:
     return _pdf(_CATALOG, *inner, b"<< /Type /Page /MediaBox [0 0 612 792] >>")
 
 
-def _locked() -> bytes:
-    from pypdf import PdfReader, PdfWriter
-
-    writer, out = PdfWriter(PdfReader(io.BytesIO(files.pdf(["secret"])))), io.BytesIO()
-    writer.encrypt("password", algorithm="RC4-128")
-    writer.write(out)
-    return out.getvalue()
-
-
 PDFS: dict[str, Callable[[], bytes]] = {
-    "locked": _locked,
+    "locked": lambda: pdfs.encrypted("secret", "password"),
     "cut off": lambda: files.pdf(["a page of text"] * 50)[:3000],
-    "without a table": lambda: files.pdf(["a page"]).replace(b"xref", b"xxxx"),
     "pages of themselves": lambda: _pdf(_CATALOG, b"<< /Type /Pages /Kids [2 0 R 2 0 R] /Count 99 >>"),
     "a billion pages": lambda: _page_tree(9),
     "256 MB of blanks": lambda: pdf_page(_zeros(256 << 20), b"/Filter /FlateDecode"),

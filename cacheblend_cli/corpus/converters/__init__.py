@@ -50,7 +50,7 @@ CONVERTERS: dict[Converter, str] = {
 PLAIN = frozenset((from_markdown, from_rst, from_plain, from_code))
 """Converters that only decode. The others parse, within the limits of `converters/process.py`."""
 _MODULES = {
-    from_pdf: "pypdf",
+    from_pdf: "pypdfium2",
     from_docx: "defusedxml",
     from_pptx: "defusedxml",
     from_xlsx: "defusedxml",

@@ -28,7 +28,7 @@ def from_pdf(data: bytes) -> Converted:
         except PdfiumError as error:
             if error.err_code in (raw.FPDF_ERR_PASSWORD, raw.FPDF_ERR_SECURITY):
                 raise NoDocument("a PDF with a password", "with a password") from error
-            raise
+            raise NoDocument("not a PDF, or damaged beyond reading", "damaged or locked") from error
         with document:
             pages = _Pages(document)
             texts = list(pages.texts())
@@ -59,6 +59,8 @@ class _Pages:
             self._others.say("its XFA form is not read; print it to a PDF")
         if count := self._document.count_attachments():
             self._others.add("attached file", count=count)
+        if (count := raw.FPDF_GetSignatureCount(self._document.raw)) > 0:
+            self._others.add("signature", count=count)
         for number in range(1, len(self._document) + 1):
             try:
                 page = self._document[number - 1]
@@ -74,7 +76,8 @@ class _Pages:
 
         from cacheblend_cli.corpus.converters.pdf_annotations import annotations_of
         from cacheblend_cli.corpus.converters.pdf_characters import page_characters
-        from cacheblend_cli.corpus.converters.pdf_layout import arranged, dehyphenated, lines_of
+        from cacheblend_cli.corpus.converters.pdf_layout import arranged, dehyphenated
+        from cacheblend_cli.corpus.converters.pdf_lines import lines_of
 
         characters, boxes, num_unknown = page_characters(page)
         lines = list(lines_of(characters, boxes))
@@ -97,11 +100,11 @@ class _Pages:
     def refusal(self, count: int) -> NoDocument:
         """Return the reason for which a document without text is not read. count: number of its pages."""
         if self._unmapped:
-            return NoDocument(f"a PDF without readable text: it has {_UNMAPPED}", "without readable text")
-        if not self._scanned and not self._blank:
-            return NoDocument("not a PDF: none of its pages can be read", "damaged or locked")
-        pages = f"its {count} pages have" if count > 1 else "its page has"
-        return NoDocument(f"a scanned PDF: {pages} no text; run: ocrmypdf in.pdf out.pdf", SCANNED)
+            return NoDocument(f"a PDF without readable text: it has {_UNMAPPED}", SCANNED)
+        pages, have, are = (f"its {count} pages", "have", "are") if count != 1 else ("its page", "has", "is")
+        if self._scanned:
+            return NoDocument(f"a scanned PDF: {pages} {have} no text; run: ocrmypdf in.pdf out.pdf", SCANNED)
+        return NoDocument(f"a PDF without text: {pages} {are} blank or damaged", "blank or damaged")
 
     def omissions(self) -> Iterator[str]:
         if self._damaged:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_cli.corpus.converters.pdf_layout import Box, Piece, Row, turned
+from cacheblend_cli.corpus.converters.pdf_lines import Box, Piece, Row, turned
 
 if TYPE_CHECKING:
     from pypdfium2 import PdfDocument, PdfPage
@@ -67,12 +67,13 @@ def _middle(piece: Piece) -> float:
 
 def _label(field_: _Field, near: list[Piece]) -> tuple[Piece | None, bool]:
     """Return the label of a field, and whether the value goes after it."""
-    left, bottom, right, top = field_.box
+    left, _, right, top = field_.box
     found: list[tuple[float, bool, Piece]] = []
     for piece in near:
         reach = _REACH * piece.height
-        if _middle(piece) > top:  # above
-            if field_.checked is None and piece.bottom - top <= piece.height and piece.left < right and piece.right > left:
+        if _middle(piece) > top:
+            is_above = piece.bottom - top <= piece.height and piece.left < right and piece.right > left
+            if is_above and field_.checked is None:
                 found.append((reach + piece.bottom - top, True, piece))
         elif 0 <= left - piece.right + _SLACK <= reach:
             found.append((left - piece.right, True, piece))

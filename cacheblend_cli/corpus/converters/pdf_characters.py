@@ -8,11 +8,12 @@ reads like words. Private, unassigned and control characters are left out.
 from __future__ import annotations
 
 import unicodedata
+from array import array
 from collections.abc import Sequence
 from itertools import compress
 from typing import TYPE_CHECKING
 
-from cacheblend_cli.corpus.converters.pdf_layout import LINE_ENDS, Box, turned
+from cacheblend_cli.corpus.converters.pdf_lines import LINE_ENDS, Box, turned
 
 if TYPE_CHECKING:
     from pypdfium2 import PdfPage
@@ -20,9 +21,16 @@ if TYPE_CHECKING:
 _BULLETS = dict.fromkeys((0xF06E, 0xF076, 0xF0A7, 0xF0A8, 0xF0B7, 0xF0D8), 0x2022)
 """Private characters of Symbol and Wingdings that start the items of lists."""
 _UNKNOWN = frozenset(("Cc", "Cn", "Co"))  # categories: control, unassigned, private
+_UNKNOWN_SHARE = 0.02  # unknown characters of a text that reads like words
 _VOWELS = frozenset("aeiouy")
-_VOWELS_SHARE = 0.28, 0.65  # of the letters of words
-_LETTERS_SHARE = 0.6  # of the characters of words
+_VOWELS_SHARE = 0.2, 0.65  # of the letters of words
+_LETTERS_SHARE = 0.6  # letters and digits of the characters of words
+_SCRIPT_SHARE = 0.8  # characters of one script
+_SCRIPTS = (
+    frozenset(range(0x370, 0x400)),  # Greek
+    frozenset(range(0x400, 0x530)),  # Cyrillic
+    frozenset((*range(0x3000, 0x3100), *range(0x4E00, 0xA000), *range(0xAC00, 0xD7A4), *range(0xFF00, 0xFFF0))),  # CJK
+)
 
 
 def page_characters(page: PdfPage) -> tuple[str, Sequence[Box], int]:
@@ -37,8 +45,8 @@ def page_characters(page: PdfPage) -> tuple[str, Sequence[Box], int]:
     characters = "".join([chr(raw.FPDFText_GetUnicode(handle, n)) for n in range(count)]).translate(_BULLETS)
     unmapped = [raw.FPDFText_HasUnicodeMapError(handle, n) == 1 for n in range(count)]
     text_page.close()
-    numbers = memoryview(places).cast("B").cast("f").tolist()[: 4 * count]
-    boxes = list(zip(numbers[::4], numbers[3::4], numbers[2::4], numbers[1::4], strict=True))
+    numbers = array("f", bytes(places))[: 4 * count]
+    boxes: list[Box] = list(zip(numbers[::4], numbers[3::4], numbers[2::4], numbers[1::4], strict=True))
     boxes = turned(boxes, page.get_rotation())
     garbage = any(unmapped) and not _reads_like_words("".join(compress(characters, unmapped)))
     known = [not _is_unknown(c) and not (garbage and bad) for c, bad in zip(characters, unmapped, strict=True)]
@@ -52,10 +60,14 @@ def _is_unknown(character: str) -> bool:
 
 
 def _reads_like_words(text: str) -> bool:
-    """Return whether a text looks like words in the Latin alphabet: mostly letters, and vowels among them."""
-    base = unicodedata.normalize("NFD", text).lower()
-    letters = [c for c in base if "a" <= c <= "z"]
-    shown = sum(not c.isspace() and not unicodedata.combining(c) for c in base)
-    vowels = sum(c in _VOWELS for c in letters)
+    """Return whether a text looks like words: few control characters, and the vowels of the Latin alphabet or one other
+    script. Codes of a font start with control characters, or spread over many scripts."""
+    shown = [c for c in unicodedata.normalize("NFD", text).lower() if not c.isspace() and not unicodedata.combining(c)]
+    if sum(unicodedata.category(c) in _UNKNOWN for c in shown) > _UNKNOWN_SHARE * len(shown):
+        return False
+    if any(sum(c in script for c in map(ord, shown)) >= _SCRIPT_SHARE * len(shown) for script in _SCRIPTS):
+        return True
+    latin = [c for c in shown if "a" <= c <= "z"]
+    vowels, digits = sum(c in _VOWELS for c in latin), sum("0" <= c <= "9" for c in shown)
     least, most = _VOWELS_SHARE
-    return len(letters) >= _LETTERS_SHARE * shown and least * len(letters) <= vowels <= most * len(letters)
+    return len(latin) + digits >= _LETTERS_SHARE * len(shown) and least * len(latin) <= vowels <= most * len(latin)

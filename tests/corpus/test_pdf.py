@@ -1,0 +1,230 @@
+"""PDF: words, columns, tables, forms, comments, and pages that cannot be read."""
+
+from __future__ import annotations
+
+import files
+import pdfs
+import pytest
+
+from cacheblend_cli.corpus.converters import converter_of
+from cacheblend_cli.corpus.converters.converter import NoDocument
+from cacheblend_cli.corpus.layout import Converted
+
+
+def convert(data: bytes) -> Converted:
+    converter = converter_of("a.pdf")
+    assert converter is not None
+    return converter(data)
+
+
+def text_of(content: str | bytes, **more: object) -> str:
+    return convert(pdfs.pages(content, **more)).text.rstrip("\n")  # type: ignore[arg-type]
+
+
+def refusal(data: bytes) -> str:
+    with pytest.raises(NoDocument) as refused:
+        convert(data)
+    return refused.value.reason
+
+
+def test_pages_are_marked_and_the_title_is_kept() -> None:
+    found = convert(files.pdf(["On page (one).\nA reim-\nbursement.", "Page two."], "Travel rules"))
+    assert found.text == "On page (one).\nA reimbursement.\n\nPage two.\n\n"
+    assert found.layout.title == "Travel rules"
+    assert [(mark.part, found.text[mark.start :][:4]) for mark in found.layout.marks] == [
+        ("page 1", "On p"),
+        ("page 2", "Page"),
+    ]
+
+
+def test_a_gap_is_a_blank() -> None:
+    """Words without drawn blanks, a tenth of the font size and more apart."""
+    assert (
+        text_of("BT /F1 12 Tf 72 700 Td [(What) -120 (is) -120 (Earth) -120 (Science)] TJ ET")
+        == "What is Earth Science"
+    )
+    assert text_of("BT /F1 12 Tf 72 700 Td [(Ka) -40 (na) 30 (da)] TJ ET") == "Kanada"
+
+
+def test_spaced_letters_are_a_word() -> None:
+    assert text_of("BT /F1 12 Tf 2 Tc 72 700 Td (ANNUAL REPORT) Tj ET") == "ANNUAL REPORT"
+
+
+def test_fake_bold_is_read_once() -> None:
+    drawn = pdfs.lines_at((72, 700, "Annual Report"), (72.3, 700, "Annual Report"), (72.6, 700, "Annual Report"))
+    assert text_of(drawn) == "Annual Report"
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (("reim-", "bursement"), "reimbursement"),
+        (("Jean-", "Luc"), "Jean-\nLuc"),
+        (("1990-", "2000"), "1990-\n2000"),
+        (("hy\xad", "phens"), "hyphens"),
+    ],
+)
+def test_hyphens_at_line_ends(lines: tuple[str, ...], expected: str) -> None:
+    assert text_of(pdfs.side_by_side(*((line,) for line in lines))) == expected
+
+
+PROSE = (
+    ("The left column tells", "The right column says"),
+    ("that parking costs 45", "that bicycles are free"),
+    ("euros a month.", "in hall 2."),
+)
+
+
+def in_columns(rows: tuple[tuple[str, ...], ...]) -> str:
+    return "\n".join(row[column] for column in range(len(rows[0])) for row in rows)
+
+
+def by_row(rows: tuple[tuple[str, ...], ...]) -> str:
+    return "\n".join(" ".join(row) for row in rows)
+
+
+def test_columns_drawn_line_by_line_are_read_one_after_the_other() -> None:
+    assert text_of(pdfs.side_by_side(*PROSE)) == in_columns(PROSE)
+    three = tuple(
+        (*row, third)
+        for row, third in zip(PROSE, ("And a third one goes", "on about the trains,", "as it must."), strict=True)
+    )
+    assert text_of(pdfs.side_by_side(*three, width=170)) == in_columns(three)
+
+
+def test_a_heading_over_columns_stays_above_them() -> None:
+    heading = pdfs.text_at(72, 730, "A heading that is as wide as both of the columns below it together")
+    assert text_of(heading + pdfs.side_by_side(*PROSE)).startswith("A heading that")
+
+
+def test_a_turned_page_has_columns_too() -> None:
+    turned = pdfs.side_by_side(*PROSE).replace("1 0 0 1", "0 1 -1 0")
+    for n, row in enumerate(PROSE):
+        for column, cell in enumerate(row):
+            turned = turned.replace(
+                f"{72 + 200 * column} {700 - 14 * n} Tm ({cell})", f"{100 + 14 * n} {72 + 200 * column} Tm ({cell})"
+            )
+    assert text_of(turned, turned=90) == in_columns(PROSE)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        (("City", "Rate"), ("Bergen", "90"), ("Oslo", "110"), ("Troms\\370", "85")),
+        (("Item", "Description of it"), ("Parking", "In the hall, for a month"), ("Bicycles", "Free of charge"), ("Trains", "See the table")),
+        (("Total revenue of the year", "4,500"), ("less the costs of sales", "1,200"), ("gross profit of the year", "3,300")),
+    ],
+)  # fmt: skip
+def test_a_table_is_read_row_by_row(table: tuple[tuple[str, ...], ...]) -> None:
+    assert text_of(pdfs.side_by_side(*table)) == by_row(table).replace("\\370", "ø")
+
+
+def test_rows_of_a_table_with_wrapped_cells_stay_together() -> None:
+    """The white space between the rows is wider than the one between the columns."""
+    second = (
+        ("Then the left cell is", "Then the right cell is"),
+        ("about the second row of", "also about the second"),
+        ("it and its cells.", "row and its cells."),
+    )
+    drawn = pdfs.side_by_side(*PROSE, width=145) + pdfs.side_by_side(*second, width=145, top=600)
+    assert text_of(drawn) == f"{in_columns(PROSE)}\n{in_columns(second)}"
+
+
+def test_text_drawn_column_by_column_stays_so() -> None:
+    left, right = zip(*PROSE, strict=True)
+    drawn = pdfs.lines_at(*((72, 700 - 14 * n, line) for n, line in enumerate(left)))
+    drawn += pdfs.lines_at(*((272, 700 - 14 * n, line) for n, line in enumerate(right)))
+    assert text_of(drawn) == in_columns(PROSE)
+
+
+def test_values_of_a_form_go_to_their_labels() -> None:
+    labels = pdfs.lines_at(
+        (72, 700, "Name:"), (72, 670, "Paid:"), (100, 640, "Newsletter"), (72, 610, "City"), (72, 560, "Notes")
+    )
+    fields = [
+        pdfs.widget("/Tx", "name", "(Lucia Garzas)", (110, 698, 300, 712)),
+        pdfs.widget("/Btn", "paid", "/Yes", (110, 668, 122, 680), "/AS /Yes /AP << /N << /Yes null /Off null >> >>"),
+        pdfs.widget("/Btn", "letter", "/Off", (80, 638, 92, 650), "/AS /Off /AP << /N << /Yes null /Off null >> >>"),
+        pdfs.widget("/Ch", "city", "(Bergen)", (110, 608, 300, 622), "/Ff 131072 /Opt [(Oslo) (Bergen)]"),
+        pdfs.widget("/Tx", "notes", "(call first)", (72, 520, 300, 556)),
+        pdfs.widget("/Tx", "secret", "(hidden)", (400, 100, 500, 112), "/F 2"),
+        pdfs.widget("/Tx", "pin", "(4711)", (400, 130, 500, 142), "/Ff 8192"),
+        pdfs.widget("/Tx", "far", "(alone)", (400, 60, 500, 72)),
+        pdfs.widget("/Tx", "empty", "()", (400, 160, 500, 172)),
+    ]
+    found = text_of(labels, annotations=fields)
+    assert found == "Name: Lucia Garzas\nPaid: yes\n[ ] Newsletter\nCity Bergen\nNotes call first\nfar: alone"
+
+
+def test_comments_are_marked_and_typed_text_is_text() -> None:
+    notes = [
+        b"<< /Type /Annot /Subtype /Text /T (Ada) /Contents (Check this rate.) /Rect [300 700 320 720] >>",
+        b"<< /Type /Annot /Subtype /FreeText /Contents (in ink) /DA (/Helv 12 Tf) /Rect [110 698 200 712] >>",
+        b"<< /Type /Annot /Subtype /Link /Contents (a link) /Rect [72 700 90 712] >>",
+    ]
+    assert (
+        text_of(pdfs.text_at(72, 700, "Rate:"), annotations=notes) == "Rate: in ink\n\nComment by Ada: Check this rate."
+    )
+
+
+def test_a_damaged_page_is_named_and_the_others_are_read() -> None:
+    good = pdfs.pages(pdfs.text_at(72, 700, "one"), pdfs.text_at(72, 700, "two"), pdfs.text_at(72, 700, "three"))
+    found = convert(good.replace(b"/Kids [3 0 R 5 0 R 7 0 R]", b"/Kids [3 0 R 99 0 R 7 0 R]"))
+    assert found.text == "one\n\nthree\n\n"
+    assert found.layout.omissions == ("page 2 cannot be read",)
+    assert [mark.part for mark in found.layout.marks] == ["page 1", "page 3"]
+    drawing = "0 0 100 100 re f"
+    found = convert(pdfs.pages(pdfs.text_at(72, 700, "one"), "", drawing, drawing, "", drawing))
+    assert found.layout.omissions == (
+        "pages 2, 5: blank or damaged",
+        "pages 3-4, 6: no text; may be scanned (run: ocrmypdf in.pdf out.pdf)",
+    )
+
+
+def test_an_invalid_operator_costs_nothing() -> None:
+    bad = "BT /F1 12 Tf 1 0 0 1 72 700 Tm [(Page 2) 0.0 Tc -250.0 (x)] TJ 13.4 Tm [628 FR 13674] ET"
+    found = convert(pdfs.pages(pdfs.text_at(72, 700, "one"), bad))
+    assert found.text == "one\n\nPage 2 x\n\n"
+
+
+def test_a_file_without_its_table_of_objects_is_read() -> None:
+    assert convert(files.pdf(["a page"]).replace(b"xref", b"xxxx")).text == "a page\n\n"
+
+
+def test_documents_without_text_say_how_to_make_them_readable() -> None:
+    drawing = "0 0 100 100 re f"
+    assert (
+        refusal(pdfs.pages(drawing, drawing)) == "a scanned PDF: its 2 pages have no text; run: ocrmypdf in.pdf out.pdf"
+    )
+    assert refusal(pdfs.pages("")) == "a PDF without text: its page is blank or damaged"
+    assert "ocrmypdf --force-ocr in.pdf out.pdf" in refusal(pdfs.pages(GARBAGE, font=pdfs.UNMAPPED))
+    assert refusal(b"%PDF-1.7 nothing") == "not a PDF, or damaged beyond reading"
+
+
+GARBAGE = b"BT /F2 12 Tf 72 700 Td <002400440003004800570003004B00480003> Tj ET"
+"""Glyph numbers: the codes of the characters less 29."""
+
+
+def test_text_of_an_unmapped_font_is_left_out_with_a_word() -> None:
+    found = convert(pdfs.pages(pdfs.text_at(72, 730, "Heading").encode() + GARBAGE, font=pdfs.UNMAPPED))
+    assert found.text == "Heading\n\n"
+    [omission] = found.layout.omissions
+    assert omission.startswith("page 1: text in fonts that do not say which characters they show")
+
+
+def test_codes_that_read_like_words_are_kept() -> None:
+    words = b"BT /F2 12 Tf 72 700 Td <%s> Tj ET" % "Property Insurance".encode("utf-16-be").hex().encode()
+    found = convert(pdfs.pages(words, font=pdfs.UNMAPPED))
+    assert (found.text, found.layout.omissions) == ("Property Insurance\n\n", ())
+
+
+def test_attached_files_are_an_omission() -> None:
+    data = pdfs.pages(pdfs.text_at(72, 700, "one")).replace(
+        b"/AcroForm <<", b"/Names << /EmbeddedFiles << /Names [(a) << /Type /Filespec /F (a.txt) >>] >> >> /AcroForm <<"
+    )
+    assert convert(data).layout.omissions == ("1 attached file",)
+
+
+def test_a_password_is_a_reason_and_an_empty_one_is_none() -> None:
+    assert refusal(pdfs.encrypted("secret", "password")) == "a PDF with a password"
+    assert convert(pdfs.encrypted("open to all", "")).text == "open to all\n\n"
