@@ -112,6 +112,7 @@ def test_a_turned_page_has_columns_too() -> None:
     [
         (("City", "Rate"), ("Bergen", "90"), ("Oslo", "110"), ("Troms\\370", "85")),
         (("Item", "Description of it"), ("Parking", "In the hall, for a month"), ("Bicycles", "Free of charge"), ("Trains", "See the table")),
+        (("clean = 1", "clean the content streams"), ("garbage = 1", "collect unused objects"), ("garbage = 2", "and compact the tables")),
         (("Total revenue of the year", "4,500"), ("less the costs of sales", "1,200"), ("gross profit of the year", "3,300")),
     ],
 )  # fmt: skip

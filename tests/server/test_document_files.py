@@ -6,6 +6,8 @@ import json
 import threading
 from typing import Any
 
+import files
+import pytest
 from omitting import leave_out
 
 WAIT_S = 60.0

@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters.converter import SCANNED, NoDocument, joined, parsing
 from cacheblend_cli.corpus.converters.omissions import Omissions
+from cacheblend_cli.corpus.converters.pdf_annotations import annotations_of
+from cacheblend_cli.corpus.converters.pdf_characters import page_characters
+from cacheblend_cli.corpus.converters.pdf_layout import arranged, dehyphenated
+from cacheblend_cli.corpus.converters.pdf_lines import lines_of
 from cacheblend_cli.corpus.layout import Converted, Mark
 
 if TYPE_CHECKING:
@@ -73,11 +77,6 @@ class _Pages:
 
     def _text(self, page: PdfPage, number: int) -> str:
         from pypdfium2 import raw
-
-        from cacheblend_cli.corpus.converters.pdf_annotations import annotations_of
-        from cacheblend_cli.corpus.converters.pdf_characters import page_characters
-        from cacheblend_cli.corpus.converters.pdf_layout import arranged, dehyphenated
-        from cacheblend_cli.corpus.converters.pdf_lines import lines_of
 
         characters, boxes, num_unknown = page_characters(page)
         lines = list(lines_of(characters, boxes))

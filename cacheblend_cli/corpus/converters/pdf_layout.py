@@ -6,7 +6,7 @@ Haralick and Phillips, 1995): by a vertical gutter that stays free over successi
 two of these lines is wider than the gutter.
 
 A table has gutters too, and is read row by row. Columns of text differ by lines that go on: most of them fill their
-column, have several words, and begin with a lower-case letter.
+column, have several words, mostly of letters, and begin with a lower-case letter.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from cacheblend_cli.corpus.converters.pdf_lines import HYPHEN, PIECE_GAP, Piece,
 COLUMNS_MAX = 12  # pieces of a row that may be columns; more are a table
 ROWS_MIN = 3  # rows with text on both sides of a gutter
 WORDS_MIN = 3  # mean words of a column's lines
+LETTERS_SHARE = 0.85  # letters of a text; figures and code have fewer
 FILLED = 0.7  # width of a line that fills its column
 FILLED_SHARE = 0.5  # share of lines that fill their column
 GOES_ON_SHARE = 1 / 3  # share of lines that begin with a lower-case letter
@@ -121,7 +122,8 @@ def _goes_on(column: list[Row]) -> bool:
     lines = [" ".join(piece.text for piece in row) for row in column]
     widths = [max(piece.right for piece in row) - min(piece.left for piece in row) for row in column]
     filled = sum(width >= FILLED * max(widths) for width in widths)
-    if filled < FILLED_SHARE * len(lines):
+    shown = "".join("".join(lines).split())
+    if filled < FILLED_SHARE * len(lines) or sum(map(str.isalpha, shown)) < LETTERS_SHARE * len(shown):
         return False
     if not any(line[:1].islower() or line[:1].isupper() for line in lines):  # a script without cases
         return sum(map(len, lines)) >= 2 * WORDS_MIN * len(lines)
