@@ -8,6 +8,8 @@ import pytest
 
 from cacheblend_cli.corpus.converters import converter_of
 from cacheblend_cli.corpus.converters.converter import NoDocument
+from cacheblend_cli.corpus.converters.pdf_layout import arranged
+from cacheblend_cli.corpus.converters.pdf_lines import lines_of
 from cacheblend_cli.corpus.layout import Converted
 
 
@@ -229,3 +231,33 @@ def test_attached_files_are_an_omission() -> None:
 def test_a_password_is_a_reason_and_an_empty_one_is_none() -> None:
     assert refusal(pdfs.encrypted("secret", "password")) == "a PDF with a password"
     assert convert(pdfs.encrypted("open to all", "")).text == "open to all\n\n"
+
+
+HEBREW = ["\u05e9\u05dc\u05d5\u05dd", "\u05e2\u05d5\u05dc\u05dd"]
+UNICODE = pdfs.UNMAPPED.replace(b"/Encoding", b"/ToUnicode 3 0 R /Encoding")
+"""A font whose codes are characters."""
+
+
+def shown(font: str, text: str, x: float, y: float) -> bytes:
+    return f"BT /{font} 12 Tf 1 0 0 1 {x} {y} Tm <{text.encode('utf-16-be').hex()}> Tj ET\n".encode()
+
+
+def in_unicode(*contents: bytes) -> str:
+    to_unicode = pdfs.stream(
+        b"/CIDInit /ProcSet findresource begin begincmap 1 begincodespacerange <0000> <FFFF> endcodespacerange\n"
+        b"1 beginbfrange <0000> <FFFF> <0000> endbfrange endcmap end"
+    )
+    return convert(pdfs.pages(b"".join(contents), font=UNICODE, more=[to_unicode])).text.rstrip("\n")
+
+
+def test_text_from_right_to_left_is_not_reversed() -> None:
+    """Drawn from the left, as all text is: the last character first."""
+    drawn = " ".join(HEBREW)[::-1]
+    assert in_unicode(shown("F2", drawn, 72, 700)) == " ".join(HEBREW)
+
+
+def test_vertical_lines_keep_their_order() -> None:
+    """The second line stands to the left of the first one."""
+    characters = "\u7e26\u66f8\u304d\r\n\u6b21\u306e\u884c"
+    boxes = [(x, y, x + 12.0, y + 12.0) for x in (300.0, 260.0) for y in (700.0, 688.0, 676.0, 676.0, 676.0)]
+    assert list(arranged(lines_of(characters, boxes[: len(characters)]))) == characters.split("\r\n")

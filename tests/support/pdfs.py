@@ -30,18 +30,26 @@ def stream(content: bytes, entries: bytes = b"") -> bytes:
     return b"<< /Length %d %s >>\nstream\n%s\nendstream" % (len(content), entries, content)
 
 
-def pages(*contents: bytes | str, annotations: Sequence[bytes] = (), font: bytes = HELVETICA, turned: int = 0) -> bytes:
+def pages(
+    *contents: bytes | str,
+    annotations: Sequence[bytes] = (),
+    font: bytes = HELVETICA,
+    turned: int = 0,
+    more: Sequence[bytes] = (),
+) -> bytes:
     """Return a PDF with a page for each content stream, and all annotations on the first one.
 
+    more: objects from number 3 on, after those of the annotations.
     The fonts are F1 (Helvetica) and F2 (`font`). A widget among the annotations is a field of the document's form.
     """
-    first = 3 + len(annotations)  # number of the first page's object
+    first = 3 + len(annotations) + len(more)  # number of the first page's object
     kids = b" ".join(b"%d 0 R" % (first + 2 * n) for n in range(len(contents)))
     marks = b" ".join(b"%d 0 R" % (3 + n) for n in range(len(annotations)))
     objects = [
         b"<< /Type /Catalog /Pages 2 0 R /AcroForm << /Fields [%s] >> >>" % marks,
         b"<< /Type /Pages /Kids [%s] /Count %d >>" % (kids, len(contents)),
         *annotations,
+        *more,
     ]
     for n, content in enumerate(contents):
         objects.append(

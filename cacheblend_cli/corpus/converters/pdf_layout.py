@@ -43,18 +43,20 @@ def arranged(lines: Iterable[Row]) -> Iterator[str]:
 
 def _rows(lines: Iterable[Row]) -> Iterator[Row]:
     """Join successive lines that stand side by side."""
-    row: Row = []
+    beside = list[Row]()
     for line in filter(None, lines):
-        if row and not _beside(row, line):
-            yield _in_order(row)
-            row = []
-        row.extend(line)
-    if row:
-        yield _in_order(row)
+        if beside and not _beside(beside[-1], line):
+            yield _joined(beside)
+            beside = []
+        beside.append(line)
+    if beside:
+        yield _joined(beside)
 
 
-def _in_order(row: Row) -> Row:
-    return row if _runs_left(row) else sorted(row, key=lambda piece: piece.left)
+def _joined(lines: list[Row]) -> Row:
+    if len(lines) > 1 and not _runs_left(piece for line in lines for piece in line):
+        lines = sorted(lines, key=lambda line: line[0].left)
+    return [piece for line in lines for piece in line]
 
 
 def _beside(row: Row, line: Row) -> bool:

@@ -80,11 +80,12 @@ def _pieces(characters: str, boxes: Sequence[Box]) -> Iterator[Piece]:
     start = shown[0]
     text = [characters[start]]
     for (before, index), gap in zip(pairs, gaps, strict=True):
-        if gap > PIECE_GAP * height > 0 and not axis:
+        is_apart = _may_be_apart(characters[before], characters[index])
+        if gap > PIECE_GAP * height > 0 and not axis and is_apart:
             yield _piece(text, boxes[start : before + 1], axis)
             start, text = index, []
         elif any(not spacing or _size(box, axis) > 0 for box in boxes[before + 1 : index]) or (
-            gap > blank > 0 and not (_is_wide(characters[before]) and _is_wide(characters[index]))
+            gap > blank > 0 and is_apart
         ):
             text.append(" ")
         text.append(characters[index])
@@ -125,6 +126,14 @@ def _gap(a: Box, b: Box, axis: int) -> float:
     return max(b[axis] - a[axis + 2], a[axis] - b[axis + 2])
 
 
-def _is_wide(character: str) -> bool:
-    """Return whether the script is written without blanks."""
-    return unicodedata.east_asian_width(character) in "WF"
+def _may_be_apart(a: str, b: str) -> bool:
+    """Return whether a gap between two characters is one between words: not in scripts without blanks, nor where the
+    direction of writing changes, so that the next character stands elsewhere."""
+    if a < "\u0590" and b < "\u0590":
+        return True
+    is_wide = all(unicodedata.east_asian_width(c) in "WF" for c in (a, b))
+    return not is_wide and _is_from_right(a) == _is_from_right(b)
+
+
+def _is_from_right(character: str) -> bool:
+    return unicodedata.bidirectional(character) in ("R", "AL")
