@@ -1,4 +1,4 @@
-"""Small files of many kinds, written with the standard library, except for Office files."""
+"""Small files of many kinds, written with the standard library."""
 
 from __future__ import annotations
 
@@ -114,16 +114,10 @@ def pptx() -> bytes:
 
 def xlsx() -> bytes:
     """Two sheets, the second with a row."""
-    from openpyxl import Workbook
+    from workbooks import rows, workbook
 
-    book, out = Workbook(), io.BytesIO()
-    sheet = book.active
-    sheet.title = "People"
-    for row in (("name", "city"), ("Mara", "Bergen"), (None, None), ("Ada", None)):
-        sheet.append(row)
-    book.create_sheet("Budget").append(("total", 12.5))
-    book.save(out)
-    return out.getvalue()
+    people = rows(("name", "city"), ("Mara", "Bergen"), (), ("Ada",))
+    return workbook({"People": people, "Budget": rows(("total", 12.5))})
 
 
 def mail(*, html: bool = False) -> bytes:
