@@ -31,7 +31,7 @@ def test_json_lines_are_records_with_their_lines() -> None:
     found = of_lines(
         {"id": 7, "title": "Travel", "text": "Within two weeks."}, {"id": "b", "text": "Alone."}, {"x": [1, 2]}
     )
-    assert found.text == "# Travel\n\nWithin two weeks.\n\nAlone.\n\nx: 1, 2\n\n"
+    assert found.text == "# Travel\n\nid: 7\n\nWithin two weeks.\n\nid: b\n\nAlone.\n\nx: 1, 2\n\n"
     assert found.layout.apart
     assert place_of(found, "Within") == ("record 7, line 1", ("Travel",))
     assert place_of(found, "Alone")[0] == "record b, line 2"
@@ -54,10 +54,16 @@ def test_lines_without_json_are_refused() -> None:
 @pytest.mark.parametrize("wrap", [lambda rows: rows, lambda rows: {"documents": rows}])
 def test_json_with_records_is_these_and_other_json_is_text(wrap) -> None:  # type: ignore[no-untyped-def]
     found = of_value(wrap([{"text": "one"}, {"id": "x", "body": "two"}]))
-    assert found.text == "one\n\ntwo\n\n"
+    assert found.text == "one\n\nid: x\n\ntwo\n\n"
     assert [m.part for m in found.layout.marks] == ["record 1", "record x"]
     plain = '{"a": {"b": 1},\n "text": 3}'
     assert from_json_records(plain.encode()).text == plain
+
+
+def test_other_json_shows_escaped_letters_and_line_ends() -> None:
+    found = from_json_records(b'{"a": {"name": "Gr\\u00f6\\u00dfe"}, "b": "one\\ntwo \\"C:\\\\new\\""}')
+    assert found.text == '{"a": {"name": "Größe"}, "b": "one\ntwo "C:\\\\new""}'
+    assert not found.layout.numbered
 
 
 def test_records_keep_all_their_fields() -> None:

@@ -6,6 +6,7 @@ Records are cut separately, the messages of a chat are not. JSON without records
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
@@ -14,6 +15,7 @@ from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.layout import Converted, Mark, TextLayout, shortened
 
 _TEXT, _TITLE, _ID = ("text", "content", "body"), ("title", "name"), ("id", "_id")
+_ESCAPED = re.compile(r"\\(.)")
 _DEEPEST = 3  # nested objects whose fields get a line each
 
 
@@ -49,11 +51,20 @@ def from_json_records(data: bytes) -> Converted:
     try:
         value = json.loads(text)
         parts = _parts(value)
+        if not parts and _ESCAPED.search(text):
+            return Converted(_unescaped(value, "\n" in text.strip()), TextLayout("code", numbered=False))
     except (ValueError, RecursionError):  # a dialect with comments, or nested too deeply: read it as text
         parts = []
     if not parts:
         return Converted(text, TextLayout("code"))
     return joined(parts, "markdown", apart=not _is_chat(_list(value)[1]))
+
+
+def _unescaped(value: Any, is_indented: bool) -> str:
+    """Return JSON as people read it: escaped letters and line ends as themselves."""
+    text = json.dumps(value, ensure_ascii=False, indent=2 if is_indented else None)
+    shown = {"n": "\n", "r": "", "t": " ", '"': '"'}
+    return _ESCAPED.sub(lambda escape: shown.get(escape[1], escape[0]), text)
 
 
 def _parts(value: Any) -> list[tuple[str, Mark]]:
@@ -81,13 +92,13 @@ def _list(value: Any) -> tuple[Mapping[str, Any], list[Any]]:
 
 
 def record_text(record: Mapping[str, Any]) -> str:
-    """Return the title as a heading, the other fields one a line, and the text. The place of a record names its id."""
+    """Return the title as a heading, the other fields one a line, and the text. """
     if _is_message(record):
         return _message_text(record)
     text, title = _field(record, _TEXT), _field(record, _TITLE)
     if not text:
         return "\n".join(_fields(record))
-    used = {_first(record, _TEXT), _first(record, _TITLE), *[name for name in _ID if _is_id(record, name)][:1]} - {""}
+    used = {_first(record, _TEXT), _first(record, _TITLE)} - {""}
     parts = [f"# {' '.join(title.split())}" if title else "", "\n".join(_fields(record, used)), text]
     return "\n\n".join(filter(None, parts))
 
