@@ -92,7 +92,7 @@ def _list(value: Any) -> tuple[Mapping[str, Any], list[Any]]:
 
 
 def record_text(record: Mapping[str, Any]) -> str:
-    """Return the title as a heading, the other fields one a line, and the text. """
+    """Return the title as a heading, the other fields one a line, and the text."""
     if _is_message(record):
         return _message_text(record)
     text, title = _field(record, _TEXT), _field(record, _TITLE)
