@@ -24,7 +24,7 @@ from msgspec import ValidationError, convert
 from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.corpus.converters import PLAIN, converter_of
 from cacheblend_cli.corpus.converters.converter import NoDocument, from_markdown, from_plain
-from cacheblend_cli.corpus.converters.pdf import from_pdf
+from cacheblend_cli.corpus.converters.pdf.pdf import from_pdf
 from cacheblend_cli.corpus.converters.process import ConverterProcess
 from cacheblend_cli.corpus.layout import PLAIN as PLAIN_LAYOUT
 from cacheblend_cli.corpus.layout import Converted, TextLayout

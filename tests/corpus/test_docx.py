@@ -8,8 +8,8 @@ from word_files import cell, in_list, list_level, numbering, paragraph, row, run
 
 from cacheblend_cli.corpus.converters import converter_of
 from cacheblend_cli.corpus.converters.converter import NoDocument
-from cacheblend_cli.corpus.converters.docx import from_docx
-from cacheblend_cli.corpus.converters.docx_numbering import formatted
+from cacheblend_cli.corpus.converters.word.docx import from_docx
+from cacheblend_cli.corpus.converters.word.numbering import formatted
 
 RAISED = '<w:vertAlign w:val="superscript"/>'
 BEGIN, SEPARATE, END = (f'<w:r><w:fldChar w:fldCharType="{kind}"/></w:r>' for kind in ("begin", "separate", "end"))

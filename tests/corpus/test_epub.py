@@ -8,7 +8,7 @@ import pytest
 from books import book, page
 
 from cacheblend_cli.corpus.converters.converter import NoDocument
-from cacheblend_cli.corpus.converters.epub import from_epub
+from cacheblend_cli.corpus.converters.web.epub import from_epub
 
 ROSES, TULIPS = page("<h1>Roses</h1><p>Cut in March."), page("<h1>Tulips</h1><p>Plant in October.")
 BOTH = "# Roses\n\nCut in March.\n\n# Tulips\n\nPlant in October.\n\n"

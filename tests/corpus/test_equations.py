@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from word_files import paragraph, run, word
 
-from cacheblend_cli.corpus.converters.docx import from_docx
+from cacheblend_cli.corpus.converters.word.docx import from_docx
 
 
 def r(text: str) -> str:

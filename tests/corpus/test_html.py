@@ -7,7 +7,7 @@ import codecs
 import pytest
 
 from cacheblend_cli.corpus.converters.converter import NoDocument
-from cacheblend_cli.corpus.converters.html import from_html, html_text
+from cacheblend_cli.corpus.converters.web.html import from_html, html_text
 
 
 def text_of(page: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 from mails import CALENDAR, HEADERS, mail, multipart, part
 
 from cacheblend_cli.corpus.converters.converter import NoDocument
-from cacheblend_cli.corpus.converters.mail import from_mail
+from cacheblend_cli.corpus.converters.mail.mail import from_mail
 
 TOP = "# Contract\n\nFrom: Mara <mara@example.org>\nTo: Jon <jon@example.org>\nDate: Mon, 2 Mar 2026 10:00:00 +0100"
 PDF = part("JVBERi0xLjQK", "application/pdf; name=a.pdf", "Content-Disposition: attachment; filename=a.pdf")

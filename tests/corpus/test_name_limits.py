@@ -12,9 +12,9 @@ from stored_texts import put_document
 from cacheblend_cli.collect.texts import document_of
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.corpus.citations import TITLE, Citations
-from cacheblend_cli.corpus.converters.html import from_html
 from cacheblend_cli.corpus.converters.json_records import from_json_lines, from_json_records
-from cacheblend_cli.corpus.converters.mail import from_mail
+from cacheblend_cli.corpus.converters.mail.mail import from_mail
+from cacheblend_cli.corpus.converters.web.html import from_html
 from cacheblend_cli.corpus.cutting import CutSettings, cut_document
 from cacheblend_cli.corpus.documents import Document
 from cacheblend_cli.corpus.layout import NAME_CHARACTERS, Converted, Mark, TextLayout

@@ -8,8 +8,8 @@ import pytest
 
 from cacheblend_cli.corpus.converters import converter_of
 from cacheblend_cli.corpus.converters.converter import NoDocument
-from cacheblend_cli.corpus.converters.pdf_layout import arranged
-from cacheblend_cli.corpus.converters.pdf_lines import lines_of
+from cacheblend_cli.corpus.converters.pdf.line_order import arranged
+from cacheblend_cli.corpus.converters.pdf.lines import lines_of
 from cacheblend_cli.corpus.layout import Converted
 
 

@@ -9,7 +9,7 @@ from slides import Slide, frame, group, paragraphs, presentation, shape, table, 
 
 from cacheblend_cli.corpus.converters import converter_of
 from cacheblend_cli.corpus.converters.converter import NoDocument
-from cacheblend_cli.corpus.converters.pptx import from_pptx
+from cacheblend_cli.corpus.converters.slides.pptx import from_pptx
 
 CHART = frame('<c:chart r:id="x1"/>')
 DIAGRAM = frame('<dgm:relIds r:dm="x1"/>')

@@ -6,7 +6,7 @@ import pytest
 
 from cacheblend_cli.corpus.converters import converter_of
 from cacheblend_cli.corpus.converters.converter import NoDocument
-from cacheblend_cli.corpus.converters.rtf import from_rtf
+from cacheblend_cli.corpus.converters.word.rtf import from_rtf
 
 FONTS = r"{\fonttbl{\f0\fcharset0 Times;}{\f1\fcharset204 Arial;}{\f2\fcharset2 Symbol;}{\f3\fcharset128 Mincho;}}"
 

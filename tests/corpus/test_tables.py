@@ -8,8 +8,8 @@ import pytest
 
 from cacheblend_cli.corpus.converters import converter_of
 from cacheblend_cli.corpus.converters.converter import NoDocument
-from cacheblend_cli.corpus.converters.number_formats import cell_text
-from cacheblend_cli.corpus.converters.tables import table_lines
+from cacheblend_cli.corpus.converters.sheets.number_formats import cell_text
+from cacheblend_cli.corpus.converters.sheets.tables import table_lines
 from cacheblend_cli.corpus.layout import Converted
 
 
@@ -140,7 +140,7 @@ def test_a_column_of_a_file_has_its_name() -> None:
 
 
 def test_rows_before_a_broken_one_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_cli.corpus.converters.delimited._LONGEST_CELL", 70_000)
+    monkeypatch.setattr("cacheblend_cli.corpus.converters.sheets.delimited._LONGEST_CELL", 70_000)
     found = convert(f"name,city\nMara,Bergen\nAda,{'x' * 80_000}\nBo,Oslo\n")
     csv.field_size_limit(1 << 17)
     assert found.text == "name, city\nname: Mara, city: Bergen\n"

@@ -1,4 +1,4 @@
-"""Converters from files to text, one module per kind of file. Register a new converter here."""
+"""Converters from files to text: one package for each family of formats. Register a new converter here."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from cacheblend_cli.corpus.converters.converter import (
     from_plain,
     from_rst,
 )
-from cacheblend_cli.corpus.converters.delimited import from_csv, from_tsv
-from cacheblend_cli.corpus.converters.docx import from_docx
-from cacheblend_cli.corpus.converters.epub import from_epub
-from cacheblend_cli.corpus.converters.html import from_html
 from cacheblend_cli.corpus.converters.json_records import from_json_lines, from_json_records
-from cacheblend_cli.corpus.converters.mail import from_mail
+from cacheblend_cli.corpus.converters.mail.mail import from_mail
 from cacheblend_cli.corpus.converters.notebooks import from_notebook
-from cacheblend_cli.corpus.converters.old_sheets import from_old_sheets
-from cacheblend_cli.corpus.converters.pdf import from_pdf
-from cacheblend_cli.corpus.converters.pptx import from_pptx
-from cacheblend_cli.corpus.converters.rtf import from_rtf
-from cacheblend_cli.corpus.converters.xlsx import from_xlsx
+from cacheblend_cli.corpus.converters.pdf.pdf import from_pdf
+from cacheblend_cli.corpus.converters.sheets.delimited import from_csv, from_tsv
+from cacheblend_cli.corpus.converters.sheets.old_sheets import from_old_sheets
+from cacheblend_cli.corpus.converters.sheets.xlsx import from_xlsx
+from cacheblend_cli.corpus.converters.slides.pptx import from_pptx
+from cacheblend_cli.corpus.converters.web.epub import from_epub
+from cacheblend_cli.corpus.converters.web.html import from_html
+from cacheblend_cli.corpus.converters.word.docx import from_docx
+from cacheblend_cli.corpus.converters.word.rtf import from_rtf
 
 CONVERTERS: dict[Converter, str] = {
     from_markdown: ".md .markdown .mdx .qmd .rmd",

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters.archive import opened
 from cacheblend_cli.corpus.converters.converter import joined, parsing
-from cacheblend_cli.corpus.converters.merged_cells import MergedCells
-from cacheblend_cli.corpus.converters.number_formats import number_text
 from cacheblend_cli.corpus.converters.omissions import Omissions
-from cacheblend_cli.corpus.converters.tables import numbered_lines
+from cacheblend_cli.corpus.converters.sheets.merged_cells import MergedCells
+from cacheblend_cli.corpus.converters.sheets.number_formats import number_text
+from cacheblend_cli.corpus.converters.sheets.tables import numbered_lines
 from cacheblend_cli.corpus.layout import Converted, Mark
 
 if TYPE_CHECKING:

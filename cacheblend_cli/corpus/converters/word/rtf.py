@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from cacheblend_cli.corpus.converters.converter import RTF, NoDocument, without_data_uris
 from cacheblend_cli.corpus.converters.omissions import Omissions
-from cacheblend_cli.corpus.converters.rtf_text import BODY, RtfText
+from cacheblend_cli.corpus.converters.word.rtf_text import BODY, RtfText
 from cacheblend_cli.corpus.layout import Converted, TextLayout, shortened
 
 _TOKEN = re.compile(

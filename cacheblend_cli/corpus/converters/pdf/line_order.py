@@ -15,7 +15,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
-from cacheblend_cli.corpus.converters.pdf_lines import HYPHEN, PIECE_GAP, Piece, Row
+from cacheblend_cli.corpus.converters.pdf.lines import HYPHEN, PIECE_GAP, Piece, Row
 
 COLUMNS_MAX = 12  # pieces of a row that may be columns; more are a table
 ROWS_MIN = 3  # rows with text on both sides of a gutter

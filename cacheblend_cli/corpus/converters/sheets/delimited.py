@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from cacheblend_cli.corpus.converters.converter import NoDocument, decoded
 from cacheblend_cli.corpus.converters.omissions import Omissions
-from cacheblend_cli.corpus.converters.tables import Cells, cells_of, numbered_lines
+from cacheblend_cli.corpus.converters.sheets.tables import Cells, cells_of, numbered_lines
 from cacheblend_cli.corpus.layout import Converted, Mark, TextLayout
 
 _LONGEST_CELL = 16 << 20

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from cacheblend_cli.corpus.converters.equations import equation_text
 from cacheblend_cli.corpus.converters.numerals import repeated_letter, roman
+from cacheblend_cli.corpus.converters.office.equations import equation_text
 from cacheblend_cli.corpus.converters.superscripts import superscript
 from cacheblend_cli.corpus.layout import shortened
 

@@ -10,9 +10,9 @@ from urllib.parse import unquote
 
 from cacheblend_cli.corpus.converters.charsets import decoded_page
 from cacheblend_cli.corpus.converters.converter import NoDocument, joined, parsing
-from cacheblend_cli.corpus.converters.html import html_text
-from cacheblend_cli.corpus.converters.office_package import DamagedPart, OfficePackage
+from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage
 from cacheblend_cli.corpus.converters.omissions import Omissions
+from cacheblend_cli.corpus.converters.web.html import html_text
 from cacheblend_cli.corpus.layout import Converted, Mark
 
 if TYPE_CHECKING:

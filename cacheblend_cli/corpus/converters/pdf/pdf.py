@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters.converter import SCANNED, NoDocument, joined, parsing
 from cacheblend_cli.corpus.converters.omissions import Omissions
-from cacheblend_cli.corpus.converters.pdf_annotations import annotations_of
-from cacheblend_cli.corpus.converters.pdf_characters import page_characters
-from cacheblend_cli.corpus.converters.pdf_layout import arranged, dehyphenated
-from cacheblend_cli.corpus.converters.pdf_lines import lines_of
+from cacheblend_cli.corpus.converters.pdf.annotations import annotations_of
+from cacheblend_cli.corpus.converters.pdf.characters import page_characters
+from cacheblend_cli.corpus.converters.pdf.line_order import arranged, dehyphenated
+from cacheblend_cli.corpus.converters.pdf.lines import lines_of
 from cacheblend_cli.corpus.layout import Converted, Mark
 
 if TYPE_CHECKING:

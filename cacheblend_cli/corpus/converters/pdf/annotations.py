@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_cli.corpus.converters.pdf_lines import Box, Piece, Row, turned
+from cacheblend_cli.corpus.converters.pdf.lines import Box, Piece, Row, turned
 
 if TYPE_CHECKING:
     from pypdfium2 import PdfDocument, PdfPage

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import compress
 from typing import TYPE_CHECKING
 
-from cacheblend_cli.corpus.converters.pdf_lines import LINE_ENDS, Box, turned
+from cacheblend_cli.corpus.converters.pdf.lines import LINE_ENDS, Box, turned
 
 if TYPE_CHECKING:
     from pypdfium2 import PdfPage

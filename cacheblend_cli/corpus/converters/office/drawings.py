@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
-from cacheblend_cli.corpus.converters.drawing_text import body_text, number, resolve_alternatives
-from cacheblend_cli.corpus.converters.office_package import DamagedPart, OfficePackage, Relation, child
+from cacheblend_cli.corpus.converters.office.drawing_text import body_text, number, resolve_alternatives
+from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage, Relation, child
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.layout import shortened
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters.charsets import decoded_page
 from cacheblend_cli.corpus.converters.converter import NoDocument
-from cacheblend_cli.corpus.converters.html_markdown import markdown_of
 from cacheblend_cli.corpus.converters.omissions import Omissions
+from cacheblend_cli.corpus.converters.web.markdown import markdown_of
 from cacheblend_cli.corpus.layout import Converted, TextLayout
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from email import message_from_bytes
 from email.message import Message
 
-from cacheblend_cli.corpus.converters.calendar_events import events_text
 from cacheblend_cli.corpus.converters.charsets import decoded_page, decoded_text
 from cacheblend_cli.corpus.converters.converter import NoDocument, decoded
-from cacheblend_cli.corpus.converters.html import html_text
-from cacheblend_cli.corpus.converters.mail_headers import MailPolicy, header_lines, header_text, unencoded
+from cacheblend_cli.corpus.converters.mail.calendar_events import events_text
+from cacheblend_cli.corpus.converters.mail.headers import MailPolicy, header_lines, header_text, unencoded
 from cacheblend_cli.corpus.converters.omissions import Omissions
+from cacheblend_cli.corpus.converters.web.html import html_text
 from cacheblend_cli.corpus.layout import Converted, TextLayout
 
 _DEEPEST = 20  # parts within parts, forwarded messages included

@@ -8,16 +8,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cacheblend_cli.corpus.converters.docx_fields import CHECKED, UNCHECKED, Fields, form_value
-from cacheblend_cli.corpus.converters.docx_numbering import Numbering
-from cacheblend_cli.corpus.converters.docx_styles import Style, Styles, integer, is_on, outline_level, value_of
-from cacheblend_cli.corpus.converters.docx_tables import Block, Cell, table_blocks
-from cacheblend_cli.corpus.converters.docx_text import LOWERED, RAISED, inline_text
-from cacheblend_cli.corpus.converters.equations import equation_text
 from cacheblend_cli.corpus.converters.numerals import roman
-from cacheblend_cli.corpus.converters.office_package import child, children
+from cacheblend_cli.corpus.converters.office.equations import equation_text
+from cacheblend_cli.corpus.converters.office.package import child, children
 from cacheblend_cli.corpus.converters.omissions import Omissions
-from cacheblend_cli.corpus.converters.symbols import symbol, without_font_codes
+from cacheblend_cli.corpus.converters.word.fields import CHECKED, UNCHECKED, Fields, form_value
+from cacheblend_cli.corpus.converters.word.numbering import Numbering
+from cacheblend_cli.corpus.converters.word.styles import Style, Styles, integer, is_on, outline_level, value_of
+from cacheblend_cli.corpus.converters.word.symbols import symbol, without_font_codes
+from cacheblend_cli.corpus.converters.word.tables import Block, Cell, table_blocks
+from cacheblend_cli.corpus.converters.word.text import LOWERED, RAISED, inline_text
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element

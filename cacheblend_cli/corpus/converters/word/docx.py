@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters.converter import NoDocument, parsing
-from cacheblend_cli.corpus.converters.docx_numbering import Numbering
-from cacheblend_cli.corpus.converters.docx_styles import Styles
-from cacheblend_cli.corpus.converters.docx_tables import Block, markdown
-from cacheblend_cli.corpus.converters.docx_walk import Notes, Walk
-from cacheblend_cli.corpus.converters.drawings import drawn_text
-from cacheblend_cli.corpus.converters.office_package import DamagedPart, OfficePackage, children
+from cacheblend_cli.corpus.converters.office.drawings import drawn_text
+from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage, children
 from cacheblend_cli.corpus.converters.omissions import Omissions
+from cacheblend_cli.corpus.converters.word.numbering import Numbering
+from cacheblend_cli.corpus.converters.word.styles import Styles
+from cacheblend_cli.corpus.converters.word.tables import Block, markdown
+from cacheblend_cli.corpus.converters.word.walk import Notes, Walk
 from cacheblend_cli.corpus.layout import Converted, TextLayout
 
 if TYPE_CHECKING:

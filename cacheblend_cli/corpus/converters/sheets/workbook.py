@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from xml.parsers import expat
 
-from cacheblend_cli.corpus.converters.merged_cells import MergedCells
-from cacheblend_cli.corpus.converters.number_formats import BUILT_IN, cell_text
-from cacheblend_cli.corpus.converters.office_package import DamagedPart, OfficePackage
+from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage
+from cacheblend_cli.corpus.converters.sheets.merged_cells import MergedCells
+from cacheblend_cli.corpus.converters.sheets.number_formats import BUILT_IN, cell_text
 
 _PIECE = 1 << 18  # bytes of XML to parse at a time
 _MERGE = re.compile(rb"""ref=["']([A-Z]{1,3})(\d{1,7}):([A-Z]{1,3})(\d{1,7})["']""")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 from unicodedata import normalize
 
-from cacheblend_cli.corpus.converters.office_package import child, children
+from cacheblend_cli.corpus.converters.office.package import child, children
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element

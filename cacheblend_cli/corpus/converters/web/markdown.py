@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from cacheblend_cli.corpus.converters.html_forms import TEXT_FIELDS, UNSEEN_FIELDS, Form
-from cacheblend_cli.corpus.converters.html_tables import BETWEEN_CELLS, Cell, table_text
-from cacheblend_cli.corpus.converters.list_numbers import ListNumbers
-from cacheblend_cli.corpus.converters.mathml import formula_text
 from cacheblend_cli.corpus.converters.superscripts import superscript
+from cacheblend_cli.corpus.converters.web.forms import TEXT_FIELDS, UNSEEN_FIELDS, Form
+from cacheblend_cli.corpus.converters.web.list_numbers import ListNumbers
+from cacheblend_cli.corpus.converters.web.mathml import formula_text
+from cacheblend_cli.corpus.converters.web.tables import BETWEEN_CELLS, Cell, table_text
 
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborNode

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cacheblend_cli.corpus.converters.converter import NoDocument, joined, parsing
-from cacheblend_cli.corpus.converters.office_package import DamagedPart, OfficePackage
+from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage
 from cacheblend_cli.corpus.converters.omissions import Omissions
-from cacheblend_cli.corpus.converters.sheet_notes import comments, drawn_texts
-from cacheblend_cli.corpus.converters.tables import Cells, numbered_lines
-from cacheblend_cli.corpus.converters.workbook import Sheet, SheetCells, Workbook
+from cacheblend_cli.corpus.converters.sheets.sheet_notes import comments, drawn_texts
+from cacheblend_cli.corpus.converters.sheets.tables import Cells, numbered_lines
+from cacheblend_cli.corpus.converters.sheets.workbook import Sheet, SheetCells, Workbook
 from cacheblend_cli.corpus.layout import Converted, Mark
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from cacheblend_cli.corpus.converters.drawings import DRAWN, drawn_text
-from cacheblend_cli.corpus.converters.office_package import DamagedPart, OfficePackage
+from cacheblend_cli.corpus.converters.office.drawings import DRAWN, drawn_text
+from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage
 from cacheblend_cli.corpus.converters.omissions import Omissions
 
 if TYPE_CHECKING:

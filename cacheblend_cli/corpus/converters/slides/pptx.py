@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters.converter import NoDocument, joined, parsing
-from cacheblend_cli.corpus.converters.drawing_text import body_text, number, resolve_alternatives, table_text
-from cacheblend_cli.corpus.converters.drawings import drawn_text
-from cacheblend_cli.corpus.converters.office_package import DamagedPart, OfficePackage, Relation, child
+from cacheblend_cli.corpus.converters.office.drawing_text import body_text, number, resolve_alternatives, table_text
+from cacheblend_cli.corpus.converters.office.drawings import drawn_text
+from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage, Relation, child
 from cacheblend_cli.corpus.converters.omissions import Omissions
-from cacheblend_cli.corpus.converters.reading_order import Box, reading_order
+from cacheblend_cli.corpus.converters.slides.reading_order import Box, reading_order
 from cacheblend_cli.corpus.layout import Converted, Mark, shortened
 
 if TYPE_CHECKING:

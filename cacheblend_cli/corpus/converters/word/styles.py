@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cacheblend_cli.corpus.converters.office_package import child, children
+from cacheblend_cli.corpus.converters.office.package import child, children
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element

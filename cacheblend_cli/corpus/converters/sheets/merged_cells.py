@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from cacheblend_cli.corpus.converters.tables import Spanned
+from cacheblend_cli.corpus.converters.sheets.tables import Spanned
 
 _WIDEST = 64  # columns; a wider merged cell is a title, whose text is not repeated
 

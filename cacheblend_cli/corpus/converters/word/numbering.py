@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cacheblend_cli.corpus.converters.docx_styles import Style, Styles, integer, is_on, value_of
 from cacheblend_cli.corpus.converters.numerals import repeated_letter, roman
-from cacheblend_cli.corpus.converters.office_package import child, children
-from cacheblend_cli.corpus.converters.symbols import MARKS, without_font_codes
+from cacheblend_cli.corpus.converters.office.package import child, children
+from cacheblend_cli.corpus.converters.word.styles import Style, Styles, integer, is_on, value_of
+from cacheblend_cli.corpus.converters.word.symbols import MARKS, without_font_codes
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element

@@ -1,0 +1,1 @@
+"""Parts that Word, PowerPoint and Excel files share: packages, drawings and equations."""
