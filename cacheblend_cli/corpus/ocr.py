@@ -15,14 +15,13 @@ import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import msgspec
 
 from cacheblend_cli.corpus.converters.converter import SCANNED, NoDocument
-from cacheblend_cli.corpus.converters.omissions import Omissions
+from cacheblend_cli.corpus.converters.omissions import Omissions, number_ranges
 from cacheblend_cli.corpus.layout import Converted
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.limited_process import MIB
@@ -33,7 +32,7 @@ _LANGUAGES = re.compile(r"\w{1,40}(\+\w{1,40}){0,15}")
 _MOST_PAGES = 10_000  # named in one command
 _MESSAGE = 200  # characters to show of a message
 _BAD_ARGUMENTS, _MISSING_DEPENDENCY = 1, 3
-"""Exit statuses that concern every file: an ocrmypdf that is too old, or without tesseract or a language of it."""
+"""Exit statuses that apply to every file: an ocrmypdf that is too old, or without tesseract or a language of it."""
 
 
 class OcrLimits(msgspec.Struct, frozen=True):
@@ -50,10 +49,10 @@ class OcrLimits(msgspec.Struct, frozen=True):
 
 
 def check_ocr(languages: str) -> None:
-    """Raise UsageError if the program is not installed, or for languages that cannot be."""
+    """Raise UsageError if the program is not installed, or if the languages are malformed."""
     if not _LANGUAGES.fullmatch(languages):
         raise UsageError(
-            f"--ocr-languages {languages!r} is not a list of languages", "names of tesseract, such as deu+eng"
+            f"--ocr-languages {languages!r} is not a list of languages", "use tesseract's names, such as deu+eng"
         )
     if shutil.which(PROGRAM) is None:
         raise UsageError(f"--ocr needs the program {PROGRAM}, which is not installed", _INSTALL)
@@ -64,7 +63,7 @@ def convert_with_ocr(
 ) -> Converted:
     """Convert a PDF; if pages show only images, recognise their text and convert it again.
 
-    The text is as exact as the recognition, so an omission names these pages. Raises NoDocument, and UsageError if
+    Recognised text can have errors, so an omission names its pages. Raises NoDocument, and UsageError if
     ocrmypdf cannot work.
     """
     converted: Converted | None = None
@@ -120,13 +119,13 @@ def recognised(data: bytes, languages: str, pages: Sequence[int] = (), limits: O
 def _command(languages: str, pages: Sequence[int], limits: OcrLimits) -> list[str]:
     flags = ["--quiet", "--output-type", "pdf", "--optimize", "0", "--force-ocr", "--rotate-pages"]
     flags += ["--jobs", str(min(limits.jobs, os.cpu_count() or 1)), "--language", languages]
-    return [PROGRAM, *flags, *(["--pages", _ranges(pages[:_MOST_PAGES])] if pages else []), "in.pdf", "out.pdf"]
-
-
-def _ranges(pages: Sequence[int]) -> str:
-    """Return sorted page numbers as ranges: "1-3,7"."""
-    runs = [list(run) for _, run in groupby(enumerate(pages), lambda place: place[1] - place[0])]
-    return ",".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs)
+    return [
+        PROGRAM,
+        *flags,
+        *(["--pages", ",".join(number_ranges(pages[:_MOST_PAGES]))] if pages else []),
+        "in.pdf",
+        "out.pdf",
+    ]
 
 
 def _run(command: Sequence[str], folder: Path, limits: OcrLimits, seconds: float) -> int:
@@ -160,14 +159,14 @@ def _run(command: Sequence[str], folder: Path, limits: OcrLimits, seconds: float
 
 
 def _limit(pid: int, limits: OcrLimits, seconds: float) -> None:
-    """Limit the process and its later children. Each of them ends by itself if this process is killed."""
+    """Limit the process and its later children. If this process is killed, the limit of CPU time ends them."""
     if not hasattr(resource, "prlimit"):  # not Linux
         return
-    of = {
+    maximums = {
         resource.RLIMIT_AS: limits.memory,
         resource.RLIMIT_CPU: int(seconds) + 1,
         resource.RLIMIT_FSIZE: limits.file_size,
     }
-    for limit, most in of.items():
+    for limit, most in maximums.items():
         with suppress(OSError, ValueError):  # it has ended, or has a lower limit
             resource.prlimit(pid, limit, (most, most))

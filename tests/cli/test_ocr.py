@@ -16,7 +16,7 @@ from files import pdf, write
 from cacheblend_cli.cli import options
 from cacheblend_cli.corpus import documents
 from cacheblend_cli.corpus.converters.converter import NoDocument
-from cacheblend_cli.corpus.ocr import _ranges, recognised
+from cacheblend_cli.corpus.ocr import recognised
 
 Cli = Callable[..., Any]
 SCAN, READ = scanned_pdf(["", ""]), pdf(["Mara leads billing.", "Jonas keeps a parrot."])
@@ -149,10 +149,6 @@ def test_the_program_ends_with_its_children(
     if isinstance(raised.value, NoDocument):
         assert raised.value.unread
         assert raised.value.reason == "recognising its text takes more than 300 s"
-
-
-def test_page_numbers_are_written_as_ranges() -> None:
-    assert _ranges([1, 2, 3, 7, 9, 10]) == "1-3,7,9-10"
 
 
 def test_real_recognition(cli: Cli, docs: Path) -> None:

@@ -5,14 +5,9 @@ from __future__ import annotations
 import codecs
 import re
 
-from cacheblend_cli.corpus.converters.converter import NoDocument
+from cacheblend_cli.corpus.converters.converter import NoDocument, marked_codec
 from cacheblend_cli.corpus.converters.omissions import Omissions
 
-_BYTE_ORDER_MARKS = {
-    codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF32_LE: "utf-32-le", codecs.BOM_UTF32_BE: "utf-32-be", codecs.BOM_UTF16_LE: "utf-16-le",
-    codecs.BOM_UTF16_BE: "utf-16-be",
-}  # fmt: skip
-"""Byte order mark -> codec. UTF-32 comes first, because its little-endian mark begins with that of UTF-16."""
 _UNMARKED_UTF16 = {b"<\0": "utf-16-le", b"\0<": "utf-16-be"}
 _CODECS = {
     **dict.fromkeys(("ascii", "us-ascii", "ansi_x3.4-1968", "iso-8859-1", "iso8859-1", "iso_8859-1", "latin1", "latin-1"), "cp1252"),
@@ -49,10 +44,8 @@ def codec_of(charset: str) -> str | None:
 
 def decoded_page(data: bytes, omissions: Omissions) -> str:
     """Decode HTML or XML: byte order mark, UTF-8, then the declared charset. Raises NoDocument for other encodings."""
-    mark = next((mark for mark in _BYTE_ORDER_MARKS if data.startswith(mark)), b"")
-    codec = _BYTE_ORDER_MARKS.get(mark) or _UNMARKED_UTF16.get(data[:2])
-    if codec is not None:
-        return data[len(mark) :].decode(codec, "replace")
+    if codec := marked_codec(data) or _UNMARKED_UTF16.get(data[:2], ""):
+        return data.decode(codec, "replace")
     return decoded_text(data, _declared(data), omissions)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from cacheblend_cli.corpus.layout import Converted, Kind, Mark, TextLayout
+from cacheblend_cli.corpus.layout import Converted, Kind, Mark, TextLayout, shortened
 from cacheblend_cli.extras import install_hint
 
 SCANNED = "scanned PDFs"
@@ -32,9 +32,10 @@ class NoDocument(Exception):
 
 _HALF = re.compile("[\ud800-\udfff]")
 _BYTE_ORDER_MARKS = {
-    codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16",
+    codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
 }  # fmt: skip
-"""Byte order mark -> encoding. UTF-32 comes first, because its little-endian mark begins with that of UTF-16."""
+"""Byte order mark -> codec. UTF-32 comes before UTF-16, because its little-endian mark begins with that of UTF-16."""
 
 
 _DATA_URI = re.compile(r"""data:([\w.+-]{1,60}\\?/[\w.+-]{1,60})((?:;[\w.+=-]{1,60}){0,6}),((?:[^\s"'()<>\\]|\\/)+)""")
@@ -56,6 +57,11 @@ RTF = b"{\\rtf"
 """Start of an RTF file."""
 
 
+def marked_codec(data: bytes) -> str:
+    """Return the codec that the byte order mark names, "" without one. The codec drops the mark."""
+    return next((codec for mark, codec in _BYTE_ORDER_MARKS.items() if data.startswith(mark)), "")
+
+
 def decoded(data: bytes) -> str:
     """Decode UTF-8, or the encoding of the byte order mark, and convert line ends to "\\n".
 
@@ -64,17 +70,24 @@ def decoded(data: bytes) -> str:
     """
     if data.startswith(RTF):
         raise NoDocument("an RTF file: rename it to .rtf", "RTF files with another name")
-    charset = next((name for mark, name in _BYTE_ORDER_MARKS.items() if data.startswith(mark)), "UTF-8")
+    codec = marked_codec(data) or "utf-8"
+    charset = codec.removesuffix("-sig").upper()
     if charset == "UTF-8" and b"\0" in data:
         raise NoDocument("binary")
     try:
-        text = data.decode("utf-8-sig" if charset == "UTF-8" else charset)
+        text = data.decode(codec)
     except UnicodeDecodeError as error:
         hint = "; convert it: iconv -f latin1 -t utf-8 FILE" if charset == "UTF-8" else ""
         raise NoDocument(f"invalid {charset} at byte {error.start}{hint}", "not UTF-8") from error
     if "\0" in text:
         raise NoDocument("binary")
     return without_data_uris(text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def comment_mark(author: str, kind: str = "Comment") -> str:
+    """Return the mark before the text of a comment: "Comment by Mara: "."""
+    name = shortened(" ".join(author.split()))
+    return f"{kind} by {name}: " if name else f"{kind}: "
 
 
 def joined(

@@ -1,8 +1,9 @@
-"""What a converter leaves out of a document, in words: "2 charts (slides 3, 5)", "page 2 cannot be read"."""
+"""Parts that a converter leaves out of a document, in words: "2 charts (slides 3, 5)", "page 2 cannot be read"."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 _MOST_PLACES = 8  # places to name for one kind of thing
 
@@ -34,3 +35,9 @@ class Omissions:
             where = f" ({', '.join(places[:_MOST_PLACES])}{more})" if places else ""
             yield f"{count:,} {key[count != 1]}{where}"
         yield from self._said
+
+
+def number_ranges(numbers: Sequence[int]) -> list[str]:
+    """Return sorted numbers as ranges: "2-4", "7"."""
+    runs = [list(run) for _, run in groupby(enumerate(numbers), lambda place: place[1] - place[0])]
+    return [f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs]

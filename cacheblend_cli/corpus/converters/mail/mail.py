@@ -8,7 +8,7 @@ from email import message_from_bytes
 from email.message import Message
 
 from cacheblend_cli.corpus.converters.charsets import decoded_page, decoded_text
-from cacheblend_cli.corpus.converters.converter import NoDocument, decoded
+from cacheblend_cli.corpus.converters.converter import NoDocument, decoded, marked_codec
 from cacheblend_cli.corpus.converters.mail.calendar_events import events_text
 from cacheblend_cli.corpus.converters.mail.headers import MailPolicy, header_lines, header_text, unencoded
 from cacheblend_cli.corpus.converters.omissions import Omissions
@@ -20,13 +20,12 @@ _MOST_PARTS = 1000
 _SILENT = frozenset(
     "application/pgp-signature application/pkcs7-signature application/x-pkcs7-signature application/applefile".split()
 )
-_BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 _ARMOUR = "-----BEGIN PGP MESSAGE-----"
 _QUOTE = re.compile(r">*")
 
 
 def from_mail(data: bytes) -> Converted:
-    if data.startswith(_BYTE_ORDER_MARKS):
+    if marked_codec(data):
         data = decoded(data).encode()
     message = message_from_bytes(data.lstrip(), policy=MailPolicy())
     if not message.keys():

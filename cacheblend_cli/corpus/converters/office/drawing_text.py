@@ -7,19 +7,12 @@ from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters.numerals import repeated_letter, roman
 from cacheblend_cli.corpus.converters.office.equations import equation_text
+from cacheblend_cli.corpus.converters.office.package import integer
 from cacheblend_cli.corpus.converters.superscripts import superscript
 from cacheblend_cli.corpus.layout import shortened
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
-
-
-def number(text: str | None, default: int = 0) -> int:
-    """Return the integer of an attribute, `default` if there is none."""
-    try:
-        return int(text or "")
-    except ValueError:
-        return default
 
 
 def resolve_alternatives(root: Element) -> None:
@@ -59,7 +52,7 @@ def paragraph_text(paragraph: Element) -> str:
     for child in paragraph:
         text = _inline(child)
         properties = child.find("a:rPr")
-        if text.strip() and properties is not None and number(properties.get("baseline", "").rstrip("%")) > 0:
+        if text.strip() and properties is not None and integer(properties.get("baseline", "").rstrip("%")) > 0:
             raised.append(text)
         elif text:
             pieces += [superscript("".join(raised), pieces[-1]), text]
@@ -89,14 +82,14 @@ class _ListNumbers:
 
     def next(self, properties: Element | None) -> str:
         """Return the number before a paragraph with a blank after it, "" without."""
-        level = 0 if properties is None else number(properties.get("lvl"))
+        level = 0 if properties is None else integer(properties.get("lvl"))
         automatic = None if properties is None else properties.find("a:buAutoNum")
         last = self._counts.get(level)
         self._counts = {above: count for above, count in self._counts.items() if above < level}
         if automatic is None:
             return ""
         kind = automatic.get("type", "arabicPeriod")
-        count = last[0] + 1 if last is not None and last[1] == kind else number(automatic.get("startAt"), 1)
+        count = last[0] + 1 if last is not None and last[1] == kind else integer(automatic.get("startAt"), 1)
         self._counts[level] = count, kind
         return _list_number(count, kind) + " "
 

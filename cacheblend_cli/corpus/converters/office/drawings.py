@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
-from cacheblend_cli.corpus.converters.office.drawing_text import body_text, number, resolve_alternatives
-from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage, Relation, child
+from cacheblend_cli.corpus.converters.office.drawing_text import body_text, resolve_alternatives
+from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage, Relation, child, integer
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.layout import shortened
 
@@ -50,7 +50,7 @@ def diagram_text(root: Element) -> str:
     below = dict[str, list[tuple[int, str]]]()
     for link in root.iter("dgm:cxn"):
         if link.get("type", "parOf") == "parOf":
-            below.setdefault(link.get("srcId", ""), []).append((number(link.get("srcOrd")), link.get("destId", "")))
+            below.setdefault(link.get("srcId", ""), []).append((integer(link.get("srcOrd")), link.get("destId", "")))
     lines, seen = list[str](), set[str]()
     inner = {target for links in below.values() for _, target in links}
     starts = [name for name in texts if name not in inner]
@@ -168,7 +168,7 @@ def _cached(cache: Element, is_1904: bool) -> dict[int, str]:
     points = ((point, point.findtext("c:v", "").strip()) for point in cache.iter("c:pt"))
     is_number = cache.tag.startswith("c:num")
     return {
-        number(point.get("idx")): _shown(text, point.get("formatCode", code), is_1904) if is_number else text
+        integer(point.get("idx")): _shown(text, point.get("formatCode", code), is_1904) if is_number else text
         for point, text in points
         if text
     }
@@ -201,4 +201,4 @@ def _extended_series(root: Element) -> Iterator[_Series]:
 
 
 def _extended_points(level: Element) -> dict[int, str]:
-    return {number(point.get("idx")): (point.text or "").strip() for point in level.iterfind("pt")}
+    return {integer(point.get("idx")): (point.text or "").strip() for point in level.iterfind("pt")}

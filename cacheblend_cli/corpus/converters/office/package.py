@@ -54,7 +54,7 @@ class Relation:
 
 
 class OfficePackage:
-    """Parts of a Word, PowerPoint or Excel file."""
+    """Parts of a Word, PowerPoint or Excel file, or of an EPUB book."""
 
     def __init__(self, data: bytes, what: str) -> None:
         """what: the kind of file, for messages. Raises NoDocument if it is not a ZIP archive or is too large."""
@@ -159,6 +159,14 @@ def children(element: Element, *names: str) -> Iterator[Element]:
 def child(element: Element | None, *names: str) -> Element | None:
     """Return the first descendant on a path of names, None if there is none."""
     return None if element is None else next(children(element, *names), None)
+
+
+def integer(text: str | None, default: int = 0) -> int:
+    """Return the integer of an attribute, `default` if it is missing or not a number."""
+    try:
+        return int(text or default)
+    except ValueError:
+        return default
 
 
 def _shortened(root: Element) -> Element:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters.converter import SCANNED, NoDocument, joined, parsing
-from cacheblend_cli.corpus.converters.omissions import Omissions
+from cacheblend_cli.corpus.converters.omissions import Omissions, number_ranges
 from cacheblend_cli.corpus.converters.pdf.annotations import annotations_of
 from cacheblend_cli.corpus.converters.pdf.characters import page_characters
 from cacheblend_cli.corpus.converters.pdf.line_order import arranged, dehyphenated
@@ -119,12 +119,6 @@ class _Pages:
 
 def _numbers(pages: list[int]) -> str:
     """Return sorted page numbers in words, such as "pages 2-4, 7"."""
-    ranges = list[list[int]]()
-    for page in pages:
-        if ranges and ranges[-1][1] == page - 1:
-            ranges[-1][1] = page
-        else:
-            ranges.append([page, page])
-    named = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges[:_RANGES])
+    ranges = number_ranges(pages)
     more = ", ..." if len(ranges) > _RANGES else ""
-    return f"page{'s' * (len(pages) > 1)} {named}{more}"
+    return f"page{'s' * (len(pages) > 1)} {', '.join(ranges[:_RANGES])}{more}"

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 def from_old_sheets(data: bytes) -> Converted:
     """Convert each row of each sheet to one line."""
-    with parsing("python-calamine", what := "a spreadsheet, or with a password"):
+    with parsing("python-calamine", "a spreadsheet, or with a password"):
         from python_calamine import CalamineError, CalamineWorkbook
 
         if data.startswith(b"PK"):
-            opened(data, what)
+            opened(data, "a spreadsheet")
         parts, omissions = list[tuple[str, Mark]](), Omissions()
         book = CalamineWorkbook.from_filelike(io.BytesIO(data))
         for name in book.sheet_names:

@@ -1,10 +1,11 @@
-"""What a sheet has beside its cells: comments, and drawings with text boxes and charts."""
+"""Comments on the cells of a sheet, and its drawings with text boxes and charts."""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING
 
+from cacheblend_cli.corpus.converters.office.drawing_text import body_text, resolve_alternatives
 from cacheblend_cli.corpus.converters.office.drawings import DRAWN, drawn_text
 from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage
 from cacheblend_cli.corpus.converters.omissions import Omissions
@@ -61,26 +62,9 @@ def drawn_texts(package: OfficePackage, sheet: str, omissions: Omissions, place:
         except DamagedPart:
             omissions.say(f"the drawings on {place} cannot be read")
             continue
-        texts += [text for body in _bodies(root) if (text := _body(body))]
+        resolve_alternatives(root)
+        texts += map(body_text, root.iter("txBody"))
         for relation in package.relations(part).values():
             if (thing := DRAWN.get(relation.kind)) is not None:
                 texts.append(drawn_text(package, relation, thing, omissions, place))
     return list(filter(None, texts))
-
-
-def _bodies(root: Element) -> list[Element]:
-    """Return the texts of shapes, in order, without the alternatives for old programs."""
-    rest = [root]
-    found: list[Element] = []
-    while rest:
-        element = rest.pop()
-        if element.tag == "txBody":
-            found.append(element)
-        elif element.tag != "mc:Fallback":
-            rest.extend(reversed(element))
-    return found
-
-
-def _body(body: Element) -> str:
-    paragraphs = ("".join(t.text or "" for t in p.iter("a:t")) for p in body.iter("a:p"))
-    return "\n".join(line for paragraph in paragraphs if (line := " ".join(paragraph.split())))

@@ -33,7 +33,7 @@ _LONGEST_LABEL = 60  # characters of a column name, if nothing but its place sho
 _YEAR = re.compile(r"(?:19|20)\d\d")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _SCIENTIFIC = re.compile(r"[-+]?\d[\d.]*[eE][-+]?\d+")
-_VALUES = frozenset(("true", "false", "nan", "null", "none", "n/a", "#n/a"))  # letters that are no column name
+_VALUES = frozenset(("true", "false", "nan", "null", "none", "n/a", "#n/a"))  # words that are not column names
 
 
 def table_lines(rows: Iterable[Sequence[str]], *, is_file: bool = False) -> Iterator[str]:

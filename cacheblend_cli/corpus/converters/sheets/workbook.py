@@ -38,7 +38,7 @@ class Workbook:
         self.package, self.part = package, package.main
         self.sheets, self.is_1904 = self._sheets()
         self.formats, self.has_formats = self._formats()
-        self.strings, self.has_strings = self._strings()
+        self.strings = self._strings()
 
     def _sheets(self) -> tuple[list[Sheet], bool]:
         """Return (sheets, whether the calendar begins in 1904)."""
@@ -67,15 +67,13 @@ class Workbook:
         styles = [xf for root in roots for styles in root.iter("x:cellXfs") for xf in styles]
         return [codes.get(xf.get("numFmtId", ""), "") for xf in styles], True
 
-    def _strings(self) -> tuple[list[str], bool]:
-        """Return (shared strings, whether all of them can be read)."""
+    def _strings(self) -> list[str]:
+        """Return the shared strings that can be read."""
         strings = list[str]()
-        try:
+        with suppress(DamagedPart):
             for part in self.package.related(self.part, "sharedStrings")[:1]:
                 strings.extend(_strings(self.package.data(part)))
-        except DamagedPart:
-            return strings, False
-        return strings, True
+        return strings
 
 
 def _strings(data: bytes) -> Iterator[str]:

@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from cacheblend_cli.corpus.converters.converter import NoDocument, joined, parsing
-from cacheblend_cli.corpus.converters.office.drawing_text import body_text, number, resolve_alternatives, table_text
+from cacheblend_cli.corpus.converters.converter import NoDocument, comment_mark, joined, parsing
+from cacheblend_cli.corpus.converters.office.drawing_text import body_text, resolve_alternatives, table_text
 from cacheblend_cli.corpus.converters.office.drawings import drawn_text
-from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage, Relation, child
+from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage, Relation, child, integer
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.slides.reading_order import Box, reading_order
-from cacheblend_cli.corpus.layout import Converted, Mark, shortened
+from cacheblend_cli.corpus.layout import Converted, Mark
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
@@ -133,7 +133,7 @@ class _Presentation:
                 texts = [element.findtext("p:text", "").strip(), *map(body_text, element.findall("txBody"))]
                 if kind and any(texts):
                     author = self._author(element.get("authorId", ""))
-                    yield f"{kind}{author and f' by {author}'}: " + "\n".join(filter(None, texts))
+                    yield comment_mark(author, kind) + "\n".join(filter(None, texts))
 
     def _author(self, identifier: str) -> str:
         if self._authors is None:
@@ -144,7 +144,7 @@ class _Presentation:
                         elements = list(self._package.xml(part).iter())
                     except DamagedPart:
                         continue
-                    self._authors |= {e.get("id", ""): shortened(e.get("name", "")) for e in elements}
+                    self._authors |= {e.get("id", ""): e.get("name", "") for e in elements}
         return self._authors.get(identifier, "")
 
 
@@ -225,8 +225,8 @@ def _own_box(shape: Element) -> Box | None:
     offset, extent = child(frame, "a:off"), child(frame, "a:ext")
     if offset is None or extent is None:
         return None
-    width, height = (max(0, number(extent.get(name))) for name in ("cx", "cy"))
-    return number(offset.get("x")), number(offset.get("y")), width, height
+    width, height = (max(0, integer(extent.get(name))) for name in ("cx", "cy"))
+    return integer(offset.get("x")), integer(offset.get("y")), width, height
 
 
 def _body(shape: Element) -> str:

@@ -28,10 +28,10 @@ class ListNumbers:
         """Return the number of the next item, "3.". value: the number that the item has itself."""
         number = _integer(value, self.number)
         self.number = number + self.step
-        return f"{numeral(number, self.kind)}."
+        return f"{_numeral(number, self.kind)}."
 
 
-def numeral(number: int, kind: str) -> str:
+def _numeral(number: int, kind: str) -> str:
     """Write a number in digits, letters or Roman numerals."""
     if kind in ("a", "A") and number > 0:
         letters = ""

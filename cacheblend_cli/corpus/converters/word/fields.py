@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cacheblend_cli.corpus.converters.office.package import child, children
-from cacheblend_cli.corpus.converters.word.styles import integer, is_on, value_of
+from cacheblend_cli.corpus.converters.office.package import child, children, integer
+from cacheblend_cli.corpus.converters.word.styles import is_on, value_of
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element

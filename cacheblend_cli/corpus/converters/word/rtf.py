@@ -6,10 +6,10 @@ import codecs
 import re
 from dataclasses import dataclass, replace
 
-from cacheblend_cli.corpus.converters.converter import RTF, NoDocument, without_data_uris
+from cacheblend_cli.corpus.converters.converter import RTF, NoDocument, comment_mark, without_data_uris
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.word.rtf_text import BODY, RtfText
-from cacheblend_cli.corpus.layout import Converted, TextLayout, shortened
+from cacheblend_cli.corpus.layout import Converted, TextLayout
 
 _TOKEN = re.compile(
     rb"\\([A-Za-z]{1,32})(-?\d{1,10})? ?|\\'([0-9A-Fa-f]{2})|\\([^A-Za-z])|([{}])|([^\\{}\r\n]+)|[\r\n]+|\\", re.DOTALL
@@ -83,10 +83,8 @@ class _Reader:
         self._bytes = bytearray()  # not decoded yet
         self._to_skip = 0  # characters after a Unicode character
         self._is_optional = False  # after "\*"
-        self._merged, self._kinds = (
-            "",
-            list[str](),
-        )  # cells of the row: "v" or "m" if merged with the one above or before
+        self._kinds = list[str]()  # cells of the row: "v" or "m" if merged with the one above or before
+        self._merged = ""  # kind of the next cell
         self._above = list[str]()  # cells of the row above
         self._said = set[str]()  # headers and footers
 
@@ -173,8 +171,7 @@ class _Reader:
     def _add_note(self, note: RtfText) -> None:
         mark = note.mark
         if mark == "Comment: ":
-            author, self._author = " ".join("".join(self._author.pieces).split()), RtfText()
-            mark = f"Comment by {shortened(author)}: " if author else mark
+            mark, self._author = comment_mark("".join(self._author.pieces)), RtfText()
         text = mark + "".join(note.lines).strip()
         if note.lines and text not in self._said:
             (self._state.text or self._main).after.append(text)

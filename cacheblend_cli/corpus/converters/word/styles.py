@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cacheblend_cli.corpus.converters.office.package import child, children
+from cacheblend_cli.corpus.converters.office.package import child, children, integer
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
@@ -25,13 +25,6 @@ def value_of(parent: Element | None, *names: str) -> str:
     """Return the value of the property on a path of names, "" if it is missing."""
     found = child(parent, *names)
     return "" if found is None else found.get("val", "")
-
-
-def integer(text: str | None, default: int = 0) -> int:
-    try:
-        return int(text or default)
-    except ValueError:
-        return default
 
 
 @dataclass(frozen=True)

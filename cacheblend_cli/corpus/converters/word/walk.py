@@ -8,13 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from cacheblend_cli.corpus.converters.converter import comment_mark
 from cacheblend_cli.corpus.converters.numerals import roman
 from cacheblend_cli.corpus.converters.office.equations import equation_text
-from cacheblend_cli.corpus.converters.office.package import child, children
+from cacheblend_cli.corpus.converters.office.package import child, children, integer
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.word.fields import CHECKED, UNCHECKED, Fields, form_value
 from cacheblend_cli.corpus.converters.word.numbering import Numbering
-from cacheblend_cli.corpus.converters.word.styles import Style, Styles, integer, is_on, outline_level, value_of
+from cacheblend_cli.corpus.converters.word.styles import Style, Styles, is_on, outline_level, value_of
 from cacheblend_cli.corpus.converters.word.symbols import symbol, without_font_codes
 from cacheblend_cli.corpus.converters.word.tables import Block, Cell, table_blocks
 from cacheblend_cli.corpus.converters.word.text import LOWERED, RAISED, inline_text
@@ -298,10 +299,8 @@ class Walk:
         note = self._notes["comment"].get(name)
         if note is not None and ("comment", name) not in self._labels:
             self._labels["comment", name] = name
-            author = " ".join(note.get("author", "").split())
-            text = _joined(self._separately(note))
-            if text:
-                self._noted.append(Block(f"Comment by {author}: {text}" if author else f"Comment: {text}"))
+            if text := _joined(self._separately(note)):
+                self._noted.append(Block(comment_mark(note.get("author", "")) + text))
 
     def _add_notes(self) -> None:
         self._story.blocks += self._noted
@@ -358,10 +357,10 @@ def _found(parent: Element, tag: str) -> Iterator[Element]:
     """Yield the rows of a table or the cells of a row, also those in controls, but not those of inner tables."""
     stack = [iter(parent)]
     while stack:
-        child = next(stack[-1], None)
-        if child is None:
+        element = next(stack[-1], None)
+        if element is None:
             stack.pop()
-        elif child.tag == tag:
-            yield child
-        elif child.tag not in ("w:tbl", "w:p", "w:tc", "w:del", "w:moveFrom"):
-            stack.append(iter(child))
+        elif element.tag == tag:
+            yield element
+        elif element.tag not in ("w:tbl", "w:p", "w:tc", "w:del", "w:moveFrom"):
+            stack.append(iter(element))
