@@ -44,13 +44,8 @@ DOCUMENTS_PYPI = (
     "csvkit==2.2.0", "frictionless==5.21.0", "xlsx2csv==0.8.6", "html2text==2025.4.15",
 )  # fmt: skip
 DOCUMENTS_NPM = ("mammoth@1.13.0", "xlsx-populate@1.21.0")
-DOCUMENTS_DEBIAN = (
-    "libapache-poi-java",
-    "libpdfbox2-java",
-    "pandoc",
-    "notmuch",
-    "unrtf",
-)  # in the version of the configured release
+DOCUMENTS_DEBIAN = ("libapache-poi-java", "libpdfbox2-java", "pandoc", "notmuch", "unrtf")
+"""Source packages, in the version of the configured release."""
 DOCUMENT_SUFFIXES = frozenset(
     ".pdf .docx .docm .dotx .pptx .pptm .xlsx .xlsm .xltx .xls .ods .epub .eml .html .htm .xhtml .rtf .csv .tsv .json .jsonl .ipynb".split()
 )

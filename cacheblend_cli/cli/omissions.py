@@ -1,4 +1,4 @@
-"""Messages about what is left out of documents."""
+"""Messages about parts left out of documents."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ _NAMED = 3  # omissions to name without --verbose
 def report_omissions(documents: Sequence[Incomplete], output: Output, *, verbose: bool = False) -> None:
     """Write one line about the documents whose omissions the store does not have yet.
 
-    verbose: also write a line per document, including those that the store has.
+    verbose: write a line per document instead, then their number, including those that the store has.
     """
     if verbose:
         for document in documents:
             output.note(f"{document.source}: left out: {'; '.join(document.omissions)}")
-    counted_ones = documents if verbose else [document for document in documents if document.is_news]
-    if not counted_ones:
+        if documents:
+            output.warn(f"parts of {counted(len(documents), 'document')} are left out")
         return
-    if verbose:
-        output.warn(f"parts of {counted(len(counted_ones), 'document')} are left out")
+    new = [document for document in documents if document.is_news]
+    if not new:
         return
-    first, num = counted_ones[0], len(counted_ones)
+    first = new[0]
     named = "; ".join(first.omissions[:_NAMED])
-    if num > 1:
-        output.warn(f"parts of {num:,} documents are left out, for example of {first.source}: {named}; -v lists them")
+    if len(new) > 1:
+        count = f"{len(new):,} documents"
+        output.warn(f"parts of {count} are left out, for example of {first.source}: {named}; -v lists them")
     else:
         rest = len(first.omissions) - _NAMED
         output.warn(f"{first.source}: left out: {named}" + (f"; {rest} more, -v lists them" if rest > 0 else ""))

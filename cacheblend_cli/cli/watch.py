@@ -107,7 +107,7 @@ def _updater(
             output.note(event.message)
         elif event.kind == "omitted":
             report_omissions(event.incomplete, output)
-        elif event.kind == "note" or (event.skipped is not None and event.skipped.named):
+        elif event.skipped is not None and event.skipped.named:
             output.warn(event.message)
 
     def update() -> PrecomputeReport:

@@ -88,7 +88,7 @@ class ChunkResult:
     tokens: int
     bytes: int  # size of the KV
     status: ChunkStatus
-    omissions: tuple[str, ...] = ()  # what is left out of the document, only with its first chunk
+    omissions: tuple[str, ...] = ()  # parts left out of the document; only with its first chunk
 
     @property
     def record(self) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class Putting:
         """Cut the document. Any thread may call this. Raises UsageError, and Cancelled.
 
         title: shown in lists, "" for the document's id. Attributes: num_stored: chunks with KV in the store. omissions:
-        what is left out of the document. settled: the document was committed or undone.
+        parts left out of the document. settled: the document was committed or undone.
         """
         [(_, self.chunks)] = plan_texts(collection, [document], settings, cancellation)
         record = document_record(collection, document, self.chunks, settings)

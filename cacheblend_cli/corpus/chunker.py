@@ -62,9 +62,8 @@ _GUESSES = 4
 _ENCODED = 16  # cached texts with token ids: each piece is encoded to measure it, and again to pack it
 _MOST_ENDS = 1024  # ends of pieces before the current chunk to keep
 _COMMENT = re.compile(r"#{1,6} [^\n]*\n\s*")
-_LONG_WORD = (
-    24  # characters of a word that may be cut to keep its beginning with a heading, as in scripts without blanks
-)
+_LONG_WORD = 24
+"""Characters of a word that may be cut to keep its beginning with a heading, as in scripts without blanks."""
 
 
 @dataclass(frozen=True)

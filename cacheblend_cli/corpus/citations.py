@@ -26,7 +26,7 @@ from cacheblend_cli.types import Scope
 TITLE = "title"
 """Key of a document's title in its record's settings."""
 OMISSIONS = "omissions"
-"""Key of what is left out of a document, in its record's settings."""
+"""Key of a document's omissions in its record's settings."""
 FILE_GONE = "file no longer on disk"
 _Place = tuple[str, DocumentChunk, str, tuple[str, ...]]
 """A document's name, the chunk's place in it, and the document's title and omissions."""
@@ -41,7 +41,7 @@ class Citation:
     index: int  # position of the chunk in the document
     locator: Locator = NOWHERE  # part, lines and headings for a reader
     title: str = ""  # title of a document that was uploaded with one
-    omissions: tuple[str, ...] = ()  # what is left out of the document, in words
+    omissions: tuple[str, ...] = ()  # parts left out of the document, in words
 
     @property
     def source(self) -> str:
@@ -122,7 +122,7 @@ def title_of(record: DocumentRecord) -> str:
 
 
 def omissions_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what is left out of a document, in words. settings: of its record."""
+    """Return the omissions of a document. settings: those of its record."""
     found = settings.get(OMISSIONS)
     return bounded_omissions(text for text in found if isinstance(text, str)) if isinstance(found, list) else ()
 

@@ -159,7 +159,7 @@ class Document:
 
     @property
     def omissions(self) -> tuple[str, ...]:
-        """What the converter left out, in words."""
+        """Parts that the converter left out, in words."""
         return self.layout.omissions
 
 
@@ -170,7 +170,7 @@ class DocumentFile:
     source: str
     root: str
     digest: str
-    omissions: tuple[str, ...] = ()  # what the converter left out, in words
+    omissions: tuple[str, ...] = ()  # parts that the converter left out, in words
     path: str = ""  # file to read the document from
     document: Document | None = None  # the document itself if it cannot be read again (stdin)
     state: FileState | None = None

@@ -68,7 +68,7 @@ class TextLayout:
     marks: tuple[Mark, ...] = ()  # parts of a converted file, in order
     apart: bool = False  # cut at every mark
     title: str = ""  # title found in the file; within NAME_CHARACTERS
-    omissions: tuple[str, ...] = ()  # what the converter left out, in words
+    omissions: tuple[str, ...] = ()  # parts that the converter left out, in words
     scanned: tuple[int, ...] = ()  # numbers of the pages, from 1, whose text is only in an image
 
     def __post_init__(self) -> None:

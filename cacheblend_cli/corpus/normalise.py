@@ -26,7 +26,7 @@ _JOINED = (
     (0xE00, 0xF00), (0x1000, 0x10A0), (0x1780, 0x17E0), (0x1950, 0x19E0), (0x1A20, 0x1AB0), (0xA980, 0xAA00), (0xAA60, 0xAAE0),
 )  # fmt: skip
 _WITH_MARKS = ((0x483, 0x1AB0), (0x1B00, 0x1DC0), (0xA66F, 0xAC00), (0xFB1E, 0xFB1F))
-_END = "\u115f"  # token after a word of Hangul, so that no phrase goes on in the next one: a letter without a glyph
+_END = "\u115f"  # token after a word of Hangul, a letter without a glyph: phrases end at it
 _NUM_TOGETHER = 3  # letters of a term in scripts without blanks
 _WORD = re.compile(r"[^\W_]+")
 # Vowel "am" of Thai and Lao, which NFKC takes apart, with the tone mark before or after the ring
@@ -59,7 +59,7 @@ def _token() -> str:
 
 @lru_cache(maxsize=1)
 def _special() -> str:
-    """Pattern of a character by which a text is more than words and blanks."""
+    """Pattern of a character that the words of unicode61 do not handle."""
     return f"[{_HAN}{_HANGUL}{_characters(_JOINED, 'L')}{_characters(_WITH_MARKS, 'M')}]"
 
 
@@ -111,7 +111,7 @@ def unspaced(text: str) -> str:
 def search_words(text: str) -> Iterator[tuple[str, float]]:
     """Yield the words of a text and their weights; n-grams of scripts without blanks have blanks between the tokens.
 
-    A pair of syllables weighs the less, the later it comes in a Korean word: nouns come before their particles.
+    The later a pair of syllables comes in a Korean word, the less it weighs: nouns come before their particles.
     """
     if text.isascii() or not re.search(_special(), text):
         yield from ((word, 1.0) for word in _WORD.findall(text))

@@ -2,7 +2,7 @@
 
 Recognised: `<source id="1" name="a.md">text</source>` (Open WebUI), `<document title="...">text</document>`, and
 documents with the parts <source> (title) and <document_content> (text). Tags that prose only mentions, as in "cite the
-<source> tag", are no passages. A message with nested elements is left unchanged.
+<source> tag", are not passages. A message with nested elements is left unchanged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is left out of documents: told once in a line, listed with -v, kept in the store and shown with a chunk."""
+"""Omissions of documents: reported once in a line, listed with -v, kept in the store and shown with a chunk."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_json_has_the_omissions_with_the_first_chunk_of_a_document(cli: Cli, dec
     assert dry["omissions"] == {"docs/deck.pptx": [CHART, PAGE], "docs/plan.docx": ["1 diagram"]}
 
 
-def test_a_chunk_is_shown_with_what_its_document_lost(cli: Cli, decks: Path) -> None:
+def test_a_chunk_is_shown_with_the_omissions_of_its_document(cli: Cli, decks: Path) -> None:
     """Also when the KV does not fit the quota, so that the store keeps no state of the file."""
     result = cli("precompute", "docs", "--max-size", "1", "--json")
     ids = {record["source"]: record["id"] for record in result.records}
@@ -107,7 +107,7 @@ def test_a_watched_folder_tells_of_new_omissions_once(
     assert [line for line in told if "parts of" not in line] == ["warning: docs/plan.docx: left out: 1 diagram"]
 
 
-def test_a_pdf_with_a_page_without_text(cli: Cli, docs: Path) -> None:
+def test_a_page_without_text_is_reported(cli: Cli, docs: Path) -> None:
     write(docs / "half.pdf", scanned_pdf(["Mara leads billing.", ""]))
     [told] = lines(cli("precompute", "docs"))
     assert told.startswith("warning: docs/half.pdf: left out: ")

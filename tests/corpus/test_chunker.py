@@ -157,7 +157,7 @@ def within(position: int, spans: list[tuple[int, int]]) -> bool:
     return any(start <= position < end for start, end in spans)
 
 
-def test_a_comment_in_fenced_code_is_no_heading() -> None:
+def test_a_comment_in_fenced_code_is_not_a_heading() -> None:
     text = "one two\n\n```\n# three\nfour\n```\n\nfive six\n"
     assert texts(list(iter_cut(text, words, 16, "markdown"))) == [
         "one two\n\n```\n# three\nfour\n```\n\n",

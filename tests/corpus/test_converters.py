@@ -23,7 +23,7 @@ def convert(name: str, data: bytes | str) -> Converted:
 
 
 def place_of(found: Converted, first: str, last: str = "") -> tuple[str, tuple[str, ...]]:
-    """What people are told of the place, and the headings."""
+    """Return the place as shown to users, and the headings."""
     locator = Locating(found.text, found.layout).find(
         found.text.index(first), found.text.index(last or first) + len(last or first)
     )

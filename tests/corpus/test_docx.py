@@ -32,7 +32,7 @@ def one(content: str) -> str:
     return text_of(paragraph(content))
 
 
-def test_headings_by_name_and_by_level() -> None:
+def test_headings_are_found_by_name_and_by_level() -> None:
     styles = (
         style("berschrift2", '<w:outlineLvl w:val="1"/>', called="Überschrift 2")
         + style("Heading1", called="heading 1")
@@ -61,7 +61,7 @@ def test_list_numbers_are_counted_by_level() -> None:
     assert found == ("1. p0\n  1.1 p1\n  1.2 p2\n    (a) p3\n    (b) p4\n2. p5\n  2.1 p6\n\nBetween.\n\n3. p7\n5. p9")
 
 
-def test_list_numbers_of_styles() -> None:
+def test_styles_number_their_paragraphs() -> None:
     definition = list_level(0, "%1", more='<w:pStyle w:val="H1"/>') + list_level(
         1, "%1.%2", more='<w:pStyle w:val="H2"/>'
     )
@@ -89,7 +89,7 @@ def test_lists_restart_where_they_are_told_to() -> None:
     assert found == "1. a\n2. b\n7. c\n8. d\n9. e\n  1) f\n10. g\n  2) h"
 
 
-def test_bullets_legal_numbers_and_links_to_numbering_styles() -> None:
+def test_bullets_legal_numbers_and_linked_numbering_styles_are_read() -> None:
     definition = (
         list_level(0, "%1", "upperRoman")
         + list_level(1, "%1.%2", more="<w:isLgl/>")
@@ -115,7 +115,7 @@ def test_bullets_legal_numbers_and_links_to_numbering_styles() -> None:
         (203, "chineseCountingThousand", "二百〇三"), (2, "decimalEnclosedCircle", "②"), (5, "unknown", "5"), (5, "none", ""),
     ],
 )  # fmt: skip
-def test_forms_of_numbers(number: int, form: str, text: str) -> None:
+def test_numbers_are_written_in_their_form(number: int, form: str, text: str) -> None:
     assert formatted(number, form) == text
 
 
@@ -141,7 +141,7 @@ def test_forms_of_numbers(number: int, form: str, text: str) -> None:
         (BEGIN + code("REF") + run("not lost"), "not lost"),
     ],
 )  # fmt: skip
-def test_text_of_a_paragraph(content: str, text: str) -> None:
+def test_a_paragraph_is_read_as_shown(content: str, text: str) -> None:
     assert one(content) == text
 
 
@@ -152,11 +152,11 @@ def test_text_of_a_paragraph(content: str, text: str) -> None:
         ("Name", "*", "Name*"), ("", "1", "1"), ("word ", "a", "word a"), ("see", "[3]", "see[3]"),
     ],
 )  # fmt: skip
-def test_superscripts(before: str, raised: str, text: str) -> None:
+def test_exponents_are_marked_and_ordinals_are_not(before: str, raised: str, text: str) -> None:
     assert one(run(before) + run(raised[:1], RAISED) + run(raised[1:], RAISED)) == text
 
 
-def test_superscripts_of_styles_and_subscripts() -> None:
+def test_styles_can_raise_text_and_subscripts_are_not_marked() -> None:
     assert one(run("H") + run("2", '<w:vertAlign w:val="subscript"/>') + run("O")) == "H2O"
     styles = '<w:style w:styleId="Up"><w:rPr><w:vertAlign w:val="superscript"/></w:rPr></w:style>'
     assert text_of(paragraph(run("10") + run("6", '<w:rStyle w:val="Up"/>') + run(" kg")), styles=styles) == "10^6 kg"
@@ -246,7 +246,7 @@ def test_forms_and_long_cells_are_not_repeated() -> None:
     assert text_of(merged).split("\n")[1] == " | b"
 
 
-def test_cells_in_controls_nested_tables_and_tables_for_layout() -> None:
+def test_cells_in_controls_nested_tables_and_tables_for_layout_are_read() -> None:
     controlled = "<w:sdt><w:sdtContent>{}</w:sdtContent></w:sdt>"
     inner = table(row("a", "b"), row("c", "d"))
     body = f"<w:tbl>{controlled.format('<w:tr>' + cell('one') + controlled.format(cell(inner)) + '</w:tr>')}</w:tbl>"
@@ -309,13 +309,13 @@ def test_charts_and_embedded_files_are_said() -> None:
 
 
 @pytest.mark.parametrize("suffix", [".docm", ".dotx", ".dotm"])
-def test_documents_with_macros_and_templates(suffix: str) -> None:
+def test_documents_with_macros_and_templates_are_read(suffix: str) -> None:
     converter = converter_of(f"a{suffix}")
     assert converter is not None
     assert converter(word(paragraph("text"))).text == "text\n"
 
 
-def test_strict_documents_and_damaged_packages() -> None:
+def test_strict_documents_and_damaged_packages_are_read() -> None:
     body = paragraph("Deposit", "Heading1") + paragraph("350 euros")
     assert from_docx(word(body, strict=True, comments="")).text == "# Deposit\n\n350 euros\n"
     for changed in ({"_rels/.rels": "<"}, {"word/_rels/document.xml.rels": "<"}):

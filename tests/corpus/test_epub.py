@@ -92,7 +92,7 @@ def test_an_encrypted_book_is_refused(others: dict[str, str]) -> None:
     assert refused.value.group == "encrypted books"
 
 
-def test_encrypted_chapters_are_named_and_obfuscated_fonts_are_no_encryption() -> None:
+def test_encrypted_chapters_are_named_and_obfuscated_fonts_are_ignored() -> None:
     data = book(
         {"a.xhtml": ROSES, "x.xhtml": b"\0\1", "b.xhtml": TULIPS}, others=books.encryption(AES, "OEBPS/x.xhtml")
     )

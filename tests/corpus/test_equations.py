@@ -55,6 +55,6 @@ def test_equations_are_text(math: str, text: str) -> None:
     assert found == f"so {text} holds\n"
 
 
-def test_a_paragraph_of_equations() -> None:
+def test_equations_of_a_paragraph_share_a_line() -> None:
     body = f"<m:oMathPara><m:oMathParaPr/><m:oMath>{r('a=1')}</m:oMath><m:oMath>{r('b=2')}</m:oMath></m:oMathPara>"
     assert from_docx(word(paragraph(body))).text == "a=1; b=2\n"

@@ -53,7 +53,7 @@ def test_words_are_neither_joined_nor_split(page: str, text: str) -> None:
          r"\frac{1}{\sqrt{x}} for \sqrt[3]{y}"),
     ],
 )  # fmt: skip
-def test_scripts_and_formulas(page: str, text: str) -> None:
+def test_superscripts_and_formulas_are_text(page: str, text: str) -> None:
     assert text_of(f"<p>{page}</p>") == text
 
 
@@ -129,7 +129,7 @@ def test_xhtml_elements_close_themselves() -> None:
     assert html_text("<title>A</title><p>a<textarea/>b").text == "a\n\nb\n"  # HTML: the text area begins
 
 
-def test_nested_parts_that_are_left_out() -> None:
+def test_nested_parts_are_removed_or_read_once() -> None:
     assert text_of("<div hidden><div role=search><p hidden>a</div></div><p>b") == "b"
     assert text_of("<article>long text here<article>b</article></article><article>c</article>") == "long text here\n\nb"
 
@@ -159,7 +159,7 @@ def test_charsets_are_those_of_browsers() -> None:
 
 
 @pytest.mark.parametrize("codec", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-8"])
-def test_byte_order_marks_and_utf_16(codec: str) -> None:
+def test_pages_are_decoded_by_their_byte_order_mark(codec: str) -> None:
     page = "<p>Größe</p>"
     assert from_html(codecs.encode("\ufeff" + page, codec)).text == "Größe\n"
     if codec.startswith("utf-16"):

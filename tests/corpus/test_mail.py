@@ -53,7 +53,7 @@ def test_forwarded_messages_are_read_with_their_headers() -> None:
     assert omissions == ("1 attachment (a.pdf)",)
 
 
-def test_delivery_reports() -> None:
+def test_delivery_reports_are_read() -> None:
     status = part(
         "Reporting-MTA: dns; a.example\n\nFinal-Recipient: rfc822; x@example.org\nStatus: 5.1.1",
         "message/delivery-status",
@@ -67,14 +67,14 @@ def test_delivery_reports() -> None:
     assert text.endswith("## Forwarded message: Keys\n\nTo: x@example.org")
 
 
-def test_a_boundary_with_equals_signs_and_no_quotes() -> None:
+def test_a_boundary_with_equals_signs_and_no_quotes_separates_parts() -> None:
     assert read(multipart("mixed", part("Room 218."), boundary="----=_Part_0.E8=F2"))[0] == "Room 218."
     text, omissions = read("Content-Type: multipart/mixed; boundary=x\n\n--y\n\nRoom 218.\n")
     assert "Room 218." in text
     assert omissions == ("its parts cannot be told apart",)
 
 
-def test_events_of_a_calendar() -> None:
+def test_events_of_a_calendar_are_read() -> None:
     assert read(part(CALENDAR, "text/calendar; method=REQUEST"))[0] == (
         "Event: Team lunch\nStart: 2026-03-02 11:00 Europe/Oslo\nEnd: 2026-03-03\nLocation: Canteen B\n"
         "Organizer: Lind: Mara <mara@example.org>\nAttendee: jon@example.org\nDescription: Soup, then\ncake. It is a long text."
@@ -84,11 +84,11 @@ def test_events_of_a_calendar() -> None:
 
 @pytest.mark.parametrize("before", ["\r\n", "\n\n", "From mara@example.org Mon Mar  2 10:00:00 2026\n"])
 @pytest.mark.parametrize("codec", ["utf-8", "utf-8-sig", "utf-16"])
-def test_what_stands_before_the_headers(before: str, codec: str) -> None:
+def test_blanks_and_marks_before_the_headers_are_ignored(before: str, codec: str) -> None:
     assert from_mail((before + HEADERS + "\nGrüße.\n").encode(codec)).text == TOP + "\n\nGrüße.\n"
 
 
-def test_charsets_of_parts() -> None:
+def test_parts_are_decoded_by_their_charset() -> None:
     quoted = "Content-Transfer-Encoding: quoted-printable"
     assert (
         read(part("<meta charset=3Dutf-8>K=F8benhavn, 45 =80", "text/html; charset=iso-8859-1", quoted))[0]

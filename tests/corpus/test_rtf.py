@@ -45,7 +45,7 @@ def test_rtf_with_another_name_is_refused_by_name(name: str) -> None:
         (r"one\page two\sect three", "one\n\ntwo\n\nthree"),
     ],
 )  # fmt: skip
-def test_text(body: str, text: str) -> None:
+def test_a_body_is_read_as_shown(body: str, text: str) -> None:
     assert read(body) == (text, ())
 
 

@@ -9,13 +9,14 @@ import pytest
 from cacheblend_cli.corpus.converters import converter_of
 from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.converters.sheets.number_formats import cell_text
-from cacheblend_cli.corpus.converters.sheets.tables import table_lines
+from cacheblend_cli.corpus.converters.sheets.tables import cells_of, numbered_lines
 from cacheblend_cli.corpus.layout import Converted
 
 
 def lines(text: str) -> list[str]:
     """Lines of a table that is written with bars."""
-    return list(table_lines([row.split("|") for row in text.split("\n")]))
+    rows = ((number, cells_of(row.split("|"))) for number, row in enumerate(text.split("\n"), 1))
+    return [line for line, _ in numbered_lines(rows)]
 
 
 def convert(text: str, name: str = "a.csv") -> Converted:
@@ -24,7 +25,7 @@ def convert(text: str, name: str = "a.csv") -> Converted:
     return converter(text.encode())
 
 
-def test_title_lines_are_no_header() -> None:
+def test_title_lines_are_not_a_header() -> None:
     assert lines("Parking permits 2026||\n||\nZone|Price|Office\nA|45|Hall 2\nB|30|Hall 3") == [
         "Parking permits 2026",
         "Zone, Price, Office",
@@ -62,7 +63,7 @@ def test_years_and_units_are_names_of_columns() -> None:
     assert lines("|Q1|Q2\nNorth|3|4")[1] == "North, Q1: 3, Q2: 4"
 
 
-def test_two_header_rows() -> None:
+def test_two_header_rows_are_combined() -> None:
     text = "Region|2024|2024|2025|2025\nRegion|H1|H2|H1|H2\nNorth|1|2|3|4"
     assert lines(text)[2] == "Region: North, 2024 H1: 1, 2024 H2: 2, 2025 H1: 3, 2025 H2: 4"
 
@@ -88,7 +89,7 @@ def test_tables_side_by_side_are_apart() -> None:
     assert lines(same)[1:] == ["City: Bergen, Rain: 2250", "City: Oslo, Rain: 760"]
 
 
-def test_titles_of_parts_of_a_sheet_are_no_names() -> None:
+def test_titles_of_parts_of_a_sheet_are_not_names() -> None:
     text = "Income|||Spent||\nItem|Amount||62%|2336|1414\nPay|2500||62%|2336|1414\nRent|800||62%|2336|1414"
     assert lines(text) == ["Income, Spent", "Item, Amount, 62%, 2336, 1414", "Pay, 2500, 62%, 2336, 1414", "Rent, 800, 62%, 2336, 1414"]  # fmt: skip
 
@@ -123,7 +124,7 @@ def test_long_names_are_shortened_in_the_rows() -> None:
         "sep=\t\nName\tCity\nMara\tBergen\n",
     ],
 )
-def test_delimiters(text: str) -> None:
+def test_the_delimiter_is_detected(text: str) -> None:
     found = convert(text)
     assert found.text == "Name, City\nName: Mara, City: Bergen\n"
     assert found.layout.marks[-1].line == text.count("\n")
@@ -163,5 +164,5 @@ def test_rows_before_a_broken_one_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
         ("5", '"day "0', "day 5"), ("5", '"' * 1000, "5"), ("5", "[" * 1000, "5"),
     ],
 )  # fmt: skip
-def test_number_formats(value: str, code: str, text: str) -> None:
+def test_numbers_are_shown_in_their_format(value: str, code: str, text: str) -> None:
     assert cell_text(value, code) == text

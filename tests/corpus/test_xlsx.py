@@ -33,7 +33,7 @@ def lines(data: bytes) -> list[str]:
 
 @pytest.mark.parametrize("namespace", [TRANSITIONAL, STRICT])
 @pytest.mark.parametrize("suffix", ["xlsx", "xlsm", "xltx", "xltm"])
-def test_both_kinds_of_open_xml(namespace: str, suffix: str) -> None:
+def test_both_kinds_of_open_xml_are_read(namespace: str, suffix: str) -> None:
     assert convert(workbook({"Prices": PRICES}, namespace=namespace), suffix).text == PRICES_TEXT
 
 
@@ -76,7 +76,7 @@ def test_values_are_shown_as_in_a_spreadsheet() -> None:
     ]
 
 
-def test_dates_of_the_calendar_of_1904() -> None:
+def test_dates_of_the_calendar_of_1904_are_shown() -> None:
     book = workbook(
         {"S": rows((cell("A1", 44620, style=1),))},
         {"xl/styles.xml": styles("d/m/yy")},
@@ -110,7 +110,7 @@ def test_merged_cells_repeat_their_value() -> None:
     ]
 
 
-def test_merged_titles_and_headers() -> None:
+def test_merged_titles_stand_alone_and_merged_headers_name_columns() -> None:
     data = rows(
         ("Sales of 2026",), ("Region", "First half", None, "Second half"), (None, "Q1", "Q2", "Q3", "Q4"), ("North", 1, 2, 3, 4),
     )  # fmt: skip
@@ -270,7 +270,7 @@ def ods(*values: tuple[str, ...]) -> bytes:
     )
 
 
-def test_open_document_sheets() -> None:
+def test_open_document_sheets_are_read() -> None:
     values = (
         '<table:table-cell office:value-type="date" office:date-value="2026-03-01"/>',
         '<table:table-cell office:value-type="float" office:value="19"/>',

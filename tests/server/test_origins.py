@@ -105,7 +105,7 @@ def test_origins_are_read_as_browsers_send_them() -> None:
     ["", "chat.example", "https://chat.example/", "https://chat.example/a", "https://", "null", "https://*.example",
      "https://a b", "https://u@a", "https://a:99999", "https://a:", "https://ä.example", "https://a?b", "**"],
 )  # fmt: skip
-def test_what_is_no_origin_is_a_usage_error(text: str) -> None:
+def test_a_text_that_is_not_an_origin_is_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError, match="is not an origin"):
         read_origins([text])
 

@@ -67,7 +67,7 @@ who leads billing, and what does <source> mean?"""
 """Instructions like those of Open WebUI's default template, which mention the tag."""
 
 
-def test_mentions_of_tags_are_no_passages() -> None:
+def test_mentions_of_tags_are_not_passages() -> None:
     assert texts_of(TEMPLATE) == texts_of(WEBUI)
     assert texts_of(f"Use <source> tags. {ANTHROPIC}") == texts_of(ANTHROPIC)
     inside = f'<source id="1" name="a.md">{BILLING}: the <source> tag, the <document> tag</source>'
@@ -83,7 +83,7 @@ def test_elements_of_html_inside_a_passage_are_its_text() -> None:
 @pytest.mark.parametrize(
     "name", ['He said "hi".md', "a>b.md", "Bob's.md", "a > b", 'a="b".md', "x>'y'.md", "", 'one" disk.md', "id=7.md"]
 )
-def test_names_with_quotes_and_brackets(name: str) -> None:
+def test_names_can_have_quotes_and_brackets(name: str) -> None:
     elements = texts_of(
         f'<source id="1" name="{name}">{BILLING}</source>\n<source id="1" name="b.md">{PARROT}</source>'
     )

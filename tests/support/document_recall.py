@@ -37,7 +37,7 @@ class Measure:
 
     @property
     def is_excused(self) -> bool:
-        """Whether the user knows of a loss: an omission is said, or the file is unreadable to programs."""
+        """Return whether a loss is reported: by an omission, or because programs cannot read the file."""
         return bool(self.omissions) or bool(_UNREADABLE.search(self.refusal))
 
 

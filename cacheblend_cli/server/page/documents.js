@@ -10,7 +10,7 @@ let paths = new Map(); // of documents that have the title of another, by id
 export let count = 0;
 const NAMED = 3; // omissions to show at once
 
-/** What is left out of a document, in a line; "" for nothing. */
+/** The omissions of a document, in a line; "" if there are none. */
 export function leftOut(omissions) {
   const more = omissions.length > NAMED ? `; ${omissions.length - NAMED} more` : "";
   return omissions.length ? `left out: ${omissions.slice(0, NAMED).join("; ")}${more}` : "";
@@ -50,7 +50,7 @@ function item(about) {
   return row;
 }
 
-/** An element with all that is left out of a document: in a line, or in one to open. */
+/** An element with all omissions of a document: a line, or a line that opens to show the rest. */
 function omissions(all) {
   const line = leftOut(all), className = "omissions small";
   if (all.length <= NAMED) return line && el("p", { className }, line);

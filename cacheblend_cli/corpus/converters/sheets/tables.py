@@ -36,12 +36,6 @@ _SCIENTIFIC = re.compile(r"[-+]?\d[\d.]*[eE][-+]?\d+")
 _VALUES = frozenset(("true", "false", "nan", "null", "none", "n/a", "#n/a"))  # words that are not column names
 
 
-def table_lines(rows: Iterable[Sequence[str]], *, is_file: bool = False) -> Iterator[str]:
-    """Yield the lines of a table: "name: Mara, city: Bergen". See `numbered_lines`."""
-    numbered = ((number, cells_of(row)) for number, row in enumerate(rows, 1))
-    return (line for line, _ in numbered_lines(numbered, is_file=is_file))
-
-
 def cells_of(row: Sequence[str]) -> Cells:
     """Return the cells of a row, with blanks and line ends within a cell as one blank."""
     return {column: text for column, cell in enumerate(row) if cell and (text := " ".join(cell.split()))}

@@ -32,7 +32,7 @@ def from_pptx(data: bytes) -> Converted:
 
 
 class _Presentation:
-    """Slides of a package, and what was found in them so far."""
+    """Slides of a package, with the footers, authors and omissions found so far."""
 
     def __init__(self, package: OfficePackage) -> None:
         self._package = package

@@ -26,7 +26,7 @@ _PAGE_TYPES = ("", "application/xhtml+xml", "text/html", "text/x-oeb1-document",
 
 
 def from_epub(data: bytes) -> Converted:
-    with parsing("defusedxml", what := "a book"):
+    with parsing("defusedxml", what := "an EPUB book"):
         return _Book(OfficePackage(data, what)).converted()
 
 
@@ -40,7 +40,7 @@ class _Spine:
 
 
 class _Book:
-    """Chapters of a package, and what was left out so far."""
+    """Chapters of a package, and the omissions so far."""
 
     def __init__(self, package: OfficePackage) -> None:
         self._package = package
@@ -53,7 +53,7 @@ class _Book:
             self._omissions.add("chapter is missing", name, plural="chapters are missing")
         converted = joined(self._chapters(spine.parts), "markdown", title=spine.title, omissions=self._omissions)
         if not converted.text.strip() and converted.layout.omissions:
-            raise NoDocument(f"not a book: {converted.layout.omissions[0]}", "damaged or locked")
+            raise NoDocument(f"not an EPUB book: {converted.layout.omissions[0]}", "damaged or locked")
         return converted
 
     def _spine(self) -> _Spine:
@@ -65,7 +65,7 @@ class _Book:
                 continue
         pages = sorted(name for name in self._package.names if name.endswith(_PAGES))
         if not pages:
-            raise NoDocument("not a book", "damaged or locked")
+            raise NoDocument("not an EPUB book", "damaged or locked")
         self._omissions.say("the order of the chapters is unknown")
         return _Spine(pages)
 

@@ -16,8 +16,8 @@ from cacheblend_cli.corpus.converters.web.tables import BETWEEN_CELLS, Cell, tab
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborNode
 
-Element = Iterator[None]
-"""Writes an element. It yields once, where the children belong; one that does not yield leaves its children out."""
+ElementWriter = Iterator[None]
+"""Generator that writes an element. It yields once, where the children belong, or never to leave them out."""
 
 _BLOCKS = frozenset(
     "address article blockquote body caption center dd details div dl dt fieldset figcaption figure footer form h1 h2 h3 h4 h5 h6 header "
@@ -30,7 +30,7 @@ _INVISIBLE = dict.fromkeys(map(ord, "\xad\u200b\u2060\ufeff")) | {ord(BETWEEN_CE
 def markdown_of(root: LexborNode, num_characters: int) -> str:
     """Return the content of an element as Markdown. num_characters: length of the page's text."""
     writer, node = _Writer(num_characters), root.first_child
-    waiting: list[tuple[LexborNode, Element]] = []
+    waiting: list[tuple[LexborNode, ElementWriter]] = []
     while node is not None or waiting:
         if node is None:  # the end of an element
             node, element = waiting.pop()
@@ -76,10 +76,10 @@ class _Writer:
             if self._forms and not self._in_label:
                 self._forms[-1].num_characters += len(text)
 
-    def element(self, node: LexborNode) -> Element:
+    def element(self, node: LexborNode) -> ElementWriter:
         tag = node.tag or ""
-        nested = tag in _NESTING and len(self._pieces) > _MOST_NESTED
-        if (write := _ELEMENTS.get(tag)) is not None and not nested:
+        is_too_deep = tag in _NESTING and len(self._pieces) > _MOST_NESTED
+        if (write := _ELEMENTS.get(tag)) is not None and not is_too_deep:
             return write(self, node)
         return self._block() if tag in _BLOCKS else iter((None,))
 
@@ -105,12 +105,12 @@ class _Writer:
         self._end_paragraph()
         self._pieces.pop()
 
-    def _block(self) -> Element:
+    def _block(self) -> ElementWriter:
         self._end_paragraph()
         yield
         self._end_paragraph()
 
-    def _heading(self, node: LexborNode) -> Element:
+    def _heading(self, node: LexborNode) -> ElementWriter:
         before, self._image = self._num_written, ""
         with self._apart() as pieces:
             yield
@@ -119,7 +119,7 @@ class _Writer:
         if title := " ".join("".join(pieces).replace(BETWEEN_CELLS, " ").split()):
             self._pieces[-1].append(f"{'#' * int((node.tag or '')[1])} {title}\n\n")
 
-    def _code_block(self, node: LexborNode) -> Element:
+    def _code_block(self, node: LexborNode) -> ElementWriter:
         self._end_paragraph()
         self._preformatted += 1
         yield
@@ -130,13 +130,13 @@ class _Writer:
         if code.strip():
             self._pieces[-1].append(f"{fence}\n{code}\n{fence}\n\n")
 
-    def _list(self, node: LexborNode) -> Element:
+    def _list(self, node: LexborNode) -> ElementWriter:
         self._numbers.append(ListNumbers.of(node) if node.tag == "ol" else None)
         yield from self._block()
         self._numbers.pop()
         self._pieces[-1].append("\n")
 
-    def _item(self, node: LexborNode) -> Element:
+    def _item(self, node: LexborNode) -> ElementWriter:
         numbers = self._numbers[-1] if self._numbers else None
         mark = numbers.next(node.attributes.get("value")) if numbers is not None else "-"
         with self._apart() as pieces:
@@ -144,13 +144,13 @@ class _Writer:
         if item := "".join(pieces).strip("\n"):
             self._pieces[-1].append(f"{mark} " + re.sub(r"\n+", "\n  ", item) + "\n")
 
-    def _term(self, node: LexborNode) -> Element:
+    def _term(self, node: LexborNode) -> ElementWriter:
         with self._apart() as pieces:
             yield
         if pieces:
             self._pieces[-1].append("".join(pieces).rstrip("\n") + "\n")
 
-    def _table(self, node: LexborNode) -> Element:
+    def _table(self, node: LexborNode) -> ElementWriter:
         rows = list[list[Cell]]()
         self._tables.append(rows)
         with self._apart() as pieces:
@@ -158,17 +158,17 @@ class _Writer:
         self._tables.pop()
         self._pieces[-1] += [*pieces, table_text(rows)]
 
-    def _row(self, node: LexborNode) -> Element:
+    def _row(self, node: LexborNode) -> ElementWriter:
         self._tables[-1].append([])
         yield from self._block()
 
-    def _cell(self, node: LexborNode) -> Element:
+    def _cell(self, node: LexborNode) -> ElementWriter:
         with self._apart() as pieces:
             yield
         text = "".join(pieces).strip("\n")
         self._tables[-1][-1].append(Cell(text, _span(node, "colspan", 1000), _span(node, "rowspan", 65534)))
 
-    def _form(self, node: LexborNode) -> Element:
+    def _form(self, node: LexborNode) -> ElementWriter:
         self._forms.append(form := Form())
         with self._apart() as pieces:
             yield
@@ -176,12 +176,12 @@ class _Writer:
         if form.is_read(sum(map(len, pieces)), self._page):
             self._pieces[-1] += pieces
 
-    def _label(self, node: LexborNode) -> Element:
+    def _label(self, node: LexborNode) -> ElementWriter:
         self._in_label += 1
         yield
         self._in_label -= 1
 
-    def _input(self, node: LexborNode) -> Element:
+    def _input(self, node: LexborNode) -> ElementWriter:
         kind, form = (node.attributes.get("type") or "text").lower(), self._forms[-1] if self._forms else None
         if form is not None and kind not in UNSEEN_FIELDS:
             form.num_fields += 1
@@ -197,7 +197,7 @@ class _Writer:
             bool(self._numbers) and not self._pieces[-1] and len(self._pieces) > 1 and not "".join(self._inline).strip()
         )
 
-    def _select(self, node: LexborNode) -> Element:
+    def _select(self, node: LexborNode) -> ElementWriter:
         """Write the selected options of a form's list."""
         if not self._forms:
             return
@@ -206,7 +206,7 @@ class _Writer:
         yield
         self.write(" ")
 
-    def _text_area(self, node: LexborNode) -> Element:
+    def _text_area(self, node: LexborNode) -> ElementWriter:
         if self._forms:
             self._forms[-1].num_fields += 1
         before = self._num_written
@@ -214,34 +214,34 @@ class _Writer:
         if self._forms and self._num_written > before:
             self._forms[-1].num_filled += 1
 
-    def _button(self, node: LexborNode) -> Element:
+    def _button(self, node: LexborNode) -> ElementWriter:
         """Write a button that is a heading, which opens a part of the page."""
         parent = node.parent
         if parent is not None and parent.tag in ("h1", "h2", "h3", "h4", "h5", "h6", "summary", "dt"):
             yield
 
-    def _break(self, node: LexborNode) -> Element:
+    def _break(self, node: LexborNode) -> ElementWriter:
         self._inline.append("\n")
         return iter(())
 
-    def _image_of_text(self, node: LexborNode) -> Element:
+    def _picture(self, node: LexborNode) -> ElementWriter:
         self._image = node.attributes.get("alt") or ""
         return iter(())
 
-    def _link(self, node: LexborNode) -> Element:
+    def _link(self, node: LexborNode) -> ElementWriter:
         """Write a link. An image alone is written as its description; one word is a button, such as "next"."""
         before, self._image = self._num_written, ""
         yield
         if self._num_written == before and " " in self._image.strip():
             self.write(self._image)
 
-    def _code(self, node: LexborNode) -> Element:
+    def _code(self, node: LexborNode) -> ElementWriter:
         yield from self._marks(lambda text, before: f"`{text}`" if text.strip() and "`" not in text else text)
 
-    def _superscript(self, node: LexborNode) -> Element:
+    def _superscript(self, node: LexborNode) -> ElementWriter:
         yield from self._marks(lambda text, before: _note_or_superscript(text, before, node.css_first("a") is not None))
 
-    def _marks(self, marked: Callable[[str, str], str]) -> Element:
+    def _marks(self, marked: Callable[[str, str], str]) -> ElementWriter:
         """Replace the text of an inline element, unless it is in another such element or has paragraphs.
 
         marked: called with the text and the character before it.
@@ -254,13 +254,13 @@ class _Writer:
             before = self._inline[start - 1][-1:] if start else ""
             self._inline[start:] = [marked("".join(self._inline[start:]), before)]
 
-    def _reading(self, node: LexborNode) -> Element:
+    def _reading(self, node: LexborNode) -> ElementWriter:
         """Write the reading of a ruby text in parentheses."""
         self.write("(")
         yield
         self.write(")")
 
-    def _formula(self, node: LexborNode) -> Element:
+    def _formula(self, node: LexborNode) -> ElementWriter:
         is_block = node.attributes.get("display") == "block"
         if is_block:
             self._end_paragraph()
@@ -269,12 +269,12 @@ class _Writer:
             self._end_paragraph()
         return iter(())
 
-    def _nothing(self, node: LexborNode) -> Element:
+    def _nothing(self, node: LexborNode) -> ElementWriter:
         return iter(())
 
 
 _NESTING = frozenset("form li dt table tr td th".split())
-_ELEMENTS: dict[str, Callable[[_Writer, LexborNode], Element]] = {
+_ELEMENTS: dict[str, Callable[[_Writer, LexborNode], ElementWriter]] = {
     **dict.fromkeys(("h1", "h2", "h3", "h4", "h5", "h6"), _Writer._heading),
     **dict.fromkeys(("pre", "listing", "plaintext", "xmp"), _Writer._code_block),
     **dict.fromkeys(("ul", "ol"), _Writer._list),
@@ -283,7 +283,7 @@ _ELEMENTS: dict[str, Callable[[_Writer, LexborNode], Element]] = {
     **dict.fromkeys(("rp", "annotation"), _Writer._nothing),
     "li": _Writer._item, "dt": _Writer._term, "table": _Writer._table, "tr": _Writer._row,
     "form": _Writer._form, "label": _Writer._label, "input": _Writer._input, "select": _Writer._select,
-    "textarea": _Writer._text_area, "button": _Writer._button, "br": _Writer._break, "img": _Writer._image_of_text,
+    "textarea": _Writer._text_area, "button": _Writer._button, "br": _Writer._break, "img": _Writer._picture,
     "a": _Writer._link, "sup": _Writer._superscript, "rt": _Writer._reading, "math": _Writer._formula,
 }  # fmt: skip
 
