@@ -1,6 +1,6 @@
 """Words of texts for search, the same in documents and queries.
 
-The index splits texts with FTS5's `unicode61`, which takes a run of letters for a word. Scripts that write no blanks
+The index splits texts with FTS5's `unicode61`, which treats a run of letters as a word. Scripts that write no blanks
 between words are cut into small tokens first, and so is Hangul, whose particles are joined to the noun. A query looks
 for n-grams of them (phrases of n tokens):
 

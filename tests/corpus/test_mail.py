@@ -71,7 +71,7 @@ def test_a_boundary_with_equals_signs_and_no_quotes_separates_parts() -> None:
     assert read(multipart("mixed", part("Room 218."), boundary="----=_Part_0.E8=F2"))[0] == "Room 218."
     text, omissions = read("Content-Type: multipart/mixed; boundary=x\n\n--y\n\nRoom 218.\n")
     assert "Room 218." in text
-    assert omissions == ("its parts cannot be told apart",)
+    assert omissions == ("its parts cannot be separated; read as one text",)
 
 
 def test_events_of_a_calendar_are_read() -> None:

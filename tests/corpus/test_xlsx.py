@@ -97,7 +97,7 @@ def test_shared_strings_are_joined_without_phonetic_guides() -> None:
         more={"sharedStrings.xml": "sharedStrings"},
     )
     assert lines(book) == ["Tokyo, two lines"]
-    assert convert(book).layout.omissions == ("1 cell without its text (sheet S)",)
+    assert convert(book).layout.omissions == ("1 cell whose text is missing (sheet S)",)
 
 
 def test_merged_cells_repeat_their_value() -> None:

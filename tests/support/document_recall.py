@@ -36,7 +36,7 @@ class Measure:
     missing: Counter[str] = field(default_factory=Counter)
 
     @property
-    def is_excused(self) -> bool:
+    def is_reported(self) -> bool:
         """Return whether a loss is reported: by an omission, or because programs cannot read the file."""
         return bool(self.omissions) or bool(_UNREADABLE.search(self.refusal))
 
@@ -51,8 +51,8 @@ class Report:
 
     @property
     def recalls(self) -> list[float]:
-        """Recalls of the files without an excuse, ascending."""
-        return sorted(measure.recall for measure in self.measures if not measure.is_excused)
+        """Recalls of the files without a reported loss, ascending."""
+        return sorted(measure.recall for measure in self.measures if not measure.is_reported)
 
     def line(self) -> str:
         """Return the figures of the kind, and the reasons of refusals with their counts."""
@@ -67,7 +67,7 @@ class Report:
 
     def worst(self, most: int = 10) -> str:
         """Return the files with the lowest recalls, and some of the words that they lack."""
-        files = sorted((m for m in self.measures if not m.is_excused), key=lambda measure: measure.recall)[:most]
+        files = sorted((m for m in self.measures if not m.is_reported), key=lambda measure: measure.recall)[:most]
         lines = (f"{m.recall:.3f} {m.path.name}: {m.refusal or ' '.join(list(m.missing)[:12])}" for m in files)
         return "\n".join(lines)
 

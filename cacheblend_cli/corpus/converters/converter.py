@@ -12,7 +12,7 @@ from cacheblend_cli.corpus.layout import Converted, Kind, Mark, TextLayout, shor
 from cacheblend_cli.extras import install_hint
 
 SCANNED = "scanned PDFs"
-"""Group of PDFs whose text is only in images."""
+"""Group of PDFs that have text only in images."""
 Converter = Callable[[bytes], Converted]
 """Converts the bytes of a file. Raises NoDocument if the file has no text or cannot be read."""
 

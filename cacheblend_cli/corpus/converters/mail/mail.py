@@ -119,7 +119,7 @@ class _Mail:
     def _text(self, part: Message, kind: str) -> str:
         data, charset = _payload(part), part.get_content_charset("")
         if kind.startswith("multipart/"):
-            self._omissions.say("its parts cannot be told apart")
+            self._omissions.say("its parts cannot be separated; read as one text")
         try:
             is_page = kind == "text/html" and not charset
             content = decoded_page(data, self._omissions) if is_page else decoded_text(data, charset, self._omissions)

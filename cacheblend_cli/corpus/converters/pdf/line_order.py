@@ -17,14 +17,14 @@ from itertools import pairwise
 
 from cacheblend_cli.corpus.converters.pdf.lines import HYPHEN, PIECE_GAP, Piece, Row
 
-COLUMNS_MAX = 12  # pieces of a row that may be columns; more are a table
-ROWS_MIN = 3  # rows with text on both sides of a gutter
-WORDS_MIN = 3  # mean words of a column's lines
-LETTERS_SHARE = 0.85  # letters of a text; figures and code have fewer
-FILLED = 0.7  # width of a line that fills its column
-FILLED_SHARE = 0.5  # share of lines that fill their column
-GOES_ON_SHARE = 1 / 3  # share of lines that begin with a lower-case letter
-HYPHENS = "-\u00ad\u2010" + HYPHEN
+_COLUMNS_MAX = 12  # pieces of a row that may be columns; more are a table
+_ROWS_MIN = 3  # rows with text on both sides of a gutter
+_WORDS_MIN = 3  # mean words of a column's lines
+_LETTERS_SHARE = 0.85  # letters of a text; figures and code have fewer
+_FILLED = 0.7  # width of a line that fills its column
+_FILLED_SHARE = 0.5  # share of lines that fill their column
+_GOES_ON_SHARE = 1 / 3  # share of lines that begin with a lower-case letter
+_HYPHENS = "-\u00ad\u2010" + HYPHEN
 
 
 def arranged(lines: Iterable[Row]) -> Iterator[str]:
@@ -69,7 +69,7 @@ def _beside(row: Row, line: Row) -> bool:
 
 def _gutters(row: Row) -> list[tuple[float, float]]:
     places = sorted((piece.left, piece.right) for piece in row)
-    return [(a[1], b[0]) for a, b in pairwise(places) if a[1] < b[0]] if len(row) <= COLUMNS_MAX else []
+    return [(a[1], b[0]) for a, b in pairwise(places) if a[1] < b[0]] if len(row) <= _COLUMNS_MAX else []
 
 
 def _narrowed(gutters: list[tuple[float, float]], row: Row) -> list[tuple[float, float]]:
@@ -92,7 +92,7 @@ def _follows(row: Row, following: Row, gutters: list[tuple[float, float]]) -> bo
 
 def _columns(rows: list[Row], gutters: list[tuple[float, float]]) -> Iterator[str]:
     """Yield the rows, column by column if they are text in columns."""
-    cuts = [right for _, right in gutters if _both_sides(rows, right) >= max(ROWS_MIN, len(rows) / 2)]
+    cuts = [right for _, right in gutters if _both_sides(rows, right) >= max(_ROWS_MIN, len(rows) / 2)]
     columns = _split(rows, cuts)
     if len(columns) < 2 or not all(map(_goes_on, columns)):
         columns = [rows]
@@ -123,14 +123,14 @@ def _goes_on(column: list[Row]) -> bool:
     """Return whether the lines of a column are text that goes on from line to line, unlike the cells of a table."""
     lines = [" ".join(piece.text for piece in row) for row in column]
     widths = [max(piece.right for piece in row) - min(piece.left for piece in row) for row in column]
-    filled = sum(width >= FILLED * max(widths) for width in widths)
+    filled = sum(width >= _FILLED * max(widths) for width in widths)
     shown = "".join("".join(lines).split())
-    if filled < FILLED_SHARE * len(lines) or sum(map(str.isalpha, shown)) < LETTERS_SHARE * len(shown):
+    if filled < _FILLED_SHARE * len(lines) or sum(map(str.isalpha, shown)) < _LETTERS_SHARE * len(shown):
         return False
     if not any(line[:1].islower() or line[:1].isupper() for line in lines):  # a script without cases
-        return sum(map(len, lines)) >= 2 * WORDS_MIN * len(lines)
+        return sum(map(len, lines)) >= 2 * _WORDS_MIN * len(lines)
     goes_on = sum(line[:1].islower() for line in lines[1:])
-    return len(" ".join(lines).split()) >= WORDS_MIN * len(lines) and goes_on >= GOES_ON_SHARE * (len(lines) - 1)
+    return len(" ".join(lines).split()) >= _WORDS_MIN * len(lines) and goes_on >= _GOES_ON_SHARE * (len(lines) - 1)
 
 
 def _runs_left(row: Iterable[Piece]) -> bool:
@@ -144,7 +144,13 @@ def dehyphenated(lines: Iterable[str]) -> str:
     parts: list[str] = []
     for line in lines:
         line = line.strip()
-        if parts and len(parts[-1]) > 1 and parts[-1][-1] in HYPHENS and line[:1].islower() and parts[-1][-2].isalpha():
+        if (
+            parts
+            and len(parts[-1]) > 1
+            and parts[-1][-1] in _HYPHENS
+            and line[:1].islower()
+            and parts[-1][-2].isalpha()
+        ):
             parts[-1] = parts[-1][:-1]
         elif parts:
             parts.append("\n")

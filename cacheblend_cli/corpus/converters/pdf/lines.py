@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-WORD_GAP = 0.1  # width of the narrowest blank, in heights of the characters
+_WORD_GAP = 0.1  # width of the narrowest blank, in heights of the characters
 PIECE_GAP = 1.2  # width of the narrowest gutter
-LETTERS_MIN = 8  # letters of a line from which its letter spacing is known
-SPACING = 0.05, 0.4  # letter spacing, in heights; less is kerning, and more is single letters
+_LETTERS_MIN = 8  # letters of a line from which its letter spacing is known
+_SPACING = 0.05, 0.4  # letter spacing, in heights; less is kerning, and more is single letters
 HYPHEN = "\x02"  # PDFium writes it for a hyphen and the line end after it
 LINE_ENDS = "\r\n" + HYPHEN
 
@@ -76,7 +76,7 @@ def _pieces(characters: str, boxes: Sequence[Box]) -> Iterator[Piece]:
     pairs = list(pairwise(shown))
     gaps = [_gap(boxes[a], boxes[b], axis) for a, b in pairs]
     spacing = _spacing(characters, boxes, shown, height)
-    blank = WORD_GAP * height + spacing
+    blank = _WORD_GAP * height + spacing
     start = shown[0]
     text = [characters[start]]
     for (before, index), gap in zip(pairs, gaps, strict=True):
@@ -100,10 +100,10 @@ def _spacing(characters: str, boxes: Sequence[Box], shown: Sequence[int], height
     gaps = [
         _gap(boxes[a], boxes[b], 0) for a, b in pairwise(shown) if characters[a].isalnum() and characters[b].isalnum()
     ]
-    if len(gaps) < LETTERS_MIN or abs(boxes[shown[0]][1] - boxes[shown[-1]][1]) > height / 2:
+    if len(gaps) < _LETTERS_MIN or abs(boxes[shown[0]][1] - boxes[shown[-1]][1]) > height / 2:
         return 0
     spacing = median(gaps)
-    return spacing if SPACING[0] * height < spacing < SPACING[1] * height else 0
+    return spacing if _SPACING[0] * height < spacing < _SPACING[1] * height else 0
 
 
 def _piece(text: list[str], boxes: Sequence[Box], axis: int) -> Piece:

@@ -41,7 +41,7 @@ def from_pdf(data: bytes) -> Converted:
         raise pages.refusal(len(texts))
     parts = ((text, Mark(0, f"page {n}")) for n, text in enumerate(texts, 1))
     found = joined(parts, title=" ".join(title.split()), omissions=pages.omissions())
-    return replace(found, layout=replace(found.layout, scanned=pages.images))
+    return replace(found, layout=replace(found.layout, scanned=pages.scanned))
 
 
 class _Pages:
@@ -92,8 +92,8 @@ class _Pages:
         return text
 
     @property
-    def images(self) -> tuple[int, ...]:
-        """Numbers of the pages whose text can only be recognised."""
+    def scanned(self) -> tuple[int, ...]:
+        """Numbers of the pages that need text recognition."""
         return tuple(sorted((*self._scanned, *self._unmapped)))
 
     def refusal(self, count: int) -> NoDocument:

@@ -51,7 +51,9 @@ def _lines(book: Workbook, sheet: Sheet, omissions: Omissions, unsaved: Omission
         plural = "formulas without saved values"
         unsaved.add("formula without a saved value", place, count=cells.num_unsaved, plural=plural)
     if cells.num_unknown:
-        omissions.add("cell without its text", place, count=cells.num_unknown, plural="cells without their texts")
+        omissions.add(
+            "cell whose text is missing", place, count=cells.num_unknown, plural="cells whose text is missing"
+        )
     for text in drawn_texts(book.package, sheet.part, omissions, place):
         yield from ("", text)
 

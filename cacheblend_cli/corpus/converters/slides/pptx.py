@@ -211,7 +211,7 @@ def _kind(shape: Element) -> str:
 
 
 def _names(shape: Element) -> list[str]:
-    """Return the names by which a placeholder inherits: its index, then its kind."""
+    """Return the keys of a placeholder in its layout and master: its index, then its kind."""
     found = _placeholder(shape)
     if found is None:
         return []

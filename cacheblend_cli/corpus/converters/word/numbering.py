@@ -69,7 +69,7 @@ class _Definition:
 
 
 class Numbering:
-    """Numbers of the paragraphs of a document, which are asked for in order."""
+    """Numbers of the paragraphs of a document. Call `next` in document order."""
 
     def __init__(self, root: Element | None, styles: Styles) -> None:
         """root: w:numbering; None if the document has none."""
