@@ -191,6 +191,12 @@ def test_text_boxes_are_kept_and_charts_are_counted() -> None:
     assert found.layout.omissions == ("1 chart (sheet Prices)",)
 
 
+def test_text_boxes_keep_their_list_numbers() -> None:
+    numbered = SHAPE.format("Book early").replace("<a:p>", '<a:p><a:pPr><a:buAutoNum type="arabicPeriod"/></a:pPr>')
+    assert "<a:buAutoNum" in numbered
+    assert convert(with_drawing(DRAWING.format(numbered), {})).text == PRICES_TEXT + "1. Book early\n\n"
+
+
 def test_damage_to_a_part_loses_that_part() -> None:
     found = convert(with_drawing("<broken", {}))
     assert found.text == PRICES_TEXT
