@@ -12,7 +12,7 @@ from cacheblend_cli.corpus.converters.office.drawings import drawn_text
 from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage, Relation, child, integer
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.slides.reading_order import Box, reading_order
-from cacheblend_cli.corpus.layout import Converted, Mark
+from cacheblend_cli.corpus.layout import Converted, Mark, shortened
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
@@ -144,7 +144,7 @@ class _Presentation:
                         elements = list(self._package.xml(part).iter())
                     except DamagedPart:
                         continue
-                    self._authors |= {e.get("id", ""): e.get("name", "") for e in elements}
+                    self._authors |= {e.get("id", ""): shortened(e.get("name", "")) for e in elements}
         return self._authors.get(identifier, "")
 
 
