@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import zlib
+
 import files
 import pdfs
 import pytest
@@ -33,6 +36,8 @@ def test_pages_are_marked_and_the_title_is_kept() -> None:
     found = convert(files.pdf(["On page (one).\nA reim-\nbursement.", "Page two."], "Travel rules"))
     assert found.text == "On page (one).\nA reimbursement.\n\nPage two.\n\n"
     assert found.layout.title == "Travel rules"
+    for placeholder in ("untitled", "(anonymous)", "Untitled document", "Microsoft Word - Document1"):
+        assert convert(files.pdf(["text"], title=placeholder)).layout.title == ""
     assert [(mark.part, found.text[mark.start :][:4]) for mark in found.layout.marks] == [
         ("page 1", "On p"),
         ("page 2", "Page"),
@@ -178,10 +183,41 @@ def test_a_damaged_page_is_named_and_the_others_are_read() -> None:
     assert [mark.part for mark in found.layout.marks] == ["page 1", "page 3"]
     drawing = "0 0 100 100 re f"
     found = convert(pdfs.pages(pdfs.text_at(72, 700, "one"), "", drawing, drawing, "", drawing))
-    assert found.layout.omissions == (
-        "pages 2, 5: blank or damaged",
-        "pages 3-4, 6: no text; may be scanned (run: ocrmypdf in.pdf out.pdf)",
-    )
+    assert found.layout.omissions == ("pages 3-4, 6: no text; may be scanned (run: ocrmypdf in.pdf out.pdf)",)
+
+
+def compressed(content: bytes, entries: bytes = b"/Filter /FlateDecode") -> bytes:
+    return pdfs.stream(zlib.compress(content), entries)
+
+
+def test_blank_pages_are_no_omission_but_damaged_content_is() -> None:
+    text, colours = pdfs.text_at(72, 700, "one").encode(), b"q 1 0 0 1 72 720 cm 0 G 0 g Q"
+    encoded = base64.a85encode(zlib.compress(colours), adobe=True)[2:]
+    for content, is_blank in (
+        (pdfs.stream(b""), True),
+        (pdfs.stream(colours), True),
+        (compressed(colours), True),
+        (pdfs.stream(encoded, b"/Filter [/ASCII85Decode /FlateDecode]"), True),
+        (pdfs.stream(b"damaged" * 9, b"/Filter /FlateDecode"), False),
+        (pdfs.stream(encoded[4:], b"/Filter [/ASCII85Decode /FlateDecode]"), False),
+        (compressed(text, b"/Filter /LZWDecode"), False),
+        (compressed(b" " * 10_000_000), False),
+        (compressed(colours)[:-30] + b"\nendstream", False),
+    ):
+        objects = [
+            b"<< /Type /Catalog /Pages 2 0 R >>",
+            b"<< /Type /Pages /Kids [3 0 R 4 0 R] /Count 2 >>",
+            b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 5 0 R /Resources << /Font << /F1 %s >> >> >>"
+            % pdfs.HELVETICA,
+            b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 6 0 R >>",
+            pdfs.stream(text),
+            content,
+        ]
+        found = convert(pdfs.assembled(objects))
+        expected = () if is_blank else ("page 2: no readable content, may be damaged",)
+        assert (found.text, found.layout.omissions) == ("one\n\n", expected), content[:80]
+    unsure = convert(pdfs.pages(text, b"").replace(b"xref", b"xxxx"))
+    assert unsure.layout.omissions == ("page 2: no readable content, may be damaged",)
 
 
 def test_an_invalid_operator_costs_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from cacheblend_cli.corpus.converters.converter import SCANNED, NoDocument, joined, parsing
 from cacheblend_cli.corpus.converters.omissions import Omissions, number_ranges
 from cacheblend_cli.corpus.converters.pdf.annotations import annotations_of
+from cacheblend_cli.corpus.converters.pdf.blank import BlankPages
 from cacheblend_cli.corpus.converters.pdf.characters import page_characters
 from cacheblend_cli.corpus.converters.pdf.line_order import arranged, dehyphenated
 from cacheblend_cli.corpus.converters.pdf.lines import lines_of
@@ -21,6 +23,13 @@ _UNKNOWN_MIN = 3  # unknown characters of a page that are worth an omission; few
 _RANGES = 12  # ranges of page numbers to name
 _SCANNED = "may be scanned (run: ocrmypdf in.pdf out.pdf)"
 _UNMAPPED = "fonts that do not say which characters they show (run: ocrmypdf --force-ocr in.pdf out.pdf)"
+
+_NO_TITLE = re.compile(
+    r"\(?(untitled|anonymous|none|title|document|presentation|powerpoint presentation)\)?( document)?"
+    r"|microsoft word - (document|dokument)\d*",
+    re.IGNORECASE,
+)
+"""Titles that programs write if there is none."""
 
 
 def from_pdf(data: bytes) -> Converted:
@@ -36,12 +45,17 @@ def from_pdf(data: bytes) -> Converted:
         with document:
             pages = _Pages(document)
             texts = list(pages.texts())
-            title = document.get_metadata_value("Title").replace("\0", "")
+            title = _title(document)
     if not any(texts):
         raise pages.refusal(len(texts))
     parts = ((text, Mark(0, f"page {n}")) for n, text in enumerate(texts, 1))
-    found = joined(parts, title=" ".join(title.split()), omissions=pages.omissions())
+    found = joined(parts, title=title, omissions=pages.omissions())
     return replace(found, layout=replace(found.layout, scanned=pages.scanned))
+
+
+def _title(document: PdfDocument) -> str:
+    title = " ".join(document.get_metadata_value("Title").replace("\0", "").split())
+    return "" if _NO_TITLE.fullmatch(title) else title
 
 
 class _Pages:
@@ -50,7 +64,8 @@ class _Pages:
     def __init__(self, document: PdfDocument) -> None:
         self._document = document
         self._others = Omissions()
-        self._damaged, self._blank, self._scanned, self._unmapped = [list[int]() for _ in range(4)]
+        self._blank = BlankPages(document)
+        self._damaged, self._empty, self._scanned, self._unmapped = [list[int]() for _ in range(4)]
 
     def texts(self) -> Iterator[str]:
         """Yield the text of each page, "" if it has none."""
@@ -88,7 +103,10 @@ class _Pages:
         if num_unknown >= _UNKNOWN_MIN:
             self._unmapped.append(number)
         elif not text:
-            (self._scanned if raw.FPDFPage_CountObjects(page) else self._blank).append(number)
+            if raw.FPDFPage_CountObjects(page):
+                self._scanned.append(number)
+            elif not self._blank.is_blank(number - 1):
+                self._empty.append(number)
         return text
 
     @property
@@ -108,8 +126,8 @@ class _Pages:
     def omissions(self) -> Iterator[str]:
         if self._damaged:
             yield f"{_numbers(self._damaged)} cannot be read"
-        if self._blank:
-            yield f"{_numbers(self._blank)}: blank or damaged"
+        if self._empty:
+            yield f"{_numbers(self._empty)}: no readable content, may be damaged"
         if self._scanned:
             yield f"{_numbers(self._scanned)}: no text; {_SCANNED}"
         if self._unmapped:
