@@ -81,6 +81,18 @@ def test_tables_for_layout_are_parts_of_the_page() -> None:
     columns = "<table><tr><td><h2>Left</h2>one<td><h2>Right</h2>two</table>"
     assert text_of(columns) == "## Left\n\none\n\n## Right\n\ntwo"
     assert text_of("<table><tr><td class=linenos><pre>1\n2</pre><td><pre>a\nb</pre></table>") == "```\na\nb\n```"
+    prices = "<table><tr><td>Pallet<td>9 EUR<tr><td>Crate<td>85 EUR</table>"
+    page = f"<table><tr><td>Start<br>Contact<td><b>Hours</b><p>Mon 7-18<br>Sat 8-12<p>Phone 0221{prices}</table>"
+    assert text_of(page) == (
+        "Start\nContact\n\nHours\n\nMon 7-18\nSat 8-12\n\nPhone 0221\n\nPallet | 9 EUR\nCrate | 85 EUR"
+    )
+    article = f"<p>{'word ' * 50}</p><p>end</p>"
+    assert text_of(f"<table><tr><td>Menu<td>{article}</table>") == f"Menu\n{'word ' * 49}word\n\nend"
+    framed = f"<table><tr><td>Menu<td>News<tr><td>{prices}<td>Ads</table>"
+    assert text_of(framed) == "Menu\nNews\nPallet | 9 EUR\nCrate | 85 EUR\n\nAds"
+    terms = "<table><tr><th>Term<th>Meaning<tr><td>A<td><p>one<p>two<tr><td>B<td>three</table>"
+    assert text_of(terms) == "Term | Meaning\nA | one two\nB | three"
+    assert text_of(f"<table><tr><td>{'pump ' * 20}<td>{prices}</table>").endswith(" | Pallet 9 EUR Crate 85 EUR")
 
 
 def test_repeated_cells_are_bounded() -> None:

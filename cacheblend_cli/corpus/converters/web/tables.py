@@ -24,11 +24,27 @@ class Cell:
 def table_text(rows: Sequence[Sequence[Cell]]) -> str:
     """Return one line per row. A table for layout becomes the blocks of its cells."""
     filled = [[cell for cell in row if cell.text] for row in rows]
-    if all(len(row) < 2 for row in filled) or any(_LAYOUT.search(cell.text) for row in filled for cell in row):
+    if _is_layout(filled):
         blocks = "".join(cell.text + ("\n\n" if "\n" in cell.text else "\n") for row in filled for cell in row)
         return blocks.rstrip("\n") + "\n\n" if blocks else ""
     lines = [BETWEEN_CELLS.join(line) for line, row in zip(_grid(rows), filled, strict=True) if row]
     return "\n".join(lines) + "\n\n"
+
+
+def _is_layout(rows: Sequence[Sequence[Cell]]) -> bool:
+    """Return whether the cells are parts of the page: with headings, long texts side by side, or mainly tables."""
+    wide = [row for row in rows if len(row) > 1]
+    cells = [cell for row in rows for cell in row]
+    if not wide or any(_LAYOUT.search(cell.text) for cell in cells):
+        return True
+    if len(wide) == 1 and any("\n\n" in cell.text and len(cell.text) > _LONGEST_REPEATED for cell in wide[0]):
+        return True
+    in_tables = sum(len(cell.text) for cell in cells if _has_table(cell.text))
+    return 2 * in_tables > sum(len(cell.text) for cell in cells)
+
+
+def _has_table(text: str) -> bool:
+    return BETWEEN_CELLS in text and sum(BETWEEN_CELLS in line for line in text.split("\n")) > 1
 
 
 def _grid(rows: Sequence[Sequence[Cell]]) -> Iterator[list[str]]:
