@@ -44,14 +44,25 @@ from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.types import SearchParams
 
-OFFICE = "application/vnd.openxmlformats-officedocument"
+_OFFICE = "application/vnd.openxmlformats-officedocument"
+_MACROS = "macroenabled.12"
 _SUFFIXES = {
-    "application/octet-stream": "", "text/plain": ".txt", "text/markdown": ".md", "text/html": ".html", "text/csv": ".csv",
+    "text/plain": ".txt", "text/markdown": ".md", "text/html": ".html", "application/xhtml+xml": ".xhtml",
+    "text/csv": ".csv", "text/tab-separated-values": ".tsv", "application/x-ndjson": ".jsonl", "application/x-ipynb+json": ".ipynb",
     "application/pdf": ".pdf", "application/epub+zip": ".epub", "message/rfc822": ".eml", "application/rtf": ".rtf", "text/rtf": ".rtf",
-    f"{OFFICE}.wordprocessingml.document": ".docx", f"{OFFICE}.presentationml.presentation": ".pptx",
-    f"{OFFICE}.spreadsheetml.sheet": ".xlsx",
+    f"{_OFFICE}.wordprocessingml.document": ".docx", f"application/vnd.ms-word.document.{_MACROS}": ".docm",
+    f"{_OFFICE}.wordprocessingml.template": ".dotx", f"application/vnd.ms-word.template.{_MACROS}": ".dotm",
+    f"{_OFFICE}.presentationml.presentation": ".pptx", f"application/vnd.ms-powerpoint.presentation.{_MACROS}": ".pptm",
+    f"{_OFFICE}.presentationml.template": ".potx", f"application/vnd.ms-powerpoint.template.{_MACROS}": ".potm",
+    f"{_OFFICE}.presentationml.slideshow": ".ppsx", f"application/vnd.ms-powerpoint.slideshow.{_MACROS}": ".ppsm",
+    f"{_OFFICE}.spreadsheetml.sheet": ".xlsx", f"application/vnd.ms-excel.sheet.{_MACROS}": ".xlsm",
+    f"{_OFFICE}.spreadsheetml.template": ".xltx", f"application/vnd.ms-excel.template.{_MACROS}": ".xltm",
+    "application/vnd.ms-excel": ".xls", f"application/vnd.ms-excel.sheet.binary.{_MACROS}": ".xlsb",
+    "application/vnd.oasis.opendocument.spreadsheet": ".ods",
 }  # fmt: skip
-"""Media type -> file suffix, which selects the converter; "": use the suffix of the document's id."""
+"""Media type in lower case -> file suffix, which selects the converter. Of other types, the document's id has it."""
+_BYTES = "application/octet-stream"
+_NOT_FILES = ("multipart/", "application/x-www-form-urlencoded")
 
 
 async def put_document(request: Request, state: ServerState) -> Response:
@@ -108,14 +119,18 @@ class _Upload:
 async def _upload(request: Request, name: str) -> _Upload:
     """Read the body. Raises ApiError."""
     media = media_type(request)
+    if media == JSON:
+        body = parse(PutBody, await json_body(request))
+        return _Upload(name, body.text, body.title or "")
     if media in _SUFFIXES:
-        suffix = _SUFFIXES[media]
-        file_name = f"document{suffix}" if suffix else PurePosixPath(request.path_params["id"]).name
-        return _Upload(name, await raw_body(request), file_name=file_name)
-    if media != JSON:
-        raise ApiError(415, f"the body must be {JSON} or one of {', '.join(_SUFFIXES)}")
-    body = parse(PutBody, await json_body(request))
-    return _Upload(name, body.text, body.title or "")
+        file_name = f"document{_SUFFIXES[media]}"
+    else:
+        file_name = PurePosixPath(request.path_params["id"]).name
+        is_named = media == _BYTES or PurePosixPath(file_name).suffix
+        if media.startswith(_NOT_FILES) or not is_named:
+            kinds = f"{JSON}, or a file whose media type or id (as in report.pdf) names its kind"
+            raise ApiError(415, f"the body must be {kinds}{media and f'; it is {media}'}")
+    return _Upload(name, await raw_body(request), file_name=file_name)
 
 
 def _convert(name: str, file_name: str, data: bytes, cancellation: Cancellation) -> Document:

@@ -41,11 +41,34 @@ def test_files_are_converted_by_name_or_media_type(server: Any) -> None:
     assert "<p>" not in html["chunks"][0]["text"]
 
 
+def test_office_files_are_accepted_with_and_without_a_media_type(server: Any) -> None:
+    office = "application/vnd.openxmlformats-officedocument"
+    for name, data, media in (
+        ("prices.xlsm", files.xlsx(), "application/vnd.ms-excel.sheet.macroEnabled.12"),
+        ("plan.potx", files.pptx(), f"{office}.presentationml.template"),
+        ("letter.dotx", files.docx(), f"{office}.wordprocessingml.template"),
+        ("letter.rtf", rb"{\rtf1 Mara leads billing}", "application/rtf"),
+    ):
+        named = name.replace(".", "-")
+        assert [put(server, name, data, kind).status_code for kind in (media, "application/x-made-up")] == [201, 200]
+        assert put(server, named, data, media).status_code == 201
+        url = f"/v1/documents/{name}"
+        request = server.client.build_request("PUT", url, content=data)
+        assert "content-type" not in request.headers
+        assert server.client.send(request).status_code == 200
+        read = [server.client.get(f"/v1/documents/{one}").json()["chunks"] for one in (name, named)]
+        assert [c["text"] for c in read[0]] == [c["text"] for c in read[1]]
+        assert "PK" not in read[0][0]["text"]
+
+
 def test_files_that_are_refused(start: Any) -> None:
     server = start(max_body=20_000)
     for name, data, media, status, code in (
         ("tool.exe", b"MZ", "application/octet-stream", 415, "unsupported_document"),
         ("picture", b"\x89PNG", "image/png", 415, None),
+        ("picture.png", b"\x89PNG", "image/png", 415, "unsupported_document"),
+        ("notes.txt", b"--x", "multipart/form-data; boundary=x", 415, None),
+        ("notes.txt", b"a", "application/x-www-form-urlencoded", 415, None),
         ("notes.txt", b"a\0b", "application/octet-stream", 400, "unreadable_document"),
         ("empty.txt", b" \n", "application/octet-stream", 400, "unreadable_document"),
         ("broken.pdf", b"%PDF-1.7 nothing", "application/octet-stream", 400, "unreadable_document"),
