@@ -43,7 +43,7 @@ def test_a_line_that_is_not_json_is_an_omission() -> None:
     assert found.layout.omissions == ("1 line is not JSON (line 3)",)
     found = from_json_lines(b"{\n[\n" + b"[" * 100_000 + b'\n{"text": "one"}\n')
     assert found.text == "one\n\n"
-    assert found.layout.omissions == ("2 lines are not JSON (line 1, line 2)", "1 line is nested too deeply (line 3)")
+    assert found.layout.omissions == ("2 lines are not JSON (lines 1, 2)", "1 line is nested too deeply (line 3)")
 
 
 def test_lines_without_json_are_refused() -> None:

@@ -48,6 +48,6 @@ def test_a_broken_cell_loses_only_that_cell() -> None:
     ]
     found = from_notebook(json.dumps({"cells": cells}).encode())
     assert found.text == "one\n\n"
-    assert found.layout.omissions == ("3 cells cannot be read (cell 2, cell 3, cell 4)",)
+    assert found.layout.omissions == ("3 cells cannot be read (cells 2, 3, 4)",)
     with pytest.raises(NoDocument, match="not a notebook: 1 cell cannot be read"):
         from_notebook(json.dumps({"cells": [{}]}).encode())

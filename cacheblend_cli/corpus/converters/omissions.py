@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 _MOST_PLACES = 8  # places to name for one kind of thing
+_MOST_CHARACTERS = 120  # of the places to name, besides the first
+_NUMBERED = ("page ", "slide ", "sheet ", "line ", "cell ")
 
 
 class Omissions:
@@ -30,9 +32,7 @@ class Omissions:
 
     def __iter__(self) -> Iterator[str]:
         for key, count in self._counts.items():
-            places = list(self._places[key])
-            more = ", ..." if len(places) > _MOST_PLACES else ""
-            where = f" ({', '.join(places[:_MOST_PLACES])}{more})" if places else ""
+            where = f" ({_named(places)})" if (places := list(self._places[key])) else ""
             yield f"{count:,} {key[count != 1]}{where}"
         yield from self._said
 
@@ -41,3 +41,17 @@ def number_ranges(numbers: Sequence[int]) -> list[str]:
     """Return sorted numbers as ranges: "2-4", "7"."""
     runs = [list(run) for _, run in groupby(enumerate(numbers), lambda place: place[1] - place[0])]
     return [f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs]
+
+
+def _named(places: list[str]) -> str:
+    """Return the first places in words, such as "slides 3, 5"."""
+    kind = next((kind for kind in _NUMBERED if all(place.startswith(kind) for place in places)), "")
+    named, length = list[str](), 0
+    for place in places[:_MOST_PLACES]:
+        name = place.removeprefix(kind)
+        length += len(name) + 2
+        if named and length > _MOST_CHARACTERS:
+            break
+        named.append(name)
+    prefix = f"{kind.strip()}{'s' * (len(places) > 1)} " if kind else ""
+    return prefix + ", ".join(named) + ", ..." * (len(named) < len(places))
