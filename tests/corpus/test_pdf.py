@@ -251,6 +251,14 @@ def test_text_of_an_unmapped_font_is_left_out_with_a_word() -> None:
     assert omission.startswith("page 1: text in fonts that do not say which characters they show")
 
 
+def test_few_unknown_characters_do_not_make_a_page_unreadable() -> None:
+    lines = b"".join(pdfs.text_at(72, 700 - 20 * n, "Words that everybody reads.").encode() for n in range(10))
+    found = convert(pdfs.pages(lines + GARBAGE, font=pdfs.UNMAPPED))
+    assert found.text.count("Words that everybody reads.") == 10
+    assert found.layout.omissions == ("8 unreadable characters (page 1)",)
+    assert found.layout.scanned == ()
+
+
 def test_codes_that_read_like_words_are_kept() -> None:
     words = b"BT /F2 12 Tf 72 700 Td <%s> Tj ET" % "Property Insurance".encode("utf-16-be").hex().encode()
     found = convert(pdfs.pages(words, font=pdfs.UNMAPPED))

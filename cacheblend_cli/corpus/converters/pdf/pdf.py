@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pypdfium2 import PdfDocument, PdfPage
 
 _UNKNOWN_MIN = 3  # unknown characters of a page that are worth an omission; fewer are bullets and ornaments
+_FEW = 0.05  # share of unknown characters on a page that is not worth recognising
 _RANGES = 12  # ranges of page numbers to name
 _SCANNED = "may be scanned (run: ocrmypdf in.pdf out.pdf)"
 _UNMAPPED = "fonts that do not say which characters they show (run: ocrmypdf --force-ocr in.pdf out.pdf)"
@@ -100,7 +101,9 @@ class _Pages:
         if annotations.num_left:
             self._others.add("annotation", f"page {number}", count=annotations.num_left)
         text = "\n\n".join(filter(None, (dehyphenated(arranged(lines)), *annotations.comments)))
-        if num_unknown >= _UNKNOWN_MIN:
+        if num_unknown >= _UNKNOWN_MIN and num_unknown < _FEW * len(characters):
+            self._others.add("unreadable character", f"page {number}", count=num_unknown)
+        elif num_unknown >= _UNKNOWN_MIN:
             self._unmapped.append(number)
         elif not text:
             if raw.FPDFPage_CountObjects(page):
