@@ -61,13 +61,13 @@ def test_tables_keep_their_rows_and_merged_cells_their_value() -> None:
     )  # fmt: skip
 
 
-def test_notes_comments_headers_and_boxes_follow_their_paragraph() -> None:
+def test_notes_comments_and_boxes_follow_their_paragraph_and_a_first_header_is_before_it() -> None:
     body = (
         r"{\header Secret\par}{\headerf Secret\par}{\footer Bergen\par}Text{\footnote A note.}{\*\atnauthor Mara}{\*\annotation Check it.} ends."
         r"{\shp{\*\shpinst{\sp{\sn x}{\sv y}}{\shptxt In a box\par}}{\shprslt copy}}\par Next"
     )
     assert read(body)[0].split("\n\n") == [
-        "Text ends.", "Header: Secret", "Footer: Bergen", "Footnote: A note.", "Comment by Mara: Check it.", "In a box", "Next",
+        "Header: Secret", "Text ends.", "Footer: Bergen", "Footnote: A note.", "Comment by Mara: Check it.", "In a box", "Next",
     ]  # fmt: skip
 
 

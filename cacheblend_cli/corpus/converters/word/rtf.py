@@ -174,7 +174,11 @@ class _Reader:
             mark, self._author = comment_mark("".join(self._author.pieces)), RtfText()
         text = mark + "".join(note.lines).strip()
         if note.lines and text not in self._said:
-            (self._state.text or self._main).after.append(text)
+            around = self._state.text or self._main
+            if around.is_empty and mark == "Header: ":
+                around.add(text, is_row=False)
+            else:
+                around.after.append(text)
             if mark in ("Header: ", "Footer: "):
                 self._said.add(text)
 

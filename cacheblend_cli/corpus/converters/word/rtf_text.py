@@ -24,6 +24,10 @@ class RtfText:
     cells: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)  # notes that follow the paragraph
 
+    @property
+    def is_empty(self) -> bool:
+        return not (self.lines or self.cells or self.raised or "".join(self.pieces).strip())
+
     def add(self, line: str, is_row: bool) -> None:
         self.lines += ["\n"] * (self.is_table and not is_row)
         self.lines.append(line + ("\n" if is_row else "\n\n"))
