@@ -175,7 +175,7 @@ def test_chunks_larger_than_the_context_are_refused_by_name(cli: Cli, docs: Path
         ("control.md", b"bell \x07 escape \x1b[31m red", 0, ""),
         ("one.md", b"a", 0, ""),
         ("empty.md", b"", 2, "empty"),
-        ("latin.md", b"caf\xe9 au lait", 2, "convert it: iconv -f latin1 -t utf-8 FILE"),
+        ("latin.md", b"caf\xe9 au lait", 2, "convert it: iconv -f cp1252 -t utf-8 FILE"),
         ("binary.md", b"\x00\x01\x02", 2, "binary"),
     ],
 )

@@ -17,7 +17,7 @@ from cacheblend_cli.corpus.places import place_of, shown
 from cacheblend_cli.corpus.walk import ALL, Selection
 from cacheblend_cli.errors import NotFoundError, UsageError
 
-ICONV = "convert it: iconv -f latin1 -t utf-8 FILE"
+ICONV = "convert it: iconv -f cp1252 -t utf-8 FILE"
 
 
 def read(*paths: Path | str, selection: Selection = ALL) -> dict[str, str]:

@@ -58,4 +58,4 @@ def test_pictures_without_base64_are_shortened() -> None:
 def test_the_message_for_another_encoding_names_the_command() -> None:
     with pytest.raises(NoDocument) as refused:
         decoded("Straße 45".encode("latin-1"))
-    assert refused.value.reason == "invalid UTF-8 at byte 4; convert it: iconv -f latin1 -t utf-8 FILE"
+    assert refused.value.reason == "invalid UTF-8 at byte 4; convert it: iconv -f cp1252 -t utf-8 FILE"

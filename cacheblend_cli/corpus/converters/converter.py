@@ -77,7 +77,7 @@ def decoded(data: bytes) -> str:
     try:
         text = data.decode(codec)
     except UnicodeDecodeError as error:
-        hint = "; convert it: iconv -f latin1 -t utf-8 FILE" if charset == "UTF-8" else ""
+        hint = "; convert it: iconv -f cp1252 -t utf-8 FILE" if charset == "UTF-8" else ""
         raise NoDocument(f"invalid {charset} at byte {error.start}{hint}", "not UTF-8") from error
     if "\0" in text:
         raise NoDocument("binary")
