@@ -185,6 +185,8 @@ _WITHOUT_TEXT = {
     "images have no text": ".png .jpg .jpeg .gif .bmp .tif .tiff .webp .heic .ico",
     "audio and video have no text": ".mp3 .wav .flac .ogg .m4a .aac .opus .mp4 .mov .avi .mkv .webm",
     "old Office formats are not read: save as .docx or .pptx": ".doc .ppt",
+    "OpenDocument texts and slides are not read: save as .docx or .pptx": ".odt .odp",
+    "Outlook messages are not read: save as .eml": ".msg",
 }
 _REASON_OF_SUFFIX = {suffix: why for why, suffixes in _WITHOUT_TEXT.items() for suffix in suffixes.split()}
 _BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
