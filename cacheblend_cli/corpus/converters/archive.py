@@ -5,19 +5,18 @@ from __future__ import annotations
 import io
 import zipfile
 
-from cacheblend_cli.corpus.converters.converter import NoDocument
+from cacheblend_cli.corpus.converters.converter import COMPOUND, OLD_OFFICE, NoDocument
 
 _MOST = 512 << 20  # maximum unpacked bytes
-_COMPOUND = bytes.fromhex("d0cf11e0a1b11ae1")  # start of old Office files, and of new ones with a password
 _LOCKED = "EncryptedPackage".encode("utf-16-le")
 
 
 def opened(data: bytes, what: str) -> zipfile.ZipFile:
     """Open the archive. Raises NoDocument if it is not a ZIP archive, has a password or is too large unpacked."""
-    if data.startswith(_COMPOUND):
+    if data.startswith(COMPOUND):
         if _LOCKED in data:
             raise NoDocument(f"{what} with a password", "with a password")
-        raise NoDocument("in an old Office format: save it as .docx, .xlsx or .pptx", "damaged or locked")
+        raise NoDocument(OLD_OFFICE, "damaged or locked")
     try:
         archive = zipfile.ZipFile(io.BytesIO(data))
     except (zipfile.BadZipFile, ValueError, OSError) as error:

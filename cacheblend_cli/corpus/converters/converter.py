@@ -55,6 +55,9 @@ def _shortened_uri(found: re.Match[str]) -> str:
 
 RTF = b"{\\rtf"
 """Start of an RTF file."""
+COMPOUND = bytes.fromhex("d0cf11e0a1b11ae1")
+"""Start of old Office files, and of new ones with a password."""
+OLD_OFFICE = "in an old Office format: save it as .docx, .xlsx or .pptx"
 
 
 def marked_codec(data: bytes) -> str:
@@ -70,6 +73,8 @@ def decoded(data: bytes) -> str:
     """
     if data.startswith(RTF):
         raise NoDocument("an RTF file: rename it to .rtf", "RTF files with another name")
+    if data.startswith(COMPOUND):
+        raise NoDocument(OLD_OFFICE, "damaged or locked")
     codec = marked_codec(data) or "utf-8"
     charset = codec.removesuffix("-sig").upper()
     if charset == "UTF-8" and b"\0" in data:

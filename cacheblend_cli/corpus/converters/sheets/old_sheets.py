@@ -1,26 +1,42 @@
-"""Old Excel (.xls), binary Excel (.xlsb) and OpenDocument (.ods) spreadsheets, read with calamine."""
+"""Old Excel (.xls), binary Excel (.xlsb) and OpenDocument (.ods) spreadsheets, read with calamine.
+
+Web applications also export pages and tab-separated text under the name of an Excel file.
+"""
 
 from __future__ import annotations
 
+import codecs
 import io
 from collections.abc import Iterator
 from datetime import date, datetime, time, timedelta
 from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters.archive import opened
-from cacheblend_cli.corpus.converters.converter import joined, parsing
+from cacheblend_cli.corpus.converters.converter import COMPOUND, joined, parsing
 from cacheblend_cli.corpus.converters.omissions import Omissions
+from cacheblend_cli.corpus.converters.sheets.delimited import from_tsv
 from cacheblend_cli.corpus.converters.sheets.merged_cells import MergedCells
 from cacheblend_cli.corpus.converters.sheets.number_formats import number_text
 from cacheblend_cli.corpus.converters.sheets.tables import numbered_lines
+from cacheblend_cli.corpus.converters.web.html import from_html
 from cacheblend_cli.corpus.layout import Converted, Mark
 
 if TYPE_CHECKING:
     from python_calamine import CalamineSheet
 
 
+_START = 1024  # bytes that tell pages and text from spreadsheets
+_BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
 def from_old_sheets(data: bytes) -> Converted:
     """Convert each row of each sheet to one line."""
+    if not data.startswith((b"PK", COMPOUND)):
+        start = data[:_START].lower()
+        if b"<html" in start or b"<table" in start:
+            return from_html(data)
+        if b"\t" in start and (b"\0" not in start or start.startswith(_BYTE_ORDER_MARKS)):
+            return from_tsv(data)
     with parsing("python-calamine", "a spreadsheet, or with a password"):
         from python_calamine import CalamineError, CalamineWorkbook
 

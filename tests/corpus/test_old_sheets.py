@@ -1,0 +1,34 @@
+"""Old spreadsheets: files that other programs export under the name of an Excel file."""
+
+from __future__ import annotations
+
+import pytest
+
+from cacheblend_cli.corpus.converters import converter_of
+from cacheblend_cli.corpus.converters.converter import COMPOUND, NoDocument
+from cacheblend_cli.corpus.layout import Converted
+
+
+def convert(data: bytes, name: str = "export.xls") -> Converted:
+    converter = converter_of(name)
+    assert converter is not None
+    return converter(data)
+
+
+def test_pages_and_text_with_the_name_of_a_workbook_are_read() -> None:
+    page = b"<html><body><table><tr><th>Article<th>Price<tr><td>Pallet<td>9 EUR</table>"
+    assert convert(page).text == "Article | Price\nPallet | 9 EUR\n"
+    for encoding in ("utf-8", "utf-16"):
+        found = convert("Article\tPrice\nPallet\t9 \u20ac\nCrate\t85 \u20ac\n".encode(encoding))
+        assert found.text == "Article, Price\nArticle: Pallet, Price: 9 \u20ac\nArticle: Crate, Price: 85 \u20ac\n"
+
+
+@pytest.mark.parametrize("data", [b"", b"nothing", b"\t\0\1", b"<?xml version='1.0'?><Workbook/>"])
+def test_other_files_are_no_spreadsheets(data: bytes) -> None:
+    with pytest.raises(NoDocument, match="not a spreadsheet"):
+        convert(data)
+
+
+def test_an_old_office_file_read_as_text_is_named() -> None:
+    with pytest.raises(NoDocument, match="old Office format: save it as"):
+        convert(COMPOUND + b"\0" * 504, "letter.txt")
