@@ -133,7 +133,8 @@ def test_skipped_files_have_one_hint_a_reason(cli: Cli, docs: Path) -> None:
     [
         ("locked.pdf", "save it without it, a PDF for example with qpdf --decrypt"), ("c.zip", "archives are not read: unpack them"),
         ("a.png", "images have no text"), ("d.xyz", "supported: text"),
-        ("e.odt", "save as .docx or .pptx"), ("f.msg", "save as .eml"),
+        ("e.odt", "OpenDocument texts and slides are not read: save as .docx or .pptx"),
+        ("f.msg", "Outlook messages are not read: save as .eml"),
     ],
 )  # fmt: skip
 def test_a_named_file_that_is_not_read_has_a_hint_of_its_own(cli: Cli, docs: Path, name: str, hint: str) -> None:
