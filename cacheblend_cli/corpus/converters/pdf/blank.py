@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pypdfium2 import PdfDocument
 
 _MOST_COPIED = 64 << 20  # bytes of copied pages for a document
+_MOST_STREAMS = 64  # of a blank page
 _LONGEST = 64 << 10  # bytes of a blank page's content
 _CONTENTS = re.compile(rb"/Contents[ \[]*((?:\d+ 0 R *)+)")
 _DRAWING = frozenset(b"Tj TJ ' \" Do f F f* S s B B* b b* sh EI".split())
@@ -45,7 +46,7 @@ class BlankPages:
         self._copied += len(written)
         named = _CONTENTS.search(written)
         numbers = named[1].split()[::3] if named is not None else ()
-        return all(_draws_nothing(_stream(written, number)) for number in numbers)
+        return len(numbers) <= _MOST_STREAMS and all(_draws_nothing(_stream(written, number)) for number in numbers)
 
 
 def _stream(written: bytes, number: bytes) -> bytes | None:
