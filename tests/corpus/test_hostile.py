@@ -4,6 +4,8 @@ happened."""
 from __future__ import annotations
 
 import io
+import re
+import signal
 import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,13 +14,20 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import files
+import growing
 import hostile
 import pytest
+import slides
+import word_files
+import workbooks
 from killing import killed_at_work
 
 from cacheblend_cli.corpus.converters import archive, converter_of
 from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.converters.process import ConversionLimits, ConverterProcess
+from cacheblend_cli.corpus.converters.sheets.merged_cells import MergedCells
+from cacheblend_cli.corpus.converters.sheets.old_sheets import from_old_sheets
+from cacheblend_cli.limited_process import ProcessEnded
 
 GOOD = b"<p>Within two weeks."
 MIB = 1 << 20
@@ -62,6 +71,26 @@ def test_a_converter_that_crashes_is_a_reason(process: ConverterProcess, monkeyp
     with killed_at_work(process._process, monkeypatch), pytest.raises(NoDocument, match=r"crashed \(signal 9\)"):
         process.convert("a.html", GOOD)
     assert process.convert("good.html", GOOD).text == "Within two weeks.\n"
+
+
+def test_a_library_without_memory_is_a_reason(process: ConverterProcess) -> None:
+    refusal = process._refusal(ProcessEnded(-signal.SIGABRT), 1)
+    assert refusal.reason == "damaged, or needs too much memory to convert"
+
+
+class PanicException(BaseException):
+    """As the one of libraries in Rust, which is no Exception."""
+
+
+def test_a_panic_of_a_library_is_a_damaged_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Workbook:
+        @staticmethod
+        def from_filelike(file: object) -> None:
+            raise PanicException("index out of bounds")
+
+    monkeypatch.setattr("python_calamine.CalamineWorkbook", Workbook)
+    with pytest.raises(NoDocument, match="not a spreadsheet, or with a password, or damaged"):
+        from_old_sheets(b"x")
 
 
 def test_modules_beside_the_documents_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +138,89 @@ def test_entities_neither_grow_nor_read_files(suffix: str, tmp_path: Path, proce
             text = process.convert(f"a.{suffix}", hostile.with_entity(suffix, entities)).text
         assert "4711" not in text
         assert len(text) < 1000
+
+
+def _documents_of_parts() -> dict[str, bytes]:
+    """Documents with parts beside their main one."""
+    note = '<w:{0} w:id="1">' + word_files.paragraph("note") + "</w:{0}>"
+    chart = slides.chart("Sales", {"s": ["1"]}, ["a"])
+    diagram = slides.diagram({"1": "Plan"}, [])
+    frames = slides.frame('<c:chart r:id="c"/>') + slides.frame('<dgm:relIds r:dm="d"/>')
+    return {
+        "a.docx": word_files.word(
+            word_files.in_list("text", 1),
+            styles=word_files.style("S"),
+            numbering=word_files.numbering(word_files.list_level(0, "%1.")),
+            comments=note.format("comment"),
+            footnotes=note.format("footnote"),
+            header=word_files.paragraph("header"),
+        ),
+        "a.pptx": slides.presentation(
+            slides.Slide(
+                [slides.text("text"), frames],
+                {
+                    "c": ("chart", chart),
+                    "d": ("diagramData", diagram),
+                    "n": ("notesSlide", slides.notes("note")),
+                    "l": ("slideLayout", slides.slide_xml()),
+                },
+            )
+        ),
+        "a.xlsx": growing.FILES["comments of xlsx"](100),
+        "b.xlsx": growing.FILES["texts in drawings of xlsx"](100),
+        "c.xlsx": growing.FILES["strings of xlsx"](100),
+        "a.epub": files.epub(["<p>text</p>"]),
+    }
+
+
+@pytest.mark.parametrize("name", ["a.docx", "a.pptx", "a.xlsx", "b.xlsx", "c.xlsx", "a.epub"])
+def test_no_part_has_entities(name: str, tmp_path: Path, process: ConverterProcess) -> None:
+    secret = files.write(tmp_path / "secret", "the harbor key is 4711")
+    data = _documents_of_parts()[name]
+    archive = zipfile.ZipFile(io.BytesIO(data))
+    for part in archive.namelist():
+        xml = re.sub(r"^\s*<\?xml[^>]*\?>", "", archive.read(part).decode())
+        for entities in (hostile.LAUGHS, hostile.external(secret.as_uri())):
+            text = ""
+            with suppress(NoDocument):
+                changed = entities + re.sub("</", "&e;</", xml, count=1)
+                text = process.convert(name, hostile.with_files(data, {part: changed})).text
+            assert "4711" not in text, part
+            assert len(text) < 1000, part
+
+
+def test_numbers_beyond_all_bounds_lose_no_file() -> None:
+    huge = "9" * 4000
+    book = workbooks.workbook(
+        {"S": '<row r="1"><c r="A1" s="1"><v>9e999999</v></c><c r="B1"><v>7</v></c></row>'},
+        {"xl/styles.xml": workbooks.styles("0.0%")},
+        more={"styles.xml": "styles"},
+    )
+    assert _converted("a.xlsx", book) == "# S\n\n9e999999, 7\n\n"
+    boxes = slides.text("one", (int(huge), 0, int(huge), 1)), slides.text("two", (0, 0, 1, 1))
+    assert _converted("a.pptx", slides.presentation(slides.Slide(boxes))) == "two\n\none\n\n"
+
+
+def test_a_part_is_told_once_however_often_it_is_named() -> None:
+    assert _converted("a.xlsx", growing.FILES["one sheet again and again of xlsx"](1000)).count("# S") == 1
+    text = _converted("a.pptx", growing.FILES["one slide again and again of pptx"](4000))
+    assert text.count("a") == 4000 // 2 // len(slides.text("a"))
+    assert _converted("a.docx", growing.FILES["a chart again and again of docx"](4000)).count("Chart: t") == 1
+
+
+def test_merged_cells_are_repeated_within_bounds() -> None:
+    merged = MergedCells()
+    for column in range(1, 2000):
+        merged.add(1, column, 1 << 20, column)
+    first: tuple[int, dict[int, str]] = (1, dict.fromkeys(range(2000), "a"))
+    found = sum(len(cells) for _, cells in merged.spread([first, *((n, {0: "1"}) for n in range(2, 2000))]))
+    assert found < 500_000
+
+
+def _converted(name: str, data: bytes) -> str:
+    converter = converter_of(name)
+    assert converter is not None
+    return converter(data).text
 
 
 def test_deep_pages_are_read_or_refused(process: ConverterProcess) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
+import growing
 import pytest
 from checkpoints import write_tokenizer
 from torture import Ledger
 
 from cacheblend_cli.corpus.chunker import Encode
 from cacheblend_cli.corpus.converters import converter_of
+from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.cutting import CutSettings, cut_document
 from cacheblend_cli.corpus.documents import Document, read_documents
 from cacheblend_cli.model.tokenizer import Tokenizer
@@ -132,6 +136,20 @@ def test_documents_take_linear_time(kind: str, encode: Encode) -> None:
             pass
 
     check(kind, cut)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("kind", growing.FILES)
+def test_files_of_many_parts_take_linear_time(kind: str) -> None:
+    converter = converter_of(f"a.{kind.rpartition(' ')[2]}")
+    assert converter is not None
+    made = lru_cache(2)(growing.FILES[kind])
+
+    def convert(size: int) -> None:
+        with suppress(NoDocument):
+            converter(made(size))
+
+    check(kind, convert)
 
 
 @pytest.mark.torture

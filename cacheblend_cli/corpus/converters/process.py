@@ -8,6 +8,8 @@ decoded in the caller's process.
 
 from __future__ import annotations
 
+import signal
+
 import msgspec
 
 from cacheblend_cli.cancellation import Cancellation
@@ -82,6 +84,8 @@ class ConverterProcess:
             return NoDocument(
                 f"takes more than {seconds:,.0f} s to convert; store its text instead", "too slow to convert"
             )
+        if ended.status == -signal.SIGABRT:  # a library ends the process when there is no memory for it
+            return NoDocument("damaged, or needs too much memory to convert", "damaged or locked")
         return NoDocument(f"its converter crashed ({ended}); store its text instead", "damaged or locked")
 
 

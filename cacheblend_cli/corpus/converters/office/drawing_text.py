@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters.numerals import repeated_letter, roman
 from cacheblend_cli.corpus.converters.office.equations import equation_text
-from cacheblend_cli.corpus.converters.office.package import integer
+from cacheblend_cli.corpus.converters.office.package import integer, outermost
 from cacheblend_cli.corpus.converters.superscripts import superscript
 from cacheblend_cli.corpus.layout import shortened
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
+
+
+_DEEPEST_LEVEL = 8  # of a list
 
 
 def resolve_alternatives(root: Element) -> None:
@@ -40,7 +43,7 @@ def _chosen(element: Element) -> Iterator[Element]:
 def body_text(body: Element) -> str:
     """Return the paragraphs of a text body, one a line, with list numbers. Slide numbers are left out."""
     numbers, lines = _ListNumbers(), list[str]()
-    for paragraph in body.iter("a:p"):
+    for paragraph in outermost(body, "a:p"):
         if text := paragraph_text(paragraph):
             lines.append(numbers.next(paragraph.find("a:pPr")) + text)
     return "\n".join(lines)
@@ -71,7 +74,7 @@ def _inline(element: Element) -> str:
 def _run(element: Element) -> str:
     if element.get("type") == "slidenum":
         return ""
-    return "".join(t.text or "" for t in element.iter("a:t"))
+    return "".join(t.text or "" for t in element.findall("a:t"))
 
 
 class _ListNumbers:
@@ -82,7 +85,7 @@ class _ListNumbers:
 
     def next(self, properties: Element | None) -> str:
         """Return the number before a paragraph with a blank after it, "" without."""
-        level = 0 if properties is None else integer(properties.get("lvl"))
+        level = 0 if properties is None else max(0, min(integer(properties.get("lvl")), _DEEPEST_LEVEL))
         automatic = None if properties is None else properties.find("a:buAutoNum")
         last = self._counts.get(level)
         self._counts = {above: count for above, count in self._counts.items() if above < level}
@@ -107,7 +110,7 @@ def _list_number(count: int, kind: str) -> str:
 def table_text(table: Element) -> str:
     """Return the rows of an a:tbl, one a line. Merged cells repeat their value."""
     lines, above = list[str](), list[str]()
-    for row in table.iter("a:tr"):
+    for row in outermost(table, "a:tr"):
         cells = list[str]()
         for place, cell in enumerate(row.findall("a:tc")):
             if cell.get("hMerge") in ("1", "true") and cells:

@@ -7,10 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters.office.drawing_text import body_text, resolve_alternatives
-from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage, Relation, child, integer
+from cacheblend_cli.corpus.converters.office.package import (
+    DamagedPart,
+    OfficePackage,
+    Relation,
+    child,
+    integer,
+    outermost,
+)
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.layout import shortened
 
@@ -22,6 +30,7 @@ _AXES = frozenset(("c:catAx", "c:dateAx", "c:valAx", "c:serAx", "axis"))
 _LITERAL = re.compile(r'"[^"]*"|\[[^][]*\]')
 """Quoted text and conditions in a number format."""
 _LONGEST_FORMAT = 255
+_MOST_LEVELS = 16  # of the categories of a chart
 
 
 DRAWN = {"chart": "chart", "chartEx": "chart", "diagramData": "diagram"}
@@ -29,12 +38,15 @@ DRAWN = {"chart": "chart", "chartEx": "chart", "diagramData": "diagram"}
 
 
 def drawn_text(package: OfficePackage, relation: Relation | None, thing: str, omissions: Omissions, place: str) -> str:
-    """Return the text of a related chart or diagram. One without a text, or a chart without values, is an omission.
+    """Return the text of a related chart or diagram, "" if it was given before.
 
-    thing: "chart" or "diagram".
+    One without a text, or a chart without values, is an omission. thing: "chart" or "diagram".
     """
     text = ""
     if relation is not None and not relation.external:
+        if relation.target in package.drawn:
+            return ""
+        package.drawn.add(relation.target)
         with suppress(DamagedPart):
             root = package.xml(relation.target)
             resolve_alternatives(root)
@@ -46,7 +58,7 @@ def drawn_text(package: OfficePackage, relation: Relation | None, thing: str, om
 
 def diagram_text(root: Element) -> str:
     """Return the points of a SmartArt data model as nested list items, "" without text."""
-    texts = {point.get("modelId", ""): " ".join(body_text(point).split()) for point in root.iter("dgm:pt")}
+    texts = {point.get("modelId", ""): " ".join(body_text(point).split()) for point in outermost(root, "dgm:pt")}
     below = dict[str, list[tuple[int, str]]]()
     for link in root.iter("dgm:cxn"):
         if link.get("type", "parOf") == "parOf":
@@ -84,16 +96,14 @@ def chart_text(root: Element) -> str:
     extended = root.tag != "c:chartSpace"
     series = list(_extended_series(root) if extended else _series(root))
     title = _rich(child(root, *(("chart", "title") if extended else ("c:chart", "c:title"))))
-    axes = [
-        (axis.tag, _rich(axis.find("title" if extended else "c:title"))) for axis in root.iter() if axis.tag in _AXES
-    ]
+    axes = [(axis.tag, _rich(axis.find("title" if extended else "c:title"))) for axis in outermost(root, *_AXES)]
     if len(series) == 1 and series[0].name not in ("", title):
         title = f"{title} ({series[0].name})" if title else series[0].name
     category = next((name for tag, name in axes if name and tag in ("c:catAx", "c:dateAx")), "")
     is_record = len(series) > 1 and all(s.categories == series[0].categories for s in series)
     lines = [f"Axis: {name}" for _, name in axes if name and not (is_record and name == category)]
     lines += _records(series, category) if is_record else _lists(series)
-    lines += [f"Label: {label}" for element in root.iter("c:dLbl") if (label := _rich(element))]
+    lines += [f"Label: {label}" for element in outermost(root, "c:dLbl") if (label := _rich(element))]
     return "\n".join([f"Chart: {title}" if title else "Chart", *lines]) if title or lines else ""
 
 
@@ -129,7 +139,7 @@ def _rich(element: Element | None) -> str:
 
 def _series(root: Element) -> Iterator[_Series]:
     is_1904 = any(e.get("val") in (None, "1", "true") for e in root.iter("c:date1904"))
-    for element in root.iter("c:ser"):
+    for element in outermost(root, "c:ser"):
         tx = element.find("c:tx")
         name = " ".join(_points(tx).values()) or (tx.findtext("c:v", "") if tx is not None else "")
         categories, values, sizes = (
@@ -145,7 +155,7 @@ def _points(element: Element | None, is_1904: bool = False) -> dict[int, str]:
     """Return the saved points. Those of categories with levels are joined, the outer level first."""
     if element is None:
         return {}
-    if levels := list(element.iter("c:lvl")):
+    if levels := list(islice(outermost(element, "c:lvl"), _MOST_LEVELS)):
         return _joined([_cached(level, is_1904) for level in levels])
     caches = ("c:strCache", "c:numCache", "c:strLit", "c:numLit")
     return next((_cached(cache, is_1904) for cache in element.iter() if cache.tag in caches), {})
@@ -165,7 +175,7 @@ def _joined(levels: Sequence[dict[int, str]]) -> dict[int, str]:
 
 def _cached(cache: Element, is_1904: bool) -> dict[int, str]:
     code = cache.findtext("c:formatCode", "")
-    points = ((point, point.findtext("c:v", "").strip()) for point in cache.iter("c:pt"))
+    points = ((point, point.findtext("c:v", "").strip()) for point in outermost(cache, "c:pt"))
     is_number = cache.tag.startswith("c:num")
     return {
         integer(point.get("idx")): _shown(text, point.get("formatCode", code), is_1904) if is_number else text

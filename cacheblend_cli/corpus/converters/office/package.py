@@ -16,6 +16,8 @@ from cacheblend_cli.corpus.converters.converter import NoDocument
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
 
+_LARGEST = 1 << 53
+"""Larger numbers are damage; floats have this one exactly."""
 _NAMESPACES = {
     "w": ("wordprocessingml/2006/main", "wordprocessingml/main"),
     "a": ("drawingml/2006/main", "drawingml/main"),
@@ -62,6 +64,8 @@ class OfficePackage:
 
         self._archive = opened(data, what)
         self._what = what
+        self.drawn = set[str]()
+        """Names of the drawings whose text is given already."""
         self._entries = {name.replace("\\", "/").lstrip("/").lower(): name for name in self._archive.namelist()}
 
     @property
@@ -115,15 +119,15 @@ class OfficePackage:
 
         from defusedxml.ElementTree import iterparse
 
-        found, damage = Element(parent), None
+        outside = found = Element(parent)
+        damage = None
         try:
             with self._archive.open(self._entries[name.lower()]) as file:
                 for _, element in iterparse(file, ("start",)):
                     while len(found) > 1:  # the parser is beyond all children but the last one
                         yield _shortened(found[0])
                         del found[0]
-                    if _short(element.tag) == parent:
-                        yield from map(_shortened, found)
+                    if found is outside and _short(element.tag) == parent:
                         found = element
         except (*_READ_ERRORS, ParseError, ValueError, LookupError) as error:
             damage = error
@@ -164,9 +168,18 @@ def child(element: Element | None, *names: str) -> Element | None:
 def integer(text: str | None, default: int = 0) -> int:
     """Return the integer of an attribute, `default` if it is missing or not a number."""
     try:
-        return int(text or default)
+        return min(max(int(text or default), -_LARGEST), _LARGEST)
     except ValueError:
         return default
+
+
+def outermost(element: Element, *names: str) -> Iterator[Element]:
+    """Yield the descendants with one of these names, except those within each other."""
+    waiting = [element]
+    while waiting:
+        waiting += reversed(waiting.pop())
+        while waiting and waiting[-1].tag in names:
+            yield waiting.pop()
 
 
 def _shortened(root: Element) -> Element:

@@ -49,7 +49,7 @@ class Annotations:
         for field_ in sorted(self.fields, key=lambda f: (-f.box[3], f.box[0])):
             left, bottom, right, top = field_.box
             first, last = bisect_left(middles, bottom), bisect_right(middles, top + 1.5 * (top - bottom))
-            near = labels[first:last][:_NEAR]
+            near = labels[first : min(last, first + _NEAR)]
             label, is_before = _label(field_, near)
             if label is None:
                 named = f"{field_.name}: {field_.value}" if field_.name else field_.value

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from cacheblend_cli.corpus.converters.sheets.tables import Spanned
 
+_MOST_REPEATED = 100  # most repeated cells, as a multiple of the sheet's own
 _WIDEST = 64  # columns; a wider merged cell is a title, whose text is not repeated
 
 
@@ -27,7 +28,7 @@ class MergedCells:
         A row without other cells than one that is merged is a title: its text is not repeated.
         """
         active = dict[int, tuple[int, int, str]]()  # column -> (last row, first column, text) of a merged cell
-        last_number = 0
+        last_number, budget = 0, 1000 * _MOST_REPEATED
         for number, cells in rows:
             if not cells:
                 continue
@@ -36,6 +37,9 @@ class MergedCells:
                 if text := cells.get(first):
                     active |= {first: (last_row, first, text)}
                     active |= dict.fromkeys(range(first + 1, last + 1), (last_row, first, Spanned(text)))
+            budget += _MOST_REPEATED * len(cells) - len(active)
+            if budget < 0:
+                active = {}
             if active and len({active[column][1] if column in active else column for column in (*active, *cells)}) > 1:
                 repeated = {column: text for column, (_, _, text) in active.items()}
                 cells = dict(sorted((cells | repeated).items()))

@@ -18,6 +18,7 @@ BUILT_IN = {
 """Identifier -> format, those without a format code in the file. Others are numbers without a unit."""
 
 _DIGITS = 15  # significant digits of a number in a spreadsheet
+_MOST_DIGITS = 400  # before or after the point; other numbers are damage
 _DAY = 86_400
 _LAST_DAY = 2_958_465  # 9999-12-31
 _DAYS_1904 = 1462  # from the first day of one calendar to that of the other
@@ -50,7 +51,7 @@ def cell_text(value: str, code: str, *, is_1904: bool = False) -> str:
         number = Decimal(value)
     except InvalidOperation:
         return value
-    if not number.is_finite():
+    if not number.is_finite() or abs(number.adjusted()) > _MOST_DIGITS:
         return value
     style = _format(code[:255])
     if style.has_date or style.has_time:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import io
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import date, datetime, time, timedelta
 from typing import TYPE_CHECKING
 
@@ -43,16 +44,31 @@ def from_old_sheets(data: bytes) -> Converted:
         if data.startswith(b"PK"):
             opened(data, "a spreadsheet")
         parts, omissions = list[tuple[str, Mark]](), Omissions()
-        book = CalamineWorkbook.from_filelike(io.BytesIO(data))
+        with _without_panics():
+            book = CalamineWorkbook.from_filelike(io.BytesIO(data))
         for name in book.sheet_names:
             try:
-                lines = [line for line, _ in numbered_lines(_rows(book.get_sheet_by_name(name)))]
+                with _without_panics():
+                    lines = [line for line, _ in numbered_lines(_rows(book.get_sheet_by_name(name)))]
             except CalamineError:
                 omissions.say(f"sheet {name} cannot be read")
                 continue
             if lines:
                 parts.append((f"# {name}\n\n" + "\n".join(lines), Mark(0, f"sheet {name}")))
     return joined(parts, "markdown", omissions=omissions)
+
+
+@contextmanager
+def _without_panics() -> Iterator[None]:
+    """Convert a panic of the library, which is no Exception, to its error for damaged files."""
+    from python_calamine import CalamineError
+
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise CalamineError from error
 
 
 def _rows(sheet: CalamineSheet) -> Iterator[tuple[int, dict[int, str]]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters.office.drawing_text import body_text, resolve_alternatives
 from cacheblend_cli.corpus.converters.office.drawings import DRAWN, drawn_text
-from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage
+from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage, outermost
 from cacheblend_cli.corpus.converters.omissions import Omissions
 
 if TYPE_CHECKING:
@@ -16,15 +17,12 @@ if TYPE_CHECKING:
 _ROW = re.compile(r"[A-Z]{1,3}(\d{1,7})")
 
 
-def comments(package: OfficePackage, book: str, sheet: str) -> list[tuple[int, str]]:
+def comments(package: OfficePackage, sheet: str, persons: Mapping[str, str]) -> list[tuple[int, str]]:
     """Return (row number, "Comment on B4 by Mara: Only until May") of the comments on a sheet, by row.
 
-    book, sheet: names of their parts. Raises DamagedPart.
+    sheet: name of its part. persons: identifier -> name. Raises DamagedPart.
     """
     found = list[tuple[str, str, str]]()  # cell, author, text
-    persons = dict[str, str]()
-    for part in package.related(book, "person"):
-        persons |= {p.get("id", ""): p.get("displayName", "") for p in package.xml(part).iter("person")}
     for part in package.related(sheet, "threadedComment"):
         for element in package.xml(part).iter("threadedComment"):
             author = persons.get(element.get("personId", ""), "")
@@ -33,9 +31,11 @@ def comments(package: OfficePackage, book: str, sheet: str) -> list[tuple[int, s
     for part in package.related(sheet, "comments"):
         root = package.xml(part)
         authors = [author.text or "" for author in root.iter("x:author")]
-        for element in root.iter("x:comment"):
+        for element in outermost(root, "x:comment"):
             number, cell = element.get("authorId", ""), element.get("ref", "")
-            author = authors[int(number)] if number.isdecimal() and int(number) < len(authors) else ""
+            author = (
+                authors[int(number)] if number.isdecimal() and len(number) < 9 and int(number) < len(authors) else ""
+            )
             if cell not in threaded:  # else a copy for old programs
                 found.append((cell, author, _comment(element).removeprefix(f"{author}:")))
     numbered = [(int(m[1]) if (m := _ROW.fullmatch(cell)) else 0, (cell, author, text)) for cell, author, text in found]

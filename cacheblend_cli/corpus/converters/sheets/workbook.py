@@ -39,16 +39,19 @@ class Workbook:
         self.sheets, self.is_1904 = self._sheets()
         self.formats, self.has_formats = self._formats()
         self.strings = self._strings()
+        self.persons, self.has_persons = self._persons()
 
     def _sheets(self) -> tuple[list[Sheet], bool]:
         """Return (sheets, whether the calendar begins in 1904)."""
-        sheets, is_1904 = list[Sheet](), False
+        sheets, listed, is_1904 = list[Sheet](), set[str](), False
         with suppress(DamagedPart):
             root, relations = self.package.xml(self.part), self.package.relations(self.part)
             for element in root.iter("x:sheet"):
                 if identifier := element.get("r:id"):  # else a module of macros
                     part = relations[identifier].target if identifier in relations else ""
-                    sheets.append(Sheet(" ".join(element.get("name", "").split()), part))
+                    if not part or part not in listed:
+                        sheets.append(Sheet(" ".join(element.get("name", "").split()), part))
+                    listed.add(part)
             is_1904 = any(p.get("date1904") in ("1", "true") for p in root.iter("x:workbookPr"))
         if not any(sheet.part in self.package for sheet in sheets):  # the names are damaged, or the relations
             parts = (name for name in self.package.names if name.startswith("xl/worksheets/") and name.endswith(".xml"))
@@ -74,6 +77,16 @@ class Workbook:
             for part in self.package.related(self.part, "sharedStrings")[:1]:
                 strings.extend(_strings(self.package.data(part)))
         return strings
+
+    def _persons(self) -> tuple[dict[str, str], bool]:
+        """Return (identifier -> name of each author of comments, whether they can be read)."""
+        persons = dict[str, str]()
+        try:
+            for part in self.package.related(self.part, "person"):
+                persons |= {p.get("id", ""): p.get("displayName", "") for p in self.package.xml(part).iter("person")}
+        except DamagedPart:
+            return persons, False
+        return persons, True
 
 
 def _strings(data: bytes) -> Iterator[str]:
@@ -173,7 +186,7 @@ class SheetCells:
             if not value.strip():
                 return ""
             try:
-                return self._book.strings[int(value)]
+                return self._book.strings[index] if (index := int(value)) >= 0 else ""
             except (ValueError, IndexError):
                 self.num_unknown += 1
                 return ""

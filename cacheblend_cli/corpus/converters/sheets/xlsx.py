@@ -20,6 +20,8 @@ def from_xlsx(data: bytes) -> Converted:
         book = Workbook(OfficePackage(data, what))
         if not book.has_formats:
             omissions.say("number formats cannot be read: dates are numbers")
+        if not book.has_persons:
+            omissions.say("the authors of comments cannot be read")
         parts = []
         for sheet in book.sheets:
             lines = list(_lines(book, sheet, omissions, unsaved))
@@ -36,7 +38,7 @@ def _lines(book: Workbook, sheet: Sheet, omissions: Omissions, unsaved: Omission
     """Yield the lines of a sheet: rows with the comments on them, then the text boxes."""
     place, cells = f"sheet {sheet.name}", SheetCells(book, sheet.part)
     try:
-        notes = comments(book.package, book.part, sheet.part)
+        notes = comments(book.package, sheet.part, book.persons)
     except DamagedPart:
         omissions.say(f"the comments on {place} cannot be read")
         notes = []

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters.converter import NoDocument, comment_mark, joined, parsing
 from cacheblend_cli.corpus.converters.office.drawing_text import body_text, resolve_alternatives, table_text
 from cacheblend_cli.corpus.converters.office.drawings import drawn_text
-from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage, Relation, child, integer
+from cacheblend_cli.corpus.converters.office.package import (
+    DamagedPart,
+    OfficePackage,
+    Relation,
+    child,
+    integer,
+    outermost,
+)
 from cacheblend_cli.corpus.converters.omissions import Omissions
 from cacheblend_cli.corpus.converters.slides.reading_order import Box, reading_order
 from cacheblend_cli.corpus.layout import Converted, Mark, shortened
@@ -40,7 +49,7 @@ class _Presentation:
         self._omissions = Omissions()
         self._footers = set[str]()
         self._authors: dict[str, str] | None = None  # identifier -> name
-        self._placeholders: dict[str, dict[str, Box]] = {}  # layout -> its placeholders
+        self._placeholders: dict[str, dict[str, Box]] = {}  # layout or master -> its placeholders
 
     def converted(self) -> Converted:
         parts = list[tuple[str, Mark]]()
@@ -66,7 +75,8 @@ class _Presentation:
         relations = self._package.relations(self._main)
         if root is not None and relations:
             identifiers = dict.fromkeys(slide.get("r:id", "") for slide in root.iter("p:sldId"))
-            return [relations[one].target if one in relations else "" for one in identifiers]
+            targets = dict.fromkeys(relations[one].target if one in relations else one for one in identifiers)
+            return [target if target in self._package else "" for target in targets]
         self._omissions.say("the order of the slides is unknown")
         found = {int(match[1]): name for name in self._package.names if (match := _SLIDE.fullmatch(name))}
         return [name for _, name in sorted(found.items())]
@@ -95,22 +105,22 @@ class _Presentation:
         yield from self._notes(name, place)
         yield from self._comments(name, place)
 
-    def _boxes(self, slide: str) -> dict[str, Box]:
+    def _boxes(self, slide: str) -> Mapping[str, Box]:
         """Return the boxes of the placeholders of the slide's layout and master."""
-        layout = next(iter(self._package.related(slide, "slideLayout")), "")
-        if layout not in self._placeholders:
-            found = dict[str, Box]()
-            for part in (*self._package.related(layout, "slideMaster"), layout) if layout else ():
-                try:
-                    root = self._package.xml(part)
-                except DamagedPart:
-                    continue
-                for shape in root.iter("p:sp"):
+        layouts = self._package.related(slide, "slideLayout")[:1]
+        masters = [master for layout in layouts for master in self._package.related(layout, "slideMaster")[:1]]
+        return ChainMap(*map(self._boxes_of, (*layouts, *masters)))
+
+    def _boxes_of(self, part: str) -> dict[str, Box]:
+        """Return the boxes of the placeholders of a layout or master."""
+        if part not in self._placeholders:
+            found = self._placeholders[part] = {}
+            with suppress(DamagedPart):
+                for shape in self._package.xml(part).iter("p:sp"):
                     box = _own_box(shape)
                     if box is not None:
                         found.update(dict.fromkeys(_names(shape), box))
-            self._placeholders[layout] = found
-        return self._placeholders[layout]
+        return self._placeholders[part]
 
     def _notes(self, slide: str, place: str) -> Iterator[str]:
         for part in self._package.related(slide, "notesSlide"):
@@ -155,7 +165,7 @@ class _Slide:
         self,
         package: OfficePackage,
         relations: dict[str, Relation],
-        boxes: dict[str, Box],
+        boxes: Mapping[str, Box],
         omissions: Omissions,
         place: str,
     ) -> None:
@@ -177,7 +187,7 @@ class _Slide:
     def _group(self, group: Element, depth: int) -> str:
         if depth < _DEEPEST:
             return "\n\n".join(self.texts(group, depth + 1))
-        return "\n\n".join(text for shape in group.iter() if shape.tag in _SHAPES and (text := self.text(shape)))
+        return "\n\n".join(filter(None, map(self.text, outermost(group, "p:sp", "p:graphicFrame"))))
 
     def text(self, shape: Element) -> str:
         """Return the text of a shape or graphic frame; "" for a group."""
@@ -186,7 +196,7 @@ class _Slide:
         return "\n\n".join(filter(None, self._frame(shape))) if shape.tag == "p:graphicFrame" else ""
 
     def _frame(self, frame: Element) -> Iterator[str]:
-        for table in frame.iter("a:tbl"):
+        for table in outermost(frame, "a:tbl"):
             yield table_text(table)
         for element in frame.iter():
             if (thing := _FRAMES.get(element.tag)) is not None:

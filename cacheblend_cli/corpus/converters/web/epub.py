@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _CONTAINER, _ENCRYPTION = "META-INF/container.xml", "META-INF/encryption.xml"
 _FONTS_ONLY = frozenset(("http://www.idpf.org/2008/embedding", "http://ns.adobe.com/pdf/enc#RC"))
 """Algorithms that obfuscate fonts."""
+_MOST_FALLBACKS = 16  # of an item of the manifest
 _PAGES = (".xhtml", ".html", ".htm")
 _PAGE_TYPES = ("", "application/xhtml+xml", "text/html", "text/x-oeb1-document", "application/x-dtbook+xml", "text/xml")
 
@@ -58,7 +59,7 @@ class _Book:
 
     def _spine(self) -> _Spine:
         """Return the chapters; all pages by name if the package document cannot be read."""
-        for name in self._package_documents():
+        for name in {name.lower(): name for name in self._package_documents()}.values():
             try:
                 return _spine(self._package.xml(name), posixpath.dirname(name), self._package)
             except DamagedPart:
@@ -155,7 +156,7 @@ def _readable(identifier: str, items: dict[str, Element]) -> Element | None:
     """Return an item of the manifest, or the fallback that is a page; None if it is not in the manifest."""
     first, seen = items.get(identifier), set[str]()
     item = first
-    while item is not None and item.get("media-type", "").lower() not in _PAGE_TYPES and identifier not in seen:
+    while item is not None and item.get("media-type", "").lower() not in _PAGE_TYPES and len(seen) < _MOST_FALLBACKS:
         seen.add(identifier)
         identifier = item.get("fallback", "")
         item = items.get(identifier)

@@ -105,7 +105,7 @@ class Numbering:
                 found = _List(dict(definition.levels), definition.counters, {})
                 for override in children(element, "w:lvlOverride"):
                     level, start = integer(override.get("ilvl")), value_of(override, "w:startOverride")
-                    if (own := child(override, "w:lvl")) is not None:
+                    if (own := child(override, "w:lvl")) is not None and level in range(_LEVELS):
                         found.levels[level] = _Level.of(own)
                     if start:
                         found.starts[level] = _bounded(start)
@@ -121,7 +121,8 @@ class Numbering:
 
 
 def _levels(definition: Element) -> dict[int, _Level]:
-    return {integer(element.get("ilvl")): _Level.of(element) for element in children(definition, "w:lvl")}
+    levels = ((integer(element.get("ilvl")), element) for element in children(definition, "w:lvl"))
+    return {number: _Level.of(element) for number, element in levels if number in range(_LEVELS)}
 
 
 def _bounded(text: str) -> int:
