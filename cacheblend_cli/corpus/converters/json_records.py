@@ -99,7 +99,8 @@ def record_text(record: Mapping[str, Any]) -> str:
     if not text:
         return "\n".join(_fields(record))
     used = {_first(record, _TEXT), _first(record, _TITLE)} - {""}
-    parts = [f"# {' '.join(title.split())}" if title else "", "\n".join(_fields(record, used)), text]
+    short = {name: shortened(str(record[name])) for name in _ID if _is_id(record, name)}
+    parts = [f"# {' '.join(title.split())}" if title else "", "\n".join(_fields({**record, **short}, used)), text]
     return "\n\n".join(filter(None, parts))
 
 
