@@ -204,7 +204,7 @@ def test_a_dry_run_counts_what_the_quota_has_room_for(cli: Cli, needed: int) -> 
 def test_the_quota_holds_for_records_with_long_ids(cli: Cli, docs: Path, tmp_path: Path) -> None:
     """The id of a record is in the place of each of its chunks."""
     (docs / "x.json").write_text(json.dumps([{"id": "I" * (1 << 18), "text": ("word " * 20 + "\n\n") * 60}]))
-    limit = 400_000
+    limit = 450_000
     assert cli(*COMMAND, "--max-size", str(limit)).code == 0
     with ChunkStore.open(tmp_path / "store") as store:
         found = stats(store)
