@@ -20,8 +20,8 @@ from cacheblend_cli.corpus.cutting import CutSettings, cut_document
 from cacheblend_cli.corpus.documents import Document, read_documents
 from cacheblend_cli.model.tokenizer import Tokenizer
 
-GROWTH = 2.5  # most growth of the time when the size doubles
-SHORTEST_S = 0.05  # shorter times are noise
+GROWTH = 3.0  # most growth of the time when the size doubles
+SHORTEST_S = 0.1  # shorter times are noise
 LONGEST_S = 1.0  # where the doubling ends
 LARGEST = 1 << 24
 RUNS = 3
