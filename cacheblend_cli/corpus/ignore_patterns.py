@@ -111,19 +111,6 @@ class IgnorePatterns:
             last = max(last, self._automaton.last_accepted(state, is_folder=is_folder))
         return None if last < 0 else self._includes[last]
 
-    def nearest_verdict(self, path: str) -> bool | None:
-        """Return the verdict for a relative path, or for the nearest folder above it that has one.
-
-        A folder's path ends with a slash.
-        """
-        is_folder, found, folder = path.endswith("/"), None, self.top
-        names = path.rstrip("/").split("/")
-        for number, name in enumerate(names, 1):
-            verdict = self.verdict(folder, name, is_folder=is_folder or number < len(names))
-            found = found if verdict is None else verdict
-            folder = self.within(folder, name)
-        return found
-
     def _advance(self, state: int, text: str) -> int:
         step = self._automaton.step
         for c in text:

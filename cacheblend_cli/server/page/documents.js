@@ -32,7 +32,7 @@ export async function showDocuments() {
 }
 
 function kinds(suffixes) {
-  const known = { ".md": "Markdown", ".html": "HTML", ".pdf": "PDF", ".docx": "Word", ".pptx": "PowerPoint", ".xlsx": "Excel", ".epub": "EPUB" };
+  const known = { ".md": "Markdown", ".html": "HTML", ".pdf": "PDF", ".docx": "Word", ".pptx": "PowerPoint", ".xlsx": "Excel", ".rtf": "RTF", ".ods": "OpenDocument sheets", ".epub": "EPUB" };
   const names = Object.entries(known).filter(([suffix]) => suffixes.includes(suffix)).map(([, name]) => name);
   const size = `${Math.floor(limits.max_bytes / 2 ** 20) || "less than 1"} MiB`;
   return `Text, code, tables, mail, ${names.join(", ")}; up to ${size} each.`;
