@@ -21,4 +21,11 @@ def compiled(name: str) -> Extension:
     )
 
 
-setup(ext_modules=[compiled(name) for name in ("cpu", "cpu_avx2") if name == "cpu" or platform.machine() == "x86_64"])
+reads = Extension(
+    "cacheblend_store._compiled_reads",
+    ["store/cacheblend_store/compiled_reads.c"],
+    extra_compile_args=["-O2", "-std=gnu11"],
+    optional=True,
+)
+kernels = [compiled(name) for name in ("cpu", "cpu_avx2") if name == "cpu" or platform.machine() == "x86_64"]
+setup(ext_modules=[*kernels, reads])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -139,15 +140,20 @@ class StoredLoader(KVLoader):
         self._queue.arrived(layer)
 
     def _copy(self, reader: ChunkReader, layer: int, batch: KVBatch, memory: memoryview) -> None:
-        for index in range(len(batch.spans)):
+        count = len(batch.spans)
+        targets, manifests = batch.targets(memory), self._stored.manifests[batch.first : batch.first + count]
+        with suppress(StoreError):  # one by one, the loop below finds the chunk
+            reader.copy_layers(manifests, layer, targets)
+            return
+        for index in range(count):
             try:
-                reader.copy_layer(self._stored.manifests[batch.first + index], layer, batch.targets(index, memory))
+                reader.copy_layers(manifests[index : index + 1], layer, targets[index : index + 1])
             except StoreError as error:
                 bad = self._stored.bad(batch.first + index, error)
                 if self._stored.decoder.shard is None:
                     raise bad from error
                 self.bad = bad  # the other ranks do not know of it, so the pass goes on
-                for target in batch.targets(index, memory).values():
+                for target in targets[index].values():
                     target[:] = bytes(len(target))
 
     def _place(self, layer: int, batch: KVBatch, rows: BatchRows, staged: Tensor) -> None:

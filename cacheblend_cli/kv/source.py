@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
+from itertools import compress
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
@@ -28,8 +29,11 @@ class ChunkReader(Protocol):
         """Return the manifest stored under the key, or None."""
         ...
 
-    def copy_layer(self, manifest: ChunkManifest, layer: int, targets: Mapping[str, memoryview], /) -> None:
-        """Copy a layer's tensors (`blobs.blob_spec`) to `targets`, each of exactly its size, and check the copies."""
+    def copy_layers(
+        self, manifests: Sequence[ChunkManifest], layer: int, targets: Sequence[Mapping[str, memoryview]], /
+    ) -> None:
+        """Copy a layer's tensors (`blobs.blob_spec`) of each chunk to its `targets`, of exactly their sizes, and check
+        the copies."""
         ...
 
 
@@ -236,10 +240,16 @@ class _TieredReader:
             return own
         return self._source.expected(key) or self._reader.manifest(key)
 
-    def copy_layer(self, manifest: ChunkManifest, layer: int, targets: Mapping[str, memoryview]) -> None:
-        if not self._source.is_expected(manifest):
-            self._reader.copy_layer(manifest, layer, targets)
-            return
+    def copy_layers(
+        self, manifests: Sequence[ChunkManifest], layer: int, targets: Sequence[Mapping[str, memoryview]]
+    ) -> None:
+        arrived = [self._source.is_expected(manifest) for manifest in manifests]
+        own = [i for i, here in enumerate(arrived) if not here]
+        self._reader.copy_layers([manifests[i] for i in own], layer, [targets[i] for i in own])
+        for manifest, target in compress(zip(manifests, targets, strict=True), arrived):
+            self._copy(manifest, layer, target)
+
+    def _copy(self, manifest: ChunkManifest, layer: int, targets: Mapping[str, memoryview]) -> None:
         blob = memoryview(self._source.layer(manifest.key, layer))
         spec = layer_spec(manifest, layer)
         start = len(blob_prefix(spec))

@@ -166,9 +166,12 @@ class KVBatch:
             self._parts[name] = DTYPES[spec.dtype], shape, bounds
             self.num_bytes = bounds[-1] + -bounds[-1] % ALIGNMENT
 
-    def targets(self, index: int, buffer: memoryview) -> dict[str, memoryview]:
-        """Buffer slices for the tensors of chunk `first + index`."""
-        return {name: buffer[at[index] : at[index + 1]] for name, (_, _, at) in self._parts.items()}
+    def targets(self, buffer: memoryview) -> list[dict[str, memoryview]]:
+        """Return buffer slices for the tensors of each chunk."""
+        return [
+            {name: buffer[at[index] : at[index + 1]] for name, (_, _, at) in self._parts.items()}
+            for index in range(len(self.spans))
+        ]
 
     def tensors(self, buffer: Tensor) -> dict[str, Tensor]:
         """Tensors of all chunks as views of the buffer [num_bytes] uint8, in the shapes of `StoredKV`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -48,11 +48,14 @@ class Elsewhere:
     def manifest(self, key: bytes) -> ChunkManifest | None:
         return self.manifests.get(key)
 
-    def copy_layer(self, chunk: ChunkManifest, layer: int, targets: Mapping[str, memoryview]) -> None:
-        if (chunk.key, layer) in self.lost:
-            raise StoreError("the connection was lost")
-        for name, part in self.layers[chunk.key, layer].items():
-            targets[name][:] = part
+    def copy_layers(
+        self, chunks: Sequence[ChunkManifest], layer: int, targets: Sequence[Mapping[str, memoryview]]
+    ) -> None:
+        for chunk, own in zip(chunks, targets, strict=True):
+            if (chunk.key, layer) in self.lost:
+                raise StoreError("the connection was lost")
+            for name, part in self.layers[chunk.key, layer].items():
+                own[name][:] = part
 
 
 class Stored:

@@ -32,6 +32,7 @@ from cacheblend_store import (
     chunk_key,
     collection_id,
     compact,
+    compiled_reads,
     salvage,
     stats,
     verify,
@@ -381,6 +382,51 @@ def test_copying_a_layer_lets_go_of_the_gil_four_times(store: ChunkStore, monkey
         calls.clear()  # the pages of the tree are read
         reader.copy_layer(found, 1, targets)
     assert calls == ["read", "read", "digest", "digest"]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "not compiled"])
+def test_layers_of_several_chunks_are_copied_at_once_and_checked(
+    store: ChunkStore, codec: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(compiled_reads, "_library", lambda: None)
+    chunks = [make_chunk(seed, num_tokens=400 + seed, codec=codec) for seed in range(3)]
+    for manifest, blobs in chunks:
+        store.put_chunk(manifest, blobs)
+    with store.read() as reader:
+        found = [reader.manifest(manifest.key) for manifest, _ in chunks]
+        manifests = [manifest for manifest in found if manifest is not None]
+        wanted = [{name: bytes(part) for name, part in reader.layer(m, 1).items()} for m in manifests]
+        targets = [{name: memoryview(bytearray(len(part))) for name, part in one.items()} for one in wanted]
+        assert reader._copied_at_once(manifests, 1, targets) is compiled
+        reader.copy_layers(manifests, 1, targets)
+        assert [{name: bytes(part) for name, part in one.items()} for one in targets] == wanted
+        whole = bytes(reader.blob(manifests[1], 1))
+    for at in {8, len(whole) // 2, len(whole) - 1}:
+        with bare_writing(store) as (txn, dbs):
+            txn.put(
+                blob_key(manifests[1].key, 1), whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :], db=dbs["blobs"]
+            )
+        with store.read() as reader, pytest.raises(BadBlob) as damaged:
+            reader.copy_layers(manifests, 1, targets)
+        assert damaged.value.key == manifests[1].key
+
+
+def test_copying_several_chunks_takes_no_read_from_python(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look-up of the blobs and the end of their digests nothing needs the GIL."""
+    chunks = [make_chunk(seed, num_tokens=400) for seed in range(3)]
+    for manifest, blobs in chunks:
+        store.put_chunk(manifest, blobs)
+    with store.read() as reader:
+        manifests = [manifest for manifest in map(reader.manifest, [m.key for m, _ in chunks]) if manifest is not None]
+        spec = blob_spec("float32", 400, HEADS, DIM)
+        targets = [{name: memoryview(bytearray(t.num_bytes)) for name, t in spec.items()} for _ in manifests]
+        reader.copy_layers(manifests, 0, targets)  # the pages of the tree are read
+        reads: list[object] = []
+        monkeypatch.setattr(os, "preadv", lambda *of: reads.append(of))
+        reader.copy_layers(manifests, 1, targets)
+    assert not reads
 
 
 def test_a_document_is_kept_once_a_context(store: ChunkStore) -> None:

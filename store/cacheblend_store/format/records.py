@@ -274,7 +274,12 @@ def blob_digest(key: bytes, layer: int, num_tokens: int, blob: bytes | bytearray
 
 def blob_hasher(key: bytes, layer: int, num_tokens: int) -> Any:
     """Return an xxhash object to compute `blob_digest` incrementally: update it with the bytes of the blob."""
-    return xxhash.xxh3_128(blob_key(key, layer) + num_tokens.to_bytes(4, "big"))
+    return xxhash.xxh3_128(blob_seed(blob_key(key, layer), num_tokens))
+
+
+def blob_seed(key: bytes, num_tokens: int) -> bytes:
+    """Return what is digested before the bytes of the blob with this `blob_key`."""
+    return key + num_tokens.to_bytes(4, "big")
 
 
 def use_record(key: bytes, moment: float) -> bytes:

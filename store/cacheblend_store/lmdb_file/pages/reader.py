@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 
+from cacheblend_store.compiled_reads import read_digested
 from cacheblend_store.errors import StoreCorrupt
 from cacheblend_store.lmdb_file.pages.layout import (
     HEADER,
@@ -60,15 +61,17 @@ class PageReader:
         return self._find(tree, key) if tree else None
 
     def _find(self, tree: Tree, key: bytes) -> Node | None:
+        node = self._located(tree, key)
+        if node is not None:
+            self.check_extent(node)
+        return node
+
+    def _located(self, tree: Tree, key: bytes) -> Node | None:
         if tree.root == NO_PAGE:
             return None
         leaf = self._leaf_of(tree, key)
         at = bisect_right(leaf.keys, key) - 1
-        if at < 0 or leaf.keys[at] != key:
-            return None
-        node = leaf.node(at)
-        self.check_extent(node)
-        return node
+        return leaf.node(at) if at >= 0 and leaf.keys[at] == key else None
 
     def nodes(self, database: str, start: bytes = b"", *, skip_damaged: bool = False) -> Iterator[Node]:
         """Yield a database's nodes from `start` on. skip_damaged: skip unreadable pages and all below them."""
@@ -121,6 +124,32 @@ class PageReader:
             rest = BytesIO(node.inline)
             for buffer in buffers:
                 rest.readinto(buffer)
+
+    def read_digested(
+        self, database: str, keys: Sequence[bytes], buffers: Sequence[Sequence[memoryview]], seeds: Sequence[bytes]
+    ) -> list[bytes] | None:
+        """Fill each key's buffers with its value, of exactly their size. Returns the XXH3-128 of each seed and value,
+        computed without the GIL.
+
+        None without compiled code, and for anything that `get` and `read_into` would refuse, or that is not big: they
+        say why.
+        """
+        tree = self.tree(database)
+        nodes = [self._located(tree, key) for key in keys] if tree else []
+        if not nodes or any(node is None or not node.big for node in nodes):
+            return None
+        found, size = [node for node in nodes if node is not None], self.meta.page_size
+        if any(node.size != sum(map(len, own)) for node, own in zip(found, buffers, strict=True)):
+            return None
+        headers = memoryview(bytearray(HEADER * len(found)))
+        parts = [[headers[HEADER * i : HEADER * (i + 1)], *own] for i, own in enumerate(buffers)]
+        digests = read_digested(self._handle, [node.pgno * size for node in found], parts, seeds)
+        if digests is None:
+            return None
+        for node, (header, *_) in zip(found, parts, strict=True):
+            with self._checked(node.pgno):
+                check_big(bytes(header), node, size, self.meta.next_pgno)
+        return digests
 
     def used_bytes(self, database: str) -> int:
         """Return the page bytes of a database, from LMDB's counters."""
