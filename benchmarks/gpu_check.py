@@ -59,6 +59,7 @@ def main() -> int:
     with ExitStack() as stack:
         if arguments.pack is not None:
             unpack(arguments.pack, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-pack-"))))
+            compile_reads()
         if lacking := missing(arguments.device):
             print(f"error: what does not import: {', '.join(lacking)}; --pack FOLDER brings wheels", file=sys.stderr)
             return 2
@@ -132,6 +133,14 @@ def unpack(pack: Path, folder: Path) -> None:
     for name, version in manifest["versions"].items():
         if version_of(name) != version:
             print(f"warning: packed for {name} {version}, here is {version_of(name) or 'none'}", file=sys.stderr)
+
+
+def compile_reads() -> None:
+    """Build the store's compiled reads in place, if there is a compiler: wheels of the machine would have them."""
+    source = ROOT / "store" / "cacheblend_store" / "compiled_reads.c"
+    if (compiler := shutil.which("cc") or shutil.which("gcc")) is not None:
+        target = source.with_name("_compiled_reads.so")
+        subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", str(target), str(source)], check=True)
 
 
 def install(wheels: Path, target: Path) -> None:

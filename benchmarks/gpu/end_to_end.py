@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def length_cases(context: Context, bench: Bench, length: int, prefills: tuple[st
     for name in (*prefills, THEIRS):
         yield case(name, "times", partial(times, bench, length, name))
     yield case("load", "load", partial(load, bench, length))
-    for batch in bench.scenario.batches:
+    for batch in filter(partial(_fits, bench, length), bench.scenario.batches):
         yield case(f"decode, batch {batch}", "decode", partial(decode, bench, length, batch))
     if bench.device.type == "cuda":
         for name in PROFILED:
@@ -188,14 +189,23 @@ def decode(bench: Bench, length: int, batch: int) -> list[dict[str, Any]]:
     return [{**row, "share": floor / row["step_s"]}]
 
 
+def _fits(bench: Bench, length: int, batch: int) -> bool:
+    """Return whether the pool holds that many prompts and their answers at once."""
+    return batch * (length + _room(bench, batch) + BLOCK_SIZE) <= bench.memory.pool.allocator.num_blocks * BLOCK_SIZE
+
+
+def _room(bench: Bench, batch: int) -> int:
+    """Return the tokens that an answer of a batch may have: prompts begin one after another."""
+    return bench.scenario.decode_steps + WARM_STEPS + 8 * batch
+
+
 class Decoding:
     """An engine that has prefilled a batch of prompts from stored KV, and decodes them."""
 
     def __init__(self, bench: Bench, length: int, batch: int) -> None:
         limits = Limits(max_sequences=batch, enable_prefix_caching=False)
         self._core = EngineCore(bench.runtime, limits, bench.memory)
-        room = bench.scenario.decode_steps + WARM_STEPS + 8 * batch  # prompts begin one after another
-        request = bench.request(length, BlendParams(mode="reuse"), max_tokens=room)
+        request = bench.request(length, BlendParams(mode="reuse"), max_tokens=_room(bench, batch))
         self._states = [RequestState(replace(request), number) for number in range(batch)]
         self.first_token_s = 0.0
 
@@ -269,14 +279,21 @@ def _one_chunk(bench: Bench, length: int) -> tuple[float, float]:
 
 
 def _graphs(bench: Bench, length: int) -> tuple[float, float]:
-    """Return the share of decoded tokens that differ from those without graphs."""
+    """Compare logits of decode steps with and without graphs, up to the first token that differs. A graph's bucket of
+    context may split the context into more parts, whose sums are rounded in another order."""
     num_tokens, answers = bench.scenario.decode_steps, []
     for runner in (bench.memory.runner, EagerRunner(bench.model.decoder, bench.memory.pool)):
         done = bench.prefill(bench.request(length, BlendParams(mode="full")), num_tokens)
-        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-        answers.append(done.answer(params, runner=runner).token_ids)
+        params, logits = SamplingParams(max_tokens=num_tokens, ignore_eos=True), list[Tensor]()
+        tokens = done.answer(
+            params, runner=runner, see=lambda row, to=logits: to.append(row.flatten().clone())
+        ).token_ids
+        answers.append((tokens, logits))
         done.sequence.release()
-    return sum(a != b for a, b in zip(*answers, strict=True)) / num_tokens, 0.0
+    (tokens, found), (wanted_tokens, wanted) = answers
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, wanted_tokens, strict=True)))
+    steps = slice(min(alike + 1, num_tokens))
+    return row_error(torch.stack(found[steps]), torch.stack(wanted[steps])), LOGITS_TOLERANCE[bench.scenario.dtype]
 
 
 def _correction(bench: Bench, length: int) -> tuple[float, float]:

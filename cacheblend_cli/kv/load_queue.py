@@ -14,13 +14,15 @@ import torch
 class LoadQueue:
     """Work queue of the loader threads: parts of layers, in layer order, so that layer 0 is complete first.
 
-    The computing thread waits for a layer. An error in any thread is raised in every waiter.
+    The computing thread waits for a layer, and meanwhile runs what is left to it for the parts that have arrived. An
+    error in any thread is raised in every waiter.
     """
 
     def __init__(self, num_layers: int, num_parts: int) -> None:
         self._num_layers, self._num_parts = num_layers, num_parts
         self._taken = 0
         self._missing = [num_parts] * num_layers
+        self._left: list[Callable[[], None]] = []
         self._stopped = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
@@ -33,11 +35,13 @@ class LoadQueue:
             self._taken += 1
             return divmod(self._taken - 1, self._num_parts)
 
-    def arrived(self, layer: int) -> None:
-        """Record that one more part of the layer is loaded."""
+    def arrived(self, layer: int, rest: Callable[[], None] | None = None) -> None:
+        """Record that one more part of the layer is loaded, but for `rest`, which the computing thread runs."""
         with self._changed:
             self._missing[layer] -= 1
-            if self._missing[layer] == 0:
+            if rest is not None:
+                self._left.append(rest)
+            if rest is not None or self._missing[layer] == 0:
                 self._changed.notify_all()
 
     def stop(self, error: BaseException | None = None) -> None:
@@ -48,10 +52,15 @@ class LoadQueue:
 
     def wait(self, layer: int) -> None:
         """Return when the whole layer is loaded. Raises the error that stopped the queue."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or self._missing[layer] == 0)
-            if self._error is not None:
-                raise self._error
+        complete = False
+        while not complete:
+            with self._changed:
+                self._changed.wait_for(lambda: self._error is not None or self._left or self._missing[layer] == 0)
+                if self._error is not None:
+                    raise self._error
+                complete, left, self._left = self._missing[layer] == 0, self._left, []
+            for rest in left:
+                rest()
 
 
 class Workers:

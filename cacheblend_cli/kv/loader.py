@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -74,9 +74,10 @@ class NothingToLoad(KVLoader):
 class StoredLoader(KVLoader):
     """Load stored KV with worker threads, one batch after another, layer by layer.
 
-    A worker waits for a free buffer of the transfer, copies the batch's blobs into it (still compressed, checked by its
-    own reader) and sends it. The transfer dequantises, rotates and writes the rows to their slots. The computing thread
-    waits until the whole layer is sent, and then for the transfer.
+    A worker waits for a free buffer of the transfer, and copies the batch's blobs into it, still compressed, and
+    checked. The transfer then dequantises, rotates and writes the rows to their slots: sent by the worker, or, on a
+    GPU, by the computing thread while it waits, since threads that queue work take the GIL from each other at every
+    operation. The computing thread waits until the whole layer is sent, and then for the transfer.
     """
 
     def __init__(self, stored: StoredPrompt, transfer: Transfer) -> None:
@@ -86,8 +87,9 @@ class StoredLoader(KVLoader):
         self._batches = batches_of(stored.spans, self._shapes, transfer.batch_bytes)
         self._queue = LoadQueue(stored.num_layers, len(self._batches))
         self._rows: list[BatchRows] = []
-        self._free: SimpleQueue[int] = SimpleQueue()  # buffers not held by a worker
+        self._free: SimpleQueue[int | None] = SimpleQueue()  # buffers not held by a worker; None: stop
         self._running: list[Future[None]] = []
+        self._reading = ExitStack()
         self.num_bytes = stored.num_bytes
 
     @property
@@ -102,16 +104,24 @@ class StoredLoader(KVLoader):
         self._rows = [self._stored.rows(batch[self._shapes[0]].spans) for batch in self._batches]
         num_batches = self._stored.num_layers * len(self._batches)
         num_buffers = min(num_batches, self._workers.count * self._transfer.buffers_a_worker)
-        self._transfer.open(num_buffers, max(of.num_bytes for batch in self._batches for of in batch.values()))
+        reader = self._reading.enter_context(self._stored.source.read())
+        try:
+            self._transfer.open(num_buffers, max(of.num_bytes for batch in self._batches for of in batch.values()))
+        except BaseException:
+            self._reading.close()
+            raise
         for buffer in range(num_buffers):
             self._free.put(buffer)
-        self._running = self._workers.start(self._work, num_batches)
+        self._running = self._workers.start(partial(self._work, reader), num_batches)
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._queue.stop()
+        for _ in self._running:
+            self._free.put(None)
         for running in self._running:
             running.result()
+        self._reading.close()
         self._transfer.close()
         self._rows = []  # a loader outlives the load because of its figures: drop the tables
 
@@ -121,23 +131,31 @@ class StoredLoader(KVLoader):
         self._transfer.join(layer)
 
     @torch.inference_mode()  # inference mode is per thread, and the pool may be an inference tensor
-    def _work(self) -> None:
+    def _work(self, reader: ChunkReader) -> None:
         try:
-            with self._stored.source.read() as reader:
-                while (part := self._queue.take()) is not None:
-                    self._load(reader, *part)
+            # a buffer first: parts are taken in order, so the first ones never wait for a buffer behind later ones
+            while (buffer := self._free.get()) is not None:
+                part = self._queue.take()
+                if part is None:
+                    self._free.put(buffer)
+                    return
+                self._load(reader, *part, buffer)
         except BaseException as error:
             self._queue.stop(error)
 
-    def _load(self, reader: ChunkReader, layer: int, which: int) -> None:
-        batch, buffer = self._batches[which][self._shapes[layer]], self._free.get()
-        try:
-            self._copy(reader, layer, batch, self._transfer.memory(buffer))
-            place = partial(self._place, layer, batch, self._rows[which])
-            self._transfer.send(layer, buffer, batch.num_bytes, place)
-        finally:
-            self._free.put(buffer)
-        self._queue.arrived(layer)
+    def _load(self, reader: ChunkReader, layer: int, which: int, buffer: int) -> None:
+        batch = self._batches[which][self._shapes[layer]]
+        self._copy(reader, layer, batch, self._transfer.memory(buffer))
+        send = partial(self._send, layer, batch, self._rows[which], buffer)
+        if self._transfer.workers_send:
+            send()
+            self._queue.arrived(layer)
+        else:
+            self._queue.arrived(layer, send)
+
+    def _send(self, layer: int, batch: KVBatch, rows: BatchRows, buffer: int) -> None:
+        self._transfer.send(layer, buffer, batch.num_bytes, partial(self._place, layer, batch, rows))
+        self._free.put(buffer)
 
     def _copy(self, reader: ChunkReader, layer: int, batch: KVBatch, memory: memoryview) -> None:
         count = len(batch.spans)

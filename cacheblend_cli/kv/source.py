@@ -20,7 +20,7 @@ from cacheblend_store.tier.shared import SharedTier
 
 
 class ChunkReader(Protocol):
-    """A consistent snapshot of a source, used by one thread.
+    """A consistent snapshot of a source.
 
     Every method raises StoreError for damaged or unavailable data. `StoreReader` is one.
     """
@@ -33,15 +33,15 @@ class ChunkReader(Protocol):
         self, manifests: Sequence[ChunkManifest], layer: int, targets: Sequence[Mapping[str, memoryview]], /
     ) -> None:
         """Copy a layer's tensors (`blobs.blob_spec`) of each chunk to its `targets`, of exactly their sizes, and check
-        the copies."""
+        the copies. Several threads call it at once."""
         ...
 
 
 class KVSource(Protocol):
-    """A source of stored KV, read by several loader threads at once. `ChunkStore` is one."""
+    """A source of stored KV. `ChunkStore` is one."""
 
     def read(self) -> AbstractContextManager[ChunkReader]:
-        """Return a reader for the calling thread."""
+        """Return a reader, opened and closed by the calling thread."""
         ...
 
 

@@ -6,7 +6,6 @@ next worker, which waits for that in `memory`.
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -17,12 +16,13 @@ from torch import Tensor
 
 
 class Transfer(ABC):
-    """Moves buffers filled by workers to the device. Workers call `memory` and `send`; the computing thread calls the
-    rest.
+    """Moves buffers filled by workers to the device. Workers call `memory`, and `send` if workers_send; the computing
+    thread calls the rest.
 
     A buffer holds one batch: up to batch_bytes, or one chunk.
     """
 
+    workers_send = True
     most_workers: int
     buffers_a_worker: int
     batch_bytes: int
@@ -121,7 +121,8 @@ class CudaTransfer(Transfer):
     Pinned and device buffers come from PyTorch's caching allocators, so a second prompt allocates none.
     """
 
-    most_workers, buffers_a_worker = 8, 2  # one buffer is filled while the other is copied
+    workers_send = False
+    most_workers, buffers_a_worker = 4, 4  # some are filled while others wait to be sent, or are copied
     # A layer of 4,096 tokens of an 8B is one batch in int7 (7 MB), two in bfloat16: Python's work is per batch, and
     # workers load several layers at once. All buffers together take 128 MiB; pinned blocks are powers of two.
     batch_bytes = 8 << 20
@@ -130,7 +131,6 @@ class CudaTransfer(Transfer):
         self._device = device
         self._copy, self._place = _streams(device)
         self._compute = torch.cuda.current_stream(device)
-        self._sending = threading.Lock()
         self._host: list[Tensor] = []
         self._staged: list[Tensor] = []
         self._copied: list[torch.cuda.Event | None] = []  # per buffer, the end of its last copy
@@ -158,17 +158,16 @@ class CudaTransfer(Transfer):
     def send(self, layer: int, buffer: int, num_bytes: int, place: Callable[[Tensor], None]) -> None:
         staged, placed = self._staged[buffer][:num_bytes], self._placed[buffer]
         copied = torch.cuda.Event(blocking=True)  # a spinning thread would occupy a core that could load
-        with self._sending:
-            with torch.cuda.stream(self._copy):
-                if placed is not None:
-                    self._copy.wait_event(placed)
-                staged.copy_(self._host[buffer][:num_bytes], non_blocking=True)
-            copied.record(self._copy)
-            with torch.cuda.stream(self._place):
-                self._place.wait_event(copied)
-                place(staged)
-            self._layers[layer] = self._timed(self._place)
-            self._copied[buffer], self._placed[buffer] = copied, self._layers[layer]
+        with torch.cuda.stream(self._copy):
+            if placed is not None:
+                self._copy.wait_event(placed)
+            staged.copy_(self._host[buffer][:num_bytes], non_blocking=True)
+        copied.record(self._copy)
+        with torch.cuda.stream(self._place):
+            self._place.wait_event(copied)
+            place(staged)
+        self._layers[layer] = self._timed(self._place)
+        self._copied[buffer], self._placed[buffer] = copied, self._layers[layer]
 
     def arrive(self, layer: int) -> None:
         self._arrived = self._timed(self._compute)

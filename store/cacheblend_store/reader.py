@@ -3,6 +3,7 @@ digests."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
@@ -22,12 +23,12 @@ from cacheblend_store.state import State, read_state
 class StoreReader:
     """A snapshot of the store at one commit. Values are copies and stay valid after the reader is closed.
 
-    Not thread-safe: threads that load in parallel open one reader each, which takes microseconds. xxhash and file reads
-    release the GIL, so the threads do run in parallel.
+    Several threads may call `copy_layers` at once; everything else is for one thread.
     """
 
     def __init__(self, pages: PageReader) -> None:
         self.pages = pages
+        self._look_up = threading.Lock()  # pages that were read are kept
 
     def manifest(self, key: bytes) -> ChunkManifest | None:
         """Return the manifest of a chunk, or None if it is not stored. Raises BadBlob if the record is damaged."""
@@ -63,7 +64,9 @@ class StoreReader:
     def copy_layer(self, manifest: ChunkManifest, layer: int, targets: Mapping[str, memoryview]) -> None:
         """Copy the tensors of a layer's blob to `targets`, buffers of exactly their sizes. Raises BadBlob like `layer`.
         The digest is computed over the copy, with one read and one digest update per tensor, without the GIL."""
-        node, spec = self._blob_node(manifest, layer), records.layer_spec(manifest, layer)
+        spec = records.layer_spec(manifest, layer)
+        with self._look_up:
+            node = self._blob_node(manifest, layer)
         prefix = blob_prefix(spec)
         parts = [memoryview(bytearray(len(prefix))), *(targets[name].cast("B") for name in spec)]
         self.pages.read_into(node, parts)
@@ -80,8 +83,8 @@ class StoreReader:
     ) -> None:
         """`copy_layer` for several chunks. Raises its error for the first of them that has one.
 
-        All are read and digested in one compiled call, if there is one: threads that load at once, and the one that
-        computes, each need the GIL for a fraction of the time.
+        All are read and digested in one compiled call, if there is one: handing over the GIL takes threads that load at
+        once longer than the reads.
         """
         if not self._copied_at_once(manifests, layer, targets):
             for manifest, own in zip(manifests, targets, strict=True):
@@ -102,7 +105,9 @@ class StoreReader:
         ]
         keys = [blob_key(manifest.key, layer) for manifest in manifests]
         seeds = [records.blob_seed(key, m.num_tokens) for key, m in zip(keys, manifests, strict=True)]
-        digests = self.pages.read_digested("blobs", keys, parts, seeds)
+        with self._look_up:
+            nodes = self.pages.locate("blobs", keys)
+        digests = nodes and self.pages.read_digested(nodes, parts, seeds)
         wanted = [manifest.blob_digests[layer] for manifest in manifests]
         return digests == wanted and all(map(bytes.__eq__, map(bytes, starts), prefixes))
 

@@ -9,6 +9,7 @@ the context: Flash-Decoding (Dao et al., 2023). Logits are kept in base 2, since
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from cacheblend_kernels.interface import AttentionMetadata, AttentionParams, Lay
 from cacheblend_kernels.triton_backend.checks import pool_bits
 from cacheblend_kernels.triton_backend.configs import TileConfig, padded
 from cacheblend_kernels.triton_backend.float8 import e4m3_to_fp32
+from cacheblend_kernels.triton_backend.launches import launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -231,14 +233,30 @@ def attention_arguments(
 
 def split_buffers(q: Tensor, splits: int) -> tuple[Tensor, Tensor]:
     """Return buffers for partial results [num_rows, num_heads, splits, head_dim] and their base-2 log-sum-exp."""
-    rows, heads, dim = q.shape if splits > 1 else (1, 1, 1)
+    if splits == 1:
+        return _unused(q.device)
+    rows, heads, dim = q.shape
     part = torch.empty(rows, heads, splits, dim, dtype=torch.float32, device=q.device)
     return part, torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device)
+
+
+@cache
+def _unused(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return buffers that a launch without splits neither reads nor writes."""
+    return torch.empty(1, 1, 1, 1, device=device), torch.empty(1, 1, 1, device=device)
 
 
 def join_splits(part: Tensor, lse: Tensor, out: Tensor) -> None:
     """out [num_rows, num_heads, head_dim] from part [num_rows, num_heads, splits, head_dim] and lse (base 2), fp32."""
     num_rows, num_heads, splits, head_dim = part.shape
-    join_splits_kernel[(num_rows * num_heads,)](
-        part, lse, out, HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), SPLITS=splits, num_warps=4
+    launch(
+        join_splits_kernel,
+        (num_rows * num_heads,),
+        part,
+        lse,
+        out,
+        HEAD_DIM=head_dim,
+        BLOCK_D=padded(head_dim),
+        SPLITS=splits,
+        num_warps=4,
     )

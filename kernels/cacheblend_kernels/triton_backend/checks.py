@@ -22,6 +22,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # stored KV may have either; a pool has the first
 HEAD_DIMS = (*range(16, 257, 8), 512)
 MOST_SIGNATURES = 4096
+_NOTHING = nullcontext()
 _INTERPRETER = threading.RLock()  # Triton's interpreter keeps its state in globals: one launch at a time
 
 
@@ -32,9 +33,10 @@ def interpreted() -> bool:
 
 def device_guard(tensor: Tensor) -> AbstractContextManager:
     """Launch on the tensor's device; interpreter launches are serialised."""
-    if interpreted():
-        return _INTERPRETER
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    if tensor.is_cuda:
+        there = tensor.device
+        return _NOTHING if there.index == torch.cuda.current_device() else torch.cuda.device(there)
+    return _INTERPRETER if interpreted() else _NOTHING
 
 
 Arguments = TypeVarTuple("Arguments")

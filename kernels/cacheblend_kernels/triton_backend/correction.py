@@ -43,6 +43,7 @@ from cacheblend_kernels.triton_backend.covariance import (
     halves_of,
     standardise_kernel,
 )
+from cacheblend_kernels.triton_backend.launches import launch
 
 BLOCK = 64  # rows of a tile
 INVERSE_BLOCK = 32  # recomputed rows of a block of the inverse: with 64 it would spill registers
@@ -291,55 +292,102 @@ def correct_stale(
 ) -> None:
     """`KernelBackend.correct_stale`. Rows of k and v may be strided."""
     _check(k, v, cache, rows, *rotation)
-    num_known, num_rows, num_chunks = len(rows.known), len(rows.slots), len(rows.starts) - 1
+    num_known, num_chunks = len(rows.known), len(rows.starts) - 1
     if num_known == 0 or num_chunks == 0:
         return
     num_kv_heads, head_dim = k.shape[1:]
-    width, device = num_kv_heads * head_dim, k.device
-    most = min(num_known, rows.longest)
-    stride = -(-most // BLOCK) * BLOCK
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    mean, spread = empty(num_chunks, 2 * width), empty(num_chunks, 2 * num_kv_heads)
-    points, norms, sizes = empty(num_rows, 2 * width, dtype=k.dtype), empty(num_rows), empty(num_rows)
-    change, change_sizes, weights = empty(num_known, 2 * width), empty(num_known), empty(num_known, 2 * width)
-    covariance, inverse = empty(num_known, rows.longest), empty(num_known, stride)
+    width = num_kv_heads * head_dim
+    stride = -(-min(num_known, rows.longest) // BLOCK) * BLOCK
+    kept = rows.__dict__.setdefault("_workspaces", {})  # the layers of a pass write the same memory again
+    of_shape = num_kv_heads, head_dim, k.dtype
+    if of_shape not in kept:
+        kept[of_shape] = Workspace.of(rows, 2 * width, 2 * num_kv_heads, stride, k)
+    w = kept[of_shape]
     pool = pool_bits(cache.k), pool_bits(cache.v), cache.k_scale, cache.v_scale, *rotation, rows.slots
     of_head = {"NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim, "BLOCK_HALF": max(16, padded(head_dim // 2))}
     heads, tiles = padded(num_kv_heads), tiles_of(head_dim, k.element_size())
     known_tiles = stride // BLOCK
     with device_guard(k):
-        chunk_spread_kernel[(num_chunks, 2 * num_kv_heads)](
-            *pool, rows.starts, mean, spread, **of_head, BLOCK_ROWS=tiles.spread, num_warps=8
+        launch(
+            chunk_spread_kernel,
+            (num_chunks, 2 * num_kv_heads),
+            *pool,
+            rows.starts,
+            w.mean,
+            w.spread,
+            **of_head,
+            BLOCK_ROWS=tiles.spread,
+            num_warps=8,
         )
-        standardise_kernel[(num_chunks, rows.longest)](
-            *pool, rows.starts, mean, spread, points, norms, sizes,
+        launch(
+            standardise_kernel, (num_chunks, rows.longest),
+            *pool, rows.starts, w.mean, w.spread, w.points, w.norms, w.sizes,
             **of_head, BLOCK_HEADS=heads, num_warps=4,
         )  # fmt: skip
-        change_kernel[(num_known,)](
-            k, v, *pool, rows.known, change, change_sizes, k.stride(0), v.stride(0),
+        launch(
+            change_kernel, (num_known,),
+            k, v, *pool, rows.known, w.change, w.change_sizes, k.stride(0), v.stride(0),
             **of_head, BLOCK_HEADS=heads, num_warps=4,
         )  # fmt: skip
-        common = torch.mm(rows.average, change[:, :width])
-        covariance_kernel[(num_chunks, known_tiles, -(-rows.longest // BLOCK))](
-            points, norms, rows.starts, rows.known, rows.known_starts, covariance,
+        common = torch.mm(rows.average, w.change[:, :width])
+        launch(
+            covariance_kernel, (num_chunks, known_tiles, -(-rows.longest // BLOCK)),
+            w.points, w.norms, rows.starts, rows.known, rows.known_starts, w.covariance,
             rows.longest, prior.of_chunk, prior.of_near, *prior.lengths,
             WIDTH=2 * width, BLOCK_M=BLOCK, BLOCK_N=BLOCK, BLOCK_K=tiles.channels, num_warps=4,
         )  # fmt: skip
-        inverse_kernel[(num_chunks,)](
-            covariance, change_sizes, rows.starts, rows.known, rows.known_starts, inverse,
+        launch(
+            inverse_kernel, (num_chunks,),
+            w.covariance, w.change_sizes, rows.starts, rows.known, rows.known_starts, w.inverse,
             rows.longest, stride, prior.noise, prior.least_noise, BLOCK_M=INVERSE_BLOCK, num_warps=8,
         )  # fmt: skip
-        weights_kernel[(num_chunks, known_tiles, -(-2 * width // BLOCK))](
-            inverse, change, common, rows.known_starts, weights, stride, 1 - prior.common,
+        launch(
+            weights_kernel, (num_chunks, known_tiles, -(-2 * width // BLOCK)),
+            w.inverse, w.change, common, rows.known_starts, w.weights, stride, 1 - prior.common,
             K_WIDTH=width, BLOCK_M=BLOCK, BLOCK_W=BLOCK, num_warps=4,
         )  # fmt: skip
-        move_stale_kernel[(num_chunks, -(-rows.longest // tiles.moved), 2 * num_kv_heads)](
-            covariance, weights, *pool, rows.starts, rows.known_starts, sizes, rows.longest,
+        launch(
+            move_stale_kernel, (num_chunks, -(-rows.longest // tiles.moved), 2 * num_kv_heads),
+            w.covariance, w.weights, *pool, rows.starts, rows.known_starts, w.sizes, rows.longest,
             **of_head, BLOCK_M=tiles.known, BLOCK_N=tiles.moved, DAMPED=damped, num_warps=4,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Results between the kernels of a correction. fp32 but for points; width: of K and V of a row together."""
+
+    mean: Tensor  # [num_chunks, width]
+    spread: Tensor  # [num_chunks, heads of K and V]
+    points: Tensor  # [num_rows, width], standardised rows
+    norms: Tensor  # [num_rows]
+    sizes: Tensor  # [num_rows]
+    change: Tensor  # [num_known, width]
+    change_sizes: Tensor  # [num_known]
+    weights: Tensor  # [num_known, width]
+    covariance: Tensor  # [num_known, longest]
+    inverse: Tensor  # [num_known, stride]
+
+    @classmethod
+    def of(cls, rows: Regressed, width: int, heads: int, stride: int, like: Tensor) -> Workspace:
+        """Allocate for rows with K and V of `width` each, in `heads` heads together, on the device of `like`."""
+        num_known, num_rows, num_chunks = len(rows.known), len(rows.slots), len(rows.starts) - 1
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=like.device)
+
+        return cls(
+            empty(num_chunks, width),
+            empty(num_chunks, heads),
+            empty(num_rows, width, dtype=like.dtype),
+            empty(num_rows),
+            empty(num_rows),
+            empty(num_known, width),
+            empty(num_known),
+            empty(num_known, width),
+            empty(num_known, rows.longest),
+            empty(num_known, stride),
+        )
 
 
 @dataclass(frozen=True)

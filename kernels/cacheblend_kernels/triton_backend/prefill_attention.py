@@ -56,6 +56,7 @@ from cacheblend_kernels.triton_backend.configs import (
     pick_prefill_config,
     prefill_configs,
 )
+from cacheblend_kernels.triton_backend.launches import launch
 
 
 @triton.jit
@@ -315,15 +316,16 @@ def prefill_attention(
     if num_rows == 0:
         return out
     keys = most_keys(meta, block_size, params.sliding_window)
-    launch = _launch_of(
+    config, tiles, splits, tma = _launch_of(
         plan, head_dim, q.element_size(), is_float8(cache), num_heads // num_kv_heads, num_kv_heads, block_size,
         num_rows, meta.num_seqs, keys, contiguous, params.alibi is not None,
     )  # fmt: skip
-    config, tiles, splits, tma = launch
     k_desc, v_desc = tile_descriptors(cache, config.block_n) if tma else (None, None)
     part, lse = split_buffers(q, splits)
     with device_guard(q):
-        prefill_attention_kernel[(num_kv_heads, tiles, splits)](
+        launch(
+            prefill_attention_kernel,
+            (num_kv_heads, tiles, splits),
             k_desc=k_desc,
             v_desc=v_desc,
             positions_ptr=meta.positions,

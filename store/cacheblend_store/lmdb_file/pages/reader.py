@@ -125,28 +125,29 @@ class PageReader:
             for buffer in buffers:
                 rest.readinto(buffer)
 
-    def read_digested(
-        self, database: str, keys: Sequence[bytes], buffers: Sequence[Sequence[memoryview]], seeds: Sequence[bytes]
-    ) -> list[bytes] | None:
-        """Fill each key's buffers with its value, of exactly their size. Returns the XXH3-128 of each seed and value,
-        computed without the GIL.
-
-        None without compiled code, and for anything that `get` and `read_into` would refuse, or that is not big: they
-        say why.
-        """
+    def locate(self, database: str, keys: Sequence[bytes]) -> list[Node] | None:
+        """Return the nodes of big values, for `read_digested`; None if one is missing or not big. Their extents are not
+        checked."""
         tree = self.tree(database)
-        nodes = [self._located(tree, key) for key in keys] if tree else []
-        if not nodes or any(node is None or not node.big for node in nodes):
+        found = [self._located(tree, key) for key in keys] if tree else []
+        nodes = [node for node in found if node is not None and node.big]
+        return nodes if len(nodes) == len(keys) else None
+
+    def read_digested(
+        self, nodes: Sequence[Node], buffers: Sequence[Sequence[memoryview]], seeds: Sequence[bytes]
+    ) -> list[bytes] | None:
+        """Fill each node's buffers with its value, of exactly their size. Returns the XXH3-128 of each seed and value,
+        computed without the GIL; None without compiled code, or for a value that `read_into` would refuse. Several
+        threads may read at once."""
+        size = self.meta.page_size
+        if any(node.size != sum(map(len, own)) for node, own in zip(nodes, buffers, strict=True)):
             return None
-        found, size = [node for node in nodes if node is not None], self.meta.page_size
-        if any(node.size != sum(map(len, own)) for node, own in zip(found, buffers, strict=True)):
-            return None
-        headers = memoryview(bytearray(HEADER * len(found)))
+        headers = memoryview(bytearray(HEADER * len(nodes)))
         parts = [[headers[HEADER * i : HEADER * (i + 1)], *own] for i, own in enumerate(buffers)]
-        digests = read_digested(self._handle, [node.pgno * size for node in found], parts, seeds)
+        digests = read_digested(self._handle, [node.pgno * size for node in nodes], parts, seeds)
         if digests is None:
             return None
-        for node, (header, *_) in zip(found, parts, strict=True):
+        for node, (header, *_) in zip(nodes, parts, strict=True):
             with self._checked(node.pgno):
                 check_big(bytes(header), node, size, self.meta.next_pgno)
         return digests
