@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Self
 
 import torch
 from cacheblend_kernels import StoredKV
-from cacheblend_store import StoreError
+from cacheblend_store import ChunkManifest, StoreError
 from torch import Tensor
 
 from cacheblend_cli.kv.load_queue import LoadQueue, num_workers, workers
@@ -31,6 +32,8 @@ from cacheblend_cli.kv.stored_prompt import (
 from cacheblend_cli.kv.transfer import CudaTransfer, HostTransfer, StagedTransfer, Transfer
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.prompt.plan import PromptPlan
+
+Copy = Callable[[int, memoryview], None]  # see `ChunkReader.copies`
 
 
 class KVLoader(ABC):
@@ -87,6 +90,7 @@ class StoredLoader(KVLoader):
         self._batches = batches_of(stored.spans, self._shapes, transfer.batch_bytes)
         self._queue = LoadQueue(stored.num_layers, len(self._batches))
         self._rows: list[BatchRows] = []
+        self._copies_of: list[dict[tuple[int, ...], Copy]] = []
         self._free: SimpleQueue[int | None] = SimpleQueue()  # buffers not held by a worker; None: stop
         self._running: list[Future[None]] = []
         self._reading = ExitStack()
@@ -106,6 +110,7 @@ class StoredLoader(KVLoader):
         num_buffers = min(num_batches, self._workers.count * self._transfer.buffers_a_worker)
         reader = self._reading.enter_context(self._stored.source.read())
         try:
+            self._copies_of = [self._copies(reader, batch) for batch in self._batches]
             self._transfer.open(num_buffers, max(of.num_bytes for batch in self._batches for of in batch.values()))
         except BaseException:
             self._reading.close()
@@ -123,7 +128,7 @@ class StoredLoader(KVLoader):
             running.result()
         self._reading.close()
         self._transfer.close()
-        self._rows = []  # a loader outlives the load because of its figures: drop the tables
+        self._rows, self._copies_of = [], []  # a loader outlives the load because of its figures: drop the tables
 
     def wait(self, layer: int) -> None:
         self._transfer.arrive(layer)
@@ -145,7 +150,7 @@ class StoredLoader(KVLoader):
 
     def _load(self, reader: ChunkReader, layer: int, which: int, buffer: int) -> None:
         batch = self._batches[which][self._shapes[layer]]
-        self._copy(reader, layer, batch, self._transfer.memory(buffer))
+        self._copy(reader, layer, which, self._transfer.memory(buffer))
         send = partial(self._send, layer, batch, self._rows[which], buffer)
         if self._transfer.workers_send:
             send()
@@ -157,22 +162,35 @@ class StoredLoader(KVLoader):
         self._transfer.send(layer, buffer, batch.num_bytes, partial(self._place, layer, batch, rows))
         self._free.put(buffer)
 
-    def _copy(self, reader: ChunkReader, layer: int, batch: KVBatch, memory: memoryview) -> None:
-        count = len(batch.spans)
-        targets, manifests = batch.targets(memory), self._stored.manifests[batch.first : batch.first + count]
+    def _copies(self, reader: ChunkReader, batch: dict[tuple[int, ...], KVBatch]) -> dict[tuple[int, ...], Copy]:
+        """Return the functions that copy a batch, by the shape of a layer. Made beforehand by the computing thread:
+        workers would keep the GIL from it for the look-ups."""
+        layers: dict[tuple[int, ...], list[int]] = {}
+        for layer, shape in enumerate(self._shapes):
+            layers.setdefault(shape, []).append(layer)
+        return {
+            shape: reader.copies(self._manifests(of_shape), layers[shape], of_shape.places)
+            for shape, of_shape in batch.items()
+        }
+
+    def _manifests(self, batch: KVBatch) -> Sequence[ChunkManifest]:
+        return self._stored.manifests[batch.first : batch.first + len(batch.spans)]
+
+    def _copy(self, reader: ChunkReader, layer: int, which: int, memory: memoryview) -> None:
+        batch = self._batches[which][self._shapes[layer]]
         with suppress(StoreError):  # one by one, the loop below finds the chunk
-            reader.copy_layers(manifests, layer, targets)
+            self._copies_of[which][self._shapes[layer]](layer, memory)
             return
-        for index in range(count):
+        for index, (manifest, places) in enumerate(zip(self._manifests(batch), batch.places, strict=True)):
             try:
-                reader.copy_layers(manifests[index : index + 1], layer, targets[index : index + 1])
+                reader.copies([manifest], [layer], [places])(layer, memory)
             except StoreError as error:
                 bad = self._stored.bad(batch.first + index, error)
                 if self._stored.decoder.shard is None:
                     raise bad from error
                 self.bad = bad  # the other ranks do not know of it, so the pass goes on
-                for target in targets[index].values():
-                    target[:] = bytes(len(target))
+                for start, end in places.values():
+                    memory[start:end] = bytes(end - start)
 
     def _place(self, layer: int, batch: KVBatch, rows: BatchRows, staged: Tensor) -> None:
         self._stored.place(layer, batch.spans[0].codec, batch.tensors(staged), rows)

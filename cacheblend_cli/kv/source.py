@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
@@ -29,11 +29,16 @@ class ChunkReader(Protocol):
         """Return the manifest stored under the key, or None."""
         ...
 
-    def copy_layers(
-        self, manifests: Sequence[ChunkManifest], layer: int, targets: Sequence[Mapping[str, memoryview]], /
-    ) -> None:
-        """Copy a layer's tensors (`blobs.blob_spec`) of each chunk to its `targets`, of exactly their sizes, and check
-        the copies. Several threads call it at once."""
+    def copies(
+        self,
+        manifests: Sequence[ChunkManifest],
+        layers: Sequence[int],
+        places: Sequence[Mapping[str, tuple[int, int]]],
+        /,
+    ) -> Callable[[int, memoryview], None]:
+        """Return a function that copies the tensors (`blobs.blob_spec`) of one of the layers, which have one shape,
+        from each chunk to its places (start, end) in a buffer, and checks the copies. Several threads call it at
+        once."""
         ...
 
 
@@ -240,14 +245,19 @@ class _TieredReader:
             return own
         return self._source.expected(key) or self._reader.manifest(key)
 
-    def copy_layers(
-        self, manifests: Sequence[ChunkManifest], layer: int, targets: Sequence[Mapping[str, memoryview]]
-    ) -> None:
+    def copies(
+        self, manifests: Sequence[ChunkManifest], layers: Sequence[int], places: Sequence[Mapping[str, tuple[int, int]]]
+    ) -> Callable[[int, memoryview], None]:
         arrived = [self._source.is_expected(manifest) for manifest in manifests]
-        own = [i for i, here in enumerate(arrived) if not here]
-        self._reader.copy_layers([manifests[i] for i in own], layer, [targets[i] for i in own])
-        for manifest, target in compress(zip(manifests, targets, strict=True), arrived):
-            self._copy(manifest, layer, target)
+        own = [not here for here in arrived]
+        copy_own = self._reader.copies(list(compress(manifests, own)), layers, list(compress(places, own)))
+
+        def copy(layer: int, buffer: memoryview) -> None:
+            copy_own(layer, buffer)
+            for manifest, at in compress(zip(manifests, places, strict=True), arrived):
+                self._copy(manifest, layer, {name: buffer[start:end] for name, (start, end) in at.items()})
+
+        return copy
 
     def _copy(self, manifest: ChunkManifest, layer: int, targets: Mapping[str, memoryview]) -> None:
         blob = memoryview(self._source.layer(manifest.key, layer))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -166,10 +167,11 @@ class KVBatch:
             self._parts[name] = DTYPES[spec.dtype], shape, bounds
             self.num_bytes = bounds[-1] + -bounds[-1] % ALIGNMENT
 
-    def targets(self, buffer: memoryview) -> list[dict[str, memoryview]]:
-        """Return buffer slices for the tensors of each chunk."""
+    @cached_property
+    def places(self) -> list[dict[str, tuple[int, int]]]:
+        """Start and end in the buffer of each chunk's tensors."""
         return [
-            {name: buffer[at[index] : at[index + 1]] for name, (_, _, at) in self._parts.items()}
+            {name: (at[index], at[index + 1]) for name, (_, _, at) in self._parts.items()}
             for index in range(len(self.spans))
         ]
 

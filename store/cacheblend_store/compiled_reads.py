@@ -1,58 +1,71 @@
-"""compiled_reads.c through ctypes: many values of a file read and digested in one call, without the GIL.
+"""compiled_reads.c through ctypes: several values of a file read and checked in one call, without the GIL.
 
-Built when the package is installed, if there is a C compiler. The digests are computed by the library inside the xxhash
-package. Without either, readers read and digest value by value, which takes the GIL several times for each.
+Built when the package is installed, if there is a C compiler. Digests are computed by the library inside the xxhash
+package. Without either, readers read and digest value by value, and take the GIL several times for each.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
+from array import array
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
-ABI, DIGEST_BYTES = 1, 16  # as in compiled_reads.c
-_READS, _HASH = Struct("2q4Pq2P").pack, Struct("5P").pack
+ABI, MOST_PARTS = 1, 15  # as in compiled_reads.c
+_READS, _HASH = Struct("4q9P").pack, Struct("5P").pack
 _HASH_FUNCTIONS = ("createState", "freeState", "128bits_reset", "128bits_update", "128bits_digest")
 
 
-def read_digested(
-    handle: int, offsets: Sequence[int], parts: Sequence[Sequence[memoryview]], seeds: Sequence[bytes]
-) -> list[bytes] | None:
-    """Fill each value's parts from its offset in the file. Returns the XXH3-128 of each seed and value, without the
-    value's first part.
+class Value(NamedTuple):
+    """A value to read. offset: of its page header in the file; head: the page header and the value's own head, both
+    compared; seed: digested before its head and the rest; digest: XXH3-128."""
 
-    parts: writable, contiguous; seeds: all of one length. None if there is no compiled code, or a value could not be
-    read whole.
-    """
-    found = _library()
-    if found is None or not offsets:
-        return None
-    code, hash_functions = found
-    count, memory = len(offsets), [_address_and_size(part) for value in parts for part in value]
-    flat = [number for pair in memory for number in pair]
-    of_offsets = (ctypes.c_int64 * count)(*offsets)
-    firsts = (ctypes.c_int64 * (count + 1))(*accumulate(map(len, parts), initial=0))
-    of_parts = (ctypes.c_uint64 * len(flat))(*flat)
-    digests, all_seeds = ctypes.create_string_buffer(DIGEST_BYTES * count), b"".join(seeds)
-    address = ctypes.addressof
-    of_seeds = ctypes.c_char_p(all_seeds)
-    given = _READS(
-        handle, count, address(of_offsets), address(firsts), address(of_parts),
-        ctypes.cast(of_seeds, ctypes.c_void_p).value, len(seeds[0]), address(digests), address(hash_functions),
-    )  # fmt: skip
-    if code.cb_read_digested(given):
-        return None
-    raw = digests.raw
-    return [raw[at : at + DIGEST_BYTES] for at in range(0, len(raw), DIGEST_BYTES)]
+    offset: int
+    head: bytes
+    seed: bytes
+    digest: bytes
 
 
-def _address_and_size(part: memoryview) -> tuple[int, int]:
-    size = part.nbytes
-    return (ctypes.addressof(ctypes.c_char.from_buffer(part)), size) if size else (0, 0)
+class CompiledReads:
+    """Reads of groups of values, one group at a time, into places of a buffer. Every group has as many values, with
+    heads and parts of the same sizes. Several threads may read at once."""
+
+    def __init__(
+        self, handle: int, groups: Sequence[Sequence[Value]], places: Sequence[Sequence[tuple[int, int]]]
+    ) -> None:
+        """places: (start, end) in the buffer of each part of each value."""
+        first = groups[0]
+        self._handle, self._count, self._num_parts = handle, len(first), len(places[0])
+        self._seed_bytes, self._head_bytes = len(first[0].seed), sum(len(value.head) for value in first)
+        self._size = max(end for parts in places for _, end in parts)
+        self._offsets = array("q", [value.offset for group in groups for value in group])
+        self._head_starts = array("q", accumulate((len(value.head) for value in first), initial=0))
+        self._places = array("q", [n for parts in places for start, end in parts for n in (start, end - start)])
+        self._heads, self._seeds, self._digests = (
+            ctypes.create_string_buffer(b"".join(getattr(value, name) for group in groups for value in group))
+            for name in ("head", "seed", "digest")
+        )
+
+    def read(self, group: int, buffer: memoryview) -> bool:
+        """Fill the buffer's places. Returns whether all values could be read and are right; False also without compiled
+        code."""
+        found = _library()
+        if found is None or buffer.nbytes < self._size or self._num_parts > MOST_PARTS:
+            return False
+        (code, hash_functions), address, count = found, ctypes.addressof, self._count
+        scratch = ctypes.create_string_buffer(self._head_bytes)
+        given = _READS(
+            self._handle, count, self._num_parts, self._seed_bytes,
+            self._offsets.buffer_info()[0] + 8 * count * group, self._head_starts.buffer_info()[0],
+            self._places.buffer_info()[0], address(self._heads) + self._head_bytes * group, address(scratch),
+            address(ctypes.c_char.from_buffer(buffer)), address(self._seeds) + self._seed_bytes * count * group,
+            address(self._digests) + 16 * count * group, address(hash_functions),
+        )  # fmt: skip
+        return bool(code.cb_read_values(given))
 
 
 @cache
@@ -66,7 +79,7 @@ def _library() -> tuple[Any, Any] | None:
         code, xxhash = ctypes.CDLL(found.origin), ctypes.CDLL(of_xxhash.origin)
         if ctypes.c_int32.in_dll(code, "cb_abi").value != ABI:
             return None
-        code.cb_read_digested.argtypes = [ctypes.c_char_p]
+        code.cb_read_values.argtypes = [ctypes.c_char_p]
         functions = [getattr(xxhash, f"XXH3_{name}") for name in _HASH_FUNCTIONS]
     except (OSError, AttributeError, ValueError):  # built for another machine, or a library that hides its functions
         return None

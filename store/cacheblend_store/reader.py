@@ -4,10 +4,11 @@ digests."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 
+from cacheblend_store.compiled_reads import CompiledReads, Value
 from cacheblend_store.errors import BadBlob, StoreCorrupt, StoreError
 from cacheblend_store.format import records
 from cacheblend_store.format.blobs import blob_prefix, blob_size, encode_blob
@@ -23,7 +24,7 @@ from cacheblend_store.state import State, read_state
 class StoreReader:
     """A snapshot of the store at one commit. Values are copies and stay valid after the reader is closed.
 
-    Several threads may call `copy_layers` at once; everything else is for one thread.
+    Several threads may call `copy_layer` and the functions of `copies` at once; everything else is for one thread.
     """
 
     def __init__(self, pages: PageReader) -> None:
@@ -78,38 +79,48 @@ class StoreReader:
         if digest.digest() != manifest.blob_digests[layer]:
             raise bad_blob(manifest, layer, "does not match its digest")
 
-    def copy_layers(
-        self, manifests: Sequence[ChunkManifest], layer: int, targets: Sequence[Mapping[str, memoryview]]
-    ) -> None:
-        """`copy_layer` for several chunks. Raises its error for the first of them that has one.
+    def copies(
+        self, manifests: Sequence[ChunkManifest], layers: Sequence[int], places: Sequence[Mapping[str, tuple[int, int]]]
+    ) -> Callable[[int, memoryview], None]:
+        """Return a function that copies one of the layers, which all have the same shape, from each chunk to its places
+        (start, end) in a buffer. It raises what `copy_layer` raises, for the first chunk with an error.
 
-        All are read and digested in one compiled call, if there is one: handing over the GIL takes threads that load at
-        once longer than the reads.
+        All chunks are read and checked in one compiled call, if there is one: handing over the GIL takes threads that
+        load at once longer than the reads. Several threads may call the function at once.
         """
-        if not self._copied_at_once(manifests, layer, targets):
-            for manifest, own in zip(manifests, targets, strict=True):
-                self.copy_layer(manifest, layer, own)
+        compiled, of_layer = self._compiled(manifests, layers, places), {n: i for i, n in enumerate(layers)}
 
-    def _copied_at_once(
-        self, manifests: Sequence[ChunkManifest], layer: int, targets: Sequence[Mapping[str, memoryview]]
-    ) -> bool:
-        """Return whether all blobs could be copied, and are the right ones."""
-        if not all(manifest.has_kv for manifest in manifests):
-            return False
-        specs = [records.layer_spec(manifest, layer) for manifest in manifests]
-        prefixes = [blob_prefix(spec) for spec in specs]
-        starts = [memoryview(bytearray(len(prefix))) for prefix in prefixes]
+        def copy(layer: int, buffer: memoryview) -> None:
+            if compiled is None or not compiled.read(of_layer[layer], buffer):
+                for manifest, own in zip(manifests, places, strict=True):
+                    self.copy_layer(manifest, layer, {name: buffer[a:b] for name, (a, b) in own.items()})
+
+        return copy
+
+    def _compiled(
+        self, manifests: Sequence[ChunkManifest], layers: Sequence[int], places: Sequence[Mapping[str, tuple[int, int]]]
+    ) -> CompiledReads | None:
+        """Return compiled reads, one group a layer; None if a blob is missing or not of the expected size."""
+        of_chunks = list[list[Value]]()
+        for manifest in manifests:
+            spec = records.layer_spec(manifest, layers[0])
+            size, prefix, keys = blob_size(spec), blob_prefix(spec), [blob_key(manifest.key, n) for n in layers]
+            with self._look_up:
+                placed = self.pages.place("blobs", keys, size)
+            if placed is None or any(manifest.blob_sizes[n] != size for n in layers):
+                return None
+            of_chunks.append(
+                [
+                    Value(
+                        offset, header + prefix, records.blob_seed(key, manifest.num_tokens), manifest.blob_digests[n]
+                    )
+                    for (offset, header), key, n in zip(placed, keys, layers, strict=True)
+                ]
+            )
         parts = [
-            [start, *(own[name].cast("B") for name in spec)]
-            for start, own, spec in zip(starts, targets, specs, strict=True)
+            [own[name] for name in records.layer_spec(m, layers[0])] for m, own in zip(manifests, places, strict=True)
         ]
-        keys = [blob_key(manifest.key, layer) for manifest in manifests]
-        seeds = [records.blob_seed(key, m.num_tokens) for key, m in zip(keys, manifests, strict=True)]
-        with self._look_up:
-            nodes = self.pages.locate("blobs", keys)
-        digests = nodes and self.pages.read_digested(nodes, parts, seeds)
-        wanted = [manifest.blob_digests[layer] for manifest in manifests]
-        return digests == wanted and all(map(bytes.__eq__, map(bytes, starts), prefixes))
+        return CompiledReads(self.pages.handle, list(zip(*of_chunks, strict=True)), parts) if of_chunks else None
 
     def blob(self, manifest: ChunkManifest, layer: int) -> bytes:
         """Return a layer's blob in its stored encoding. Raises BadBlob like `layer`."""

@@ -91,8 +91,9 @@ def test_batches_hold_every_chunk_once_and_aligned(chunks: list[tuple[int, str]]
         assert len(batch.spans) == 1 or batch.num_bytes < 20_000 + 5 * 512
         rows = row_chunks_of(batch.spans, torch.device("cpu"))
         buffer = bytearray(batch.num_bytes)
-        for index, targets in enumerate(batch.targets(memoryview(buffer))):
-            for name, target in targets.items():
+        for index, places in enumerate(batch.places):
+            for name, (start, end) in places.items():
+                target = memoryview(buffer)[start:end]
                 assert not any(target)  # nobody else's
                 target[:] = bytes([1 + (index + len(name)) % 250]) * len(target)
         for name, tensor in batch.tensors(torch.frombuffer(buffer, dtype=torch.uint8)).items():

@@ -38,10 +38,10 @@ from cacheblend_store import (
     verify,
 )
 from cacheblend_store import reader as store_reader
-from cacheblend_store.format.blobs import blob_spec
+from cacheblend_store.format.blobs import BlobSpec, blob_spec
 from cacheblend_store.format.codecs import CODECS, encode_kv
 from cacheblend_store.format.keys import blob_key
-from cacheblend_store.format.records import blob_hasher
+from cacheblend_store.format.records import blob_hasher, layer_spec
 from cacheblend_store.lmdb_file.datafile import open_lmdb
 from cacheblend_store.lmdb_file.directory import MAKING
 from cacheblend_store.lmdb_file.locks import writer_lock
@@ -384,6 +384,17 @@ def test_copying_a_layer_lets_go_of_the_gil_four_times(store: ChunkStore, monkey
     assert calls == ["read", "read", "digest", "digest"]
 
 
+def places_of(specs: list[BlobSpec], gap: int = 5) -> tuple[list[dict[str, tuple[int, int]]], int]:
+    """Places in a buffer, with gaps between them, and its size."""
+    places, at = list[dict[str, tuple[int, int]]](), gap
+    for spec in specs:
+        places.append({})
+        for name, tensor in spec.items():
+            places[-1][name] = at, at + tensor.num_bytes
+            at += tensor.num_bytes + gap
+    return places, at
+
+
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "not compiled"])
 def test_layers_of_several_chunks_are_copied_at_once_and_checked(
@@ -395,13 +406,22 @@ def test_layers_of_several_chunks_are_copied_at_once_and_checked(
     for manifest, blobs in chunks:
         store.put_chunk(manifest, blobs)
     with store.read() as reader:
-        found = [reader.manifest(manifest.key) for manifest, _ in chunks]
-        manifests = [manifest for manifest in found if manifest is not None]
-        wanted = [{name: bytes(part) for name, part in reader.layer(m, 1).items()} for m in manifests]
-        targets = [{name: memoryview(bytearray(len(part))) for name, part in one.items()} for one in wanted]
-        assert reader._copied_at_once(manifests, 1, targets) is compiled
-        reader.copy_layers(manifests, 1, targets)
-        assert [{name: bytes(part) for name, part in one.items()} for one in targets] == wanted
+        manifests = [manifest for manifest in map(reader.manifest, [m.key for m, _ in chunks]) if manifest is not None]
+        wanted = [[{n: bytes(x) for n, x in reader.layer(m, i).items()} for m in manifests] for i in range(LAYERS)]
+        places, size = places_of([layer_spec(m, 0) for m in manifests])
+        copy, reads = (
+            reader.copies(manifests, range(LAYERS), places),
+            reader._compiled(manifests, range(LAYERS), places),
+        )
+        assert reads is not None
+        for layer in reversed(range(LAYERS)):
+            buffer = memoryview(bytearray(b"\xff" * size))
+            assert reads.read(layer, buffer) is compiled
+            copy(layer, buffer)
+            found = [{name: bytes(buffer[a:b]) for name, (a, b) in own.items()} for own in places]
+            assert found == wanted[layer]
+            filled = {at for own in places for a, b in own.values() for at in range(a, b)}
+            assert all(buffer[at] == 0xFF for at in range(size) if at not in filled)
         whole = bytes(reader.blob(manifests[1], 1))
     for at in {8, len(whole) // 2, len(whole) - 1}:
         with bare_writing(store) as (txn, dbs):
@@ -409,8 +429,12 @@ def test_layers_of_several_chunks_are_copied_at_once_and_checked(
                 blob_key(manifests[1].key, 1), whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :], db=dbs["blobs"]
             )
         with store.read() as reader, pytest.raises(BadBlob) as damaged:
-            reader.copy_layers(manifests, 1, targets)
+            reader.copies(manifests, range(LAYERS), places)(1, memoryview(bytearray(size)))
         assert damaged.value.key == manifests[1].key
+    with bare_writing(store) as (txn, dbs):
+        txn.delete(blob_key(manifests[2].key, 0), db=dbs["blobs"])
+    with store.read() as reader, pytest.raises(BadBlob, match="is missing"):
+        reader.copies(manifests[2:], [0], places[2:])(0, memoryview(bytearray(size)))
 
 
 def test_copying_several_chunks_takes_no_read_from_python(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,12 +444,11 @@ def test_copying_several_chunks_takes_no_read_from_python(store: ChunkStore, mon
         store.put_chunk(manifest, blobs)
     with store.read() as reader:
         manifests = [manifest for manifest in map(reader.manifest, [m.key for m, _ in chunks]) if manifest is not None]
-        spec = blob_spec("float32", 400, HEADS, DIM)
-        targets = [{name: memoryview(bytearray(t.num_bytes)) for name, t in spec.items()} for _ in manifests]
-        reader.copy_layers(manifests, 0, targets)  # the pages of the tree are read
-        reads: list[object] = []
+        places, size = places_of([layer_spec(m, 0) for m in manifests])
+        copy, reads = reader.copies(manifests, range(LAYERS), places), list[object]()
         monkeypatch.setattr(os, "preadv", lambda *of: reads.append(of))
-        reader.copy_layers(manifests, 1, targets)
+        for layer in range(LAYERS):
+            copy(layer, memoryview(bytearray(size)))
     assert not reads
 
 

@@ -166,6 +166,14 @@ def check_big(header: bytes, node: Node, page_size: int, num_pages: int) -> None
         raise ValueError("it does not begin the value it should")
 
 
+def big_header(node: Node, page_size: int, num_pages: int) -> bytes | None:
+    """Return the header that `check_big` takes, but for its padding; None if there is none."""
+    pages = (HEADER - 1 + node.size) // page_size + 1
+    if not node.big or not 2 <= node.pgno <= num_pages - pages:
+        return None
+    return _PAGE.pack(node.pgno, 0, _OVERFLOW, pages & 0xFFFF, pages >> 16)
+
+
 def parse_free(key: bytes, value: memoryview, num_pages: int) -> tuple[int, ...]:
     """Return the page numbers of a record of the free list, in descending order."""
     count = int.from_bytes(value[:8], "little")

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 
-from cacheblend_store.compiled_reads import read_digested
 from cacheblend_store.errors import StoreCorrupt
 from cacheblend_store.lmdb_file.pages.layout import (
     HEADER,
@@ -22,6 +21,7 @@ from cacheblend_store.lmdb_file.pages.layout import (
     Meta,
     Node,
     Tree,
+    big_header,
     check_big,
     parse_free,
     parse_page,
@@ -125,32 +125,32 @@ class PageReader:
             for buffer in buffers:
                 rest.readinto(buffer)
 
-    def locate(self, database: str, keys: Sequence[bytes]) -> list[Node] | None:
-        """Return the nodes of big values, for `read_digested`; None if one is missing or not big. Their extents are not
-        checked."""
-        tree = self.tree(database)
-        found = [self._located(tree, key) for key in keys] if tree else []
-        nodes = [node for node in found if node is not None and node.big]
-        return nodes if len(nodes) == len(keys) else None
+    def place(self, database: str, keys: Sequence[bytes], size: int) -> list[tuple[int, bytes]] | None:
+        """Return the file offset and the header of the first page of each key's value, for `compiled_reads`; None
+        unless all are big values of that size. keys: in order, best adjacent ones. The headers are expected, not read.
+        """
+        tree, found = self.tree(database), list[tuple[int, bytes]]()
+        leaf, at, page_size, num_pages = None, 0, self.meta.page_size, self.meta.next_pgno
+        for key in keys:
+            if leaf is None or at == len(leaf.keys) or leaf.keys[at] != key:
+                if tree is None or tree.root == NO_PAGE:
+                    return None
+                leaf = self._leaf_of(tree, key)
+                at = bisect_left(leaf.keys, key)
+                if at == len(leaf.keys) or leaf.keys[at] != key:
+                    return None
+            node = leaf.node(at)
+            at += 1
+            header = big_header(node, page_size, num_pages)
+            if header is None or node.size != size:
+                return None
+            found.append((node.pgno * page_size, header))
+        return found
 
-    def read_digested(
-        self, nodes: Sequence[Node], buffers: Sequence[Sequence[memoryview]], seeds: Sequence[bytes]
-    ) -> list[bytes] | None:
-        """Fill each node's buffers with its value, of exactly their size. Returns the XXH3-128 of each seed and value,
-        computed without the GIL; None without compiled code, or for a value that `read_into` would refuse. Several
-        threads may read at once."""
-        size = self.meta.page_size
-        if any(node.size != sum(map(len, own)) for node, own in zip(nodes, buffers, strict=True)):
-            return None
-        headers = memoryview(bytearray(HEADER * len(nodes)))
-        parts = [[headers[HEADER * i : HEADER * (i + 1)], *own] for i, own in enumerate(buffers)]
-        digests = read_digested(self._handle, [node.pgno * size for node in nodes], parts, seeds)
-        if digests is None:
-            return None
-        for node, (header, *_) in zip(nodes, parts, strict=True):
-            with self._checked(node.pgno):
-                check_big(bytes(header), node, size, self.meta.next_pgno)
-        return digests
+    @property
+    def handle(self) -> int:
+        """Descriptor of the file, open as long as the snapshot."""
+        return self._handle
 
     def used_bytes(self, database: str) -> int:
         """Return the page bytes of a database, from LMDB's counters."""
