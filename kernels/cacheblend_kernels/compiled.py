@@ -162,7 +162,7 @@ def decode_attention(q: Tensor, cache: LayerCache, meta: AttentionMetadata, para
     kind, (num_rows, num_heads, dim) = _TYPES.get(dtype), q.shape
     if code is None or kind is None or pool is None or where is None or dim % LANES or dim > MAX_DIM:
         return None
-    if params.soft_cap is not None or params.sinks is not None or params.alibi is not None:
+    if params.soft_cap is not None or params.sinks is not None:
         return None
     _, block_size, num_kv_heads, pool_dim = cache.k.shape
     num_seqs, max_blocks = meta.block_table.shape
@@ -188,7 +188,7 @@ def prefill_attention(
     matrices: multiply with AMX; None for wherever the CPU has it.
     """
     code, (num_rows, num_heads, dim), (num_keys, num_kv_heads, v_dim) = library(), q.shape, v.shape
-    if code is None or params.alibi is not None or dim % 32 or v_dim % 32:
+    if code is None or dim % 32 or v_dim % 32:
         return None
     if not all(x.is_cpu and x.dtype == torch.bfloat16 for x in (q, k, v)) or num_heads % num_kv_heads:
         return None
