@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from functools import lru_cache
@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from cacheblend_store import Amount, ChunkStore
 from cacheblend_store.format.records import document_key
 
-from cacheblend_cli.collect.collector import Collector, PlannedChunk, chunk_manifest
+from cacheblend_cli.collect.collector import Collector, How, PlannedChunk, chunk_manifest
 from cacheblend_cli.collect.corpus_diff import CorpusDiff, Paths, diff_corpus
 from cacheblend_cli.collect.difference import Difference, compare, estimate_seconds
 from cacheblend_cli.collect.document_records import (
+    StoredDocument,
     document_record,
     document_summary,
     is_news,
@@ -24,7 +25,7 @@ from cacheblend_cli.collect.document_records import (
     renamed,
     stored_documents,
 )
-from cacheblend_cli.collect.plan import Part, Planner
+from cacheblend_cli.collect.plan import Part, PlannedDocument, Planner
 from cacheblend_cli.collect.prefill import pack_tokens
 from cacheblend_cli.collect.room import Room, room_for
 from cacheblend_cli.collect.settings import CollectSettings
@@ -178,55 +179,29 @@ def precompute(
     confirm: called before documents are computed again because their settings changed.
     """
     start, report = time.perf_counter(), PrecomputeReport()
-
-    def skip(document: Skipped) -> None:
-        report.skipped.append(document)
-        on_event(PrecomputeEvent("skipped", message=f"{document.typed}: {document.reason}", skipped=document))
-
-    def leave_out(file: DocumentFile, why: NoDocument) -> None:
-        named = file.path in (str(Path(name)) for name in paths.named)
-        skip(Skipped(file.source, why.reason, file.path, unread=True, group=why.group, named=named))
-
-    progress = _Reading(on_event)
-    trust = not (options.force or options.verify_files)
-    stored = stored_documents(store, trust=trust) if store is not None else {}
-    if store is not None and not options.dry_run and rename_documents(store, stored):
-        stored = stored_documents(store, trust=trust)
-    diff = diff_corpus(collection, store, paths, skip, progress.found, stored)
+    reading = _Reading(paths, report, on_event)
+    diff = diff_corpus(collection, store, paths, reading.skip, reading.found, _stored(store, options))
     report.incomplete = [_incomplete(diff, file) for file in diff.documents if file.omissions]
     if report.incomplete:
         on_event(PrecomputeEvent("omitted", incomplete=report.incomplete))
-    quota = options.max_bytes if options.max_bytes is not None else store.max_bytes if store is not None else 0
-    cluster = options.cluster
-    if cluster is not None:
-        quota = 0  # this store gets only texts
+    quota = _quota(store, options)
     settle = quota <= 0 and not options.list_unchanged
-    planner = Planner(diff, store, progress.cut, leave_out, with_records=quota > 0, settle=settle)
+    planner = Planner(diff, store, reading.cut, reading.leave_out, with_records=quota > 0, settle=settle)
     plan = planner.plan(options.given)
-    if cluster is not None and any(part.settings.context == "neighbours" for part in plan):
-        raise UsageError(
-            "--ray does not support --context neighbours: the left context of a chunk depends on all other documents",
-            "use --context document or sink, or leave out --ray",
-        )
+    _check_cluster(options, plan)
     room = room_for(plan, store, quota)
     if room.without_kv:
         on_event(PrecomputeEvent("room", room=room))
-    report.documents = sum(len(part.documents) + part.settled.num_documents for part in plan)
-    report.tokens = sum(part.settled.num_tokens + sum(size.num_tokens for size in part.sizes) for part in plan)
-    report.hidden = sorted(diff.left_behind)
-    report.difference = compare(store, diff, plan, room, force=options.force)
-    report.bytes = sum(
-        a.bytes for a in (report.difference.new, report.difference.replaced, report.difference.unchanged)
-    )
+    difference = compare(store, diff, plan, room, force=options.force)
+    _count_planned(report, diff, plan, difference)
     if options.dry_run or store is None:
-        report.difference.seconds = estimate_seconds(report.difference.missing)
+        difference.seconds = estimate_seconds(difference.missing)
         return report
-    start += _confirm(report.difference, confirm)
-    if cluster is None and report.difference.computed_tokens >= _LONG_PACKS * pack_tokens(
-        collection.model.decoder.device
-    ):
-        report.difference.seconds = report.difference.seconds or estimate_seconds(report.difference.missing)
-    on_event(PrecomputeEvent("plan", total=report.tokens, planned=report.difference))
+    start += _confirm(difference, confirm)
+    long_run = _LONG_PACKS * pack_tokens(collection.model.decoder.device)
+    if options.cluster is None and difference.computed_tokens >= long_run:
+        difference.seconds = difference.seconds or estimate_seconds(difference.missing)
+    on_event(PrecomputeEvent("plan", total=report.tokens, planned=difference))
     run = _Run(planner, store, room, on_event, report, options)
     known = diff.source_settings.paths  # these are remembered without documents too: their links lead nowhere now
     roots = [root for root in diff.given_roots(options.given) if plan or root.path in known]
@@ -238,6 +213,39 @@ def precompute(
     diff.source_settings.remember(store, roots, options.given, done=True)
     report.seconds = time.perf_counter() - start
     return report
+
+
+def _stored(store: ChunkStore | None, options: PrecomputeOptions) -> dict[bytes, StoredDocument]:
+    """Return the documents in the store, which a run that is not dry first renames to their current names."""
+    trust = not (options.force or options.verify_files)
+    stored = stored_documents(store, trust=trust) if store is not None else {}
+    if store is not None and not options.dry_run and rename_documents(store, stored):
+        stored = stored_documents(store, trust=trust)
+    return stored
+
+
+def _quota(store: ChunkStore | None, options: PrecomputeOptions) -> int:
+    """Return the quota in bytes, 0 for none. With a cluster the store gets only texts."""
+    if options.cluster is not None:
+        return 0
+    if options.max_bytes is not None:
+        return options.max_bytes
+    return 0 if store is None else store.max_bytes
+
+
+def _check_cluster(options: PrecomputeOptions, plan: Sequence[Part]) -> None:
+    if options.cluster is not None and any(part.settings.context == "neighbours" for part in plan):
+        raise UsageError(
+            "--ray does not support --context neighbours: the left context of a chunk depends on all other documents",
+            "use --context document or sink, or leave out --ray",
+        )
+
+
+def _count_planned(report: PrecomputeReport, diff: CorpusDiff, plan: Sequence[Part], difference: Difference) -> None:
+    report.documents = sum(len(part.documents) + part.settled.num_documents for part in plan)
+    report.tokens = sum(part.settled.num_tokens + sum(size.num_tokens for size in part.sizes) for part in plan)
+    report.hidden, report.difference = sorted(diff.left_behind), difference
+    report.bytes = difference.new.bytes + difference.replaced.bytes + difference.unchanged.bytes
 
 
 def _incomplete(diff: CorpusDiff, file: DocumentFile) -> Incomplete:
@@ -256,12 +264,21 @@ def _confirm(difference: Difference, confirm: Confirm | None) -> float:
 
 
 class _Reading:
-    """Reports how much is found and read. The share never decreases, whatever the order of the documents."""
+    """Reports what is found, skipped and read. The share read never decreases, whatever the order of the documents."""
 
-    def __init__(self, on_event: OnEvent) -> None:
-        self._on_event, self._shown = on_event, lru_cache(16)(shown)
+    def __init__(self, paths: Paths, report: PrecomputeReport, on_event: OnEvent) -> None:
+        self._named = {str(Path(name)) for name in paths.named}
+        self._report, self._on_event, self._shown = report, on_event, lru_cache(16)(shown)
         self._places = dict[str, tuple[int, int]]()  # document -> bytes of the documents before it, and its own
         self._total = self._done = 0
+
+    def skip(self, file: Skipped) -> None:
+        self._report.skipped.append(file)
+        self._on_event(PrecomputeEvent("skipped", message=f"{file.typed}: {file.reason}", skipped=file))
+
+    def leave_out(self, file: DocumentFile, why: NoDocument) -> None:
+        named = file.path in self._named
+        self.skip(Skipped(file.source, why.reason, file.path, unread=True, group=why.group, named=named))
 
     def found(self, file: DocumentFile) -> None:
         size = max(1, 0 if file.state is None else file.state.size)
@@ -277,6 +294,27 @@ class _Reading:
 
     def _tell(self, source: str, done: int, total: int) -> None:
         self._on_event(PrecomputeEvent("reading", message=self._shown(source), done=done, total=total))
+
+
+@dataclass
+class _Batch:
+    """Documents of a part with their chunks, whose records are committed together."""
+
+    part: Part
+    documents: list[tuple[DocumentFile, list[PlannedChunk]]] = field(default_factory=list)
+    tokens: int = 0
+
+    @property
+    def chunks(self) -> Iterator[PlannedChunk]:
+        return (chunk for _, chunks in self.documents for chunk in chunks)
+
+    @property
+    def places(self) -> dict[bytes, list[PlannedChunk]]:
+        """Each text once, by key, with all its places in the documents."""
+        places = dict[bytes, list[PlannedChunk]]()
+        for chunk in self.chunks:
+            places.setdefault(chunk.key, []).append(chunk)
+        return places
 
 
 class _Run:
@@ -300,35 +338,45 @@ class _Run:
 
     def store(self, part: Part) -> None:
         """Store the part's documents that changed or lack KV, in batches."""
-        cluster = self._cluster
         if part.settled.num_documents:
             self._report.unchanged += part.settled.num_chunks
             self._on_event(PrecomputeEvent("settled", done=part.settled.num_tokens))
-        collector = (
-            Collector(part.collection, self._store, self._keep, with_prefix=part.collection.prefix_key in self._room)
-            if cluster is None
-            else cluster.collector(part.collection, self._store)
-        )
+        collector, most = self._collector(part)
         collector.begin()
-        batch, tokens = list[tuple[DocumentFile, list[PlannedChunk]]](), 0
-        most = _BATCH_TOKENS * (1 if cluster is None else cluster.workers)
+        batch = _Batch(part)
         for planned in part.documents:
-            complete = all(size.has_kv or size.key not in self._room for size in planned.sizes)
-            if planned.is_current and complete and not self._force:
-                for index, size in enumerate(planned.sizes):
-                    self._tell(part, size.key, planned.file.source, index, size.num_tokens, "unchanged")
-                if not self._is_noted(part, planned.file):
-                    sizes = ((size.key, size.num_tokens) for size in planned.sizes)
-                    self._summaries.add(document_summary(part.collection, planned.file, part.settings, sizes))
+            if planned.is_current and not self._force and self._is_complete(planned):
+                self._keep_document(part, planned)
             elif (chunks := self._planner.cut_again(part, planned)) is not None:
-                batch.append((planned.file, chunks))
-                tokens += sum(size.num_tokens for size in planned.sizes)
-            if tokens >= most:
-                self._store_batch(part, collector, batch)
-                batch, tokens = [], 0
-        if batch:
-            self._store_batch(part, collector, batch)
+                batch.documents.append((planned.file, chunks))
+                batch.tokens += sum(size.num_tokens for size in planned.sizes)
+            if batch.tokens >= most:
+                self._store_batch(collector, batch)
+                batch = _Batch(part)
+        if batch.documents:
+            self._store_batch(collector, batch)
         self._summaries.flush()
+
+    def _collector(self, part: Part) -> tuple[Collector, int]:
+        """Return the part's collector, and the tokens of a batch for it."""
+        if self._cluster is not None:
+            return self._cluster.collector(part.collection, self._store), _BATCH_TOKENS * self._cluster.workers
+        with_prefix = part.collection.prefix_key in self._room
+        return Collector(part.collection, self._store, self._keep, with_prefix=with_prefix), _BATCH_TOKENS
+
+    def _is_complete(self, planned: PlannedDocument) -> bool:
+        """Return whether all chunks that should have KV have it."""
+        return all(size.has_kv or size.key not in self._room for size in planned.sizes)
+
+    def _keep_document(self, part: Part, planned: PlannedDocument) -> None:
+        """Report the chunks of a document that needs no work, and store its summary if it has none."""
+        for index, size in enumerate(planned.sizes):
+            self._tell(part, size.key, planned.file.source, index, size.num_tokens, "unchanged")
+        if not self._is_noted(part, planned.file):
+            self._add_summary(part, planned.file, ((size.key, size.num_tokens) for size in planned.sizes))
+
+    def _add_summary(self, part: Part, file: DocumentFile, sizes: Iterable[tuple[bytes, int]]) -> None:
+        self._summaries.add(document_summary(part.collection, file, part.settings, sizes))
 
     def _is_noted(self, part: Part, file: DocumentFile) -> bool:
         """Return whether the store has a summary of a document's current version, with its current file state."""
@@ -358,58 +406,72 @@ class _Run:
                 what = f"its chunks of context {record.context} in {diff.codecs[record.collection]} were removed"
                 self._on_event(PrecomputeEvent("removed", message=f"{shown(record.source)} has changed: {what}"))
 
-    def _store_batch(
-        self, part: Part, collector: Collector, batch: Sequence[tuple[DocumentFile, list[PlannedChunk]]]
-    ) -> None:
+    def _store_batch(self, collector: Collector, batch: _Batch) -> None:
         """Store records and texts of documents first, then missing KV.
 
         Searches and citations then use the current version at once, and an interrupted run leaves no chunk without a
         document.
         """
-        store, report = self._store, self._report
-        places = [chunk for _, chunks in batch for chunk in chunks]
-        wanted: dict[bytes, PlannedChunk] = {}
-        for chunk in places:
-            wanted.setdefault(chunk.key, chunk)
-        records = [document_record(part.collection, file, chunks, part.settings) for file, chunks in batch]
-        with store.read() as reader:
-            stored = {key: m.has_kv for key in sorted(wanted) if (m := reader.undamaged(key)) is not None}
-            news = [record for record in records if is_news(record, reader.document(record.key))]
-        missing = {key for key in wanted if key in self._room and (self._force or not stored.get(key))}
-        if not self._force:
-            missing -= collector.present([wanted[key] for key in missing])
-        replaced = {f.source: self._diff.replaced(f.source, part.collection, part.settings.context) for f, _ in batch}
-        before = {name: {key for record in old for key in record.chunk_keys} for name, old in replaced.items()}
-        texts = [chunk_manifest(part.collection, wanted[key]) for key in sorted(wanted) if key not in stored]
-        report.removed += len(store.put_documents(news, (), texts, self._keep))
-
-        def tell(chunk: PlannedChunk, status: ChunkStatus, *, worked: bool = False) -> None:
-            if status == "new" and before[chunk.source] and chunk.key not in before[chunk.source]:
-                status = "replaced"
-            num_tokens = len(chunk.chunk.token_ids)
-            self._tell(part, chunk.key, chunk.source, chunk.chunk.index, num_tokens, status, num_tokens * worked)
-
-        for chunk in places:
+        part, places = batch.part, batch.places
+        wanted = {key: first for key, (first, *_) in places.items()}
+        with_kv = self._put_records(batch, wanted)
+        missing = self._missing(collector, wanted, with_kv)
+        before = {file.source: self._keys_before(part, file.source) for file, _ in batch.documents}
+        for chunk in batch.chunks:
             if chunk.key not in missing:
-                tell(chunk, "unchanged" if chunk.key in stored else "new")
-        for key, status, how in collector.store(
-            [chunk for key, chunk in wanted.items() if key in missing], again=self._force
-        ):
-            tell(wanted[key], status, worked=True)
-            num_tokens = len(wanted[key].chunk.token_ids)
-            if how == "computed":
-                report.computed_tokens += num_tokens
-            elif how == "converted":
-                report.converted.add(num_tokens, part.collection.stored_bytes(num_tokens))
-            else:
-                report.taken += 1
-        for chunk in places:
-            if chunk.key in missing and chunk is not wanted[chunk.key]:  # the same text in a second place
-                tell(chunk, "unchanged")
-        for file, chunks in batch:
-            pairs = ((chunk.key, len(chunk.chunk.token_ids)) for chunk in chunks)
-            self._summaries.add(document_summary(part.collection, file, part.settings, pairs))
+                self._tell_of(part, chunk, "unchanged" if chunk.key in with_kv else "new", before)
+        to_store = [chunk for key, chunk in wanted.items() if key in missing]
+        for collected in collector.store(to_store, again=self._force):
+            first, *others = places[collected.key]
+            self._count_work(part, collected.how, len(first.chunk.token_ids))
+            self._tell_of(part, first, collected.status, before, done=len(first.chunk.token_ids))
+            for chunk in others:  # the same text in other places
+                self._tell_of(part, chunk, "unchanged", before)
+        for file, chunks in batch.documents:
+            self._add_summary(part, file, ((chunk.key, len(chunk.chunk.token_ids)) for chunk in chunks))
         self._summaries.flush()
+
+    def _put_records(self, batch: _Batch, wanted: Mapping[bytes, PlannedChunk]) -> dict[bytes, bool]:
+        """Store records of the documents that changed, and texts of new chunks. Return whether each chunk that was
+        stored before has KV, by key."""
+        part = batch.part
+        records = [document_record(part.collection, file, chunks, part.settings) for file, chunks in batch.documents]
+        with self._store.read() as reader:
+            with_kv = {key: m.has_kv for key in sorted(wanted) if (m := reader.undamaged(key)) is not None}
+            news = [record for record in records if is_news(record, reader.document(record.key))]
+        texts = [chunk_manifest(part.collection, wanted[key]) for key in sorted(wanted.keys() - with_kv.keys())]
+        self._report.removed += len(self._store.put_documents(news, (), texts, self._keep))
+        return with_kv
+
+    def _missing(
+        self, collector: Collector, wanted: Mapping[bytes, PlannedChunk], with_kv: Mapping[bytes, bool]
+    ) -> set[bytes]:
+        """Return the keys of chunks whose KV is to be stored."""
+        if self._force:
+            return {key for key in wanted if key in self._room}
+        missing = {key for key in wanted if key in self._room and not with_kv.get(key)}
+        return missing - collector.present([wanted[key] for key in missing])
+
+    def _keys_before(self, part: Part, source: str) -> set[bytes]:
+        """Return the chunks that a document had in the part's codec and context before this run."""
+        records = self._diff.replaced(source, part.collection, part.settings.context)
+        return {key for record in records for key in record.chunk_keys}
+
+    def _count_work(self, part: Part, how: How, num_tokens: int) -> None:
+        if how == "computed":
+            self._report.computed_tokens += num_tokens
+        elif how == "converted":
+            self._report.converted.add(num_tokens, part.collection.stored_bytes(num_tokens))
+        else:
+            self._report.taken += 1
+
+    def _tell_of(
+        self, part: Part, chunk: PlannedChunk, status: ChunkStatus, before: Mapping[str, set[bytes]], done: int = 0
+    ) -> None:
+        """Count and report a chunk. before: the chunks that its document had, by its name."""
+        if status == "new" and before[chunk.source] and chunk.key not in before[chunk.source]:
+            status = "replaced"
+        self._tell(part, chunk.key, chunk.source, chunk.chunk.index, len(chunk.chunk.token_ids), status, done)
 
     def _tell(
         self, part: Part, key: bytes, source: str, index: int, tokens: int, status: ChunkStatus, done: int = 0
