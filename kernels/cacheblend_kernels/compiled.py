@@ -28,11 +28,11 @@ from cacheblend_kernels.interface import (
     packed_bytes,
 )
 
-ABI, LANES, CHUNK, MAX_DIM, OUTPUTS, MOST_ROWS, MAX_CODES = 7, 16, 256, 256, 64, 4, 1024  # as in cpu.c
+ABI, LANES, CHUNK, MAX_DIM, OUTPUTS, MOST_ROWS, MAX_CODES = 7, 16, 256, 256, 64, 4, 1024  # as in cpu/*.h
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ALONE = 1 << 15  # elements; below this a second thread costs more than it saves
 
-# The structures of cpu.c, with their trailing padding. Packing takes less time than ctypes.Structure, especially with
+# The structures of cpu/*.h, with their trailing padding. Packing takes less time than ctypes.Structure, especially with
 # cold caches.
 _NORM, _GATE, _ROUNDING = Struct("4P2qf3i0P").pack, Struct("2P2q2i0P").pack, Struct("3P2q3i0P").pack
 _PRODUCT = Struct("6P5q2i0P").pack
