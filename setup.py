@@ -2,6 +2,7 @@
 
 import platform
 import sys
+from pathlib import Path
 
 from setuptools import Extension, setup
 
@@ -14,7 +15,7 @@ def compiled(name: str) -> Extension:
     return Extension(
         f"cacheblend_kernels._{name}",
         [f"{FOLDER}/{name}.c"],
-        depends=[f"{FOLDER}/{part}" for part in ("cpu.c", "gguf_blocks.h", "prefill_attention.h")],
+        depends=[f"{FOLDER}/cpu.c", *map(str, sorted(Path(FOLDER).glob("cpu/*.h")))],
         extra_compile_args=["-O2", "-ftree-vectorize", "-std=gnu11", "-Wno-psabi", *OPENMP],
         extra_link_args=OPENMP,
         optional=True,

@@ -189,8 +189,6 @@ def attention_weights(
         if params.soft_cap is not None:
             logits = params.soft_cap * torch.tanh(logits / params.soft_cap)
         logits = logits.view(*rows[heads].shape[:3], kv_len)
-        if params.alibi is not None:
-            logits += params.alibi.view(num_kv_heads, -1, 1, 1)[heads] * (key_at - positions[:, None])
         logits.masked_fill_(hidden, float("-inf"))
         if params.sinks is not None:  # logits without a key
             sinks = params.sinks.view(num_kv_heads, -1, 1, 1)[heads]

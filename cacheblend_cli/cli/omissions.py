@@ -9,7 +9,7 @@ from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.units import counted
 
 if TYPE_CHECKING:
-    from cacheblend_cli.collect.precompute import Incomplete
+    from cacheblend_cli.collect.events import Incomplete
 
 _NAMED = 3  # omissions to name without --verbose
 

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
     from cacheblend_cli.collect.cluster import Cluster
-    from cacheblend_cli.collect.precompute import Difference, PrecomputeEvent, PrecomputeReport
+    from cacheblend_cli.collect.difference import Difference
+    from cacheblend_cli.collect.events import PrecomputeEvent, PrecomputeReport
     from cacheblend_cli.engine.engine import Engine
     from cacheblend_cli.settings import Settings
 

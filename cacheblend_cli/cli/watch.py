@@ -16,7 +16,7 @@ from cacheblend_cli.errors import CacheBlendError, NotFoundError, UsageError
 from cacheblend_cli.settings import Settings
 
 if TYPE_CHECKING:
-    from cacheblend_cli.collect.precompute import PrecomputeEvent, PrecomputeReport
+    from cacheblend_cli.collect.events import PrecomputeEvent, PrecomputeReport
     from cacheblend_cli.engine.engine import Engine
 
 _IGNORE_FILES = (".gitignore", ".ignore")

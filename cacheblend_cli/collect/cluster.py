@@ -23,9 +23,9 @@ from cacheblend_store.tier import open_tier
 from cacheblend_store.writer import with_digests
 
 from cacheblend_cli.collect.collector import (
+    CollectedChunk,
     Collector,
     PlannedChunk,
-    StoredChunk,
     chunk_manifest,
     collect_sequences,
     planned_of,
@@ -225,13 +225,13 @@ class ClusterCollector(Collector):
 
     def store(
         self, chunks: Sequence[PlannedChunk], *, again: bool = False, fetch: bool = True, every_s: float | None = None
-    ) -> Iterator[StoredChunk]:
+    ) -> Iterator[CollectedChunk]:
         """Compute the chunks. Yields each once its KV is in the tier."""
         wanted = {c.key: c for c in chunks}
         for records in self._cluster.collect(self._groups(chunks)):
             for key, record in records:
                 assert decode_manifest(key, record).token_ids == wanted[key].chunk.token_ids
-                yield StoredChunk(key, "new", "computed")
+                yield CollectedChunk(key, "new", "computed")
 
     def _groups(self, chunks: Sequence[PlannedChunk]) -> Iterator[RemoteChunks]:
         """Yield groups of chunks, a few launches each.

@@ -43,7 +43,7 @@ class PlannedChunk:
 How = Literal["converted", "fetched", "computed"]
 
 
-class StoredChunk(NamedTuple):
+class CollectedChunk(NamedTuple):
     """A chunk whose KV is durable."""
 
     key: bytes
@@ -92,7 +92,7 @@ class Collector:
 
     def store(
         self, chunks: Sequence[PlannedChunk], *, again: bool = False, fetch: bool = True, every_s: float | None = None
-    ) -> Iterator[StoredChunk]:
+    ) -> Iterator[CollectedChunk]:
         """Store the KV of chunks, each key once: what the store has in a finer codec is converted, what its tier has is
         fetched, and the rest is computed. Yields each chunk once it is durable.
 
@@ -109,7 +109,7 @@ class Collector:
         for how, way in ways.items():
             for key, status in commit(self._store, way(list(left.values())), self._keep, every_s):
                 del left[key]
-                yield StoredChunk(key, status, how)
+                yield CollectedChunk(key, status, how)
 
     def put(self, planned: PlannedChunk, kv: ChunkKV) -> None:
         """Encode and commit the KV of one chunk."""

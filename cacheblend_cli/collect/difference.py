@@ -67,62 +67,84 @@ def compare(
     store: ChunkStore | None, diff: CorpusDiff, plan: list[Part], room: Room, *, force: bool = False
 ) -> Difference:
     """Return the changes from storing the plan. room: chunks that should have KV. force: compute all of these again."""
-    found, planned = Difference(), set[bytes]()
+    comparison = _Comparison(store, diff, room, force)
     for part in plan:
-        counts = Counter[int]()  # number of chunks by number of tokens: the bytes of each length are computed once
-        for key, num_tokens in part.settled.chunks():
-            if key not in planned:
-                planned.add(key)
-                counts[num_tokens] += 1
-        for num_tokens, count in counts.items():
-            found.unchanged.chunks += count
-            found.unchanged.tokens += count * num_tokens
-            found.unchanged.bytes += count * part.collection.stored_bytes(num_tokens)
+        comparison.add_settled(part)
     for part in plan:
         missing = Missing(part.collection)
         for document in part.documents:
-            source, before = document.file.source, missing.chunks
-            versions = diff.versions(source)
-            own = diff.replaced(source, part.collection, part.settings.context)
-            finer = _finer(store, diff, part, document) if store is not None and not force else []
-            for index, size in enumerate(document.sizes):
-                if size.key in planned:
-                    continue
-                planned.add(size.key)
-                kept = size.key in room
-                is_stored = not force and size.has_kv is not None and (size.has_kv or not kept)
-                amount = found.unchanged if is_stored else found.replaced if own else found.new
-                amount.add(size.num_tokens, part.stored_bytes(size) if kept else 0)
-                if kept and not is_stored and index < len(finer) and finer[index]:
-                    found.converted.add(size.num_tokens, part.stored_bytes(size))
-                elif kept and not is_stored:
-                    missing.add(size)
-            if missing.chunks > before and versions and not force:
-                latest = max(own or versions, key=lambda r: r.updated)
-                found.changes.update(_changes(latest, diff, part))
-            elif missing.chunks > before and source in diff.worded and not force:
-                stored = diff.worded[source]
-                found.changes.update(stored.differences(part.collection.template.wording))
-        found.missing.append(missing)
+            comparison.add_document(part, document, missing)
+        comparison.found.missing.append(missing)
     if store is not None:
-        _count_removed(found, store, _leaving(diff, plan), planned)
-    return found
+        _count_removed(comparison.found, store, _leaving(diff, plan), comparison.planned)
+    return comparison.found
 
 
-def _finer(store: ChunkStore, diff: CorpusDiff, part: Part, document: PlannedDocument) -> list[bool]:
-    """Return for each chunk of a document whether its KV is stored in a finer codec.
+class _Comparison:
+    """Counts the chunks of a plan, each key once."""
 
-    Return [] if no finer codec has the current version of the document.
-    """
-    collection, source = part.collection, document.file.source
-    settings, found = record_settings(collection, part.settings), diff.versions(source)
-    for codec in FINER.get(collection.codec, ()):
-        of = replace(collection, codec=codec).id
-        for record in found:
-            same = record.collection == of and record.context == part.settings.context
-            if same and is_current(record, document.file, settings):
-                return [store.has_kv(key) for key in record.chunk_keys]
-    return []
+    def __init__(self, store: ChunkStore | None, diff: CorpusDiff, room: Room, force: bool) -> None:
+        self._store, self._diff, self._room, self._force = store, diff, room, force
+        self.found, self.planned = Difference(), set[bytes]()
+
+    def add_settled(self, part: Part) -> None:
+        counts = Counter[int]()  # number of chunks by number of tokens: the bytes of each length are computed once
+        for key, num_tokens in part.settled.chunks():
+            if key not in self.planned:
+                self.planned.add(key)
+                counts[num_tokens] += 1
+        amount = self.found.unchanged
+        for num_tokens, count in counts.items():
+            amount.chunks += count
+            amount.tokens += count * num_tokens
+            amount.bytes += count * part.collection.stored_bytes(num_tokens)
+
+    def add_document(self, part: Part, document: PlannedDocument, missing: Missing) -> None:
+        """Count a document's chunks, and why some are computed. missing: gets the chunks to compute."""
+        source, before = document.file.source, missing.chunks
+        own = self._diff.replaced(source, part.collection, part.settings.context)
+        finer = self._finer(part, document)
+        for index, size in enumerate(document.sizes):
+            if size.key not in self.planned:
+                self.planned.add(size.key)
+                is_finer = index < len(finer) and finer[index]
+                self._add(part, size, missing, self.found.replaced if own else self.found.new, is_finer=is_finer)
+        if missing.chunks == before or self._force:
+            return
+        if versions := own or self._diff.versions(source):
+            self.found.changes.update(_changes(max(versions, key=lambda r: r.updated), self._diff, part))
+        elif source in self._diff.worded:
+            self.found.changes.update(self._diff.worded[source].differences(part.collection.template.wording))
+
+    def _add(self, part: Part, size: ChunkSize, missing: Missing, changed: Amount, *, is_finer: bool) -> None:
+        """Count a chunk. changed: amount to add it to if it is not stored."""
+        kept, num_bytes = size.key in self._room, part.stored_bytes(size)
+        is_stored = not self._force and size.has_kv is not None and (size.has_kv or not kept)
+        amount = self.found.unchanged if is_stored else changed
+        amount.add(size.num_tokens, num_bytes if kept else 0)
+        if is_stored or not kept:
+            return
+        if is_finer:
+            self.found.converted.add(size.num_tokens, num_bytes)
+        else:
+            missing.add(size)
+
+    def _finer(self, part: Part, document: PlannedDocument) -> list[bool]:
+        """Return for each chunk of a document whether its KV is stored in a finer codec.
+
+        Return [] if no finer codec has the current version of the document, or if all chunks are computed again.
+        """
+        store, collection = self._store, part.collection
+        if store is None or self._force:
+            return []
+        settings, versions = record_settings(collection, part.settings), self._diff.versions(document.file.source)
+        for codec in FINER.get(collection.codec, ()):
+            of = replace(collection, codec=codec).id
+            for record in versions:
+                same = record.collection == of and record.context == part.settings.context
+                if same and is_current(record, document.file, settings):
+                    return [store.has_kv(key) for key in record.chunk_keys]
+        return []
 
 
 def _changes(record: StoredDocument, diff: CorpusDiff, part: Part) -> list[tuple[str, str]]:

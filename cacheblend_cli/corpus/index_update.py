@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -52,45 +52,53 @@ class IndexUpdate:
 
 def plan_update(db: sqlite3.Connection, reader: StoreReader, changes: Changes | None) -> IndexUpdate:
     """Compare the index with the store. Only the changes are compared, or everything if `changes` is None."""
-
-    def stored(key: bytes) -> bool:
-        return key in chunks if changes is None else reader.get("chunks", key) is not None
-
-    if changes is None:
-        chunks = set(reader.keys_from(b""))
-        indexed_documents = db.execute("SELECT document FROM versions")
-        documents = {*reader.keys_from(b"", "documents"), *(bytes.fromhex(key) for (key,) in indexed_documents)}
-    else:
-        chunks = changes.chunks
-        documents = changes.documents.union(*map(reader.documents_of, chunks))
+    chunks, documents = _compared(db, reader, changes)
     records = {key.hex(): reader.document(key) for key in documents}
-    wanted = {
-        IndexEntry(chunk.key.hex(), _clean(record.source), chunk.index, record.collection, record.context, document)
-        for document, record in records.items()
-        if record is not None
-        for chunk in record.chunks
-        if stored(chunk.key)
-    }
-    if changes is None:
-        rows = dict(_rows(db))
-    else:
-        rows = {place: i for document in records for place, i in _rows(db, "WHERE document = ?", document)}
-        keys = {place.key for place in (*wanted, *rows)}.union(key.hex() for key in chunks)
-        rows |= {place: i for key in keys for place, i in _rows(db, "WHERE key = ?", key)}
+
+    def is_stored(key: str) -> bool:
+        return bytes.fromhex(key) in chunks if changes is None else reader.get("chunks", bytes.fromhex(key)) is not None
+
+    wanted = {place for place in _places(records) if is_stored(place.key)}
+    rows = dict(_rows(db)) if changes is None else _changed_rows(db, records, wanted, chunks)
     in_documents = wanted | {place for place in rows if place.document and place.document not in records}
-    candidates = {key.hex() for key in chunks}.union(place.key for place in rows) - {p.key for p in in_documents}
-    loose = {key for key in candidates if stored(bytes.fromhex(key))}
-    # may have been re-added from another source
-    again = {key.hex() for key in changes.chunks} if changes else set[str]()
-    kept = {place.key for place in rows if not place.document and place.key in loose - again}
-    gone = {
-        i: (p.source, p.collection)
-        for p, i in rows.items()
-        if p not in in_documents and (p.document or p.key not in kept)
-    }
-    new_loose = loose - kept
-    changed = None if changes is None else chunks
-    return IndexUpdate(records, sorted(wanted - rows.keys()), sorted(map(bytes.fromhex, new_loose)), gone, changed)
+    loose = {key for key in _keys(chunks, rows) - _keys((), in_documents) if is_stored(key)}
+    # a changed chunk may have been stored again from another source
+    same = loose if changes is None else loose - _keys(chunks, ())
+    kept = {place for place in rows if not place.document and place.key in same}
+    gone = {rows[place]: (place.source, place.collection) for place in rows.keys() - in_documents - kept}
+    new_loose = sorted(map(bytes.fromhex, loose - _keys((), kept)))
+    return IndexUpdate(records, sorted(wanted - rows.keys()), new_loose, gone, None if changes is None else chunks)
+
+
+def _compared(db: sqlite3.Connection, reader: StoreReader, changes: Changes | None) -> tuple[Set[bytes], Set[bytes]]:
+    """Return the keys of the chunks and of the document records to compare."""
+    if changes is not None:
+        return changes.chunks, changes.documents.union(*map(reader.documents_of, changes.chunks))
+    indexed_documents = {bytes.fromhex(key) for (key,) in db.execute("SELECT document FROM versions")}
+    return set(reader.keys_from(b"")), indexed_documents.union(reader.keys_from(b"", "documents"))
+
+
+def _keys(chunks: Iterable[bytes], places: Iterable[IndexEntry]) -> set[str]:
+    """Return the keys of chunks and places, in hex."""
+    return {key.hex() for key in chunks} | {place.key for place in places}
+
+
+def _places(records: Mapping[str, DocumentRecord | None]) -> Iterator[IndexEntry]:
+    """Yield the places of the documents' chunks. records: by document key (hex)."""
+    for document, r in records.items():
+        if r is not None:
+            source = _clean(r.source)
+            for chunk in r.chunks:
+                yield IndexEntry(chunk.key.hex(), source, chunk.index, r.collection, r.context, document)
+
+
+def _changed_rows(
+    db: sqlite3.Connection, documents: Iterable[str], wanted: Iterable[IndexEntry], chunks: Iterable[bytes]
+) -> dict[IndexEntry, int]:
+    """Return the rows of documents, and those of chunks that changed or are in these documents."""
+    rows = {place: i for document in documents for place, i in _rows(db, "WHERE document = ?", document)}
+    keys = _keys(chunks, (*wanted, *rows))
+    return rows | {place: i for key in keys for place, i in _rows(db, "WHERE key = ?", key)}
 
 
 def write_update(db: sqlite3.Connection, store: ChunkStore, update: IndexUpdate) -> None:
@@ -111,27 +119,35 @@ def write_update(db: sqlite3.Connection, store: ChunkStore, update: IndexUpdate)
         db.execute("DELETE FROM damaged")
     else:
         db.executemany("DELETE FROM damaged WHERE key = ?", [(key.hex(),) for key in update.changed])
-    damaged = set[tuple[str, str]]()  # (key, collection)
-    for batch in _by_source(update.new):
-        keys = {bytes.fromhex(place.key) for places in batch.values() for place in places}
-        unreadable = list[bytes]()
-        texts = {manifest.id: manifest.text for manifest in _manifests(store, keys, unreadable)}
-        lost = {key.hex() for key in unreadable}
-        damaged |= {(p.key, p.collection) for places in batch.values() for p in places if p.key in lost}
-        for source, places in batch.items():
-            _add(db, *source, [(place, texts[place.key]) for place in places if place.key in texts])
-    loose = list[bytes]()
-    for start in range(0, len(update.new_loose), _BATCH):
-        for manifest in _manifests(store, update.new_loose[start : start + _BATCH], loose):
-            place = IndexEntry(
-                manifest.id, _clean(manifest.source), manifest.index, manifest.collection, manifest.context, ""
-            )
-            hidden = manifest.context == "prefix" or place.source.startswith((SENT, PUT))
-            _add(db, place.source, place.collection, [(place, None if hidden else manifest.text)])
+    damaged = {place for batch in _by_source(update.new) for place in _add_places(db, store, batch)}
+    damaged |= {(key.hex(), "") for key in _add_loose(db, store, update.new_loose)}
     for source in sorted(set(update.gone.values())):
         _add(db, *source, [])
-    damaged |= {(key.hex(), "") for key in loose}
     db.executemany("INSERT OR IGNORE INTO damaged VALUES (?, ?)", sorted(damaged))
+
+
+def _add_places(
+    db: sqlite3.Connection, store: ChunkStore, batch: Mapping[Source, Sequence[IndexEntry]]
+) -> Iterator[tuple[str, str]]:
+    """Add places of documents. Yields key and collection of those whose record is damaged."""
+    unreadable = list[bytes]()
+    keys = {bytes.fromhex(place.key) for places in batch.values() for place in places}
+    texts = {manifest.id: manifest.text for manifest in _manifests(store, keys, unreadable)}
+    lost = {key.hex() for key in unreadable}
+    for source, places in batch.items():
+        _add(db, *source, [(place, texts[place.key]) for place in places if place.key in texts])
+        yield from ((place.key, place.collection) for place in places if place.key in lost)
+
+
+def _add_loose(db: sqlite3.Connection, store: ChunkStore, keys: Sequence[bytes]) -> list[bytes]:
+    """Add chunks without a document. Return the keys of those whose record is damaged."""
+    damaged = list[bytes]()
+    for start in range(0, len(keys), _BATCH):
+        for m in _manifests(store, keys[start : start + _BATCH], damaged):
+            place = IndexEntry(m.id, _clean(m.source), m.index, m.collection, m.context, "")
+            hidden = m.context == "prefix" or place.source.startswith((SENT, PUT))
+            _add(db, place.source, place.collection, [(place, None if hidden else m.text)])
+    return damaged
 
 
 def _by_source(places: Iterable[IndexEntry]) -> Iterator[dict[Source, list[IndexEntry]]]:

@@ -18,6 +18,7 @@ import re
 import unicodedata
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 _HAN = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # with kana
 _HANGUL = "\uac00-\ud7a3"
@@ -44,37 +45,28 @@ def fts5_tokenizer() -> str:
     return f"porter unicode61 tokenchars '{_characters(_WITH_MARKS, 'M')}'"
 
 
-# Patterns are built on first use: such large character classes take milliseconds, and most commands do not need them.
-@lru_cache(maxsize=1)
-def _unit() -> str:
-    """Pattern of a letter with its marks in a script without blanks."""
-    return f"[{_characters(_JOINED, 'L')}][{_characters(_JOINED, 'M')}]*"
+class _Patterns(NamedTuple):
+    unit: str  # letter with its marks in a script without blanks
+    token: str  # token that is split off
+    special: str  # character that the words of unicode61 do not handle
+    run: str  # run of letters of one kind; groups: Hangul, script without blanks, other characters
+    zero_width: str  # invisible blanks, which some writers put between the words of scripts without blanks
 
 
 @lru_cache(maxsize=1)
-def _token() -> str:
-    """Pattern of a token that is split off."""
-    return f"[{_HAN}{_HANGUL}]|{_unit()}"
-
-
-@lru_cache(maxsize=1)
-def _special() -> str:
-    """Pattern of a character that the words of unicode61 do not handle."""
-    return f"[{_HAN}{_HANGUL}{_characters(_JOINED, 'L')}{_characters(_WITH_MARKS, 'M')}]"
-
-
-@lru_cache(maxsize=1)
-def _run() -> str:
-    """Pattern of a run of letters of one kind; groups: Hangul, script without blanks, other characters."""
-    letters, marks = _characters(_JOINED, "L"), _characters(_WITH_MARKS, "M")
+def _patterns() -> _Patterns:
+    """Build the patterns, on first use: such large character classes take milliseconds, and most commands do not need
+    them."""
+    letters, own_marks, marks = _characters(_JOINED, "L"), _characters(_JOINED, "M"), _characters(_WITH_MARKS, "M")
+    unit = f"[{letters}][{own_marks}]*"
     other = f"(?:(?![{_HAN}{_HANGUL}{letters}])[^\\W_]|[{marks}])+"
-    return f"([{_HANGUL}]+)|([{letters}][{letters}{marks}]*)|[{_HAN}]|{other}"
-
-
-@lru_cache(maxsize=1)
-def _zero_width() -> str:
-    """Pattern of invisible blanks in scripts without blanks: some writers put them between words."""
-    return f"(?<=[{_characters(_JOINED, 'L')}{_characters(_JOINED, 'M')}])[\u200b\u2060]+"
+    return _Patterns(
+        unit,
+        token=f"[{_HAN}{_HANGUL}]|{unit}",
+        special=f"[{_HAN}{_HANGUL}{letters}{marks}]",
+        run=f"([{_HANGUL}]+)|([{letters}][{letters}{marks}]*)|[{_HAN}]|{other}",
+        zero_width=f"(?<=[{letters}{own_marks}])[\u200b\u2060]+",
+    )
 
 
 def indexed(text: str) -> str:
@@ -92,20 +84,20 @@ def normalised(text: str) -> str:
         return text
     text = unicodedata.normalize("NFKC", text).replace("\u00ad", "").encode("utf-8", "replace").decode("utf-8")
     text = _AM.sub(lambda am: f"{am[1]}\u0e33" if am[1] is not None else f"{am[2]}\u0eb3", text)
-    return re.sub(_zero_width(), "", text)
+    return re.sub(_patterns().zero_width, "", text)
 
 
 def spaced(text: str) -> str:
     """Put blanks around every character of a script without blanks, and around every syllable of Hangul."""
     if text.isascii():
         return text
-    text = re.sub(_token(), r" \g<0> ", text)
+    text = re.sub(_patterns().token, r" \g<0> ", text)
     return re.sub(f"([{_HANGUL}] )(?! [{_HANGUL}])", rf"\1{_END} ", text)
 
 
 def unspaced(text: str) -> str:
     """Undo `spaced`."""
-    return text if text.isascii() else re.sub(f" ({_token()}) ", r"\1", re.sub(f"{_END} ?", "", text))
+    return text if text.isascii() else re.sub(f" ({_patterns().token}) ", r"\1", re.sub(f"{_END} ?", "", text))
 
 
 def search_words(text: str) -> Iterator[tuple[str, float]]:
@@ -113,17 +105,17 @@ def search_words(text: str) -> Iterator[tuple[str, float]]:
 
     The later a pair of syllables comes in a Korean word, the less it weighs: nouns come before their particles.
     """
-    if text.isascii() or not re.search(_special(), text):
+    if text.isascii() or not re.search(_patterns().special, text):
         yield from ((word, 1.0) for word in _WORD.findall(text))
         return
-    for run in re.finditer(_run(), text):
+    for run in re.finditer(_patterns().run, text):
         if run[1]:
             pairs = zip(run[1], run[1][1:], strict=False)
             yield from ((" ".join(pair), 1 / number) for number, pair in enumerate(pairs, 1))
             if len(run[1]) == 1:
                 yield run[1], 1.0
         elif run[2]:
-            units = re.findall(_unit(), run[2])
+            units = re.findall(_patterns().unit, run[2])
             for first in range(max(len(units) - _NUM_TOGETHER, 0) + 1):
                 yield " ".join(units[first : first + _NUM_TOGETHER]), 1.0
         elif not run[0].isspace() and _WORD.search(run[0]):

@@ -63,7 +63,9 @@ from cacheblend_cli.types import (
 
 if TYPE_CHECKING:
     from cacheblend_cli.collect.corpus_diff import Paths
-    from cacheblend_cli.collect.precompute import Difference, PrecomputeEvent, PrecomputeOptions, PrecomputeReport
+    from cacheblend_cli.collect.difference import Difference
+    from cacheblend_cli.collect.events import PrecomputeEvent, PrecomputeReport
+    from cacheblend_cli.collect.precompute import PrecomputeOptions
     from cacheblend_cli.collect.recheck import RecheckReport
     from cacheblend_cli.corpus.documents import Document
     from cacheblend_cli.engine.connectors.transformers import PrefilledPrompt

@@ -11,7 +11,8 @@ from statistics import median
 
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.collect.precompute import PrecomputeOptions, PrecomputeReport
+from cacheblend_cli.collect.events import PrecomputeReport
+from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.demo import CHUNK_TOKENS, handbook_dir, questions
 from cacheblend_cli.demo.records import SEED, record_prompts
 from cacheblend_cli.engine.engine import Engine

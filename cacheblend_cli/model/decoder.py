@@ -86,23 +86,20 @@ class DecoderLayer:
         self.q_norm, self.k_norm = tensors.get("q_norm"), tensors.get("k_norm")
         scale = self.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
         sinks = tensors["sinks"].float() if spec.sinks else None
-        alibi = (
-            None if spec.alibi is None else torch.tensor(spec.alibi, device=next(iter(norms.values())).weight.device)
-        )
-        self.attention = AttentionParams(scale, spec.sliding_windows[index], spec.attention_soft_cap, sinks, alibi)
+        self.attention = AttentionParams(scale, spec.sliding_windows[index], spec.attention_soft_cap, sinks)
 
     def project_qkv(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v of the rows."""
-        q, kv = map(self._clipped, self._qkv.both(h))
+        q, kv = self._qkv.both(h)
         return self._queries(q), *self._keys_and_values(kv)
 
     def project_q(self, h: Tensor) -> Tensor:
         """Return q of the rows."""
-        return self._queries(self._clipped(self._qkv.first(h)))
+        return self._queries(self._qkv.first(h))
 
     def project_kv(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Return k and v of the rows."""
-        return self._keys_and_values(self._clipped(self._qkv.rest(h)))
+        return self._keys_and_values(self._qkv.rest(h))
 
     @property
     def latent_heads(self) -> LatentHeads | None:
@@ -171,10 +168,6 @@ class DecoderLayer:
         corrected[:, 1:] += of_token[:, None]
         return corrected
 
-    def _clipped(self, x: Tensor) -> Tensor:
-        most = self.spec.qkv_clip
-        return x if most is None else x.clamp(-most, most)
-
     def _summed(self, partial: Tensor) -> Tensor:
         """Return the sum over the ranks. partial: result with this rank's part of the weights."""
         return partial if self.shard is None else self.shard.ranks.sum(partial)
@@ -230,7 +223,6 @@ class Decoder:
         """Embedding; None where the packed head holds it."""
         outer = ModuleWeights(self.own_spec, weights, kernels, weight_dtype)
         self.norm = outer.norm("norm")
-        self._embedding_norm = outer.norm("embedding_norm") if spec.embedding_norm else None
         head = weights.pop("lm_head")
         self.device, self.dtype = self.norm.weight.device, head.dtype
         apart = in_file is not None or head.data_ptr() != self.embedding.data_ptr()
@@ -271,8 +263,6 @@ class Decoder:
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings [num_rows, hidden_size] of token ids [num_rows] int64."""
         h, scale = self._embedded(token_ids), self.spec.embedding_scale
-        if self._embedding_norm is not None:
-            h = self._embedding_norm(h)
         return h if scale == 1 else h * float(torch.tensor(scale, dtype=self.dtype))  # rounded, as in transformers
 
     def _embedded(self, token_ids: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ engine would fill them (benchmarks/results/soak.md)."""
 STEADY_ROWS = 4
 """Number of rows from which, on a CPU, a row's product is the same to the bit for any number of rows (oneDNN's and
 MKL's). Up to three rows are summed in another order, unless `Product.is_steady`."""
-LEAST = 1e-12  # minimum of a row's largest value: rows of zeros stay zeros; same in cpu.c
+LEAST = 1e-12  # minimum of a row's largest value: rows of zeros stay zeros; same in cpu/activations.h
 NUMBERS_AT_ONCE = 1 << 18  # elements rounded to int8 at once: as many as stay in a core's cache in float32
 # Overloads, if torch has oneDNN: called directly, without overload resolution.
 _packed_product: Any = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)

@@ -25,7 +25,7 @@ from torch import Tensor
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.ranks import Ranks, padded
 from cacheblend_cli.model.spec import ModelSpec
-from cacheblend_cli.model.weight_map import HEAD, embedding_name, expected_shapes
+from cacheblend_cli.model.weight_map import EMBEDDING, HEAD, expected_shapes
 
 VOCABULARY = 64  # a rank's vocabulary rows are padded to a multiple of this
 # Fields of a spec that sharding supports. A model with any other field is refused.
@@ -34,7 +34,7 @@ _KNOWN = {
     "rms_norm_eps", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tied", "max_position_embeddings", "sliding_windows", "rope", "config",
     "local_rope", "unrotated", "interleaved", "norms", "parallel", "layer_norm", "norm_bias", "norm_offset", "qk_norm_over_all",
     "gated_mlp", "sinks", "attention_scale", "attention_soft_cap", "embedding_scale", "residual_scale", "logit_scale", "logit_soft_cap",
-    "fused", "renamed", "outer", "alibi", "embedding_norm", "qkv_clip", "qkv_by_group", "shapes", "v_norm", "layer_scale", "token_width",
+    "fused", "renamed", "shapes", "v_norm", "layer_scale", "token_width",
     "token_vocab", "other_parts", "experts", "streams", "sparsity",
 }  # fmt: skip
 _KNOWN_OF_EXPERTS = {
@@ -79,7 +79,6 @@ class Shard:
             num_heads=heads,
             num_kv_heads=max(1, spec.num_kv_heads // size),
             intermediate_size=spec.intermediate_size // size,
-            alibi=None if spec.alibi is None else spec.alibi[rank * heads : (rank + 1) * heads],
             shapes=shapes,
             experts=experts,
         )
@@ -141,7 +140,7 @@ class Shard:
             if name in own
         }
         if spec.tied:
-            cuts[HEAD] = cuts[embedding_name(spec)]
+            cuts[HEAD] = cuts[EMBEDDING]
         return cuts
 
     def _cut(self, target: str, shape: tuple[int, ...], start: int, full: tuple[int, ...]) -> Cut:
@@ -172,20 +171,13 @@ class Shard:
         return Cut()
 
     def _qkv_rows(self, layer: int) -> Runs:
-        """Return the rank's rows of a layer's q, k and v: concatenated, or by group (see `ModelSpec.qkv_by_group`)."""
+        """Return the rank's rows of a layer's concatenated q, k and v."""
         spec, rank, size = self.whole, self.ranks.rank, self.ranks.size
         kv_heads, dim = spec.heads_of(layer)
         first, end = self.kv_heads(layer)
         q = rank * spec.num_heads // size, (rank + 1) * spec.num_heads // size
-        if spec.qkv_by_group:
-            group = spec.num_heads // kv_heads
-            runs = []
-            for head in range(first, end):
-                base, (low, high) = head * (group + 2), (n - head * group for n in q)
-                runs += [(base + max(low, 0), base + min(high, group)), (base + group, base + group + 2)]
-        else:
-            k = spec.num_heads
-            runs = [q, (k + first, k + end), (k + kv_heads + first, k + kv_heads + end)]
+        k = spec.num_heads
+        runs = (q, (k + first, k + end), (k + kv_heads + first, k + kv_heads + end))
         return tuple((start * dim, stop * dim) for start, stop in runs)
 
 

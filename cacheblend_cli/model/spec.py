@@ -129,7 +129,6 @@ class ModelSpec:
     local_rope: dict[str, Any] | None = None  # for layers with a window, if it differs
     unrotated: tuple[int, ...] = ()  # layers without RoPE
     interleaved: bool = False  # RoPE rotates channels 2i and 2i + 1 instead of i and i + half (`weights.fold`)
-    alibi: tuple[float, ...] | None = None  # slope per head (`AttentionParams`); such a model has no RoPE
 
     # attention
     attention_scale: float | None = None  # None: head_dim ** -0.5
@@ -137,7 +136,6 @@ class ModelSpec:
     sinks: bool = False  # an extra logit per head in the softmax, without a value
     qk_norm_over_all: bool = False  # the norm of q and k covers all heads at once
     v_norm: bool = False  # V's heads are normed, without a weight
-    qkv_clip: float | None = None  # q, k and v are clamped to +- this
     latent: LatentSpec | None = None  # num_kv_heads is then 1; K is the position key of head_dim, V the latent
 
     # norms
@@ -158,7 +156,6 @@ class ModelSpec:
 
     # embedding and output
     embedding_scale: float = 1.0
-    embedding_norm: bool = False  # the embedding is normed as the input of a layer is
     residual_scale: float = 1.0  # on each layer's output
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
@@ -174,11 +171,9 @@ class ModelSpec:
 
     # the checkpoint
     fused: tuple[str, ...] = ()  # qkv_proj and gate_up_proj, where the checkpoint holds them fused
-    qkv_by_group: bool = False  # fused qkv_proj: the query heads of a KV head, its k and v, then the next KV head's
-    # (part of a layer, name in the checkpoint), where it differs from Llama's; outer: of `model.embed_tokens`,
-    # `model.layers`, `model.norm` and `model.embedding_norm`.
-    renamed: tuple[tuple[str, str], ...] = ()
-    outer: tuple[tuple[str, str], ...] = ()
+    renamed: tuple[
+        tuple[str, str], ...
+    ] = ()  # (part of a layer, name in the checkpoint), where it differs from Llama's
     other_parts: tuple[str, ...] = ()  # prefixes of tensors of other parts of a model, such as its vision tower
 
     # transformers' own layers (`generic`): fields that describe the computation are unused

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from cacheblend_cli.model.spec import ExpertsSpec, LatentSpec, ModelSpec
 
 TOKEN_EMBEDDING = "token_embed"
-EMBEDDING, HEAD = "model.embed_tokens", "lm_head.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 # Llama's names of the parts of a layer, in `model.layers.i`.
 NAMES = {
@@ -23,17 +23,12 @@ FusedTensor = tuple[str, list[tuple[str, int]], int, bool]
 """(our tensor, the checkpoint's tensors in it (or keys of NAMES) with their rows, columns, whether it has a bias)."""
 
 
-def embedding_name(spec: ModelSpec) -> str:
-    """Return the name of the embedding's weight in the checkpoint."""
-    return f"{dict(spec.outer).get(EMBEDDING, EMBEDDING)}.weight"
-
-
 def expected_shapes(spec: ModelSpec) -> dict[str, tuple[Shape, str, int, Shape]]:
     """Return HF name -> (its shape, our tensor, first row in it, shape of our tensor).
 
     Our tensors:
 
-    - embed, norm, lm_head, and embedding_norm if the spec has it
+    - embed, norm, lm_head
     - layer i: `i.qkv_proj.weight` [q + 2 kv, hidden], `i.o_proj.weight`, `i.gate_up_proj.weight` [2 * intermediate,
       hidden] (only up if the MLP has no gate), `i.down_proj.weight`, `i.attention_in.weight` and the spec's other
       norms, `i.q_norm`, `i.k_norm`, and the spec's biases; only q in a layer that uses another layer's K and V
@@ -59,11 +54,8 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[Shape, str, int, Shape]]
         if spec.norm_bias:
             whole(f"{name}.bias", f"{target}.bias", hidden)
 
-    outer = dict(spec.outer)
-    whole(embedding_name(spec), "embed", spec.vocab_size, hidden)
-    norm(outer.get("model.norm", "model.norm"), "norm")
-    if spec.embedding_norm:
-        norm(outer["model.embedding_norm"], "embedding_norm")
+    whole(EMBEDDING, "embed", spec.vocab_size, hidden)
+    norm("model.norm", "norm")
     if not spec.tied:
         whole(HEAD, "lm_head", spec.vocab_size, hidden)
     if width := spec.token_width * spec.num_layers:
@@ -75,7 +67,7 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[Shape, str, int, Shape]]
             whole(f"model.altup_projections.{i - 1}.weight", f"streams_in.{i}.weight", hidden, hidden)
             whole(f"model.altup_unembed_projections.{i - 1}.weight", f"streams_out.{i}.weight", hidden, hidden)
     for i in range(spec.num_layers):
-        base = f"{outer.get('model.layers', 'model.layers')}.{i}"
+        base = f"model.layers.{i}"
         for place, name in spec.norms:
             norm(f"{base}.{name}", f"{i}.{place}")
         if spec.qk_norm:
@@ -133,10 +125,10 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[Shape, str, int, Shape]]
 
 
 def name_in(shapes: Mapping[str, object], stored: str) -> str | None:
-    """Return the model's name of a stored tensor: a bare model (LlamaModel, BloomModel) is saved without the `model.`
-    or `transformer.` prefix, and a language model inside another one with `language_model.` before or after it."""
+    """Return the model's name of a stored tensor: a bare model (LlamaModel) is saved without the `model.` prefix, and a
+    language model inside another one with `language_model.` before or after it."""
     own = stored.replace("language_model.", "")
-    known = (own, f"model.{own}", f"transformer.{own}", own.removeprefix("model."))
+    known = (own, f"model.{own}", own.removeprefix("model."))
     return next((name for name in known if name in shapes), None)
 
 

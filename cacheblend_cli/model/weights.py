@@ -24,7 +24,7 @@ from cacheblend_cli.model.parallel import Shard
 from cacheblend_cli.model.sharded import ShardedTensors, cut_deltas
 from cacheblend_cli.model.spec import LatentSpec, ModelSpec
 from cacheblend_cli.model.tensor_source import TensorSource
-from cacheblend_cli.model.weight_map import HEAD, TOKEN_EMBEDDING, Shape, embedding_name, expected_shapes, name_in
+from cacheblend_cli.model.weight_map import EMBEDDING, HEAD, TOKEN_EMBEDDING, Shape, expected_shapes, name_in
 
 # Parts of the names of tensors that the language model does not use: RoPE's frequencies, and the heads of reward
 # models.
@@ -120,8 +120,7 @@ def load_weights(
     if spec.tied:
         shapes[HEAD] = ((spec.vocab_size, spec.hidden_size), "lm_head", 0, (spec.vocab_size, spec.hidden_size))
     seen, left = set[str](), dict[str, dict[int, Tensor | StoredPart]]()
-    folded = spec.residual_scale != 1 or head_order(spec) is not None or spec.qkv_by_group
-    embedding = embedding_name(spec)
+    folded = spec.residual_scale != 1 or head_order(spec) is not None
     stays = device.type == "cpu" and not deltas and spec.experts is None and not folded
     source = tensor_source(model_dir, spec.experts)
     if shard is not None:
@@ -162,7 +161,7 @@ def load_weights(
                 f"tensor {stored} has shape {list(found)}, and config.json implies {list(shape)}",
                 "the weights and config.json belong to different models",
             )
-        kept_as = IN_FILE if name == embedding else target  # a prompt needs few rows of the embedding
+        kept_as = IN_FILE if name == EMBEDDING else target  # a prompt needs few rows of the embedding
         if kept_as in (IN_FILE, TOKEN_EMBEDDING) and device.type == "cpu" and name not in deltas:
             in_file = source.whole(stored)
             if in_file is not None:
@@ -200,12 +199,12 @@ def load_weights(
             report(only.numel())
         else:
             weights.leave(target, full_shapes[target], dtype, parts)
-    if spec.tied and (embedding in seen or HEAD in seen):
+    if spec.tied and (EMBEDDING in seen or HEAD in seen):
         if matrices == "hollow" and IN_FILE in weights:
             weights["lm_head"] = torch.empty_like(weights[IN_FILE], dtype=dtype, device="meta")
         else:
             _tie(weights, dtype)
-        seen |= {embedding, HEAD}
+        seen |= {EMBEDDING, HEAD}
     missing = sorted(set(shapes) - seen)
     if missing:
         raise UsageError(
@@ -270,7 +269,7 @@ def deltas_of(
             continue
         if name is None:
             raise adapter.misplaced(module, "which the model does not have")
-        if name == embedding_name(spec) or (name == HEAD and spec.tied):
+        if name == EMBEDDING or (name == HEAD and spec.tied):
             raise adapter.misplaced(module, "and adapters of the embedding are not implemented")
         adapter.check_shape(module, shapes[name][0])
         deltas[name] = delta
@@ -289,8 +288,7 @@ def _copy(source: TensorSource, name: str, target: Tensor, delta: Delta | None =
 
 def fold(spec: ModelSpec, weights: dict[str, Tensor]) -> None:
     """Fold into the weights, in place and in fp32: the offset of norms, the factor on a layer's output, and our order
-    of the channels of q and k. K is stored in that order, and products of q and k do not depend on it. Heads by group
-    are separated into q, k and v."""
+    of the channels of q and k. K is stored in that order, and products of q and k do not depend on it."""
     order = head_order(spec)
     for name, weight in weights.items():
         part = name.split(".", 1)[-1]
@@ -298,9 +296,6 @@ def fold(spec: ModelSpec, weights: dict[str, Tensor]) -> None:
             weight.copy_(weight.float() + spec.norm_offset)
         if spec.residual_scale != 1 and part.startswith(("o_proj", "down_proj")):
             weight.copy_(weight.float() * spec.residual_scale)
-        if spec.qkv_by_group and part.startswith("qkv_proj"):
-            grouped = weight.unflatten(0, (spec.num_kv_heads, -1, spec.head_dim))
-            weight.copy_(torch.cat([rows.flatten(0, 2) for rows in grouped.split((grouped.shape[1] - 2, 1, 1), 1)]))
         if order is None:
             continue
         if spec.latent is not None:

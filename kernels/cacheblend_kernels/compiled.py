@@ -28,11 +28,11 @@ from cacheblend_kernels.interface import (
     packed_bytes,
 )
 
-ABI, LANES, CHUNK, MAX_DIM, OUTPUTS, MOST_ROWS, MAX_CODES = 7, 16, 256, 256, 64, 4, 1024  # as in cpu.c
+ABI, LANES, CHUNK, MAX_DIM, OUTPUTS, MOST_ROWS, MAX_CODES = 7, 16, 256, 256, 64, 4, 1024  # as in cpu/*.h
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ALONE = 1 << 15  # elements; below this a second thread costs more than it saves
 
-# The structures of cpu.c, with their trailing padding. Packing takes less time than ctypes.Structure, especially with
+# The structures of cpu/*.h, with their trailing padding. Packing takes less time than ctypes.Structure, especially with
 # cold caches.
 _NORM, _GATE, _ROUNDING = Struct("4P2qf3i0P").pack, Struct("2P2q2i0P").pack, Struct("3P2q3i0P").pack
 _PRODUCT = Struct("6P5q2i0P").pack
@@ -162,7 +162,7 @@ def decode_attention(q: Tensor, cache: LayerCache, meta: AttentionMetadata, para
     kind, (num_rows, num_heads, dim) = _TYPES.get(dtype), q.shape
     if code is None or kind is None or pool is None or where is None or dim % LANES or dim > MAX_DIM:
         return None
-    if params.soft_cap is not None or params.sinks is not None or params.alibi is not None:
+    if params.soft_cap is not None or params.sinks is not None:
         return None
     _, block_size, num_kv_heads, pool_dim = cache.k.shape
     num_seqs, max_blocks = meta.block_table.shape
@@ -188,7 +188,7 @@ def prefill_attention(
     matrices: multiply with AMX; None for wherever the CPU has it.
     """
     code, (num_rows, num_heads, dim), (num_keys, num_kv_heads, v_dim) = library(), q.shape, v.shape
-    if code is None or params.alibi is not None or dim % 32 or v_dim % 32:
+    if code is None or dim % 32 or v_dim % 32:
         return None
     if not all(x.is_cpu and x.dtype == torch.bfloat16 for x in (q, k, v)) or num_heads % num_kv_heads:
         return None

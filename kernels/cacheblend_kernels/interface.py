@@ -103,21 +103,18 @@ class Slots:
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """Parameters of a layer's attention: softmax(cap(q k^T * scale) + alibi) v over the keys that a row sees."""
+    """Parameters of a layer's attention: softmax(cap(q k^T * scale)) v over the keys that a row sees."""
 
     scale: float
     # a row at position p sees the keys at max(0, p - sliding_window + 1) .. p; None: at 0 .. p
     sliding_window: int | None = None
     soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap)
     sinks: Tensor | None = None  # [num_heads] fp32, an extra logit per head in every row's softmax, without a value
-    # [num_heads] fp32, slopes: a row at position p gets slope * (key's position - p) added to its logits (ALiBi, arXiv
-    # 2108.12409)
-    alibi: Tensor | None = None
 
     @property
     def plain(self) -> bool:
-        """Return whether this is plain causal softmax attention: no window, cap, sinks or ALiBi."""
-        return self.sliding_window is None and self.soft_cap is None and self.sinks is None and self.alibi is None
+        """Return whether this is plain causal softmax attention: no window, cap or sinks."""
+        return self.sliding_window is None and self.soft_cap is None and self.sinks is None
 
 
 @dataclass(frozen=True)

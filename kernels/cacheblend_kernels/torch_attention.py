@@ -24,7 +24,7 @@ HEADS_AT_ONCE = 8  # number of heads whose K and V are computed from latents tog
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, params: AttentionParams) -> Tensor:
-    """softmax(cap(q k^T * scale) + alibi) v of one sequence, causal by position.
+    """softmax(cap(q k^T * scale)) v of one sequence, causal by position.
 
     q: [num_rows, num_heads, head_dim]; positions: [num_rows], strictly increasing; k, v: [kv_len, num_kv_heads,
     head_dim], V's may differ. Returns [num_rows, num_heads, head_dim of V].
@@ -48,8 +48,6 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, params
         for tile in reversed(tiles):  # largest first: the memory freed by one tile fits the next
             logits = _product(queries[:, tile.rows].flatten(0, 1), keys[tile.first : tile.last])
             logits = _capped(logits, params).unflatten(0, (group, -1))
-            if params.alibi is not None:
-                logits.addcmul_(params.alibi[own, None, None], tile.distances(positions))
             logits[..., tile.clear - tile.first :] += tile.bias
             shares = _softmax(logits, None if params.sinks is None else params.sinks[own]).to(q.dtype)
             if span != (tile.first, tile.last):
@@ -74,8 +72,6 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -
     grouped = q.float().view(num_kv_heads, -1, head_dim)
     # in fp32: in 16 bits oneDNN would compile and keep a product for every number of keys, one per step
     logits = _capped((grouped @ k.float().permute(1, 2, 0)).mul_(params.scale), params)
-    if params.alibi is not None:
-        logits.addcmul_(params.alibi.view(num_kv_heads, -1, 1), torch.arange(1.0 - len(k), 1.0, device=q.device))
     shares = _softmax(logits, None if params.sinks is None else params.sinks.view(num_kv_heads, -1))
     return (shares @ v.float().transpose(0, 1)).view(q.shape).to(q.dtype)
 
@@ -127,10 +123,6 @@ class _Tile:
     clear: int  # all rows see the keys before this one
     last: int  # end of the keys
     bias: Tensor  # fp32 [num_rows, last - clear], -inf where a row does not see the key
-
-    def distances(self, positions: Tensor) -> Tensor:
-        """Position of each key minus that of each row, fp32 [num_rows, last - first]. positions: of all rows."""
-        return torch.arange(self.first, self.last, device=positions.device) - positions[self.rows, None].float()
 
 
 def _tiles(positions: Tensor, group: int, window: int | None) -> Iterator[_Tile]:

@@ -1,10 +1,9 @@
 """xformers backend: its attention operators where they support the launch, our Triton kernels everywhere else.
 
-- Decode: `triton_splitk` with a paged bias (block size a multiple of 64, fp16 or bf16; no sliding window, soft cap,
-  sinks or ALiBi). It uses Triton's block pointers, which newer Triton releases have removed.
+- Decode: `triton_splitk` with a paged bias (block size a multiple of 64, fp16 or bf16; no sliding window, soft cap
+  or sinks). It uses Triton's block pointers, which newer Triton releases have removed.
 - Full prefill, if the rows are all positions 0..n-1 of one sequence in adjacent blocks: `memory_efficient_attention`.
-- Scattered rows: Triton. They fit none of xformers' biases, and ALiBi would need a matrix of rows x keys per head
-  (LowerTriangularMaskWithTensorBias).
+- Scattered rows: Triton. They fit none of xformers' biases.
 - Cache writes, deviation and norms: Triton, since xformers has none.
 """
 

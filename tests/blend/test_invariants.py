@@ -17,7 +17,7 @@ from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.types import AskOptions, AskRequest, BlendParams, SamplingParams
 
-FAMILIES = [*FAMILY_CONFIGS, "bloom", "gemma3n", "gemma4", "deepseek"]
+FAMILIES = [*FAMILY_CONFIGS, "starcoder2", "gemma3n", "gemma4", "deepseek"]
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 QUESTION = "where does Mara work?"
 

@@ -221,9 +221,9 @@ def test_a_dry_run_says_what_differs_from_the_store(cli: Cli, docs: Path) -> Non
 
 
 def test_an_interrupted_run_is_gone_on_with_as_it_began(cli: Cli, docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend_cli.collect import precompute as module
+    from cacheblend_cli.collect.collector import Collector
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.Collector, "begin", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(Collector, "begin", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
         assert cli("precompute", "docs", "--chunk-tokens", "40").code == 130
     assert all(r["tokens"] <= 40 for r in cli("precompute", "docs", "--json").records)

@@ -14,7 +14,8 @@ from cacheblend_store import ChunkStore
 from forging import forge
 from tokenizers import Tokenizer as HFTokenizer
 
-from cacheblend_cli.collect.precompute import PrecomputeEvent, PrecomputeOptions
+from cacheblend_cli.collect.events import PrecomputeEvent
+from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 

@@ -15,7 +15,8 @@ from cacheblend_store import ChunkStore
 from cacheblend_cli.cli import output as output_module
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.precompute import _View
-from cacheblend_cli.collect.precompute import PrecomputeEvent, PrecomputeOptions
+from cacheblend_cli.collect.events import PrecomputeEvent
+from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 

@@ -184,11 +184,11 @@ def test_salts_and_stores_have_dates_of_their_own(
 def test_a_date_that_was_changed_halfway_is_gone_on_with(
     dated: Cli, docs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cacheblend_cli.collect import precompute as module
+    from cacheblend_cli.collect.storing import PlanStorage
 
     count = len(statuses(dated, "docs"))
     with monkeypatch.context() as patch:
-        patch.setattr(module._Run, "_store_batch", interrupted)
+        patch.setattr(PlanStorage, "_store_batch", interrupted)
         assert dated("precompute", "docs", "--date", "2024-08-01", "--yes").code == 130
     assert statuses(dated, "docs", "--yes") == ["replaced"] * count
     assert len(dated("chunks", "ls", "--json").records) == count

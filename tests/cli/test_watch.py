@@ -117,7 +117,7 @@ def test_what_fails_is_tried_again(cli: Cli) -> None:
 
     from cacheblend_cli.cli.output import Output
     from cacheblend_cli.cli.watch import follow
-    from cacheblend_cli.collect.precompute import PrecomputeReport
+    from cacheblend_cli.collect.events import PrecomputeReport
 
     runs: list[str] = []
 

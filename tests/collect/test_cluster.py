@@ -19,7 +19,8 @@ from checkpoints import write_checkpoint
 
 from cacheblend_cli.cli import main
 from cacheblend_cli.collect.cluster import Cluster, Record, RemoteChunks, RemoteJob, RemoteWorker
-from cacheblend_cli.collect.precompute import PrecomputeOptions, PrecomputeReport
+from cacheblend_cli.collect.events import PrecomputeReport
+from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.runtime import load_worker_model

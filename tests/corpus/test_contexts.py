@@ -11,7 +11,8 @@ from cacheblend_store import ChunkManifest, ChunkStore, verify
 from checkpoints import WORDS, write_checkpoint
 from stored_texts import forget
 
-from cacheblend_cli.collect.precompute import PrecomputeOptions, PrecomputeReport
+from cacheblend_cli.collect.events import PrecomputeReport
+from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.engine import Engine

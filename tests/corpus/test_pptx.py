@@ -51,7 +51,7 @@ def test_series_of_a_chart_are_columns_of_records() -> None:
     [
         ("0.0%", "0.25", "25%"),
         ("yyyy\\-mm\\-dd", "46023", "2026-01-01"),
-        ('[Red]0 "days"', "3", "3"),
+        ('[Red]0 "days"', "3", "3 days"),
         ("0", "#N/A", "#N/A"),
     ],
 )

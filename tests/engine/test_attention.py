@@ -20,7 +20,7 @@ from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 
-@pytest.mark.parametrize("family", ["qwen2", "bloom"])
+@pytest.mark.parametrize("family", ["qwen2", "starcoder2"])
 def test_shares_are_those_of_transformers_attention(family: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", family)
     (tmp_path / "a.md").write_text(" ".join(WORDS[:12]))

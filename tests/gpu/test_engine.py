@@ -58,7 +58,6 @@ CASES = {
     "windows": Case("mistral-window", blend={"selector": "hkvd", "block": 2}),
     "some windows": Case("qwen2-window"),
     "yarn": Case("llama-yarn"),
-    "alibi": Case("bloom"),
     "experts": Case("qwen3-moe", waiting=EXPERTS),
     "latent attention": Case("deepseek", model={"num_hidden_layers": 3}, waiting=LATENT),
     "shapes": Case("gemma4", model={"num_hidden_layers": 6}),

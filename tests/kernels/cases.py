@@ -91,7 +91,6 @@ def attention_reference(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
-    alibi: Tensor | None = None,
 ) -> Tensor:
     """Row by row, key by key, in fp64: the definition written out. Returns fp64 on the CPU."""
     q, meta, cache = case.q.cpu().double(), case.meta, case.cache
@@ -109,8 +108,6 @@ def attention_reference(
             logits = torch.einsum("hd,nhd->hn", q[row], k[first:last]) * scale
             if soft_cap is not None:
                 logits = soft_cap * torch.tanh(logits / soft_cap)
-            if alibi is not None:
-                logits += alibi.double()[:, None] * (torch.arange(first, last) - positions[row])
             if sinks is not None:
                 logits = torch.cat((logits, sinks.double()[:, None]), -1)
             out[row] = torch.einsum("hn,nhd->hd", torch.softmax(logits, -1)[:, : last - first], v[first:last])
@@ -145,7 +142,7 @@ def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
 
 
 SMALL = TileConfig(16, 16, 4, 2)
-_OF_LAYER = ("sliding_window", "soft_cap", "sinks", "alibi")
+_OF_LAYER = ("sliding_window", "soft_cap", "sinks")
 
 
 def run_attention(

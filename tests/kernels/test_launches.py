@@ -135,7 +135,6 @@ class Inputs:
         ]  # fmt: skip
         cases = cases if self.pairs else [cases[0], (False, LENGTH, 30.0, None), (True, LENGTH, None, sinks)]
         layers = [(contiguous, AttentionParams(scale, *params)) for contiguous, *params in cases]
-        layers += [(contiguous, AttentionParams(scale, alibi=sinks)) for contiguous in (True, False)[: 1 + self.pairs]]
         for contiguous, params in layers:
             for num_rows in (1, NUM_ROWS, 400, LENGTH):
                 meta = self.metadata(num_rows, contiguous)
@@ -236,9 +235,9 @@ def test_every_method(dtype: torch.dtype, pool_dtype: torch.dtype, head_dim: int
 
 def sampled(launch: Launch) -> bool:
     """Whether `kernel_variants.py` is to hold it: no model with heads of 128 has soft caps or sinks, or norms of a
-    dtype of their own; those with ALiBi have as many KV heads as query heads."""
+    dtype of their own."""
     own_weights = launch.types.get("weight_ptr") != launch.types.get("x_ptr")
-    special = any(launch.types.get(name, "constexpr") != "constexpr" for name in ("soft_cap", "sinks_ptr", "alibi_ptr"))
+    special = any(launch.types.get(name, "constexpr") != "constexpr" for name in ("soft_cap", "sinks_ptr"))
     return not special and not ("weight_ptr" in launch.types and own_weights)
 
 

@@ -67,19 +67,6 @@ def test_decode(window: int | None, cap: float | None, sinks: torch.Tensor | Non
     assert_close(out, attention_reference(case, 0.2, window, cap, sinks), torch.float32)
 
 
-@pytest.mark.parametrize(("window", "cap", "sinks"), [(None, None, None), (300, 5.0, SINKS)])
-def test_alibi(window: int | None, cap: float | None, sinks: torch.Tensor | None) -> None:
-    """Prefill in several tiles, and decoding."""
-    slopes, num_keys = torch.tensor([0.5, 0.125, 0.7, 0.003]), 3 * KEY_STEP - 8
-    params = AttentionParams(0.2, window, cap, sinks, slopes)
-    case = attention_case([scattered(2 * TILE_ROWS + 9, num_keys)], [num_keys], head_dim=16)
-    out = TorchBackend().prefill_attention(case.q, case.cache, case.meta, params)
-    assert_close(out, attention_reference(case, 0.2, window, cap, sinks, slopes), torch.float32)
-    case = attention_case([[num_keys - 1], [2]], [num_keys, 3], head_dim=16)
-    out = TorchBackend().decode_attention(case.q, case.cache, case.meta, params)
-    assert_close(out, attention_reference(case, 0.2, window, cap, sinks, slopes), torch.float32)
-
-
 @pytest.mark.parametrize("window", [None, 100])
 def test_prefill_in_16_bits_over_the_pool(window: int | None) -> None:
     """Compiled where the CPU has the instructions, else in tiles."""

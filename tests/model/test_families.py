@@ -24,17 +24,12 @@ LEFT_OVER = {  # what no config class of transformers has as a field any more, a
     "gemma3n_text": {"rope_local_base_freq", "query_pre_attn_scalar", "altup_lr_multiplier"},
     "gemma3_text": {"sliding_window_pattern", "rope_local_base_freq"}, "cohere2": {"sliding_window_pattern"},
     "smollm3": {"max_window_layers", "pretraining_tp"}, "gpt_oss": {"experts_per_token"}, "qwen3_moe": {"max_window_layers", "num_local_experts"},
-    "bloom": {
-        "n_embed", "num_hidden_layers", "num_attention_heads", "seq_length", "attention_softmax_in_fp32", "bias_dropout_fusion",
-        "masked_softmax_fusion", "offset_alibi", "skip_bias_add", "skip_bias_add_qkv",
-    },
     "gemma4_text": {"global_head_dim", "num_global_key_value_heads", "per_layer_config"},
     "gemma4_unified_text": {"vocab_size_per_layer_input", "global_head_dim", "num_global_key_value_heads", "per_layer_config"},
     "minicpm3": {"qk_head_dim"}, "youtu": {"qk_head_dim"},
     "deepseek_v2": {"qk_head_dim", "scoring_func", "moe_layer_freq", "num_nextn_predict_layers"},
     "deepseek_v3": {"qk_head_dim", "scoring_func", "moe_layer_freq", "topk_method", "num_nextn_predict_layers"},
     "glm4_moe_lite": {"qk_head_dim", "scoring_func", "moe_layer_freq", "topk_method", "num_nextn_predict_layers", "first_k_dense_replace"},
-    "mpt": {"hidden_size", "num_hidden_layers", "num_attention_heads"}, "falcon": {"n_embed", "n_layer", "n_head"},
 }  # fmt: skip
 SIZES = {
     "vocab_size": 320,
@@ -58,24 +53,6 @@ def test_every_field_of_transformers_is_known_and_none_is_made_up(name: str) -> 
     older = {"rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "torch_dtype"}
     base = fields_of(LlamaConfig) | older | {"model_type", "output_attentions"}
     assert {*SHAPE_FIELDS, *OTHER_FIELDS} <= base
-
-
-FUSED = ("bloom", "mpt", "falcon")  # with names of their own
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_a_missing_field_of_a_fused_decoder_is_what_transformers_takes_for_it(name: str) -> None:
-    config, spec = CONFIG_MAPPING[name](), spec_from_config({"model_type": name})
-    theirs = (
-        config.vocab_size, config.hidden_size, config.num_hidden_layers, config.num_attention_heads, config.layer_norm_epsilon,
-        config.tie_word_embeddings,
-    )  # fmt: skip
-    ours = (spec.vocab_size, spec.hidden_size, spec.num_layers, spec.num_heads, spec.rms_norm_eps, spec.tied)
-    assert ours == theirs
-    assert spec.intermediate_size == 4 * config.hidden_size
-    lengths = [getattr(config, field) for field in ("max_position_embeddings", "max_seq_len") if hasattr(config, field)]
-    assert spec.max_context == (lengths or [2048])[0]
-    assert (spec.alibi is None) == (name == "falcon")
 
 
 @pytest.mark.parametrize("name", ["gemma4_text", "gemma4_unified_text"])
@@ -145,7 +122,7 @@ def test_minicpm3_without_its_factors_has_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in FAMILIES if name not in (*FUSED, *LATENT, "gemma4_text", "gemma4_unified_text")]
+    "name", [name for name in FAMILIES if name not in (*LATENT, "gemma4_text", "gemma4_unified_text")]
 )
 def test_a_missing_field_is_what_transformers_takes_for_it(name: str) -> None:
     config = CONFIG_MAPPING[name](**SIZES)
@@ -260,7 +237,7 @@ def test_the_context_is_what_the_scaling_gives(rope: dict[str, Any], max_positio
 
 def test_what_a_family_reads_is_the_same_in_both_spellings() -> None:
     """A model keeps its fingerprint, and so its store, when its config.json is saved anew by transformers 5."""
-    for name in set(FAMILIES) - {"bloom", "mpt"}:  # which have no RoPE
+    for name in FAMILIES:
         more = {"num_key_value_heads": 32} if name in LATENT else {}
         more |= {"num_experts_per_tok": 6} if name == "deepseek_v2" else {}
         config = CONFIG_MAPPING[name](**SIZES, max_position_embeddings=512, **more)

@@ -88,7 +88,7 @@ def files() -> list[Path]:
     [
         ("qwen2", "float32", "auto"),
         pytest.param("llama-mha-tied-bias", "bfloat16", "int8", marks=needs_vnni),
-        pytest.param("bloom", "bfloat16", "auto", marks=needs_bf16),
+        pytest.param("starcoder2", "bfloat16", "auto", marks=needs_bf16),
         ("gemma4", "float32", "auto"),
         pytest.param("youtu", "bfloat16", "auto", marks=needs_bf16),
         pytest.param("gemma3n", "bfloat16", "auto", marks=needs_bf16),

@@ -100,9 +100,8 @@ class Reference:
 
     def _run(self, ids: list[int], old: KV | None = None, check: tuple[int, int, int] = (0, 0, 0)) -> _Pass:
         run = _Pass(len(ids), old, check)
-        if self.model.config.model_type in (*FUSED, *LATENT):
-            replaced = _fused_replaced if self.model.config.model_type in FUSED else _latent_replaced
-            with replaced(self.model, run):
+        if self.model.config.model_type in LATENT:
+            with _latent_replaced(self.model, run):
                 run.logits = self.model(torch.tensor([ids]), use_cache=False).logits[0]
             return run
         ALL_ATTENTION_FUNCTIONS.register(NAME, run.attention)
@@ -214,10 +213,6 @@ class _Pass:
         self._fresh[self.chosen] = True
 
 
-FUSED = ("bloom", "mpt", "falcon")
-"""Models whose attention cannot be replaced: what their fused projections give is, before RoPE or ALiBi."""
-
-
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
 """Models with latent attention: what is stored is between two projections. Latents are put back before their norm, and
 compared after it; with the position key they are K."""
@@ -244,33 +239,6 @@ def _latent_replaced(model: Any, run: _Pass) -> Iterator[None]:
         layer.self_attn.kv_a_proj_with_mqa.register_forward_hook(replacing(layer.self_attn.kv_a_layernorm))
         for layer in model.model.layers
     ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextmanager
-def _fused_replaced(model: Any, run: _Pass) -> Iterator[None]:
-    config, dim = model.config, model.config.hidden_size // model.config.num_attention_heads
-
-    def replaced(module: Any, given: Any, output: Tensor) -> Tensor:
-        clip = getattr(getattr(config, "attn_config", None), "clip_qkv", None)
-        output = output.clone() if clip is None else output.clamp(-clip, clip)
-        if config.model_type == "mpt":
-            k, v = output[0].unflatten(-1, (3, -1, dim)).unbind(1)[1:]
-        else:
-            by_group = config.model_type == "bloom" or config.new_decoder_architecture or not config.multi_query
-            groups = config.num_attention_heads if config.model_type == "bloom" else config.num_kv_heads
-            heads = output[0].unflatten(-1, (groups if by_group else 1, -1, dim))
-            k, v = heads[:, :, -2], heads[:, :, -1]
-        for held, wanted in zip((k, v), run.fused(k.clone(), v.clone()), strict=True):
-            held.copy_(wanted)
-        return output
-
-    projections = [m for name, m in model.named_modules() if name.endswith((".query_key_value", ".Wqkv"))]
-    hooks = [module.register_forward_hook(replaced) for module in projections]
     try:
         yield
     finally:

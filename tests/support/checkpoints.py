@@ -10,7 +10,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
-    BloomConfig,
     DeepseekV3Config,
     Gemma3nTextConfig,
     Gemma4TextConfig,
@@ -23,6 +22,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Starcoder2Config,
     YoutuConfig,
 )
 
@@ -86,7 +86,7 @@ OTHER_CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "qwen3-moe": (Qwen3MoeConfig, {**MOE, "head_dim": 16, "norm_topk_prob": True}),
     "qwen2-moe": (Qwen2MoeConfig, {**MOE, "shared_expert_intermediate_size": 48}),
     "olmo": (OlmoConfig, {}),
-    "bloom": (BloomConfig, {}),
+    "starcoder2": (Starcoder2Config, {}),
     "deepseek": (
         DeepseekV3Config,
         {
@@ -146,7 +146,7 @@ OTHER_CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     ),
     "olmoe": (OlmoeConfig, {"num_experts": 8, "num_experts_per_tok": 2}),
 }
-"""With experts, with ALiBi, with layers of different shapes, on transformers' own layers: for tests that ask for
+"""With experts, with LayerNorms, with layers of different shapes, on transformers' own layers: for tests that ask for
 them."""
 
 

@@ -7,13 +7,11 @@ from typing import Any
 import torch
 from hub_models import DROP, HubModel, new, old, tensors
 from transformers import (
-    BloomConfig,
     Cohere2Config,
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     Exaone4Config,
-    FalconConfig,
     Gemma2Config,
     Gemma3Config,
     Gemma3nTextConfig,
@@ -33,7 +31,6 @@ from transformers import (
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
-    MptConfig,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
@@ -79,20 +76,6 @@ def qwen_vl(cls: type[PretrainedConfig]) -> Any:
         return cls(text_config=shape, vision_config=eyes, tie_word_embeddings=tied)
 
     return config
-
-
-def mpt(**shape: Any) -> PretrainedConfig:
-    names = {"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
-             "max_position_embeddings": "max_seq_len"}  # fmt: skip
-    given = {names.get(name, name): value for name, value in shape.items()}
-    attention = {name: given.pop(name) for name in ("clip_qkv", "alibi_bias_max", "softmax_scale") if name in given}
-    return MptConfig(attn_config=attention, **given)
-
-
-def bare(held: dict[str, torch.Tensor]) -> None:
-    """As BLOOM is on the hub: without the name of the outer module."""
-    for name in list(held):
-        held[name.removeprefix("transformer.")] = held.pop(name)
 
 
 def gemma4(**shape: Any) -> PretrainedConfig:
@@ -234,8 +217,6 @@ SINKS = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "slid
 O_YARN = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
           "original_max_position_embeddings": 64}  # fmt: skip
 WIDE = {"head_dim": 16}
-BLOOM = {"num_key_value_heads": None, "intermediate_size": None}
-FALCON = {"num_key_value_heads": None, "intermediate_size": None}
 GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 6, "sliding_window": 20, "hidden_size_per_layer_input": 0,
           "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2}  # fmt: skip
 GEMMA4_SMALL = GEMMA4 | {
@@ -389,20 +370,6 @@ RUN = [
              "tie_word_embeddings": True, "rope_parameters": O_YARN | {"rope_theta": 150000.0}}, dtype=torch.bfloat16),
     HubModel("gpt-oss, mxfp4", GptOssConfig, SINKS | {"intermediate_size": 64, "hidden_size": 64, "rope_parameters": O_YARN | {"rope_theta": 1e4}},
              change=in_mxfp4),
-    # ALiBi, and Falcon with RoPE
-    HubModel("bloom-560m", BloomConfig, BLOOM),
-    HubModel("bloom, as the hub, six heads", BloomConfig, BLOOM | {"num_attention_heads": 6, "hidden_size": 48}, {
-             "n_head": DROP, "num_attention_heads": 6, "hidden_size": DROP, "n_embed": 48, "seq_length": 2048, "offset_alibi": 100,
-             "skip_bias_add": True, "attention_softmax_in_fp32": True, "num_key_value_heads": DROP}, change=tensors(bare)),
-    HubModel("mpt-7b", mpt, {}),
-    HubModel("mpt-7b-storywriter", mpt, {"clip_qkv": 0.4, "alibi_bias_max": 16}),
-    HubModel("mpt, six heads, scaled", mpt, {"softmax_scale": 0.2, "num_attention_heads": 6, "hidden_size": 48}),
-    HubModel("falcon-rw-1b", FalconConfig, FALCON | {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
-    HubModel("falcon, alibi, side by side", FalconConfig, FALCON | {"alibi": True}),
-    HubModel("falcon-7b", FalconConfig, FALCON),
-    HubModel("falcon-40b", FalconConfig, FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    HubModel("falcon-11b", FalconConfig, FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1,
-             "ffn_hidden_size": 80, "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 500042.0}}),
     # EXAONE
     HubModel("exaone-4-1.2b", Exaone4Config, {"sliding_window": None, "layer_types": ["full_attention"] * 3, "tie_word_embeddings": True}),
     HubModel("exaone-4-32b", Exaone4Config, {"sliding_window": 20, "layer_types": MIXED}),
@@ -422,17 +389,9 @@ REFUSED = [
         ("granitemoehybrid", "some of its layers are recurrent"), ("gpt2", "its positions are learned"),
         ("opt", "its positions are learned"), ("bert", "it is an encoder"), ("t5", "its decoder attends to an encoder"),
         ("gemma4_assistant", "it is a drafter"),
+        *((kind, "ALiBi (a bias by distance in place of RoPE)") for kind in ("bloom", "mpt", "falcon")),
         ("deepseek_v32", "each of its rows attends only to the keys that an indexer picks"), ("longcat_flash", "it keeps K and V as a latent vector"),
     )),
-    fault("bloom, other residual", "apply_residual_connection_post_layernorm = true", BloomConfig,
-          apply_residual_connection_post_layernorm=True),
-    fault("mpt, normed heads", "attn_config in config.json has qk_ln = true", mpt, attn_config={"qk_ln": True}),
-    fault("mpt, learned positions", "attn_config in config.json has alibi = false", mpt, attn_config={"alibi": False}),
-    fault("mpt, biases", "no_bias in config.json is false", mpt, no_bias=False),
-    fault("mpt, scaled logits", "logit_scale = 'inv_sqrt_d_model'", mpt, logit_scale="inv_sqrt_d_model"),
-    fault("falcon, uneven heads", "does not divide into 5 attention heads", FalconConfig, num_attention_heads=5),
-    fault("falcon, two norms of an old decoder", "num_ln_in_parallel_attn in config.json is 2", FalconConfig,
-          num_ln_in_parallel_attn=2),
     HubModel("gemma 3n, the fifth stream of four", Gemma3nTextConfig, GEMMA3N, {"altup_active_idx": 4},
              refused="altup_active_idx in config.json is 4"),
     HubModel("gemma 3n, layers without a sparsity", Gemma3nTextConfig, GEMMA3N, {"activation_sparsity_pattern": [0.5]},

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from transformers import (
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
-    MptForCausalLM,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -92,12 +90,7 @@ class HubModel:
 def load_reference(path: Path) -> Any:
     """transformers' model of a checkpoint, in float64."""
     sees = "vision_config" in json.loads((path / "config.json").read_text())
-    model = _auto(sees).from_pretrained(path, dtype=torch.float64, experts_implementation="eager").eval()
-    if isinstance(model, MptForCausalLM):  # transformers reads the field and uses its default
-        outer = model.transformer
-        most = model.config.attn_config.alibi_bias_max
-        outer.build_mpt_alibi_tensor = partial(outer.build_mpt_alibi_tensor, alibi_bias_max=most)
-    return model
+    return _auto(sees).from_pretrained(path, dtype=torch.float64, experts_implementation="eager").eval()
 
 
 def _auto(sees: bool) -> Any:

@@ -45,7 +45,6 @@ _POINTERS = {
     "k_scale_ptr": "*fp32",
     "v_scale_ptr": "*fp32",
     "sinks_ptr": "*fp32",
-    "alibi_ptr": "*fp32",
     "k_mean_ptr": "*fp32",
     "k_levels_ptr": "*fp32",
     "v_levels_ptr": "*fp32",
@@ -112,17 +111,12 @@ SINKS: dict[str, dict[str, Any]] = {  # as gpt-oss has them
     "paged group8 window sinks": {"GROUP": 8, "WINDOW": True, "SINKS": True},
     "paged group8 sinks split": {"GROUP": 8, "SINKS": True, "SPLITS": 8},
 }
-ALIBI: dict[str, dict[str, Any]] = {  # as BLOOM and MPT have it
-    "paged group1 alibi": {"GROUP": 1, "ALIBI": True},
-    "contiguous group1 alibi split": {"GROUP": 1, "ALIBI": True, "CONTIGUOUS": True, "SPLITS": 8},
-}
 
 
 _OPTIONAL = {
     "WINDOW": ["window"],
     "SOFT_CAP": ["soft_cap"],
     "SINKS": ["sinks_ptr"],
-    "ALIBI": ["alibi_ptr"],
     "FP8": ["k_scale_ptr", "v_scale_ptr"],
 }
 """What a layer or a pool may have -> the arguments that are None without it."""
@@ -151,11 +145,7 @@ def _attention(
     constants = _attention_constants(head_dim, config, options)
     fp8, contiguous = bool(options.get("FP8")), constants["CONTIGUOUS"]
     types = dict.fromkeys(("k_ptr", "v_ptr"), "*u8") if fp8 else {}
-    tma = (
-        not fp8
-        and not options.get("ALIBI")
-        and copies_tiles(config, head_dim, SIZES[dtype], constants["BLOCK_SIZE"], contiguous)
-    )
+    tma = not fp8 and copies_tiles(config, head_dim, SIZES[dtype], constants["BLOCK_SIZE"], contiguous)
     if "k_desc" in kernel.arg_names and not tma:
         constants |= {"k_desc": None, "v_desc": None}
     if tma:
@@ -192,7 +182,6 @@ def _prefill(arch: int) -> Iterator[KernelVariant]:
                 cases |= special if head_dim in (64, 128, 256, 512) else {"paged split": {"SPLITS": 8}}
                 cases |= _pool_cases() if head_dim == 128 else {}
                 cases |= SINKS if head_dim == 64 else {}
-                cases |= ALIBI if head_dim in (64, 128) else {}
             for label, options in cases.items():
                 for config in prefill_configs(arch, head_dim, SIZES[dtype], bool(options.get("FP8"))):
                     core = dtype == "bf16" and head_dim == 128 and label == "paged"
@@ -227,8 +216,6 @@ def _decode() -> Iterator[KernelVariant]:
                 these = these | _pool_cases()
             if dtype == "bf16" and head_dim == 64:
                 these = these | SINKS
-            if dtype == "bf16" and head_dim in (64, 128):
-                these = these | ALIBI
             for label, options in these.items():
                 core = dtype == "bf16" and head_dim == 128 and label == "paged split"
                 config = decode_config(head_dim, GROUP, SIZES[dtype])

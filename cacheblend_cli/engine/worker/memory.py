@@ -146,7 +146,7 @@ def warm_up_attention(decoder: Decoder, pool: KVPool) -> None:
     kinds = {}
     for layer, cache in zip(decoder.layers, pool.layers, strict=True):
         params = layer.attention
-        kind = params.sliding_window, params.soft_cap, params.sinks is None, params.alibi is None, cache.k.shape
+        kind = params.sliding_window, params.soft_cap, params.sinks is None, cache.k.shape
         kinds[kind] = params, cache
     for params, cache in kinds.values():
         q = torch.zeros(1, spec.num_heads, cache.k.shape[-1], dtype=decoder.dtype, device=decoder.device)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_cli.errors import NotFoundError, UsageError
-from cacheblend_cli.model.families import alibi, deepseek, gemma, llama, moe, qwen
+from cacheblend_cli.model.families import deepseek, gemma, llama, moe, qwen
 from cacheblend_cli.model.families.reader import Family
 from cacheblend_cli.model.families.refusals import UNSUPPORTED, check_weights, refuse_what_is_not_implemented
 from cacheblend_cli.model.families.values import shown
@@ -31,7 +31,7 @@ from cacheblend_cli.model.weight_map import num_parameters
 
 MOST_PARAMETERS_PER_BYTE = 8
 """The densest quantisations of GGUF files have 5."""
-FAMILIES = {f.model_type: f for file in (llama, qwen, gemma, moe, alibi, deepseek) for f in file.FAMILIES}
+FAMILIES = {f.model_type: f for file in (llama, qwen, gemma, moe, deepseek) for f in file.FAMILIES}
 
 
 def read_spec(model_dir: Path) -> ModelSpec:

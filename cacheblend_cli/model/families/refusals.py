@@ -24,6 +24,7 @@ SPARSE = (
     "each of its rows attends only to the keys that an indexer picks for it (sparse attention, DSA), which is not implemented: "
     "stored KV would need the indexer's own keys, and a reused row would pick keys by another context"
 )
+ALIBI = "ALiBi (a bias by distance in place of RoPE) and the layouts of the families that use it are not implemented"
 LATENT = "it keeps K and V as a latent vector (MLA) in a form that is not implemented"
 
 _TYPES = {
@@ -40,6 +41,7 @@ _TYPES = {
     CROSS: "t5 mt5 umt5 bart mbart pegasus marian m2m_100 whisper mllama t5gemma t5gemma2 led longt5 blenderbot bert-generation",
     ASSISTANT: "gemma4_assistant gemma4_unified_assistant",
     SPARSE: "deepseek_v32 glm_moe_dsa",
+    ALIBI: "bloom mpt falcon",
     LATENT: "kimi_k25 longcat_flash axk1",
 }
 UNSUPPORTED = {model_type: reason for reason, types in _TYPES.items() for model_type in types.split()}

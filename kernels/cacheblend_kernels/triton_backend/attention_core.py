@@ -123,18 +123,14 @@ def score_factor(scale, soft_cap):
 
 
 @triton.jit
-def softmax_step(acc, total, peak, q, k, v, shown, scale, soft_cap, slopes, distances, MASKED: tl.constexpr):
+def softmax_step(acc, total, peak, q, k, v, shown, scale, soft_cap, MASKED: tl.constexpr):
     """Add one tile of keys to the running softmax.
 
     acc [M, D], total [M], peak [M] fp32; q [M, D], k, v [N, D]; shown [M, N]: which row sees which key (MASKED only).
-    soft_cap: None for none. slopes [M] fp32, of base-2 logits, or None; distances [M, N] or [1, N]: position of each
-    key minus that of the row (ALiBi only).
+    soft_cap: None for none.
     """
     logits = score(q, k, scale, soft_cap)
     factor = score_factor(scale, soft_cap)
-    if slopes is not None:
-        logits = logits * factor + slopes[:, None] * distances.to(tl.float32)
-        factor = 1.0
     if MASKED:
         logits = tl.where(shown, logits, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(logits, 1) * factor)
@@ -211,7 +207,6 @@ def attention_arguments(
         "k_scale_ptr": cache.k_scale,
         "v_scale_ptr": cache.v_scale,
         "sinks_ptr": params.sinks,
-        "alibi_ptr": params.alibi,
         "first_slot": max(0, slot),
         "table_stride": meta.block_table.stride(0),
         "q_stride": q.stride(0),

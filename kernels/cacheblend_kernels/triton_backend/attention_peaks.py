@@ -48,7 +48,6 @@ def _logits(
     positions_ptr,
     table_ptr,
     k_scale_ptr,
-    alibi_ptr,
     members,
     kv_head,
     start,
@@ -84,9 +83,6 @@ def _logits(
         scale = scale * LOG2E
     logits = score(q, k, scale, soft_cap) * score_factor(scale, soft_cap)
     row_pos = tl.load(positions_ptr + rows, mask=own, other=-1).to(tl.int32)
-    if alibi_ptr is not None:
-        slopes = tl.load(alibi_ptr + heads, mask=own, other=0.0) * LOG2E
-        logits += slopes[:, None] * (key_pos[None, :] - row_pos[:, None]).to(tl.float32)
     shown = key_pos[None, :] <= row_pos[:, None]
     if window is not None:
         shown = shown & (key_pos[None, :] > row_pos[:, None] - window)
@@ -101,7 +97,6 @@ def row_lse_kernel(
     table_ptr,
     k_scale_ptr,
     sinks_ptr,
-    alibi_ptr,
     lse_ptr,
     num_rows,
     kv_len,
@@ -133,7 +128,7 @@ def row_lse_kernel(
     for start in range(begin, end, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
         logits = _logits(
-            q_ptr, k_ptr, positions_ptr, table_ptr, k_scale_ptr, alibi_ptr, members, kv_head, start, num_rows, kv_len,
+            q_ptr, k_ptr, positions_ptr, table_ptr, k_scale_ptr, members, kv_head, start, num_rows, kv_len,
             first_slot, q_stride, scale, soft_cap, window,
             GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, CONTIGUOUS,
         )  # fmt: skip
@@ -153,7 +148,6 @@ def key_peaks_kernel(
     positions_ptr,
     table_ptr,
     k_scale_ptr,
-    alibi_ptr,
     lse_ptr,
     peaks_ptr,
     num_rows,
@@ -184,7 +178,7 @@ def key_peaks_kernel(
         members = first + tl.arange(0, BLOCK_M)
         own = members < num_rows * GROUP
         logits = _logits(
-            q_ptr, k_ptr, positions_ptr, table_ptr, k_scale_ptr, alibi_ptr, members, kv_head, start, num_rows, kv_len,
+            q_ptr, k_ptr, positions_ptr, table_ptr, k_scale_ptr, members, kv_head, start, num_rows, kv_len,
             first_slot, q_stride, scale, soft_cap, window,
             GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, CONTIGUOUS,
         )  # fmt: skip
@@ -224,7 +218,6 @@ def attention_peaks(
         "positions_ptr": positions,
         "table_ptr": meta.block_table,
         "k_scale_ptr": cache.k_scale,
-        "alibi_ptr": params.alibi,
         "lse_ptr": lse,
         "num_rows": num_rows,
         "kv_len": kv_len,

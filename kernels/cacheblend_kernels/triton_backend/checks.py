@@ -158,10 +158,9 @@ def check_attention(q: Tensor, cache: LayerCache, params: AttentionParams) -> No
     check(params.sliding_window is None or params.sliding_window > 0, f"sliding window {params.sliding_window}")
     check(params.soft_cap is None or params.soft_cap > 0, f"soft cap {params.soft_cap}")
     check(is_float8(cache) or cache.k.dtype == q.dtype, f"q is {q.dtype}, the pool {cache.k.dtype}")
-    for name, per_head in (("sinks", params.sinks), ("ALiBi slopes", params.alibi)):
-        if per_head is not None:
-            check_tensor(name, per_head, (num_heads,), torch.float32)
-    check_device(q, *tensors_of(cache), params.sinks, params.alibi)
+    if params.sinks is not None:
+        check_tensor("sinks", params.sinks, (num_heads,), torch.float32)
+    check_device(q, *tensors_of(cache), params.sinks)
 
 
 @once

@@ -45,7 +45,6 @@ def decode_attention_kernel(
     k_scale_ptr,
     v_scale_ptr,
     sinks_ptr,
-    alibi_ptr,
     first_slot,
     table_stride,
     q_stride,
@@ -62,8 +61,8 @@ def decode_attention_kernel(
     SPLITS: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
 ):
-    """One sequence, one KV head, one split. Grid (num_kv_heads, num_seqs, SPLITS). None for scales, sinks, ALiBi's
-    slopes, soft_cap or window: the launch has none.
+    """One sequence, one KV head, one split. Grid (num_kv_heads, num_seqs, SPLITS). None for scales, sinks, soft_cap or
+    window: the launch has none.
 
     The split's length follows kv_lens on the device, so a captured graph stays right as the context grows. Every key
     of the range is seen, except that the range's last tile, and its first under a window, are not full.
@@ -97,9 +96,6 @@ def decode_attention_kernel(
     if soft_cap is None:
         scale = scale * LOG2E
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    slopes = None
-    if alibi_ptr is not None:
-        slopes = tl.load(alibi_ptr + heads, mask=own, other=0.0) * LOG2E
     total, peak = start_of_softmax(sinks_ptr, heads, own, split, BLOCK_M)
     seq_table = table_ptr + seq * table_stride
     for start in range(begin, end, BLOCK_N):
@@ -109,10 +105,7 @@ def decode_attention_kernel(
         real = (key_pos >= lo) & (key_pos < hi)
         k = load_keys(k_ptr, slots, kv_head, dims, real, q.dtype, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, True)
         v = load_keys(v_ptr, slots, kv_head, dims, real, q.dtype, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, True)
-        acc, total, peak = softmax_step(
-            acc, total, peak, q, k, v, real[None, :], scale * k_factor, soft_cap,
-            slopes, (key_pos - (hi - 1))[None, :], True,
-        )  # fmt: skip
+        acc, total, peak = softmax_step(acc, total, peak, q, k, v, real[None, :], scale * k_factor, soft_cap, True)
 
     acc = acc * (v_factor / tl.where(total == 0.0, 1.0, total))[:, None]
     cell = seq * (NUM_KV_HEADS * GROUP) + heads

@@ -79,7 +79,6 @@ def _walk_keys(
     scale,
     soft_cap,
     window,
-    slopes,
     BLOCK_N: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -101,10 +100,7 @@ def _walk_keys(
         shown = key_pos[None, :] <= row_pos[:, None]
         if window is not None:
             shown = shown & (key_pos[None, :] > row_pos[:, None] - window)
-        acc, total, peak = softmax_step(
-            acc, total, peak, q, k, v, shown, scale * k_factor, soft_cap,
-            slopes, key_pos[None, :] - row_pos[:, None], MASKED,
-        )  # fmt: skip
+        acc, total, peak = softmax_step(acc, total, peak, q, k, v, shown, scale * k_factor, soft_cap, MASKED)
     return acc, total, peak
 
 
@@ -170,7 +166,6 @@ def prefill_attention_kernel(
     k_scale_ptr,
     v_scale_ptr,
     sinks_ptr,
-    alibi_ptr,
     num_seqs,
     first_slot,
     table_stride,
@@ -190,7 +185,7 @@ def prefill_attention_kernel(
 ):
     """One tile of rows of one sequence, one KV head, one split of the key range.
 
-    None for scales, sinks, ALiBi's slopes, soft_cap or window: the launch has none. k_desc, v_desc: the pools in boxes
+    None for scales, sinks, soft_cap or window: the launch has none. k_desc, v_desc: the pools in boxes
     of BLOCK_N slots of one head, None if tiles are not copied.
 
     Grid (num_kv_heads, tiles, SPLITS). Sequence i owns the tiles from cu_rows[i] // ROWS + i on; the tiles at the end
@@ -260,14 +255,11 @@ def prefill_attention_kernel(
         scale = scale * LOG2E
     seq_table = table_ptr + tl.cast(seq, tl.int64) * table_stride
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    slopes = None
-    if alibi_ptr is not None:
-        slopes = tl.load(alibi_ptr + heads, mask=own, other=0.0) * LOG2E
     total, peak = start_of_softmax(sinks_ptr, heads, own, split, BLOCK_M)
     if window is not None:
         acc, total, peak = _walk_keys(
             acc, total, peak, q, row_pos, k_ptr, v_ptr, seq_table, first_slot, kv_head, k_factor,
-            begin, inner_lo, lo, hi, scale, soft_cap, window, slopes,
+            begin, inner_lo, lo, hi, scale, soft_cap, window,
             BLOCK_N, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, CONTIGUOUS, True,
         )  # fmt: skip
     if k_desc is not None:
@@ -279,12 +271,12 @@ def prefill_attention_kernel(
     else:
         acc, total, peak = _walk_keys(
             acc, total, peak, q, row_pos, k_ptr, v_ptr, seq_table, first_slot, kv_head, k_factor,
-            inner_lo, inner_hi, lo, hi, scale, soft_cap, window, slopes,
+            inner_lo, inner_hi, lo, hi, scale, soft_cap, window,
             BLOCK_N, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, CONTIGUOUS, False,
         )  # fmt: skip
     acc, total, peak = _walk_keys(
         acc, total, peak, q, row_pos, k_ptr, v_ptr, seq_table, first_slot, kv_head, k_factor,
-        inner_hi, end, lo, hi, scale, soft_cap, window, slopes,
+        inner_hi, end, lo, hi, scale, soft_cap, window,
         BLOCK_N, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, CONTIGUOUS, True,
     )  # fmt: skip
 
@@ -318,7 +310,7 @@ def prefill_attention(
     keys = most_keys(meta, block_size, params.sliding_window)
     config, tiles, splits, tma = _launch_of(
         plan, head_dim, q.element_size(), is_float8(cache), num_heads // num_kv_heads, num_kv_heads, block_size,
-        num_rows, meta.num_seqs, keys, contiguous, params.alibi is not None,
+        num_rows, meta.num_seqs, keys, contiguous,
     )  # fmt: skip
     k_desc, v_desc = tile_descriptors(cache, config.block_n) if tma else (None, None)
     part, lse = split_buffers(q, splits)
@@ -352,14 +344,12 @@ def _launch_of(
     num_seqs: int,
     keys: int,
     contiguous: bool,
-    alibi: bool,
 ) -> tuple[TileConfig, int, int, bool]:
     """Return the tile, the number of tiles and of splits, and whether tiles are copied. The layers of a pass have the
     same."""
     configs = prefill_configs(plan.arch, head_dim, element_size, fp8)
     config = plan.config or pick_prefill_config(configs, group, num_rows, num_kv_heads, plan.num_sms, keys)
-    copied = not fp8 and not alibi  # pairs of copied tiles carry no positions
-    tma = copied and copies_tiles(config, head_dim, element_size, block_size, contiguous)
+    tma = not fp8 and copies_tiles(config, head_dim, element_size, block_size, contiguous)
     tiles = num_tiles(config, group, num_rows, num_seqs)
     return config, tiles, plan.num_splits or num_context_splits(tiles * num_kv_heads, keys, plan.num_sms), tma
 

@@ -25,8 +25,6 @@ def reference(case: AttentionCase, params: AttentionParams, kv_len: int) -> torc
     if params.soft_cap is not None:
         logits = params.soft_cap * torch.tanh(logits / params.soft_cap)
     apart = torch.arange(kv_len) - positions[:, None]
-    if params.alibi is not None:
-        logits += params.alibi.double()[:, None] * apart[:, None]
     hidden = apart > 0
     if params.sliding_window is not None:
         hidden |= apart <= -params.sliding_window
@@ -78,7 +76,6 @@ def test_head_dims_and_blocks(head_dim: int, block_size: int, device: torch.devi
         {"sliding_window": 7},
         {"soft_cap": 0.5},
         {"sinks": torch.tensor([3.0, -1.0, 0.5, 2.0])},
-        {"alibi": torch.tensor([0.5, 0.25, 0.3, 0.01])},
         {"sliding_window": 20, "sinks": torch.tensor([3.0, -1.0, 0.5, 2.0]), "soft_cap": 30.0},
     ],
     ids=lambda of_layer: ", ".join(of_layer),

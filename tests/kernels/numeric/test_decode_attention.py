@@ -74,20 +74,6 @@ def test_refused_sinks(device: torch.device) -> None:
         run(decode_case([5], heads=(4, 2), head_dim=32), device, sinks=SINKS[:3])
 
 
-@pytest.mark.parametrize(
-    ("splits", "window", "soft_cap"), [(1, None, None), (4, None, None), (8, 20, None), (1, None, 2.0)]
-)
-def test_alibi(splits: int, window: int | None, soft_cap: float | None, device: torch.device) -> None:
-    case = decode_case([90, 3, 1], heads=(4, 2), head_dim=32)
-    slopes = torch.tensor([0.5, 0.125, 0.7, 0.01])
-    check(case, device, num_splits=splits, sliding_window=window, soft_cap=soft_cap, alibi=slopes)
-
-
-def test_refused_slopes(device: torch.device) -> None:
-    with pytest.raises(KernelError):
-        run(decode_case([5], heads=(4, 2), head_dim=32), device, alibi=torch.ones(3))
-
-
 def test_split_chosen_by_context(device: torch.device) -> None:
     check(decode_case([1100], heads=(2, 1), block_size=64, head_dim=64), device, config=None)
 

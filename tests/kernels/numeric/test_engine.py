@@ -25,7 +25,6 @@ GREEDY = SamplingParams(max_tokens=2, ignore_eos=True)
 SHALLOW = {"num_hidden_layers": 2}
 SHAPES = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
 FORMS = {"llama": ("llama-gqa", False), "window": ("mistral-window", False), "float8 pool": ("llama-gqa", True),
-         "alibi": ("bloom", False),
          "shapes": ("gemma4", False)}  # fmt: skip
 
 

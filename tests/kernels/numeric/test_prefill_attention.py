@@ -78,24 +78,6 @@ def test_sinks(splits: int, window: int | None, dtype: torch.dtype, config: Tile
     check(case, device, num_splits=splits, sliding_window=window, sinks=sinks, config=config)
 
 
-@pytest.mark.parametrize(
-    ("splits", "window", "cap", "dtype", "config"),
-    [(1, None, None, torch.float32, SMALL), (4, None, None, torch.float32, SMALL), (4, 20, 5.0, torch.float32, SMALL),
-     (1, None, None, torch.float16, COPIED)],
-)  # fmt: skip
-def test_alibi(
-    splits: int,
-    window: int | None,
-    cap: float | None,
-    dtype: torch.dtype,
-    config: TileConfig,
-    device: torch.device,
-) -> None:
-    slopes = torch.tensor([0.5, 0.125, 0.7, 0.01])
-    case = attention_case([scattered(12, 90), [0, 1, 40]], [90, 41], heads=(4, 2), head_dim=32, dtype=dtype)
-    check(case, device, num_splits=splits, sliding_window=window, soft_cap=cap, alibi=slopes, config=config)
-
-
 @pytest.mark.parametrize("splits", [1, 4])
 def test_several_sequences_ragged_empty_and_single(splits: int, device: torch.device) -> None:
     positions = [[0], scattered(21, 60), [], [34], list(range(17)), scattered(3, 33)]

@@ -25,8 +25,6 @@ def attention_peaks(
     if params.soft_cap is not None:
         logits = params.soft_cap * torch.tanh(logits / params.soft_cap)
     apart = positions[:, None] - keys
-    if params.alibi is not None:
-        logits -= params.alibi[:, None, None] * apart
     hidden = apart < 0
     if params.sliding_window is not None:
         hidden |= apart >= params.sliding_window

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -20,6 +18,7 @@ from cacheblend_cli.corpus.converters.office.package import (
     outermost,
 )
 from cacheblend_cli.corpus.converters.omissions import Omissions
+from cacheblend_cli.corpus.converters.sheets.number_formats import cell_text
 from cacheblend_cli.corpus.layout import shortened
 
 if TYPE_CHECKING:
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
 
 _MOST_INDENT = 9  # levels of a diagram to indent
 _AXES = frozenset(("c:catAx", "c:dateAx", "c:valAx", "c:serAx", "axis"))
-_LITERAL = re.compile(r'"[^"]*"|\[[^][]*\]')
-"""Quoted text and conditions in a number format."""
-_LONGEST_FORMAT = 255
 _MOST_LEVELS = 16  # of the categories of a chart
 
 
@@ -178,25 +174,12 @@ def _cached(cache: Element, is_1904: bool) -> dict[int, str]:
     points = ((point, point.findtext("c:v", "").strip()) for point in outermost(cache, "c:pt"))
     is_number = cache.tag.startswith("c:num")
     return {
-        integer(point.get("idx")): _shown(text, point.get("formatCode", code), is_1904) if is_number else text
+        integer(point.get("idx")): cell_text(text, point.get("formatCode", code), is_1904=is_1904)
+        if is_number
+        else text
         for point, text in points
         if text
     }
-
-
-def _shown(text: str, code: str, is_1904: bool) -> str:
-    """Return a number as its format shows it, if that is a percentage or a date."""
-    try:
-        value = float(text)
-        code = _LITERAL.sub("", code[:_LONGEST_FORMAT]).lower()
-        if "%" in code:
-            return f"{100 * value:.12g}%"
-        if "y" in code or "d" in code:
-            day = datetime(1904, 1, 1) if is_1904 else datetime(1899, 12, 30)
-            return (day + timedelta(days=value)).isoformat(" ", "minutes").removesuffix(" 00:00")
-        return f"{value:.15g}"
-    except (ValueError, OverflowError):
-        return text
 
 
 def _extended_series(root: Element) -> Iterator[_Series]:

@@ -6,6 +6,7 @@ import posixpath
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 from zipfile import BadZipFile
@@ -186,7 +187,7 @@ def _shortened(root: Element) -> Element:
     """Replace namespaces in the names of an element and those below it."""
     for element in root.iter():
         element.tag = _short(element.tag)
-        if any(key.startswith("{") for key in element.attrib):
+        if "{" in "".join(element.attrib):
             element.attrib = {_short_attribute(key): value for key, value in element.attrib.items()}
     return root
 
@@ -199,6 +200,7 @@ def _relation(element: Element, folder: str) -> Relation:
     return Relation(kind, posixpath.normpath(posixpath.join("/", folder, path)).lstrip("/"))
 
 
+@lru_cache(4096)
 def _short(name: str) -> str:
     address, _, local = name[1:].rpartition("}") if name.startswith("{") else ("", "", name)
     prefix = _PREFIXES.get(address)

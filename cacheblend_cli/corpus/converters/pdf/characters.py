@@ -14,12 +14,11 @@ from itertools import compress
 from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters.pdf.lines import LINE_ENDS, Box, turned
+from cacheblend_cli.corpus.converters.symbols import BULLETS
 
 if TYPE_CHECKING:
     from pypdfium2 import PdfPage
 
-_BULLETS = dict.fromkeys((0xF06E, 0xF076, 0xF0A7, 0xF0A8, 0xF0B7, 0xF0D8), 0x2022)
-"""Private characters of Symbol and Wingdings that start the items of lists."""
 _UNKNOWN = frozenset(("Cc", "Cn", "Co"))  # categories: control, unassigned, private
 _UNKNOWN_SHARE = 0.02  # unknown characters of a text that reads like words
 _VOWELS = frozenset("aeiouy")
@@ -42,7 +41,7 @@ def page_characters(page: PdfPage) -> tuple[str, Sequence[Box], int]:
     places = (raw.FS_RECTF * max(count, 1))()
     for index in range(count):
         raw.FPDFText_GetLooseCharBox(handle, index, places[index])
-    characters = "".join([chr(raw.FPDFText_GetUnicode(handle, n)) for n in range(count)]).translate(_BULLETS)
+    characters = "".join([chr(raw.FPDFText_GetUnicode(handle, n)) for n in range(count)]).translate(BULLETS)
     unmapped = [raw.FPDFText_HasUnicodeMapError(handle, n) == 1 for n in range(count)]
     text_page.close()
     numbers = array("f", bytes(places))[: 4 * count]

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters.office.drawing_text import body_text, resolve_alternatives
 from cacheblend_cli.corpus.converters.office.drawings import DRAWN, drawn_text
 from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage, outermost
 from cacheblend_cli.corpus.converters.omissions import Omissions
-
-if TYPE_CHECKING:
-    from xml.etree.ElementTree import Element
+from cacheblend_cli.corpus.converters.sheets.workbook import string_text
 
 _ROW = re.compile(r"[A-Z]{1,3}(\d{1,7})")
 
@@ -37,7 +34,7 @@ def comments(package: OfficePackage, sheet: str, persons: Mapping[str, str]) -> 
                 authors[int(number)] if number.isdecimal() and len(number) < 9 and int(number) < len(authors) else ""
             )
             if cell not in threaded:  # else a copy for old programs
-                found.append((cell, author, _comment(element).removeprefix(f"{author}:")))
+                found.append((cell, author, string_text(element).removeprefix(f"{author}:")))
     numbered = [(int(m[1]) if (m := _ROW.fullmatch(cell)) else 0, (cell, author, text)) for cell, author, text in found]
     return [(row, line) for row, parts in sorted(numbered, key=lambda item: item[0]) if (line := _line(*parts))]
 
@@ -45,12 +42,6 @@ def comments(package: OfficePackage, sheet: str, persons: Mapping[str, str]) -> 
 def _line(cell: str, author: str, text: str) -> str:
     by = f" by {' '.join(author.split())}" if author.strip() else ""
     return f"Comment on {cell}{by}: {' '.join(text.split())}" if text.strip() else ""
-
-
-def _comment(element: Element) -> str:
-    """Return the text of a comment, without phonetic guides."""
-    guides = {id(text) for guide in element.iter("x:rPh") for text in guide}
-    return "".join(text.text or "" for text in element.iter("x:t") if id(text) not in guides)
 
 
 def drawn_texts(package: OfficePackage, sheet: str, omissions: Omissions, place: str) -> list[str]:

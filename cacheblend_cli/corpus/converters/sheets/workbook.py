@@ -1,23 +1,26 @@
 """Workbooks in Open XML: their sheets, and the texts of the cells of a sheet.
 
-A sheet is parsed in pieces and only its filled cells are kept, so that a stray cell in the last row costs nothing. The
+A sheet is parsed row by row and only its filled cells are kept, so that a stray cell in the last row costs nothing. The
 size that a sheet declares is not used.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from xml.parsers import expat
+from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters.office.package import DamagedPart, OfficePackage
 from cacheblend_cli.corpus.converters.sheets.merged_cells import MergedCells
 from cacheblend_cli.corpus.converters.sheets.number_formats import BUILT_IN, cell_text
 
-_PIECE = 1 << 18  # bytes of XML to parse at a time
+if TYPE_CHECKING:
+    from xml.etree.ElementTree import Element
+
+
 _MERGE = re.compile(rb"""ref=["']([A-Z]{1,3})(\d{1,7}):([A-Z]{1,3})(\d{1,7})["']""")
 _ESCAPE = re.compile("_x([0-9A-Fa-f]{4})_")  # a control character
 
@@ -72,11 +75,8 @@ class Workbook:
 
     def _strings(self) -> list[str]:
         """Return the shared strings that can be read."""
-        strings = list[str]()
-        with suppress(DamagedPart):
-            for part in self.package.related(self.part, "sharedStrings")[:1]:
-                strings.extend(_strings(self.package.data(part)))
-        return strings
+        parts = self.package.related(self.part, "sharedStrings")[:1]
+        return [string_text(element) for part in parts for element in _complete(self.package, part, "x:sst")]
 
     def _persons(self) -> tuple[dict[str, str], bool]:
         """Return (identifier -> name of each author of comments, whether they can be read)."""
@@ -87,32 +87,6 @@ class Workbook:
         except DamagedPart:
             return persons, False
         return persons, True
-
-
-def _strings(data: bytes) -> Iterator[str]:
-    """Yield the shared strings, without phonetic guides."""
-    found, text, state = list[str](), list[str](), {"t": 0, "rPh": 0}
-
-    def start(name: str, attributes: dict[str, str]) -> None:
-        local = name[name.find(":") + 1 :]
-        if local in state:
-            state[local] += 1
-
-    def end(name: str) -> None:
-        local = name[name.find(":") + 1 :]
-        if local in state:
-            state[local] -= 1
-        elif local == "si":
-            found.append(_one_line("".join(text)))
-            text.clear()
-
-    def characters(piece: str) -> None:
-        if state["t"] and not state["rPh"]:
-            text.append(piece)
-
-    for _ in _pieces(data, start, end, characters):
-        yield from found
-        found.clear()
 
 
 class SheetCells:
@@ -129,56 +103,29 @@ class SheetCells:
 
         Raises DamagedPart after the rows that can be read.
         """
-        data = self._book.package.data(self._part)
-        return _merged_cells(data).spread(self._cells(data))
+        merged = _merged_cells(self._book.package.data(self._part))
+        return merged.spread(self._rows())
 
-    def _cells(self, data: bytes) -> Iterator[tuple[int, dict[int, str]]]:
+    def _rows(self) -> Iterator[tuple[int, dict[int, str]]]:
         """Yield (row number, column -> text) of the rows in the file."""
-        found, cells, text = list[tuple[int, dict[int, str]]](), dict[int, str](), list[str]()
-        row = column = -1
-        kind = style = ""
-        in_cell = in_value = has_formula = is_phonetic = False
+        number = 0
+        for row in _complete(self._book.package, self._part, "x:sheetData", damage=True):
+            given = row.get("r", "")
+            number = int(given) if given.isdecimal() and len(given) < 12 else number + 1
+            yield number, self._cells(row)
 
-        def start(name: str, attributes: dict[str, str]) -> None:
-            nonlocal row, column, cells, kind, style, in_cell, in_value, has_formula, is_phonetic
-            local = name[name.find(":") + 1 :]
-            if local == "c":
-                column = _column(attributes.get("r", "").rstrip("0123456789")) if "r" in attributes else column + 1
-                kind, style = attributes.get("t", "n"), attributes.get("s", "0")
-                in_cell, has_formula = True, False
-                text.clear()
-            elif local == "row":
-                given = attributes.get("r", "")
-                row = int(given) if given.isdecimal() and len(given) < 12 else max(row, 0) + 1
-                cells, column = {}, -1
-            elif in_cell:
-                in_value |= local in ("v", "t")
-                has_formula |= local == "f"
-                is_phonetic |= local == "rPh"
-
-        def end(name: str) -> None:
-            nonlocal in_cell, in_value, is_phonetic
-            local = name[name.find(":") + 1 :]
-            if local in ("v", "t"):
-                in_value = False
-            elif local == "c":
-                in_cell = False
-                if value := self._text(kind, style, "".join(text)):
-                    cells[column] = value
-                elif has_formula and kind != "str":
-                    self.num_unsaved += 1
-            elif local == "rPh":
-                is_phonetic = False
-            elif local == "row":
-                found.append((row, cells))
-
-        def characters(piece: str) -> None:
-            if in_value and not is_phonetic:
-                text.append(piece)
-
-        for _ in _pieces(data, start, end, characters):
-            yield from found
-            found.clear()
+    def _cells(self, row: Element) -> dict[int, str]:
+        cells, column = dict[int, str](), -1
+        for cell in row.iter("x:c"):
+            place = cell.get("r")
+            column = column + 1 if place is None else _column(place.rstrip("0123456789"))
+            kind = cell.get("t", "n")
+            value = string_text(cell) if kind == "inlineStr" else cell.findtext("x:v", "")
+            if text := self._text(kind, cell.get("s", "0"), value):
+                cells[column] = text
+            elif kind != "str" and cell.find("x:f") is not None:
+                self.num_unsaved += 1
+        return cells
 
     def _text(self, kind: str, style: str, value: str) -> str:
         """Return the text of a cell. kind, style: its attributes."""
@@ -191,7 +138,7 @@ class SheetCells:
                 self.num_unknown += 1
                 return ""
         if kind in ("inlineStr", "str", "e"):
-            return _one_line(value)
+            return value if kind == "inlineStr" else _one_line(value)
         value = value.strip()
         if kind == "b" and value:
             return "FALSE" if value in ("0", "false") else "TRUE"
@@ -202,30 +149,26 @@ class SheetCells:
         return value and cell_text(value, formats[number] if number < len(formats) else "", is_1904=self._book.is_1904)
 
 
-def _pieces(
-    data: bytes,
-    start: Callable[[str, dict[str, str]], None],
-    end: Callable[[str], None],
-    characters: Callable[[str], None],
-) -> Iterator[None]:
-    """Parse XML, and yield after each piece. Raises DamagedPart at the end of what can be parsed, and for entities."""
-
-    def refuse(*declaration: object) -> None:
-        raise DamagedPart("entities")
-
-    parser = expat.ParserCreate()
-    parser.buffer_text = True
-    parser.EntityDeclHandler = refuse
-    parser.StartElementHandler, parser.EndElementHandler, parser.CharacterDataHandler = start, end, characters
-    view = memoryview(data)
+def _complete(package: OfficePackage, part: str, parent: str, *, damage: bool = False) -> Iterator[Element]:
+    """Yield the complete children of an element. damage: raise DamagedPart after them; else it is passed over."""
+    last = None
     try:
-        for begin in range(0, len(data), _PIECE):
-            parser.Parse(view[begin : begin + _PIECE], False)
-            yield
-        parser.Parse(b"", True)
-    except (expat.ExpatError, ValueError, LookupError) as error:
-        yield
-        raise DamagedPart("XML") from error
+        for element in package.blocks(part, parent):
+            if last is not None:
+                yield last
+            last = element
+    except DamagedPart:
+        if damage:
+            raise
+    else:
+        if last is not None:
+            yield last
+
+
+def string_text(element: Element) -> str:
+    """Return the text of a string or comment on one line, without phonetic guides."""
+    guides = {id(text) for guide in element.iter("x:rPh") for text in guide}
+    return _one_line("".join(text.text or "" for text in element.iter("x:t") if id(text) not in guides))
 
 
 def _merged_cells(data: bytes) -> MergedCells:

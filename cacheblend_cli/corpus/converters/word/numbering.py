@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters.numerals import repeated_letter, roman
 from cacheblend_cli.corpus.converters.office.package import child, children, integer
+from cacheblend_cli.corpus.converters.symbols import MARKS, without_font_codes
 from cacheblend_cli.corpus.converters.word.styles import Style, Styles, is_on, value_of
-from cacheblend_cli.corpus.converters.word.symbols import MARKS, without_font_codes
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element

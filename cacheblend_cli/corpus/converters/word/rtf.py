@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import codecs
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cacheblend_cli.corpus.converters.converter import RTF, NoDocument, comment_mark, without_data_uris
 from cacheblend_cli.corpus.converters.omissions import Omissions
@@ -28,6 +30,18 @@ _CHARACTERS = {
     "lquote": "\u2018", "rquote": "\u2019", "ldblquote": "\u201c", "rdblquote": "\u201d", "line": "\n", "lbr": "\n", "softline": "\n",
     "~": " ", "_": "-", "{": "{", "}": "}", "\\": "\\",
 }  # fmt: skip
+_CHARACTER_SETS = {"mac": "mac_roman", "pc": "cp437", "pca": "cp850"}
+"""Word for the character set of the document -> encoding."""
+_PROPERTIES: dict[str, Callable[[int | None], dict[str, Any]]] = {
+    "uc": lambda value: {"fallback": min(max(value or 0, 0), 9)},
+    **dict.fromkeys(("v", "deleted"), lambda value: {"is_hidden": value != 0}),
+    "super": lambda value: {"is_raised": value != 0},
+    **dict.fromkeys(("nosupersub", "sub"), lambda value: {"is_raised": False}),
+    "pard": lambda value: {"in_table": False, "outline": BODY},
+    "intbl": lambda value: {"in_table": value != 0},
+    "outlinelevel": lambda value: {"outline": value or 0},
+}
+"""Word -> properties of the text after it, by the number after the word."""
 _ENDS = frozenset(("par", "sect", "page", "column", "\n", "\r"))
 _SKIPPED = frozenset(
     "fonttbl colortbl stylesheet info pict nonshppict objdata objclass objname fldinst xe tc txe rxe filetbl revtbl sn sv private template "
@@ -254,41 +268,15 @@ class _Reader:
 
     def _format(self, name: str, value: int | None) -> None:
         """Change the properties that matter for the text."""
-        state = self._state
-        is_on = value != 0
-        if name == "f":
-            self._font = value or 0
-            self._state = replace(state, encoding=self._fonts.get(self._font, self._ansi))
+        if name in _PROPERTIES:
+            self._state = replace(self._state, **_PROPERTIES[name](value))
         elif name == "fcharset":
             known = self._ansi if value == 1 else _CODE_PAGES.get(value or 0, self._ansi)
             self._fonts[self._font] = "" if value == _SYMBOLS else known
-        elif name in ("ansicpg", "cpg") and value:
-            encoding = _known(f"cp{value}") or ("utf-8" if value == 65001 else self._ansi)
-            if name == "cpg":
-                self._fonts[self._font] = encoding
-            else:
-                self._ansi = encoding
-                self._state = replace(state, encoding=encoding)
-        elif name in ("mac", "pc", "pca"):
-            self._ansi = {"mac": "mac_roman", "pc": "cp437", "pca": "cp850"}[name]
-            self._state = replace(state, encoding=self._ansi)
-        elif name == "uc":
-            self._state = replace(state, fallback=min(max(value or 0, 0), 9))
+        elif name == "cpg" and value:
+            self._fonts[self._font] = self._code_page(value)
         elif name == "deff":
             self._default = value or 0
-        elif name == "plain":
-            encoding = self._fonts.get(self._default, self._ansi)
-            self._state = replace(state, encoding=encoding, is_hidden=False, is_raised=False)
-        elif name in ("v", "deleted"):
-            self._state = replace(state, is_hidden=is_on)
-        elif name in ("super", "nosupersub", "sub"):
-            self._state = replace(state, is_raised=name == "super" and is_on)
-        elif name == "pard":
-            self._state = replace(state, in_table=False, outline=BODY)
-        elif name == "intbl":
-            self._state = replace(state, in_table=is_on)
-        elif name == "outlinelevel":
-            self._state = replace(state, outline=value or 0)
         elif name == "trowd":
             self._merged, self._kinds = "", []
         elif name in ("clvmrg", "clmrg"):
@@ -296,6 +284,26 @@ class _Reader:
         elif name == "cellx":
             self._kinds.append(self._merged)
             self._merged = ""
+        else:
+            self._set_encoding(name, value)
+
+    def _set_encoding(self, name: str, value: int | None) -> None:
+        """Change the encoding of the document or of the text that follows."""
+        if name == "f":
+            self._font = value or 0
+            encoding = self._fonts.get(self._font, self._ansi)
+        elif name == "plain":
+            self._state = replace(self._state, is_hidden=False, is_raised=False)
+            encoding = self._fonts.get(self._default, self._ansi)
+        elif name in _CHARACTER_SETS or (name == "ansicpg" and value):
+            encoding = self._ansi = _CHARACTER_SETS.get(name) or self._code_page(value or 0)
+        else:
+            return
+        self._state = replace(self._state, encoding=encoding)
+
+    def _code_page(self, number: int) -> str:
+        """Return the encoding of a code page, that of the document if it is unknown."""
+        return _known(f"cp{number}") or ("utf-8" if number == 65001 else self._ansi)
 
 
 def _known(encoding: str) -> str:

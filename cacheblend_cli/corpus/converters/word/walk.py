@@ -13,12 +13,12 @@ from cacheblend_cli.corpus.converters.numerals import roman
 from cacheblend_cli.corpus.converters.office.equations import equation_text
 from cacheblend_cli.corpus.converters.office.package import child, children, integer
 from cacheblend_cli.corpus.converters.omissions import Omissions
+from cacheblend_cli.corpus.converters.superscripts import LOWERED, RAISED, inline_text
+from cacheblend_cli.corpus.converters.symbols import symbol, without_font_codes
 from cacheblend_cli.corpus.converters.word.fields import CHECKED, UNCHECKED, Fields, form_value
 from cacheblend_cli.corpus.converters.word.numbering import Numbering
 from cacheblend_cli.corpus.converters.word.styles import Style, Styles, is_on, outline_level, value_of
-from cacheblend_cli.corpus.converters.word.symbols import symbol, without_font_codes
 from cacheblend_cli.corpus.converters.word.tables import Block, Cell, table_blocks
-from cacheblend_cli.corpus.converters.word.text import LOWERED, RAISED, inline_text
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element

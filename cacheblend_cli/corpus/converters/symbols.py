@@ -1,4 +1,4 @@
-"""Characters of symbol fonts, which Office files store as codes of the font."""
+"""Characters of symbol fonts, which files store as codes of the font or as private characters."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ _FONTS = {
 }  # fmt: skip
 MARKS = frozenset("☐☒☑✓✗")
 """Check boxes and check marks."""
+BULLETS = dict.fromkeys((0xF06E, 0xF076, 0xF0A7, 0xF0A8, 0xF0B7, 0xF0D8), "•")
+"""Private characters of Symbol and Wingdings that start the items of lists, where the font is unknown."""
 _PRIVATE = re.compile("[\uf020-\uf0ff]")
 
 

@@ -1,39 +1,39 @@
-/* Attention of many rows in bfloat16 (FlashAttention-2, arXiv 2307.08691, with all products transposed): logits are [keys, queries], so
-   that maximum and sum of a query are sums of vectors, K is multiplied where it lies in the pool, and a query is a lane, which no other
-   query touches. The rows of all heads of a KV head are queries of the same keys. Blocks of keys begin at multiples of KEYS: a row's
-   result is the same to the bit whatever rows are computed with it. */
+/* Attention of many rows in bfloat16 (FlashAttention-2, arXiv 2307.08691, with all products transposed). Logits are [keys, queries]: a
+   query is a lane, its maximum and sum are taken over vectors, and K is read in place. The queries of a block are the rows of all heads
+   of one KV head. Blocks of keys begin at multiples of KEYS, so a row's result is the same to the bit whatever rows are computed with
+   it. */
 
-enum { KEYS = 64, QUERIES = 64, VECTORS = QUERIES / 16 }; /* of a block */
+enum { KEYS = 64, QUERIES = 64, VECTORS = QUERIES / 16 }; /* sizes of a block */
 
 typedef struct {
-    const uint16_t *q;        /* [rows, heads, dim], rows q_stride values apart */
-    const uint16_t *k, *v;    /* [keys, kv_heads, dim] and [keys, kv_heads, v_dim], keys k_stride and v_stride values apart */
+    const uint16_t *q;        /* [rows, heads, dim]; strides are in values */
+    const uint16_t *k, *v;    /* [keys, kv_heads, dim], [keys, kv_heads, v_dim] */
     const int64_t *positions; /* [rows], increasing */
-    const float *sinks;       /* [heads]: one more logit each, without a value; may be missing */
+    const float *sinks;       /* [heads], an extra logit per head, without a value; may be null */
     uint16_t *out;            /* [rows, heads, v_dim] */
-    uint16_t *values;         /* set here, as first: [kv_heads, blocks of keys from first on, v_dim, KEYS] */
-    int64_t rows, heads, kv_heads, dim, v_dim, keys, q_stride, k_stride, v_stride, window, first; /* window: 0 for none */
-    float scale, cap; /* cap: logits become cap tanh(logit / cap); 0 for none */
-    int32_t threads, matrices; /* matrices: multiply by AMX, where the CPU has it */
+    uint16_t *values;         /* [kv_heads, blocks of keys from first on, v_dim, KEYS]; values and first are set here */
+    int64_t rows, heads, kv_heads, dim, v_dim, keys, q_stride, k_stride, v_stride, window, first; /* window: 0 if there is none */
+    float scale, cap; /* cap: logits become cap * tanh(logit / cap); 0 if there is none */
+    int32_t threads, matrices; /* matrices: multiply with AMX */
 } Prefill;
 
 #ifdef AVX512
 #define PAIRS AVX512(",avx512bf16")
 #define MATRICES AVX512(",avx512bf16,amx-tile,amx-bf16")
 #define LOG2_E 1.44269504f
-#define LEAST -1e30f /* below any logit; finite, so that differences are numbers */
+#define LEAST -1e30f /* below any logit, but finite: differences are not NaN */
 
-typedef struct { /* what a thread computes with */
+typedef struct { /* buffers of a thread */
     uint16_t *queries; /* [dim / 2, QUERIES, 2] */
-    uint16_t *tail;    /* [KEYS, dim]: the last block's K, zero behind the last key */
+    uint16_t *tail;    /* [KEYS, dim]: the last block's K, zero after the last key */
     float *logits;     /* [KEYS, QUERIES] */
     uint16_t *weights; /* [KEYS / 2, QUERIES, 2] */
     float *sums;       /* [v_dim, QUERIES] */
 } Work;
 
-/* 2^x for x <= 0, to about 1e-7 of the value; NaN for NaN. */
+/* 2^x for x <= 0 with a relative error of about 1e-7; NaN for NaN. */
 PAIRS INLINE __m512 power(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-200.f), x); /* the second where one is NaN */
+    x = _mm512_max_ps(_mm512_set1_ps(-200.f), x); /* returns the second argument if one is NaN */
     const __m512 n = _mm512_roundscale_ps(x, 0), r = x - n;
     __m512 y = _mm512_set1_ps(1.34004322e-3f);
     y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.6760371e-3f));
@@ -82,10 +82,10 @@ PAIRS static void multiply_pairs(float *sums, const uint16_t *a, int64_t stride,
     }
 }
 
-/* Loads of tiles are no reads of memory to GCC: what they read is to be there. */
+/* GCC does not treat tile loads as reads of memory: finish earlier stores first. */
 #define WRITTEN __asm__ volatile("" ::: "memory")
 
-/* The same in tiles of 16 rows; the thread's tiles are configured. */
+/* `multiply_pairs` in AMX tiles of 16 rows. The thread's tiles are configured. */
 MATRICES static void multiply_matrices(float *sums, const uint16_t *a, int64_t stride, const uint16_t *b, int64_t m, int64_t n, int add) {
     const int64_t size = 4 * QUERIES, left = 2 * stride;
     WRITTEN;
@@ -123,10 +123,10 @@ MATRICES static void multiply_matrices(float *sums, const uint16_t *a, int64_t s
 
 typedef struct { uint8_t bytes[64]; } Tiles;
 
-/* GCC's intrinsics name only the first 8 bytes of a configuration: it would leave out the stores of the others. */
+/* GCC's intrinsic reads only the first 8 bytes of a configuration, so the stores of the others would be dropped. */
 MATRICES static inline void load_tiles(const Tiles *tiles) { __asm__ volatile("ldtilecfg %0" : : "m"(*tiles)); }
 
-/* Eight tiles of 16 rows of 64 bytes; returns the tiles that were configured before, for `leave_tiles`: oneDNN's. */
+/* Configure eight tiles of 16 rows of 64 bytes. Returns the previous configuration (oneDNN's), for `leave_tiles`. */
 MATRICES static Tiles enter_tiles(void) {
     Tiles before, own = {{1}}; /* palette 1 */
     for (int tile = 0; tile < 8; tile++) {
@@ -149,7 +149,7 @@ static void multiply(const Prefill *p, float *sums, const uint16_t *a, int64_t s
     (p->matrices ? multiply_matrices : multiply_pairs)(sums, a, stride, b, m, n, add);
 }
 
-/* V of a block as [v_dim, KEYS]; zeros behind the last key. */
+/* Transpose V of a block to [v_dim, KEYS]; zeros after the last key. */
 PAIRS static void turn_values(const Prefill *p, int64_t head, int64_t block) {
     const int64_t blocks = (p->keys + KEYS - 1) / KEYS - p->first, start = (p->first + block) * KEYS;
     const int64_t count = p->keys - start < KEYS ? p->keys - start : KEYS;
@@ -167,15 +167,15 @@ PAIRS static void turn_values(const Prefill *p, int64_t head, int64_t block) {
     }
 }
 
-/* Queries `first` to first + QUERIES of a KV head, in the order of their rows: query t is row t / group, head t % group of the group. */
+/* Compute queries first..first + QUERIES - 1 of a KV head: query t is row t / group, head t % group of the group. */
 PAIRS static void attend_rows(const Prefill *p, int64_t kv_head, int64_t first, const Work *w) {
     const int64_t group = p->heads / p->kv_heads, all = p->rows * group, dim = p->dim, v_dim = p->v_dim;
     const int64_t count = all - first < QUERIES ? all - first : QUERIES, blocks = (p->keys + KEYS - 1) / KEYS - p->first;
     int32_t from[QUERIES] __attribute__((aligned(64))), to[QUERIES] __attribute__((aligned(64))), at[QUERIES] __attribute__((aligned(64)));
     __m512 most[VECTORS], total[VECTORS];
     float sinks[QUERIES] __attribute__((aligned(64)));
-    const int64_t row = first / group, last_row = (first + count - 1) / group; /* offsets are from the first row, to fit 32 bits */
-    for (int64_t t = 0; t < QUERIES; t++) { /* lanes behind the last query repeat it */
+    const int64_t row = first / group, last_row = (first + count - 1) / group; /* offsets count from the first row, to fit 32 bits */
+    for (int64_t t = 0; t < QUERIES; t++) { /* lanes after the last query repeat it */
         const int64_t query = first + (t < count ? t : count - 1), head = kv_head * group + query % group;
         from[t] = (int32_t)(((query / group - row) * p->q_stride + head * dim) * 2);
         to[t] = (int32_t)(((query / group - row) * p->heads + head) * v_dim * 2);
@@ -264,7 +264,7 @@ PAIRS static void attend_rows(const Prefill *p, int64_t kv_head, int64_t first, 
     }
 }
 
-/* A process has to ask Linux for tiles. Not tried on other systems. */
+/* Ask Linux for the use of tiles. Not tried on other systems. */
 static int tiles_allowed(void) {
 #ifdef __linux__
     return __builtin_cpu_supports("amx-bf16") && !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */);
@@ -274,7 +274,7 @@ static int tiles_allowed(void) {
 }
 #endif
 
-/* 1 without memory, or on a CPU without the instructions. */
+/* Return 1 if memory is short or the CPU lacks the instructions. */
 int cb_prefill_attention(const Prefill *given) {
 #ifdef AVX512
     Prefill own = *given, *p = &own;

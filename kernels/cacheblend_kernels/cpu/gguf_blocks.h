@@ -1,4 +1,4 @@
-/* Blocks of a GGUF file to float32, with the bits that the gguf package's NumPy gives: products and sums are rounded apart. Included by cpu.c. */
+/* Blocks of a GGUF file to float32, equal to the bit to the gguf package's NumPy: products and sums are rounded separately. */
 
 typedef struct {
     const uint8_t *blocks;
@@ -9,7 +9,7 @@ typedef struct {
 
 enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 }; /* GGMLQuantizationType */
 
-/* Keeps a compiler from fusing the products in an array with what is added to them. */
+/* Keep the compiler from fusing the products in an array with the sums that follow. */
 #define ROUNDED(array) __asm__("" : "+m"(array))
 
 INLINE float from_half(const uint8_t *p) {
@@ -23,7 +23,7 @@ INLINE float from_half(const uint8_t *p) {
     return u.x;
 }
 
-/* 32 codes of 4 bits, and a fifth from the bits of `high`. */
+/* Unpack 32 codes of 4 bits, with a fifth bit from `high`. */
 INLINE void codes_of_32(const uint8_t *restrict nibbles, uint32_t high, uint8_t *restrict codes, const int five) {
     for (int j = 0; j < 16; j++) {
         codes[j] = nibbles[j] & 15;
@@ -50,7 +50,7 @@ INLINE void scaled_and_moved(const uint8_t *restrict codes, float *restrict out,
     for (int j = 0; j < 32; j++) out[j] = product[j] + by;
 }
 
-/* Scale and minimum, 6 bits each, of a run of 32 values. */
+/* Scale and minimum of a run of 32 values, 6 bits each. */
 INLINE void scale_and_min(const uint8_t *s, int run, int *scale, int *min) {
     const int j = run & 3;
     if (run < 4) {
@@ -116,10 +116,5 @@ CLONES static void restore_part(const Blocks *b, int64_t first, int64_t last) {
 }
 
 void cb_gguf_blocks(const Blocks *b) {
-    const int64_t each = (b->count + b->threads - 1) / b->threads;
-#pragma omp parallel for num_threads(b->threads) if (b->threads > 1)
-    for (int part = 0; part < b->threads; part++) {
-        const int64_t first = part * each, last = first + each < b->count ? first + each : b->count;
-        if (first < last) restore_part(b, first, last);
-    }
+    IN_PARTS(b->count, b->threads, restore_part(b, first, last));
 }
