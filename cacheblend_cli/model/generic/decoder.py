@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from cacheblend_cli.errors import CacheBlendError, UsageError
 from cacheblend_cli.model.adapter import LoraAdapter
 from cacheblend_cli.model.decoder import Decoder, DecoderLayer
+from cacheblend_cli.model.families.generic import not_generic, quiet
 from cacheblend_cli.model.generic import seam
-from cacheblend_cli.model.generic.config import not_generic, quiet
 from cacheblend_cli.model.generic.measure import measure
 from cacheblend_cli.model.generic.parts import GenericModule, LayerCall, Parts
 from cacheblend_cli.model.kv_scales import KVScales
