@@ -48,18 +48,15 @@ class OneRank:
 
 
 class Shard:
-    """The part of a model on this rank. whole: the model's spec; own: the spec of the rank's part."""
+    """The part of a model on this rank. whole: the model's spec; own: the spec of the rank's part. is_whole: whether
+    this rank computes the whole model."""
 
+    is_whole = True
     ranks: OneRank
 
     def __init__(self, spec: ModelSpec) -> None:
         self.whole = self.own = spec
         self.ranks = OneRank()
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether this rank computes the whole model."""
-        return self.ranks.size == 1
 
     @property
     def vocabulary(self) -> tuple[int, int]:

@@ -50,6 +50,7 @@ class RankShard(Shard):
     """The part of a model on one of several ranks. Raises UsageError, with sizes that fit, for a model that cannot be
     divided by the number of ranks."""
 
+    is_whole = False
     ranks: Ranks
 
     def __init__(self, spec: ModelSpec, ranks: Ranks) -> None:
