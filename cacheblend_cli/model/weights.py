@@ -61,37 +61,9 @@ class StoredPart:
     name: str
 
 
-@dataclass(frozen=True)
-class Mapped:
-    """Numbers that stay in the file for good, under a name of their own."""
-
-    name: str
-    numbers: Tensor
-
-
-@dataclass(frozen=True)
-class Hollow:
-    """No numbers: a meta tensor."""
-
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class Late:
-    """Numbers that stay in the file until the tensor is popped."""
-
-    part: Tensor | StoredPart
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class Copied:
-    """Numbers that are copied now."""
-
-    source: TensorSource
-    dtype: torch.dtype
-    device: torch.device
-    delta: Delta | None
+Place = tuple[Literal["mapped", "hollow", "late", "copied"], Tensor | StoredPart | None]
+"""Where numbers are until they are used: in their file for good, nowhere, in their file until the weight is popped, or
+in memory; and the part of the file."""
 
 
 class Weights(dict[str, Tensor]):
@@ -101,45 +73,12 @@ class Weights(dict[str, Tensor]):
     def __init__(self, copied: bool, progress: Callable[[int], None]) -> None:
         super().__init__()
         self._copied, self._progress = copied, progress
-        self._left: dict[str, Tensor] = {}  # meta tensors of those with parts that stay in their files
-        self._parts: dict[str, dict[int, Tensor | StoredPart]] = {}  # by their first row
+        self._parts: dict[str, dict[int, Tensor | StoredPart]] = {}
         self._rooms: dict[tuple[str, Shape], Tensor] = {}
 
-    def add(self, tensor: WeightTensor, place: Mapped | Hollow | Late | Copied) -> None:
-        """Add a tensor of the checkpoint. After the last one: `settle`."""
-        target, start = tensor.target, tensor.start
-        match place:
-            case Mapped(name, numbers):
-                self[name] = numbers
-                self._progress(numbers.numel())
-            case Hollow(dtype):
-                self.setdefault(target, torch.empty(tensor.full_shape, dtype=dtype, device="meta"))
-            case Late(part, dtype):
-                self._left.setdefault(target, torch.empty(tensor.full_shape, dtype=dtype, device="meta"))
-                self._parts.setdefault(target, {})[start] = part
-            case Copied(source, dtype, device, delta):
-                if target not in self:
-                    self[target] = _room(tensor.full_shape, dtype, device)
-                _copy(source, tensor.stored, self[target][start : start + tensor.shape[0]], delta)
-                self._progress(math.prod(tensor.shape))
-
-    def settle(self) -> None:
-        """Copy the parts that stayed in the file of a tensor of which others were copied: they have another dtype. Use
-        a part that is a whole tensor as it is."""
-        for target, held in self._left.items():
-            parts = self._parts[target]
-            if target in self:
-                for start, rows in self._parts.pop(target).items():
-                    assert isinstance(rows, Tensor)
-                    self[target][start : start + len(rows)] = rows
-                    self._progress(rows.numel())
-            elif isinstance(only := parts[min(parts)], Tensor) and only.shape == held.shape:
-                self[target] = only
-                del self._parts[target]
-                self._progress(only.numel())
-            else:
-                self[target] = held
-        self._left.clear()
+    def leave(self, name: str, shape: Shape, dtype: torch.dtype, parts: dict[int, Tensor | StoredPart]) -> None:
+        """Leave a tensor in its files. parts: by their first row."""
+        self[name], self._parts[name] = torch.empty(shape, dtype=dtype, device="meta"), parts
 
     def pop(self, name: str) -> Tensor:  # type: ignore[override]
         """Remove and return a tensor. One that was left in its files is, if `copied`, valid until the same tensor of
@@ -195,11 +134,11 @@ def load_weights(
     source = part.tensors(tensor_source(model_dir, spec.experts))
     headers = list(source.headers())
     tensors = _checked(spec, source, headers, model_dir)
-    weights = Weights(matrices == "late", _share_of(sum(math.prod(shape) for *_, shape in headers), progress))
-    places = _Places(spec, source, dtype, device, deltas, matrices)
+    report = _share_of(sum(math.prod(shape) for *_, shape in headers), progress)
+    loader = _Loader(spec, source, dtype, device, deltas, matrices, report)
     for tensor in tensors:
-        weights.add(tensor, places.of(tensor))
-    weights.settle()
+        loader.add(tensor)
+    weights = loader.finish()
     if spec.tied:
         if matrices == "hollow" and IN_FILE in weights:
             weights["lm_head"] = torch.empty_like(weights[IN_FILE], dtype=dtype, device="meta")
@@ -267,8 +206,8 @@ def _check_unused(spec: ModelSpec, source: TensorSource, stored: str, found: Sha
     raise UsageError(f"unexpected tensor {stored} in {model_dir}", hint)
 
 
-class _Places:
-    """Decides for each tensor where its numbers are until they are used."""
+class _Loader:
+    """Decides for each tensor where its numbers are until they are used, and adds it to the weights."""
 
     def __init__(
         self,
@@ -278,32 +217,70 @@ class _Places:
         device: torch.device,
         deltas: Mapping[str, Delta],
         matrices: Matrices,
+        report: Callable[[int], None],
     ) -> None:
+        self._spec, self._source, self._dtype, self._device = spec, source, dtype, device
+        self._deltas, self._matrices, self._report = deltas, matrices, report
         folded = spec.residual_scale != 1 or head_order(spec) is not None or spec.qkv_by_group
         self._stays = device.type == "cpu" and not deltas and spec.experts is None and not folded
-        self._spec, self._source, self._dtype, self._device = spec, source, dtype, device
-        self._deltas, self._matrices, self._embedding = deltas, matrices, embedding_name(spec)
+        self._weights = Weights(matrices == "late", report)
+        self._late: dict[str, tuple[Shape, dict[int, Tensor | StoredPart]]] = {}  # parts by their first row
 
-    def of(self, tensor: WeightTensor) -> Mapped | Hollow | Late | Copied:
-        name, source = tensor.name, self._source
-        of_tokens = name == self._embedding or tensor.target == TOKEN_EMBEDDING  # a prompt needs few rows
-        if of_tokens and self._device.type == "cpu" and name not in self._deltas:
-            in_file = source.whole(tensor.stored)
+    def add(self, tensor: WeightTensor) -> None:
+        weights, target, start = self._weights, tensor.target, tensor.start
+        match self._place(tensor):
+            case "mapped", Tensor() as numbers:
+                weights[IN_FILE if tensor.name == embedding_name(self._spec) else target] = numbers
+                self._report(numbers.numel())
+            case "hollow", _:
+                weights.setdefault(target, torch.empty(tensor.full_shape, dtype=self._dtype, device="meta"))
+            case "late", part if part is not None:
+                self._late.setdefault(target, (tensor.full_shape, {}))[1][start] = part
+            case _:
+                if target not in weights:
+                    weights[target] = _room(tensor.full_shape, self._dtype_of(target), self._device)
+                rows = weights[target][start : start + tensor.shape[0]]
+                _copy(self._source, tensor.stored, rows, self._deltas.get(tensor.name))
+                self._report(math.prod(tensor.shape))
+
+    def finish(self) -> Weights:
+        """Return the weights. A tensor stays in its file if no part of it was copied."""
+        weights = self._weights
+        for target, (shape, parts) in self._late.items():
+            if target in weights:  # other parts have another dtype
+                for start, rows in parts.items():
+                    assert isinstance(rows, Tensor)
+                    weights[target][start : start + len(rows)] = rows
+                    self._report(rows.numel())
+            elif isinstance(only := parts[min(parts)], Tensor) and only.shape == shape:
+                weights[target] = only
+                self._report(only.numel())
+            else:
+                weights.leave(target, shape, self._dtype, parts)
+        return weights
+
+    def _place(self, tensor: WeightTensor) -> Place:
+        of_tokens = tensor.name == embedding_name(self._spec) or tensor.target == TOKEN_EMBEDDING
+        if of_tokens and self._device.type == "cpu" and tensor.name not in self._deltas:  # a prompt needs few rows
+            in_file = self._source.whole(tensor.stored)
             if in_file is not None:
-                return Mapped(IN_FILE if name == self._embedding else tensor.target, in_file)
+                return "mapped", in_file
         is_large = len(tensor.full_shape) == 2 and math.prod(tensor.full_shape) * self._dtype.itemsize >= OWN_MAPPING
         if is_large and self._matrices == "hollow" and _is_of_product(self._spec, tensor):
-            return Hollow(self._dtype)
+            return "hollow", None
         if is_large and self._stays:
-            rows = source.whole(tensor.stored)
+            rows = self._source.whole(tensor.stored)
             if rows is not None and rows.dtype == self._dtype:
-                return Late(rows, self._dtype)
+                return "late", rows
             if self._matrices == "late" and _is_of_product(self._spec, tensor):
-                return Late(StoredPart(source, tensor.stored), self._dtype)
-        part_of = tensor.target.split(".", 1)[-1]
-        wide = self._spec.norm_offset and _is_norm(part_of)  # 1 + weight would be rounded in 16 bits
-        wide = wide or part_of == "router_correction"  # it decides between scores that are close to each other
-        return Copied(source, torch.float32 if wide else self._dtype, self._device, self._deltas.get(name))
+                return "late", StoredPart(self._source, tensor.stored)
+        return "copied", None
+
+    def _dtype_of(self, target: str) -> torch.dtype:
+        part = target.split(".", 1)[-1]
+        wide = self._spec.norm_offset and _is_norm(part)  # 1 + weight would be rounded in 16 bits
+        wide = wide or part == "router_correction"  # it decides between scores that are close to each other
+        return torch.float32 if wide else self._dtype
 
 
 def _is_of_product(spec: ModelSpec, tensor: WeightTensor) -> bool:
