@@ -58,7 +58,7 @@ class Regression:
     def __init__(self, prompt: Prompt, every: Candidates, repaired: Candidates) -> None:
         self._pool, self._prior, decoder = prompt.pool, _prior(), prompt.decoder
         self._given = prompt, every, repaired
-        self._fused = decoder.kernels.has_correction and decoder.shard is None and decoder.spec.latent is None
+        self._fused = decoder.kernels.has_correction and decoder.part.is_whole and decoder.spec.latent is None
         if self._fused:
             return
         known = torch.isin(every.positions, repaired.positions).cpu()
@@ -93,7 +93,7 @@ class Regression:
             return
         pairs = zip((k, v), old_kv(layer, self._repaired), strict=True)
         change = torch.cat([(fresh.float() - old).flatten(1) for fresh, old in pairs], -1)
-        sizes = _over_heads(layer, torch.linalg.vector_norm(change, dim=-1).square_())
+        sizes = layer.part.sum_of_kv(torch.linalg.vector_norm(change, dim=-1).square_(), layer.index)
         if layer.latent_heads is None:
             of_k = change[:, : k[0].numel()]
             of_k -= (1 - COMMON) * self._common(of_k)
@@ -192,14 +192,14 @@ class _Part:
         widths = (old_k[0].numel(), old_v[0].numel())
         parts = apart.split(widths, -1)
         squares = torch.stack([torch.linalg.vector_norm(part, dim=-1) for part in parts], -1).square_()
-        squares = _over_heads(layer, squares)
+        squares = layer.part.sum_of_kv(squares, layer.index)
         unit = (self.share @ squares).clamp_min_(1e-30)  # mean squared distance from the mean
         far = torch.baddbmm(self.unlike, squares, 0.5 / unit.mT)
         near = torch.cat([part[:, known] / unit[..., i, None] for i, part in enumerate(parts)], -1)
-        if layer.shard is None:
+        if layer.part.is_whole:
             alike = torch.baddbmm(far[:, known] + far.mT, near, apart.mT, beta=-1)
         else:
-            alike = _over_heads(layer, near @ apart.mT) - far[:, known] - far.mT
+            alike = layer.part.sum_of_kv(near @ apart.mT, layer.index) - far[:, known] - far.mT
         alike = alike.exp_().add_(self.placed)
         change = change.index_select(0, self.own.flatten()).view(num_chunks, num_known, -1)
         noise = torch.diag_embed(_noise(sizes[self.own], self.share[:, 0, known]))
@@ -215,7 +215,7 @@ class _Part:
     def _relative_size(self, layer: DecoderLayer, v: Tensor) -> Tensor:
         """Return the norm of each V relative to its chunk's mean, at most 1, fp32 [C, R, 1]. v: old V, fp32 [C, R,
         elements of V]."""
-        size = _over_heads(layer, torch.linalg.vector_norm(v, dim=-1).square_()).sqrt_()[..., None]
+        size = layer.part.sum_of_kv(torch.linalg.vector_norm(v, dim=-1).square_(), layer.index).sqrt_()[..., None]
         return (size / (self.share @ size).clamp_min(1e-30)).clamp_max_(1)
 
 
@@ -232,11 +232,6 @@ def _by_triangles(lower: Tensor, b: Tensor) -> Tensor:
     and synchronises on every call."""
     half = torch.linalg.solve_triangular(lower, b, upper=False)
     return torch.linalg.solve_triangular(lower.mT, half, upper=True)
-
-
-def _over_heads(layer: DecoderLayer, x: Tensor) -> Tensor:
-    """Sum over the KV heads of all ranks. x: sums over this rank's heads."""
-    return x if layer.shard is None else layer.shard.sum_of_kv(x, layer.index)
 
 
 def _noise(size: Tensor, share: Tensor) -> Tensor:

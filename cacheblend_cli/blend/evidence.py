@@ -22,7 +22,7 @@ from cacheblend_cli.kv.forward import (
 )
 from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.kv.rows import Rows, positions_of
-from cacheblend_cli.model.decoder import Decoder, DecoderLayer
+from cacheblend_cli.model.decoder import DecoderLayer
 
 LOGITS_AT_ONCE = 1 << 25
 """Maximum elements of a probe layer's logits that a GPU holds at once (128 MiB): one product for all heads unless the
@@ -47,7 +47,7 @@ class BeforeLayers:
         """Compute `attention` with pauses between layers, before the selector asks for it."""
         look = Look(self.prompt, self.probe_layers, candidates, stop=max(self.probe_layers, default=0))
         yield from run_fresh(self.prompt, look)
-        self._found = largest_over_ranks(self.prompt.decoder, look.found)
+        self._found = self.prompt.decoder.part.ranks.largest(look.found)
 
     def deviation(self, candidates: Candidates) -> Tensor:
         raise AssertionError("a selector that compares fresh with old KV needs a check layer")
@@ -128,24 +128,18 @@ class AtCheckLayer:
         if self.layer.latent_heads is not None and kind == "k":
             kind = "kv"
         own = self.layer.kernels.kv_deviation(self.k, self.v, cache, self.rows.slots, kind)
-        shard = self.prompt.decoder.shard
-        return own if shard is None else shard.sum_of_kv(own, self.layer.index)
+        return self.layer.part.sum_of_kv(own, self.layer.index)
 
     def attention(self, candidates: Candidates) -> Tensor:
         """Return the suffix's largest attention weight on the old KV of each candidate at this layer, [n] fp32."""
         q, positions = self.suffix_queries()
         peaks = torch.zeros(self.prompt.plan.num_tokens, device=q.device)
         attention_peaks(self.prompt.sequence, self.layer, q, positions, self._suffix, peaks)
-        return largest_over_ranks(self.prompt.decoder, peaks[candidates.positions])
+        return self.layer.part.ranks.largest(peaks[candidates.positions])
 
     def suffix_queries(self) -> tuple[Tensor, Tensor]:
         """Return q of the suffix's rows, [num_rows, num_heads, head_dim] after RoPE, and their positions."""
         return queries(self.layer, self._h, self._suffix), self._suffix.positions
-
-
-def largest_over_ranks(decoder: Decoder, found: Tensor) -> Tensor:
-    """Return the maximum over all ranks. found: maximum over this rank's heads."""
-    return found if decoder.shard is None else decoder.shard.ranks.largest(found)
 
 
 def attention_peaks(

@@ -130,10 +130,8 @@ class BlendSteps(Steps):
 
     def _choose(self, ratio: float, evidence: Evidence) -> None:
         kept = self._policy.select(ratio, len(self._all), self.candidates, evidence, len(self._fresh))
-        shard = self._prompt.decoder.shard
-        if shard is not None:  # one rank chooses for all: rounding differences must not split them
-            kept = shard.ranks.of_first(kept)
-        self._keep(self.candidates.take(kept))
+        # one rank chooses for all: rounding differences must not split them
+        self._keep(self.candidates.take(self._prompt.decoder.part.ranks.of_first(kept)))
 
     def _keep(self, candidates: Candidates) -> None:
         self.candidates = candidates

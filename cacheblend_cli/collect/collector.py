@@ -19,7 +19,6 @@ from cacheblend_cli.collect.commits import Whole, commit
 from cacheblend_cli.collect.encoding import encode_chunk, encoded
 from cacheblend_cli.collect.prefill import ChunkKV, CollectSequence, Kept, PrefixKV, collect, collect_prefix
 from cacheblend_cli.corpus.chunker import Chunk
-from cacheblend_cli.kv.source import TieredSource
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.records import keep_record, kept_records
 
@@ -163,6 +162,8 @@ class Collector:
         tier = self._store.tier
         if tier is None:
             return
+        from cacheblend_cli.kv.tiered_source import TieredSource
+
         waiting = {planned.key: chunk_manifest(self.collection, planned) for planned in chunks}
         while waiting and not tier.resting:
             window, num_bytes = list[ChunkManifest](), 0

@@ -189,8 +189,8 @@ class _Place:
 
     def __init__(self, decoder: Decoder, prefix: PrefixKV, pack: Sequence[CollectSequence]) -> None:
         self._decoder, self._pack, self._first = decoder, pack, len(prefix.token_ids)
-        self._number, self._ranks = next(self._numbers), None if decoder.shard is None else decoder.shard.ranks
-        if self._ranks is None or self._ranks.rank:
+        self._number, self._ranks = next(self._numbers), decoder.part.ranks
+        if self._ranks.rank:
             self._fill(prefix)
             return
         weakref.finalize(self, self._gone.append, self._number)
@@ -209,8 +209,6 @@ class _Place:
 
     def collect(self, pieces: Sequence[tuple[int, int]]) -> list[ChunkKV]:
         """Prefill tokens start:end of each sequence, after all tokens before. Return the kept KV, in order."""
-        if self._ranks is None:
-            return self._collect(pieces)
         with self._ranks.telling(CollectPieces(self._decoder.number, self._number, [*pieces])):
             return self._collect(pieces)
 
@@ -237,12 +235,10 @@ class _Keeper(KVOnly):
 
     def __init__(self, decoder: Decoder, rows: Rows, chunks: list[ChunkKV], places: list[slice]) -> None:
         super().__init__(decoder, rows)
-        self._shard, self.chunks, self._places = decoder.shard, chunks, places
+        self._part, self.chunks, self._places = decoder.part, chunks, places
 
     def fresh(self, fresh: FreshKV) -> None:
-        k, v = fresh.k, fresh.v
-        if self._shard is not None:
-            k, v = (self._shard.all_heads(x, fresh.layer.index) for x in (k, v))
+        k, v = (self._part.all_heads(x, fresh.layer.index) for x in (fresh.k, fresh.v))
         for chunk, rows in zip(self.chunks, self._places, strict=True):
             chunk.k.append(k[rows].clone())
             chunk.v.append(v[rows].clone())
@@ -257,8 +253,7 @@ def _place_prefix(
         places = sequence.slots(positions)
         slots = [Slots(places, cos, sin) for cos, sin in rotations]
         for layer, (k, v) in enumerate(zip(prefix.kv.k, prefix.kv.v, strict=True)):
-            if decoder.shard is not None:
-                decoder.shard.ranks.share(k)
-                decoder.shard.ranks.share(v)
-                k, v = decoder.shard.own_heads(k, layer), decoder.shard.own_heads(v, layer)
+            decoder.part.ranks.share(k)
+            decoder.part.ranks.share(v)
+            k, v = decoder.part.own_heads(k, layer), decoder.part.own_heads(v, layer)
             decoder.kernels.load_kv(StoredKV(k, v), pool.layers[layer], slots[decoder.rope.of_layer[layer]])

@@ -24,7 +24,6 @@ from msgspec import ValidationError, convert
 from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.corpus.converters import PLAIN, converter_of
 from cacheblend_cli.corpus.converters.converter import NoDocument, from_markdown, from_plain
-from cacheblend_cli.corpus.converters.pdf.pdf import from_pdf
 from cacheblend_cli.corpus.converters.process import ConverterProcess
 from cacheblend_cli.corpus.layout import PLAIN as PLAIN_LAYOUT
 from cacheblend_cli.corpus.layout import Converted, TextLayout
@@ -243,7 +242,7 @@ def find_files(paths: Sequence[str], listed: Sequence[str], select: Callable[[st
             why = found.skip
             if is_listed and not is_folder and name != STDIN:
                 why = unwanted(found.path, selection)
-            ocr = selection.ocr if converter_of(found.path) is from_pdf else ""
+            ocr = selection.ocr if found.path.lower().endswith(".pdf") else ""
             yield Candidate(Path(found.path), source, root, named, why, ocr)
 
 

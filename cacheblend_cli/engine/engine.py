@@ -19,8 +19,6 @@ from cacheblend_store import ChunkStore
 from torch import Tensor
 
 from cacheblend_cli.cancellation import Cancellation
-from cacheblend_cli.collect.settings import CollectSettings
-from cacheblend_cli.collect.texts import AddedDocument, Putting, document_of, put_name
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.async_engine import AsyncEngine, EngineThread
 from cacheblend_cli.engine.core.controller import decided, kv_bytes
@@ -29,9 +27,8 @@ from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
 from cacheblend_cli.engine.events import Done, Event, Failed, OnEvent, Say, ignore, piece_of
+from cacheblend_cli.engine.outer_ranks import outer_ranks
 from cacheblend_cli.engine.profile import own_blend
-from cacheblend_cli.engine.ranks.outer_ranks import outer_ranks
-from cacheblend_cli.engine.ranks.rank_worker import serve_rank
 from cacheblend_cli.engine.request.chunks import StoredChunks
 from cacheblend_cli.engine.request.model_sampling import as_the_model
 from cacheblend_cli.engine.request.prompts import Prompts
@@ -67,6 +64,8 @@ if TYPE_CHECKING:
     from cacheblend_cli.collect.events import PrecomputeEvent, PrecomputeReport
     from cacheblend_cli.collect.precompute import PrecomputeOptions
     from cacheblend_cli.collect.recheck import RecheckReport
+    from cacheblend_cli.collect.settings import CollectSettings
+    from cacheblend_cli.collect.texts import AddedDocument, Putting
     from cacheblend_cli.corpus.documents import Document
     from cacheblend_cli.engine.connectors.transformers import PrefilledPrompt
 
@@ -135,17 +134,16 @@ class Engine(EngineThread):
     @property
     def is_parallel(self) -> bool:
         """Return whether the model is split over several processes."""
-        return self.runtime.driver is not None
+        return not self.runtime.decoder.part.is_whole
 
     @property
     def is_lost(self) -> bool:
         """Return whether another rank has ended, so that no request can be answered."""
-        return self.runtime.driver is not None and self.runtime.driver.group.is_lost
+        return self.runtime.driver.is_lost
 
     def when_lost(self, act: Callable[[CacheBlendError], Any]) -> None:
         """Call `act`, from any thread, when another rank is lost: waiting for it may never end."""
-        if self.runtime.driver is not None:
-            self.runtime.driver.group.on_lost = act
+        self.runtime.driver.when_lost(act)
 
     def describe(self) -> dict[str, Any]:
         """Return facts for `doctor`, with llama.cpp's if it may decode."""
@@ -357,13 +355,17 @@ class Engine(EngineThread):
     ) -> Putting:
         """Cut a document to be stored: call the result's `collect` by `between_steps` until it returns False, then
         `commit`; or `undo`. Raises TextRefused, and Cancelled if it is cancelled while it is cut."""
-        return Putting(self.collection(store, salt), store, document, self._collect_settings, title, cancellation)
+        from cacheblend_cli.collect.texts import Putting
+
+        return Putting(self.collection(store, salt), store, document, self._collect_settings(), title, cancellation)
 
     def add(self, store: ChunkStore, texts: Iterable[tuple[str, str]]) -> list[AddedDocument]:
         """Store documents, (id, text) each, replacing what was stored under the same ids; their KV is computed now.
 
         Raises UsageError for an empty text, and StoreErrors.
         """
+        from cacheblend_cli.collect.texts import AddedDocument, document_of, put_name
+
         self.use(store)
         added = []
         for document_id, text in texts:
@@ -379,8 +381,9 @@ class Engine(EngineThread):
             added.append(AddedDocument(document_id, tuple(planned.key.hex() for planned in putting.chunks)))
         return added
 
-    @property
     def _collect_settings(self) -> CollectSettings:
+        from cacheblend_cli.collect.settings import CollectSettings
+
         return of_settings(CollectSettings, self._resolved.settings)
 
     # many requests, in the engine's thread
@@ -518,4 +521,6 @@ def serve_other_rank(tensor_parallel: int) -> None:
     """Serve rank 0 and exit, if torchrun started this process as another rank. tensor_parallel: the setting. Raises
     UsageError."""
     if (outer := outer_ranks(tensor_parallel)) is not None and outer[0]:
+        from cacheblend_cli.engine.ranks.rank_worker import serve_rank
+
         serve_rank(*outer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,24 +16,17 @@ from cacheblend_kernels import fallback_reason
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.connectors.decode_with import decode_with
 from cacheblend_cli.engine.events import Say
-from cacheblend_cli.engine.ranks.driver import Driver, config_of_ranks
-from cacheblend_cli.engine.ranks.outer_ranks import num_ranks
-from cacheblend_cli.engine.ranks.rank_group import group_of, rank_device
-from cacheblend_cli.engine.ranks.rank_worker import RankedWorker
+from cacheblend_cli.engine.outer_ranks import num_ranks
 from cacheblend_cli.engine.request.prompts import Prompts
 from cacheblend_cli.engine.worker.decode import BatchRunner
 from cacheblend_cli.engine.worker.grammar import form_tokenizer
 from cacheblend_cli.engine.worker.memory import DeviceMemory, reserve
 from cacheblend_cli.engine.worker.worker import Worker
-from cacheblend_cli.kv.calibration import calibrate
-from cacheblend_cli.kv.generic_check import check_once
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.device import resolve_device
 from cacheblend_cli.model.generic import GENERIC_PATH
-from cacheblend_cli.model.generic.decoder import GenericDecoder
 from cacheblend_cli.model.host_memory import available_memory, total_memory
-from cacheblend_cli.model.kv_scales import checkpoint_scales
 from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_model
 from cacheblend_cli.model.machine_speeds import describe as describe_speeds
 from cacheblend_cli.model.machine_speeds import why_int8_does_not_pay
@@ -45,12 +38,43 @@ from cacheblend_cli.prompt.collection import kv_facts
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
+    from cacheblend_cli.engine.ranks.driver import Driver
+    from cacheblend_cli.errors import CacheBlendError
+    from cacheblend_cli.model.kv_scales import KVScales
+
 
 SLICE_ROWS, GPU_SLICE_ROWS = 256, 2048
 """Positions of a prefill per step. Smaller slices delay other answers less; larger products are more efficient."""
 FREE_SHARE = 0.25  # of a CPU's available memory, or of half of all where that is unknown, for a shared pool
 TOLD_FROM = 2 << 30  # bytes of weights that are packed at every start
 _SHARE_FROM_S, _SHARE_EVERY_S = 1.0, 0.2  # first and later reports of the share of weights that is read
+
+
+class OneProcess:
+    """Driver of a model in this process. `ranks.driver.Driver` has the same methods, for a model on several ranks."""
+
+    is_lost = False
+
+    def reserve(self, decoder: Decoder, config: EngineConfig, at_once: int) -> DeviceMemory:
+        """Allocate the pool of a GPU."""
+        return reserve(decoder, config, at_once=at_once)
+
+    def kv_scales(self, model: LoadedModel, prefix_ids: Sequence[int], config: EngineConfig) -> KVScales:
+        """Return the scales of a float8 pool: the checkpoint's, or measured ones."""
+        from cacheblend_cli.kv.calibration import calibrate
+        from cacheblend_cli.model.kv_scales import checkpoint_scales
+
+        own = checkpoint_scales(model.spec, model.path, model.decoder.device)
+        return own or calibrate(model.decoder, prefix_ids, config.block_size)
+
+    def worker(self, decoder: Decoder, memory: DeviceMemory) -> Worker:
+        return Worker(decoder, memory)
+
+    def when_lost(self, act: Callable[[CacheBlendError], Any]) -> None:
+        """Call `act` when a rank is lost: never."""
+
+    def drop(self) -> None:
+        """Drop models and workers on the other ranks that no longer exist on this one."""
 
 
 class Runtime(Prompts):
@@ -61,7 +85,7 @@ class Runtime(Prompts):
         """memory: a lasting pool to begin with."""
         super().__init__(model, config)
         self.load_s = 0.0  # seconds that loading took
-        self.driver: Driver | None = None  # of the other ranks, with tensor parallelism
+        self.driver: Driver | OneProcess = OneProcess()
         self.say: Say = lambda text: None  # callback for what takes time once on a machine
         self.progress: Say = lambda text: None  # callback for what takes time
         self.controllers: dict[str, Any] = {}  # loading controller of each codec, see core/controller.py
@@ -79,48 +103,29 @@ class Runtime(Prompts):
         if progress:
             progress(f"loading {name}")
         path = resolve_model(name, say)
-        lora = Path(config.lora).expanduser() if config.lora else None
-        precision = Precision(config.dtype, config.weight_dtype, round(config.weights_cache_gb * 2**30))
         if (size := num_ranks(config.tensor_parallel)) > 1:
-            config = config_of_ranks(config, size, path, device)
-            driver = Driver(group_of(size, rank_device(device, 0)))
+            from cacheblend_cli.engine.ranks.driver import config_of_ranks, driver_of
+
+            config, driver = config_of_ranks(config, size, path, device), driver_of(size, device)
             runtime = cls(driver.load(path, name, config), config)
             runtime.driver = driver
         else:
             config = replace(config, tensor_parallel=1)
-            model = load_model(
-                path, name, device, precision, config.attention_backend, lora, progress and _shares(progress, name)
-            )
-            runtime = cls(model, config)
-        if isinstance(runtime.decoder, GenericDecoder):
+            precision = Precision(config.dtype, config.weight_dtype, round(config.weights_cache_gb * 2**30))
+            lora = Path(config.lora).expanduser() if config.lora else None
+            shares = progress and _shares(progress, name)
+            runtime = cls(load_model(path, name, device, precision, config.attention_backend, lora, shares), config)
+        if runtime.model.spec.generic:
+            from cacheblend_cli.kv.generic_check import check_once
+
             check_once(runtime.decoder, runtime.model.fingerprint)
         if config.kv_pool_dtype == "float8_e4m3":
-            measured = runtime.decoder, runtime.template.prefix_ids, config.block_size
-            if runtime.driver:
-                runtime.decoder.kv_scales = runtime.driver.calibrate(*measured)
-            else:
-                own = checkpoint_scales(runtime.decoder.spec, path, runtime.decoder.device)
-                runtime.decoder.kv_scales = own or calibrate(*measured)
+            runtime.decoder.kv_scales = runtime.driver.kv_scales(runtime.model, runtime.template.prefix_ids, config)
         remember(config, "weights", runtime.model.files)
         runtime.load_s = time.perf_counter() - start
         runtime.progress, runtime.say = progress or runtime.progress, say or runtime.say
-        if slower := fallback_reason(config.attention_backend, device):
-            runtime.say(slower)
-        elif device.type == "cuda" and config.attention_backend == "auto" and runtime.model.spec.latent is not None:
-            runtime.say(
-                f"attention over latents (MLA) on {device} runs on torch's operations: the kernels for GPUs lack it"
-            )
-        if config.weight_dtype == "int8" and (vain := why_int8_does_not_pay(runtime.model.spec, runtime.decoder.dtype)):
-            runtime.say(vain)
-        if (size := runtime.model.uncached_bytes) >= TOLD_FROM:
-            gb = math.ceil(size / 2**30 + 0.5)
-            runtime.say(
-                f"{size / 2**30:.1f} GiB of weights are packed at every start: to keep them on disk, "
-                f"cacheblend config set weights_cache_gb {gb} (and four times that of free disk); to keep them in memory, "
-                "cacheblend serve --background"
-            )
-        if lora is None and (adapter := unused_adapter(path)):
-            runtime.say(adapter)
+        for notice in _notices(runtime.model, config):
+            runtime.say(notice)
         return runtime
 
     def worker_config(self, threads: int) -> EngineConfig:
@@ -138,15 +143,14 @@ class Runtime(Prompts):
     def async_scheduling(self) -> bool:
         """Return whether decode steps are queued before the host knows the last tokens: on a GPU, if this process alone
         decodes."""
-        return self.decoder.device.type == "cuda" and self.driver is None and self.decode_with.file is None
+        return self.decoder.device.type == "cuda" and self.decoder.part.is_whole and self.decode_with.file is None
 
     def memory(self, at_once: int = 1) -> DeviceMemory | None:
         """Return the GPU's pool and decode graphs, allocated on first use for `at_once` prompts; None on a CPU. Raises
         DeviceError."""
         if self._memory is None and self.decoder.device.type == "cuda":
             self.progress("warming up the GPU: the first run on a machine compiles kernels")
-            take = reserve if self.driver is None else self.driver.reserve
-            self._memory = take(self.decoder, self.config, at_once=at_once)
+            self._memory = self.driver.reserve(self.decoder, self.config, at_once)
         return self._memory
 
     def memory_for(self, num_blocks: int, at_once: int = 1) -> DeviceMemory:
@@ -165,7 +169,7 @@ class Runtime(Prompts):
         available memory. Memory is taken when it is written to.
         """
         if num_tokens is None:
-            ranks = 1 if self.decoder.shard is None else self.decoder.shard.ranks.size  # they share the memory
+            ranks = self.decoder.part.ranks.size  # they share the memory
             free = available_memory() or total_memory() // 2
             fits = int(free * FREE_SHARE / (bytes_per_token(self.decoder) * ranks))
             num_tokens = max(self.context, min(fits, at_once * self.context))
@@ -173,9 +177,7 @@ class Runtime(Prompts):
 
     def worker(self, memory: DeviceMemory) -> Worker:
         """Return the worker of a core with this pool."""
-        if self.driver is None:
-            return Worker(self.decoder, memory)
-        return RankedWorker(self.driver, self.decoder, memory)
+        return self.driver.worker(self.decoder, memory)
 
     def new_sequence(self, num_tokens: int) -> PagedSequence:
         """Return a sequence in the lasting pool, or in its own. Raises DeviceError, which says how much would fit."""
@@ -233,3 +235,23 @@ def _shares(progress: Say, name: str) -> Callable[[float], None]:
             due = time.monotonic() + _SHARE_EVERY_S
 
     return update
+
+
+def _notices(model: LoadedModel, config: EngineConfig) -> Iterator[str]:
+    """Yield what a user should know about how this machine computes the model."""
+    device = model.decoder.device
+    if slower := fallback_reason(config.attention_backend, device):
+        yield slower
+    elif device.type == "cuda" and config.attention_backend == "auto" and model.spec.latent is not None:
+        yield f"attention over latents (MLA) on {device} runs on torch's operations: the kernels for GPUs lack it"
+    if config.weight_dtype == "int8" and (vain := why_int8_does_not_pay(model.spec, model.decoder.dtype)):
+        yield vain
+    if (size := model.uncached_bytes) >= TOLD_FROM:
+        gb = math.ceil(size / 2**30 + 0.5)
+        yield (
+            f"{size / 2**30:.1f} GiB of weights are packed at every start: to keep them on disk, "
+            f"cacheblend config set weights_cache_gb {gb} (and four times that of free disk); to keep them in memory, "
+            "cacheblend serve --background"
+        )
+    if not config.lora and (adapter := unused_adapter(model.path)):
+        yield adapter

@@ -16,6 +16,7 @@ from cacheblend_cli import user_cache
 from cacheblend_cli.kv.forward import attend, queries, write_kv
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_of
+from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.generic.decoder import GenericDecoder, GenericLayer
 from cacheblend_cli.model.generic.measure import is_close, probed_positions, reordered, turned_as_ours
 from cacheblend_cli.model.generic.parts import LayerCall
@@ -29,13 +30,14 @@ STREAM = 1e-6  # tolerance relative to the residual stream, which may be far lar
 SAME = 2e-2  # tolerance relative to the largest logit: the same products over other numbers of rows in bf16
 
 
-def check_once(decoder: GenericDecoder, fingerprint: str) -> None:
+def check_once(decoder: Decoder, fingerprint: str) -> None:
     """Run `check_generic` and cache success in the user's cache. For a model of a few billion weights the check takes
     as long as a prompt of about 200 tokens. fingerprint: identifies the model, dtype included."""
     versions = [importlib.metadata.version(name) for name in ("cacheblend", "transformers", "torch")]
     passed = user_cache.place("generic", FORMAT, fingerprint, decoder.device.type, decoder.kernels.name, *versions)
     if user_cache.recall(passed) == PASSED:
         return
+    assert isinstance(decoder, GenericDecoder)
     check_generic(decoder)
     user_cache.keep(passed, PASSED)
 

@@ -186,7 +186,7 @@ class StoredLoader(KVLoader):
                 reader.copies([manifest], [layer], [places])(layer, memory)
             except StoreError as error:
                 bad = self._stored.bad(batch.first + index, error)
-                if self._stored.decoder.shard is None:
+                if self._stored.decoder.part.is_whole:
                     raise bad from error
                 self.bad = bad  # the other ranks do not know of it, so the pass goes on
                 for start, end in places.values():
@@ -251,15 +251,14 @@ def make_loader(decoder: Decoder, source: KVSource | None, sequence: PagedSequen
 def agree(decoder: Decoder, plan: PromptPlan, bad: BadChunk | None) -> None:
     """Raise BadChunk on all ranks if one of them could not read a chunk. bad: the chunk that this rank could not
     read."""
-    shard = decoder.shard
-    if shard is None:
+    if decoder.part.is_whole:
         if bad is not None:
             raise bad
         return
     cached = [s for s in plan.segments if s.cached and s.token_ids]
     if not cached:
         return
-    ranks = shard.ranks
+    ranks = decoder.part.ranks
     own = 0 if bad is None else 1 + next(i for i, s in enumerate(cached) if s.key == bad.key)
     code = int(ranks.largest(torch.tensor([own * ranks.size + ranks.rank if own else 0], device=decoder.device)))
     if code:

@@ -82,9 +82,8 @@ class StoredPrompt:
 
     def place(self, layer: int, codec: str, tensors: Mapping[str, Tensor], rows: BatchRows) -> None:
         """Write stored rows to their slots of a layer. tensors: see `KVBatch.tensors`."""
-        cache, shard = self.sequence.pool.layers[layer], self.decoder.shard
-        if shard is not None:
-            tensors = {name: shard.own_heads(tensor, layer) for name, tensor in tensors.items()}
+        cache, part = self.sequence.pool.layers[layer], self.decoder.part
+        tensors = {name: part.own_heads(tensor, layer) for name, tensor in tensors.items()}
         stored = stored_kv(codec, tensors, rows.chunks, cache.k.shape[-1], cache.v.shape[-1])
         self.decoder.kernels.load_kv(stored, cache, rows.slots[self.decoder.rope.of_layer[layer]])
 

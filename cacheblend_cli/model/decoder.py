@@ -43,15 +43,16 @@ class DecoderLayer:
     (after QK-norm, where the family has one): the form that is stored. With latent attention k is the position key and
     v the latent, both as one head.
 
-    of: the model's weights; the layer's are taken out of them. rope: index of the decoder's RoPE for q and k.
+    weights: the model's, of which the layer's are taken. rope: index of the decoder's RoPE for q and k. part: this
+    rank's part of the model.
     """
 
-    shard: Shard | None = None
     _latent: Latent | None = None
 
-    def __init__(self, index: int, weights: ModuleWeights, rope: int) -> None:
+    def __init__(self, index: int, weights: ModuleWeights, rope: int, part: Shard) -> None:
         spec, weights = weights.spec, weights.layer(index)
-        self.index, self.spec, self.kernels, self.rope = index, spec, weights.kernels, rope
+        self.index, self.spec, self.kernels, self.rope, self.part = index, spec, weights.kernels, rope, part
+        self._summed = part.ranks.sum  # over the ranks, of results with each one's part of the weights
         self.token_inputs: TokenInputs | None = None
         tensors, latent = weights.tensors, spec.latent
         self.num_kv_heads, self.head_dim = spec.heads_of(index)
@@ -74,7 +75,7 @@ class DecoderLayer:
         self._beside: ExpertsBeside | None = None
         self.mlp: MLP | Experts
         if experts is None or experts.beside:
-            self.mlp = MLP(weights, sparsity)
+            self.mlp = MLP(weights, sparsity, None if part.is_whole else part.ranks.sum)
         else:
             self.mlp = Experts(weights, experts)
         if experts is not None and experts.beside:
@@ -168,29 +169,25 @@ class DecoderLayer:
         corrected[:, 1:] += of_token[:, None]
         return corrected
 
-    def _summed(self, partial: Tensor) -> Tensor:
-        """Return the sum over the ranks. partial: result with this rank's part of the weights."""
-        return partial if self.shard is None else self.shard.ranks.sum(partial)
-
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(x.shape[0], -1, self.head_dim)
 
     def _normed_heads(self, x: Tensor, weight: Tensor | None) -> Tensor:
         if weight is None:
             return self._heads(x)
-        if self.spec.qk_norm_over_all and self.shard is not None:
-            return self._heads(self._norm_over_ranks(x, weight, self.shard))
+        if self.spec.qk_norm_over_all and not self.part.is_whole:
+            return self._heads(self._norm_over_ranks(x, weight))
         x = x.contiguous() if self.spec.qk_norm_over_all else self._heads(x)
         return self._heads(self.kernels.rms_norm(x, weight, self.spec.rms_norm_eps).flatten(1))
 
-    def _norm_over_ranks(self, x: Tensor, weight: Tensor, shard: Shard) -> Tensor:
+    def _norm_over_ranks(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm of q or k over the heads of all ranks."""
-        wide, whole = x.float(), shard.whole
+        wide, part, whole = x.float(), self.part, self.part.whole
         squares = wide.square().sum(-1, keepdim=True)
         if weight is self.q_norm:
-            mean = shard.ranks.sum(squares) / whole.q_size
+            mean = part.ranks.sum(squares) / whole.q_size
         else:
-            mean = shard.sum_of_kv(squares, self.index) / whole.kv_size
+            mean = part.sum_of_kv(squares, self.index) / whole.kv_size
         wide = wide * torch.rsqrt(mean + self.spec.rms_norm_eps)
         return weight * wide.to(x.dtype) if weight.dtype == x.dtype else (weight * wide).to(x.dtype)
 
@@ -201,12 +198,11 @@ class Decoder:
     - weights: as returned by `load_weights`; they are popped from it
     - weight_dtype: storage of the weights, see `linear`
     - steady: with STEADY_ROWS rows or more, a row's result does not depend on the number of rows (on a CPU)
-    - shard: this rank's part of the model; its layers have only the rank's heads, their inputs and results are the
+    - part: this rank's part of the model; its layers have only the rank's heads, their inputs and results are the
       whole model's
     """
 
     steady = True
-    shard: Shard | None = None
     number = 0  # identifies the model in messages to other ranks
 
     def __init__(
@@ -215,9 +211,10 @@ class Decoder:
         weights: dict[str, Tensor],
         kernels: KernelBackend,
         weight_dtype: str = "auto",
-        shard: Shard | None = None,
+        part: Shard | None = None,
     ) -> None:
-        self.spec, self.kernels, self.shard = spec, kernels, shard
+        """part: None for the whole model."""
+        self.spec, self.kernels, self.part = spec, kernels, part or Shard(spec)
         in_file = weights.get(IN_FILE)
         self.embedding: Tensor | None = weights.pop("embed") if in_file is None else in_file
         """Embedding; None where the packed head holds it."""
@@ -227,7 +224,7 @@ class Decoder:
         self.device, self.dtype = self.norm.weight.device, head.dtype
         apart = in_file is not None or head.data_ptr() != self.embedding.data_ptr()
         small = head.numel() * head.itemsize <= SMALL_HEAD
-        readable = not apart and shard is None and weight_dtype == "auto" and may_give_rows(head)
+        readable = not apart and self.part.is_whole and weight_dtype == "auto" and may_give_rows(head)
         self._head = linear(head, weight_dtype=weight_dtype, pack=apart or small or readable)
         if readable and self._head.gives_rows:
             self.embedding = None
@@ -235,11 +232,7 @@ class Decoder:
             self._head = linear(head, weight_dtype=weight_dtype, pack=False)
         del head
         self.rope = LayerRotations(spec, self.device)
-        self.layers = [DecoderLayer(i, outer, rope) for i, rope in enumerate(self.rope.of_layer)]
-        for layer in self.layers:
-            layer.shard = shard
-            if shard is not None and isinstance(layer.mlp, MLP):
-                layer.mlp.summed = shard.ranks.sum
+        self.layers = [DecoderLayer(i, outer, rope, self.part) for i, rope in enumerate(self.rope.of_layer)]
         if spec.token_width:
             inputs = TokenInputs(outer, self.embed)
             for layer in self.layers:
@@ -253,12 +246,12 @@ class Decoder:
         spec, products = self.spec, [m for _, m in members_of(self) if isinstance(m, Product)]
         # these models have other matrix products too
         others = spec.generic or spec.latent or spec.experts or spec.streams or spec.token_width
-        return 1 if self.shard is None and not others and all(p.is_steady for p in products) else STEADY_ROWS
+        return 1 if self.part.is_whole and not others and all(p.is_steady for p in products) else STEADY_ROWS
 
     @property
     def own_spec(self) -> ModelSpec:
         """Spec of this rank's part; without tensor parallelism the model's."""
-        return self.spec if self.shard is None else self.shard.own
+        return self.part.own
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings [num_rows, hidden_size] of token ids [num_rows] int64."""
@@ -266,14 +259,14 @@ class Decoder:
         return h if scale == 1 else h * float(torch.tensor(scale, dtype=self.dtype))  # rounded, as in transformers
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
-        if self.shard is None:
+        if self.part.is_whole:
             own = self._head.rows(token_ids) if self.embedding is None else F.embedding(token_ids, self.embedding)
             return own.to(self.dtype)
         assert self.embedding is not None
-        first, end = self.shard.vocabulary
+        first, end = self.part.vocabulary
         other = (token_ids < first) | (token_ids >= end)
         own = F.embedding((token_ids - first).masked_fill(other, 0), self.embedding).to(self.dtype)
-        return self.shard.ranks.sum(own.masked_fill_(other[:, None], 0))
+        return self.part.ranks.sum(own.masked_fill_(other[:, None], 0))
 
     def input_norm(self, layer: DecoderLayer, delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the layer's normed input, and the residual stream with `delta` added (residual None: the first layer).
@@ -293,7 +286,7 @@ class Decoder:
         """Return fp32 logits [num_rows, vocab_size] from the last layer's output."""
         h = self.norm.add(delta, residual)[0] if self._streams is None else self.norm(self._streams.merge(delta))
         logits, cap = self._head(h), self.spec.logit_soft_cap
-        logits = (logits if self.shard is None else self.shard.gathered_logits(logits)).float()
+        logits = self.part.gathered_logits(logits).float()
         if self.spec.logit_scale != 1:
             logits *= self.spec.logit_scale
         return logits if cap is None else torch.tanh(logits / cap) * cap

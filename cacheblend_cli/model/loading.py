@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cacheblend_kernels import BACKENDS, KernelError, select_backend
+from cacheblend_kernels import BACKENDS, KernelBackend, KernelError, select_backend
 
-from cacheblend_cli.errors import DeviceError, UsageError
+from cacheblend_cli.errors import DeviceError, UsageError, check_known
 from cacheblend_cli.model.adapter import LoraAdapter
 from cacheblend_cli.model.checkpoint import quantisation_of
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.device import check_host_room, check_room, make_current
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.families.reader import OTHER_FIELDS
-from cacheblend_cli.model.generic.decoder import load_generic
-from cacheblend_cli.model.gguf_files.conversion import gguf_in, model_dir_of
 from cacheblend_cli.model.host_memory import available_memory
 from cacheblend_cli.model.linear import bound_caches, can_pack, check_weight_dtype
 from cacheblend_cli.model.locate import locate
@@ -29,7 +27,6 @@ from cacheblend_cli.model.machine_speeds import cpu_dtype, weight_layout
 from cacheblend_cli.model.model_files import checkpoint_files, gguf_file_of, is_converted, read_object, weight_names
 from cacheblend_cli.model.packed_cache import PackedCache
 from cacheblend_cli.model.parallel import Shard
-from cacheblend_cli.model.ranks import Ranks
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tensor_source import SafetensorsFiles
 from cacheblend_cli.model.tokenizer import Tokenizer
@@ -81,79 +78,42 @@ class Precision:
 def load_model(
     path: Path,
     name: str,
-    place: torch.device | Ranks,
+    device: torch.device,
     precision: Precision,
     attention_backend: str,
     lora: Path | None = None,
     progress: Callable[[float], None] | None = None,
+    part_of: Callable[[ModelSpec], Shard] = Shard,
 ) -> LoadedModel:
-    """Load the checkpoint in `path` to a device, or this rank's part of it to the rank's device.
+    """Load the checkpoint in `path` to a device, or this rank's part of it.
 
-    lora: directory of an adapter to merge. progress: called with the share of the weights read so far. Raises
-    UsageError, NotFoundError, DeviceError.
+    lora: directory of an adapter to merge. progress: called with the share of the weights read so far. part_of: returns
+    the rank's part. Raises UsageError, NotFoundError, DeviceError.
     """
     bound_caches()
-    ranks, device = (place, place.device) if isinstance(place, Ranks) else (None, place)
     spec = read_spec(path)
-    shard = None if ranks is None else Shard(spec, ranks)
+    part = part_of(spec)
     check_weight_dtype(precision.weights, device)
-    if attention_backend not in ("auto", *BACKENDS):
-        raise UsageError(f"unknown attention backend {attention_backend!r}", f"known: auto, {', '.join(BACKENDS)}")
+    check_known("attention backend", attention_backend, ("auto", *BACKENDS))
     checkpoint_files(path)  # reports another format before a missing tokenizer
     compute_dtype = resolve_dtype(precision.dtype, device, spec, path)
     adapter = None if lora is None else LoraAdapter.read(lora)
     lora_digest = "" if adapter is None else adapter.digest
     tokenizer, generation = Tokenizer(path, spec.vocab_size), read_object(path / "generation_config.json")
-    try:
-        kernels = select_backend(attention_backend, device)
-        if spec.latent is not None and not kernels.has_latent_attention:
-            if attention_backend != "auto":
-                raise KernelError(
-                    f"the {kernels.name} backend has no attention over latents (MLA), which a {spec.architecture} has: its "
-                    "kernels take K and V of one width",
-                    "use --attention-backend torch, or auto",
-                )
-            kernels = select_backend("torch", device)
-    except KernelError as error:
-        raise DeviceError(error.message, error.hint) from error
+    kernels = _kernels(attention_backend, device, spec)
     if device.type == "cuda":
         make_current(device)
-        check_room(spec if shard is None else shard.own, compute_dtype, device, torch.cuda.mem_get_info(device)[0])
-    if spec.generic and precision.weights != "auto":
-        raise UsageError(
-            f"--weight-dtype {precision.weights} is not implemented for model_type {spec.config['model_type']!r}, whose weights "
-            "transformers holds (generic path)",
-            "leave it at auto",
-        )
+        check_room(part.own, compute_dtype, device, torch.cuda.mem_get_info(device)[0])
 
     def fingerprint_of(spec: ModelSpec, dtype: torch.dtype) -> str:
         return model_fingerprint(spec, path, dtype, lora_digest, precision.weights)
 
-    packed = device.type == "cpu" and not spec.generic
-    held_as = precision.weights
-    if packed and held_as == "auto" and weight_layout(spec, compute_dtype) == "plain":
-        packed, held_as = False, "plain"
-
-    copied = packed and (held_as == "int8" or can_pack(torch.empty(0, dtype=compute_dtype)))
-
-    def build(*, hollow: bool = False) -> Decoder:
-        if packed and not hollow:
-            check_host_room(spec if shard is None else shard.own, compute_dtype, held_as, available_memory())
-        matrices: Matrices = "hollow" if hollow else "late" if copied else "now"
-        weights = load_weights(
-            shard or spec, path, compute_dtype, device, adapter, matrices, None if hollow else progress
-        )
-        return Decoder(spec, weights, kernels, held_as, shard)
-
+    build = _Build(part, path, compute_dtype, device, kernels, precision, adapter, progress)
     cache = None
-    alone = adapter is None and shard is None  # the cache supports neither adapters nor shards
-    if packed and alone and spec.experts is None and precision.cache_bytes:
+    if build.can_be_kept and precision.cache_bytes:
         cache = PackedCache(fingerprint_of(spec, compute_dtype), precision.cache_bytes)
     try:
-        if spec.generic:
-            decoder: Decoder = load_generic(spec, path, compute_dtype, device, kernels, adapter)
-        else:
-            decoder = build() if cache is None else cache.decoder(build)
+        decoder = build() if cache is None else cache.decoder(build)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             f"the weights do not fit on {device}: {error}", "use a smaller model or --device cpu"
@@ -176,12 +136,80 @@ def load_model(
     )
 
 
+def _kernels(attention_backend: str, device: torch.device, spec: ModelSpec) -> KernelBackend:
+    """Return the kernels for a model on a device. Raises DeviceError."""
+    try:
+        kernels = select_backend(attention_backend, device)
+        if spec.latent is None or kernels.has_latent_attention:
+            return kernels
+        if attention_backend == "auto":
+            return select_backend("torch", device)
+    except KernelError as error:
+        raise DeviceError(error.message, error.hint) from error
+    raise DeviceError(
+        f"the {kernels.name} backend has no attention over latents (MLA), which a {spec.architecture} has: its "
+        "kernels take K and V of one width",
+        "use --attention-backend torch, or auto",
+    )
+
+
+class _Build:
+    """Builds the decoder of a checkpoint, see `packed_cache.Build`. Raises UsageError."""
+
+    def __init__(
+        self,
+        part: Shard,
+        path: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: KernelBackend,
+        precision: Precision,
+        adapter: LoraAdapter | None,
+        progress: Callable[[float], None] | None,
+    ) -> None:
+        spec = part.whole
+        if spec.generic and precision.weights != "auto":
+            raise UsageError(
+                f"--weight-dtype {precision.weights} is not implemented for model_type {spec.config['model_type']!r}, whose "
+                "weights transformers holds (generic path)",
+                "leave it at auto",
+            )
+        self._part, self._path, self._dtype, self._device = part, path, dtype, device
+        self._kernels, self._adapter, self._progress = kernels, adapter, progress
+        self._packed, self._held_as = device.type == "cpu" and not spec.generic, precision.weights
+        if self._packed and self._held_as == "auto" and weight_layout(spec, dtype) == "plain":
+            self._packed, self._held_as = False, "plain"
+
+    @property
+    def can_be_kept(self) -> bool:
+        """Return whether the cache of packed weights supports the model: without adapter, shard and experts."""
+        return self._packed and self._adapter is None and self._part.is_whole and self._part.whole.experts is None
+
+    def __call__(self, *, hollow: bool = False) -> Decoder:
+        part, spec = self._part, self._part.whole
+        if spec.generic:
+            from cacheblend_cli.model.generic.decoder import load_generic
+
+            return load_generic(spec, self._path, self._dtype, self._device, self._kernels, self._adapter)
+        if self._packed and not hollow:
+            check_host_room(part.own, self._dtype, self._held_as, available_memory())
+        copied = self._packed and (self._held_as == "int8" or can_pack(torch.empty(0, dtype=self._dtype)))
+        matrices: Matrices = "hollow" if hollow else "late" if copied else "now"
+        progress = None if hollow else self._progress
+        weights = load_weights(part, self._path, self._dtype, self._device, self._adapter, matrices, progress)
+        return Decoder(spec, weights, self._kernels, self._held_as, part)
+
+
 def resolve_model(name: str, say: Callable[[str], None] | None = None) -> Path:
     """Return the path of a model: of a built-in name; a local directory, or the one that stands for a GGUF file; else a
     model of the hub, from its cache if possible (see `locate`). say: called when a GGUF file is read for the first
     time."""
     found = locate(name)
-    if found.is_dir() and not weight_names(found):
+    if found.is_dir() and weight_names(found):
+        return found
+    from cacheblend_cli.model.gguf_files.conversion import gguf_in, model_dir_of
+
+    if found.is_dir():
         found = gguf_in(found) or found
     return found if found.is_dir() else model_dir_of(found, say)
 

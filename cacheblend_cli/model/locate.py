@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from cacheblend_cli.errors import ModelNotFound, UsageError
-from cacheblend_cli.model.hub import HubName, cached, fetch
 from cacheblend_cli.model.named import named_model
 
 _LIST = "cacheblend models ls"
@@ -15,7 +14,11 @@ def locate(name: str) -> Path:
     """Return the directory or GGUF file of a model: of a built-in name, a local path, or a model of the hub, from its
     cache if possible, else fetched. Raises ModelNotFound, UsageError."""
     local = find_local(name)
-    return local or fetch(HubName.parse(name))
+    if local is not None:
+        return local
+    from cacheblend_cli.model.hub import HubName, fetch
+
+    return fetch(HubName.parse(name))
 
 
 def find_local(name: str) -> Path | None:
@@ -30,6 +33,8 @@ def find_local(name: str) -> Path | None:
         raise ModelNotFound(
             name, f"no model directory {name}", "check the path, or give a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
         )
+    from cacheblend_cli.model.hub import HubName, cached
+
     found = cached(HubName.parse(name))
     if found is None and "/" not in name:
         raise ModelNotFound(name, f"no model {name} on this machine", f"{_similar(name)}; a hub id is OWNER/NAME")

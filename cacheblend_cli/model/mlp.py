@@ -18,10 +18,12 @@ GPU_MLP_ROWS = 4096  # every slice reads all weights, and with few rows a GPU is
 
 class MLP:
     """Gate, up, activation and down; or up, activation and down if the spec has no gate. sparsity: share of the gate's
-    channels that is cut off, see `sparse`."""
+    channels that is cut off, see `sparse`; summed: sums over ranks that share the MLP."""
 
-    def __init__(self, weights: ModuleWeights, sparsity: float = 0.0) -> None:
-        self.summed: Callable[[Tensor], Tensor] | None = None  # over the ranks that share the MLP
+    def __init__(
+        self, weights: ModuleWeights, sparsity: float = 0.0, summed: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self._summed = summed
         self._deviations = NormalDist().inv_cdf(sparsity) if sparsity else None
         self._gated, self._activation, self._kernels = weights.spec.gated_mlp, weights.spec.activation, weights.kernels
         self._up, self._down = weights.product("gate_up_proj"), weights.product("down_proj")
@@ -42,7 +44,7 @@ class MLP:
         up = self._up(h)
         if self._deviations is not None:
             gate, up = up.chunk(2, dim=-1)
-            return self._down(ACTIVATIONS[self._activation](sparse(gate, self._deviations, self.summed)) * up)
+            return self._down(ACTIVATIONS[self._activation](sparse(gate, self._deviations, self._summed)) * up)
         if self._gated:
             return self._down(self._kernels.act_and_mul(up, self._activation))
         return self._down(ACTIVATIONS[self._activation](up))

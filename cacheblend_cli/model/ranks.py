@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cacheblend_cli.errors import DeviceError, UsageError
+from cacheblend_cli.model.parallel import OneRank
 
 EXCHANGE_S = 300.0
 """Maximum seconds that a rank waits for the others in one exchange: longer than the slowest layer, and than compiling
@@ -27,7 +28,7 @@ class RankLost(DeviceError):
     """A rank died or hangs: the model cannot compute any more."""
 
 
-class Ranks:
+class Ranks(OneRank):
     """This process among the ranks. All ranks call the same methods in the same order, with tensors of the same shapes.
 
     - device: device of exchanged tensors, by NCCL on GPUs and gloo on CPUs; messages always go by gloo
@@ -62,6 +63,9 @@ class Ranks:
             return x
         self._run(lambda: dist.all_reduce(x, group=self._data))
         return x
+
+    def mean(self, x: Tensor) -> Tensor:
+        return self.sum(x) / self.size
 
     def largest(self, x: Tensor) -> Tensor:
         """Return the maximum over the ranks, in place where possible."""

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cacheblend_cli.model.adapter import Delta
-from cacheblend_cli.model.parallel import Cut, Shard
+from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tensor_source import SafetensorsFiles, TensorSource
 from cacheblend_cli.model.weight_map import expected_shapes, name_in
+
+Runs = tuple[tuple[int, int], ...]
+"""Half-open ranges of rows, in order."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Part of a tensor that a rank needs."""
+
+    rows: Runs | None = None  # None: all
+    columns: tuple[int, int] | None = None  # None: all
+    is_zero: bool = False  # zeros instead of the tensor (a bias that another rank adds)
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        rows = whole[:1] if self.rows is None else (sum(end - start for start, end in self.rows),)
+        return rows + (whole[1:] if self.columns is None else (self.columns[1] - self.columns[0],))
 
 
 class ShardedTensors:
@@ -18,8 +35,9 @@ class ShardedTensors:
     need. From safetensors files nothing else is read. Quantised tensors are dequantised in blocks of rows before they
     are cut."""
 
-    def __init__(self, source: TensorSource, shard: Shard) -> None:
-        self._source, self._cuts, self._whole = source, shard.cuts, expected_shapes(shard.whole)
+    def __init__(self, source: TensorSource, cuts: Mapping[str, Cut], model: ModelSpec) -> None:
+        """cuts: by name in the checkpoint; model: the whole one."""
+        self._source, self._cuts, self._whole = source, cuts, expected_shapes(model)
         self._of = dict[str, Cut]()
         self._shapes = dict[str, tuple[int, ...]]()
         self.block_bytes = source.block_bytes
@@ -62,11 +80,11 @@ class ShardedTensors:
         return self._source.read(name, start, stop)[:, slice(*cut.columns)]
 
 
-def cut_deltas(deltas: dict[str, Delta], shard: Shard) -> dict[str, Delta]:
+def cut_deltas(deltas: dict[str, Delta], cuts: Mapping[str, Cut]) -> dict[str, Delta]:
     """Return a rank's part of an adapter's updates, by name in the checkpoint."""
     cut = dict[str, Delta]()
     for name, delta in deltas.items():
-        of = shard.cuts.get(name)
+        of = cuts.get(name)
         if of is not None:
             down = delta.down if of.columns is None else delta.down[:, slice(*of.columns)]
             up = delta.up if of.rows is None else torch.cat([delta.up[a:b] for a, b in of.rows])

@@ -44,84 +44,111 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[Shape, str, int, Shape]]
     - latent attention: the rows of `i.qkv_proj.weight` are q (or q's latent), latent, and position key;
       `i.q_b_proj.weight`, `i.q_a_norm`, `i.kv_b_proj.weight`, `i.kv_a_norm`
     """
-    hidden, shapes, names = spec.hidden_size, dict[str, tuple[Shape, str, int, Shape]](), NAMES | dict(spec.renamed)
+    shapes = _Shapes(spec)
+    shapes.add_outside_layers()
+    for layer in range(spec.num_layers):
+        shapes.add_norms(layer)
+        shapes.add_inputs(layer)
+        shapes.add_products(layer)
+    return shapes.found
 
-    def whole(name: str, target: str, *shape: int) -> None:
-        shapes[name] = (shape, target, 0, shape)
 
-    def norm(name: str, target: str) -> None:
-        whole(f"{name}.weight", f"{target}.weight", hidden)
-        if spec.norm_bias:
-            whole(f"{name}.bias", f"{target}.bias", hidden)
+class _Shapes:
+    """Builds `expected_shapes`."""
 
-    whole(EMBEDDING, "embed", spec.vocab_size, hidden)
-    norm("model.norm", "norm")
-    if not spec.tied:
-        whole(HEAD, "lm_head", spec.vocab_size, hidden)
-    if width := spec.token_width * spec.num_layers:
-        whole("model.embed_tokens_per_layer.weight", TOKEN_EMBEDDING, spec.token_vocab, width)
-        whole("model.per_layer_model_projection.weight", "token_model.weight", width, hidden)
-        whole("model.per_layer_projection_norm.weight", "token_norm.weight", spec.token_width)
-    if spec.streams is not None:
-        for i in range(1, spec.streams.count):
-            whole(f"model.altup_projections.{i - 1}.weight", f"streams_in.{i}.weight", hidden, hidden)
-            whole(f"model.altup_unembed_projections.{i - 1}.weight", f"streams_out.{i}.weight", hidden, hidden)
-    for i in range(spec.num_layers):
-        base = f"model.layers.{i}"
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec, self._hidden = spec, spec.hidden_size
+        self._names = NAMES | dict(spec.renamed)
+        self.found: dict[str, tuple[Shape, str, int, Shape]] = {}
+
+    def add_outside_layers(self) -> None:
+        spec, hidden = self._spec, self._hidden
+        self._whole(EMBEDDING, "embed", spec.vocab_size, hidden)
+        self._norm("model.norm", "norm")
+        if not spec.tied:
+            self._whole(HEAD, "lm_head", spec.vocab_size, hidden)
+        if width := spec.token_width * spec.num_layers:
+            self._whole("model.embed_tokens_per_layer.weight", TOKEN_EMBEDDING, spec.token_vocab, width)
+            self._whole("model.per_layer_model_projection.weight", "token_model.weight", width, hidden)
+            self._whole("model.per_layer_projection_norm.weight", "token_norm.weight", spec.token_width)
+        for i in range(1, 0 if spec.streams is None else spec.streams.count):
+            self._whole(f"model.altup_projections.{i - 1}.weight", f"streams_in.{i}.weight", hidden, hidden)
+            self._whole(f"model.altup_unembed_projections.{i - 1}.weight", f"streams_out.{i}.weight", hidden, hidden)
+
+    def add_norms(self, layer: int) -> None:
+        """Add a layer's norms, sinks and scale."""
+        spec, base = self._spec, self._base(layer)
         for place, name in spec.norms:
-            norm(f"{base}.{name}", f"{i}.{place}")
+            self._norm(f"{base}.{name}", f"{layer}.{place}")
         if spec.qk_norm:
-            dim = spec.heads_of(i)[1]
-            widths = (spec.q_size, spec.kv_size) if spec.qk_norm_over_all else (dim, dim)
-            for part, width in zip(("q_norm", "k_norm"), widths, strict=True):
-                if part == "k_norm" and spec.kv_layer(i) != i:
-                    continue
-                whole(f"{base}.{names[part]}.weight", f"{i}.{part}", width)
+            dim = spec.heads_of(layer)[1]
+            q_width, k_width = (spec.q_size, spec.kv_size) if spec.qk_norm_over_all else (dim, dim)
+            self._whole(f"{base}.{self._names['q_norm']}.weight", f"{layer}.q_norm", q_width)
+            if spec.kv_layer(layer) == layer:
+                self._whole(f"{base}.{self._names['k_norm']}.weight", f"{layer}.k_norm", k_width)
         if spec.sinks:
-            whole(f"{base}.self_attn.sinks", f"{i}.sinks", spec.num_heads)
+            self._whole(f"{base}.self_attn.sinks", f"{layer}.sinks", spec.num_heads)
         if spec.latent is not None:
-            whole(f"{base}.self_attn.kv_a_layernorm.weight", f"{i}.kv_a_norm", spec.latent.rank)
+            self._whole(f"{base}.self_attn.kv_a_layernorm.weight", f"{layer}.kv_a_norm", spec.latent.rank)
             if spec.latent.query_rank:
-                whole(f"{base}.self_attn.q_a_layernorm.weight", f"{i}.q_a_norm", spec.latent.query_rank)
-        experts = spec.experts if spec.experts is not None and i in spec.experts.layers else None
-        if experts is not None and experts.routing is not None and experts.routing.sigmoid:
-            whole(
-                f"{base}.{experts.base}.{experts.router}.e_score_correction_bias",
-                f"{i}.router_correction",
-                experts.count,
-            )
+                self._whole(f"{base}.self_attn.q_a_layernorm.weight", f"{layer}.q_a_norm", spec.latent.query_rank)
         if spec.layer_scale:
-            whole(f"{base}.layer_scalar", f"{i}.layer_scalar", 1)
-        if spec.token_width:
-            whole(f"{base}.per_layer_input_gate.weight", f"{i}.token_gate.weight", spec.token_width, hidden)
-            whole(f"{base}.per_layer_projection.weight", f"{i}.token_projection.weight", hidden, spec.token_width)
-            whole(f"{base}.post_per_layer_input_norm.weight", f"{i}.token_out.weight", hidden)
+            self._whole(f"{base}.layer_scalar", f"{layer}.layer_scalar", 1)
+
+    def add_inputs(self, layer: int) -> None:
+        """Add a layer's inputs by token, and its part in several streams."""
+        spec, hidden, base = self._spec, self._hidden, self._base(layer)
+        if width := spec.token_width:
+            self._whole(f"{base}.per_layer_input_gate.weight", f"{layer}.token_gate.weight", width, hidden)
+            self._whole(f"{base}.per_layer_projection.weight", f"{layer}.token_projection.weight", hidden, width)
+            self._whole(f"{base}.post_per_layer_input_norm.weight", f"{layer}.token_out.weight", hidden)
         if spec.streams is not None:
             count, rank = spec.streams.count, spec.streams.low_rank
-            whole(f"{base}.altup.modality_router.weight", f"{i}.streams_router.weight", count, hidden)
-            whole(f"{base}.altup.router_norm.weight", f"{i}.streams_norm.weight", hidden)
-            whole(f"{base}.altup.prediction_coefs.weight", f"{i}.streams_predict.weight", count * count, count)
-            whole(f"{base}.altup.correction_coefs.weight", f"{i}.streams_correct.weight", count, count)
-            whole(f"{base}.altup.correct_output_scale", f"{i}.streams_scale", hidden)
-            whole(f"{base}.laurel.linear_left.weight", f"{i}.laurel_left.weight", rank, hidden)
-            whole(f"{base}.laurel.linear_right.weight", f"{i}.laurel_right.weight", hidden, rank)
-            whole(f"{base}.laurel.post_laurel_norm.weight", f"{i}.laurel_norm.weight", hidden)
-        mlp = [] if experts is None else _experts(hidden, experts)
+            self._whole(f"{base}.altup.modality_router.weight", f"{layer}.streams_router.weight", count, hidden)
+            self._whole(f"{base}.altup.router_norm.weight", f"{layer}.streams_norm.weight", hidden)
+            self._whole(
+                f"{base}.altup.prediction_coefs.weight", f"{layer}.streams_predict.weight", count * count, count
+            )
+            self._whole(f"{base}.altup.correction_coefs.weight", f"{layer}.streams_correct.weight", count, count)
+            self._whole(f"{base}.altup.correct_output_scale", f"{layer}.streams_scale", hidden)
+            self._whole(f"{base}.laurel.linear_left.weight", f"{layer}.laurel_left.weight", rank, hidden)
+            self._whole(f"{base}.laurel.linear_right.weight", f"{layer}.laurel_right.weight", hidden, rank)
+            self._whole(f"{base}.laurel.post_laurel_norm.weight", f"{layer}.laurel_norm.weight", hidden)
+
+    def add_products(self, layer: int) -> None:
+        """Add a layer's attention, and its MLP, its experts or both."""
+        spec, base = self._spec, self._base(layer)
+        products = _attention(spec, layer) if spec.latent is None else _latent_attention(spec, spec.latent)
+        experts = spec.experts if spec.experts is not None and layer in spec.experts.layers else None
+        if experts is not None:
+            products += _experts(self._hidden, experts)
+            if experts.routing is not None and experts.routing.sigmoid:
+                bias = f"{base}.{experts.base}.{experts.router}.e_score_correction_bias"
+                self._whole(bias, f"{layer}.router_correction", experts.count)
+            if experts.beside:
+                self._whole(f"{base}.router.scale", f"{layer}.router_scale", self._hidden)
+                self._whole(f"{base}.router.per_expert_scale", f"{layer}.expert_scale", experts.count)
         if experts is None or experts.beside:
-            mlp += _mlp(spec, i)
-        if experts is not None and experts.beside:
-            whole(f"{base}.router.scale", f"{i}.router_scale", hidden)
-            whole(f"{base}.router.per_expert_scale", f"{i}.expert_scale", experts.count)
-        attention = _attention(spec, i) if spec.latent is None else _latent_attention(spec, spec.latent)
-        for target, parts, width, bias in attention + mlp:
+            products += _mlp(spec, layer)
+        for target, parts, width, has_bias in products:
             start, total = 0, sum(rows for _, rows in parts)
             for part, rows in parts:
-                name = f"{base}.{names.get(part, part)}"
-                shapes[f"{name}.weight"] = ((rows, width), f"{i}.{target}.weight", start, (total, width))
-                if bias:
-                    shapes[f"{name}.bias"] = ((rows,), f"{i}.{target}.bias", start, (total,))
+                name = f"{base}.{self._names.get(part, part)}"
+                self.found[f"{name}.weight"] = ((rows, width), f"{layer}.{target}.weight", start, (total, width))
+                if has_bias:
+                    self.found[f"{name}.bias"] = ((rows,), f"{layer}.{target}.bias", start, (total,))
                 start += rows
-    return shapes
+
+    def _base(self, layer: int) -> str:
+        return f"model.layers.{layer}"
+
+    def _whole(self, name: str, target: str, *shape: int) -> None:
+        self.found[name] = (shape, target, 0, shape)
+
+    def _norm(self, name: str, target: str) -> None:
+        self._whole(f"{name}.weight", f"{target}.weight", self._hidden)
+        if self._spec.norm_bias:
+            self._whole(f"{name}.bias", f"{target}.bias", self._hidden)
 
 
 def name_in(shapes: Mapping[str, object], stored: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,7 +21,6 @@ from cacheblend_cli.model.checkpoint import tensor_source
 from cacheblend_cli.model.kv_scales import is_kv_scale
 from cacheblend_cli.model.model_files import checkpoint_files
 from cacheblend_cli.model.parallel import Shard
-from cacheblend_cli.model.sharded import ShardedTensors, cut_deltas
 from cacheblend_cli.model.spec import LatentSpec, ModelSpec
 from cacheblend_cli.model.tensor_source import TensorSource
 from cacheblend_cli.model.weight_map import EMBEDDING, HEAD, TOKEN_EMBEDDING, Shape, expected_shapes, name_in
@@ -39,12 +38,32 @@ Matrices = Literal["now", "late", "hollow"]
 IN_FILE = "embed_in_file"  # the embedding if it stays in its file
 
 
+Header = tuple[str, str, Shape]  # name, dtype and shape of a stored tensor
+
+
+@dataclass(frozen=True)
+class WeightTensor:
+    """A tensor of the checkpoint: its name in the file and in the model, and its place in one of our tensors."""
+
+    stored: str
+    name: str
+    shape: Shape
+    target: str  # our tensor
+    start: int  # first row in it
+    full_shape: Shape  # shape of our tensor
+
+
 @dataclass(frozen=True)
 class StoredPart:
     """Rows of a weight that stay in their file until the weight is popped."""
 
     source: TensorSource
     name: str
+
+
+Place = tuple[Literal["mapped", "hollow", "late", "copied"], Tensor | StoredPart | None]
+"""Where numbers are until they are used: in their file for good, nowhere, in their file until the weight is popped, or
+in memory; and the part of the file."""
 
 
 class Weights(dict[str, Tensor]):
@@ -109,24 +128,29 @@ def load_weights(
     Raises UsageError for a missing tensor, a wrong shape, a tensor that is not part of the model, quantised weights,
     and an adapter of another model.
     """
-    if isinstance(model, Shard):
-        shard, whole, spec = model, model.whole, model.own
-    else:
-        shard, whole, spec = None, model, model
-    shapes = expected_shapes(spec)
-    deltas = {} if adapter is None else deltas_of(whole, adapter, expected_shapes(whole))
-    if shard is not None:
-        deltas = cut_deltas(deltas, shard)
-    if spec.tied:
-        shapes[HEAD] = ((spec.vocab_size, spec.hidden_size), "lm_head", 0, (spec.vocab_size, spec.hidden_size))
-    seen, left = set[str](), dict[str, dict[int, Tensor | StoredPart]]()
-    folded = spec.residual_scale != 1 or head_order(spec) is not None
-    stays = device.type == "cpu" and not deltas and spec.experts is None and not folded
-    source = tensor_source(model_dir, spec.experts)
-    if shard is not None:
-        source = ShardedTensors(source, shard)
+    part = model if isinstance(model, Shard) else Shard(model)
+    spec = part.own
+    deltas = {} if adapter is None else part.deltas(deltas_of(part.whole, adapter, expected_shapes(part.whole)))
+    source = part.tensors(tensor_source(model_dir, spec.experts))
     headers = list(source.headers())
-    total, done = sum(math.prod(shape) for *_, shape in headers), 0
+    tensors = _checked(spec, source, headers, model_dir)
+    report = _share_of(sum(math.prod(shape) for *_, shape in headers), progress)
+    loader = _Loader(spec, source, dtype, device, deltas, matrices, report)
+    for tensor in tensors:
+        loader.add(tensor)
+    weights = loader.finish()
+    if spec.tied:
+        if matrices == "hollow" and IN_FILE in weights:
+            weights["lm_head"] = torch.empty_like(weights[IN_FILE], dtype=dtype, device="meta")
+        else:
+            _tie(weights, dtype)
+    fold(spec, weights)
+    return weights
+
+
+def _share_of(total: int, progress: Callable[[float], None] | None) -> Callable[[int], None]:
+    """Return a callback for numbers that were read, which reports their share of the total."""
+    done = 0
 
     def report(count: int) -> None:
         nonlocal done
@@ -134,90 +158,135 @@ def load_weights(
         if progress is not None:
             progress(done / max(1, total))
 
-    weights = Weights(matrices == "late", report)
+    return report
+
+
+def _checked(spec: ModelSpec, source: TensorSource, headers: Iterable[Header], model_dir: Path) -> list[WeightTensor]:
+    """Return the model's tensors in the checkpoint. Raises UsageError unless they are there once, and no others."""
+    shapes = expected_shapes(spec)
+    if spec.tied:
+        shapes[HEAD] = ((spec.vocab_size, spec.hidden_size), "lm_head", 0, (spec.vocab_size, spec.hidden_size))
+    tensors = dict[str, WeightTensor]()
     for stored, kind, found in headers:
         name = name_in(shapes, stored)
         if name is None:
-            other = any(part in stored for part in NOT_THE_MODEL) or stored.startswith(spec.other_parts)
-            if other or is_kv_scale(stored):
-                continue
-            if stored.endswith(".bias") and not source.read(stored, 0, found[0] if found else 0).any():
-                continue  # GPTQ's tools write a bias for every layer
-            hint = f"it is not part of a {spec.architecture}"
-            if stored.endswith(QUANTISED):
-                hint = "the weights are quantised: use the checkpoint they were made from"
-            raise UsageError(f"unexpected tensor {stored} in {model_dir}", hint)
+            _check_unused(spec, source, stored, found, model_dir)
+            continue
         if kind not in FLOATS:
             raise UsageError(
                 f"tensor {stored} in {model_dir} is stored as {kind}: the weights are quantised",
                 "use the checkpoint they were made from, in bfloat16, float16 or float32",
             )
-        if name in seen:
+        if name in tensors:
             raise UsageError(f"{model_dir} holds the tensor {name} twice", "fetch the checkpoint again")
-        seen.add(name)
-        shape, target, start, full_shape = shapes[name]
-        if found != shape:
+        tensors[name] = WeightTensor(stored, name, *shapes[name])
+        if found != tensors[name].shape:
             raise UsageError(
-                f"tensor {stored} has shape {list(found)}, and config.json implies {list(shape)}",
+                f"tensor {stored} has shape {list(found)}, and config.json implies {list(tensors[name].shape)}",
                 "the weights and config.json belong to different models",
             )
-        kept_as = IN_FILE if name == EMBEDDING else target  # a prompt needs few rows of the embedding
-        if kept_as in (IN_FILE, TOKEN_EMBEDDING) and device.type == "cpu" and name not in deltas:
-            in_file = source.whole(stored)
-            if in_file is not None:
-                weights[kept_as] = in_file
-                report(in_file.numel())
-                continue
-        is_large = len(full_shape) == 2 and math.prod(full_shape) * dtype.itemsize >= OWN_MAPPING
-        if matrices == "hollow" and is_large and _is_of_product(spec, name, target):
-            weights.setdefault(target, torch.empty(full_shape, dtype=dtype, device="meta"))
-            continue
-        if stays and is_large:
-            part: Tensor | StoredPart | None = source.whole(stored)
-            if not isinstance(part, Tensor) or part.dtype != dtype:
-                later = matrices == "late" and _is_of_product(spec, name, target)
-                part = StoredPart(source, stored) if later else None
-            if part is not None:
-                left.setdefault(target, {})[start] = part
-                continue
-        if target not in weights:
-            part_of = target.split(".", 1)[-1]
-            wide = spec.norm_offset and _is_norm(part_of)  # 1 + weight would be rounded in 16 bits
-            wide = wide or part_of == "router_correction"  # it decides between scores that are close to each other
-            weights[target] = _room(full_shape, torch.float32 if wide else dtype, device)
-        _copy(source, stored, weights[target][start : start + shape[0]], deltas.get(name))
-        report(math.prod(found))
-    full_shapes = {target: shape for _, target, _, shape in shapes.values()}
-    for target, parts in left.items():
-        if target in weights:  # other parts have another dtype
-            for start, rows in parts.items():
-                assert isinstance(rows, Tensor)
-                weights[target][start : start + len(rows)] = rows
-                report(rows.numel())
-        elif isinstance(only := parts[min(parts)], Tensor) and only.shape == full_shapes[target]:
-            weights[target] = only
-            report(only.numel())
-        else:
-            weights.leave(target, full_shapes[target], dtype, parts)
-    if spec.tied and (EMBEDDING in seen or HEAD in seen):
-        if matrices == "hollow" and IN_FILE in weights:
-            weights["lm_head"] = torch.empty_like(weights[IN_FILE], dtype=dtype, device="meta")
-        else:
-            _tie(weights, dtype)
-        seen |= {EMBEDDING, HEAD}
-    missing = sorted(set(shapes) - seen)
+    one_of = {EMBEDDING, HEAD} if spec.tied and tensors.keys() & {EMBEDDING, HEAD} else set[str]()
+    missing = sorted(shapes.keys() - tensors.keys() - one_of)
     if missing:
         raise UsageError(
             f"{model_dir} lacks {len(missing)} tensors, the first is {missing[0]}", "fetch the checkpoint again"
         )
-    fold(spec, weights)
-    return weights
+    return list(tensors.values())
 
 
-def _is_of_product(spec: ModelSpec, name: str, target: str) -> bool:
+def _check_unused(spec: ModelSpec, source: TensorSource, stored: str, found: Shape, model_dir: Path) -> None:
+    """Raise UsageError for a tensor outside the model, unless the model computes the same without it."""
+    if any(part in stored for part in NOT_THE_MODEL) or stored.startswith(spec.other_parts) or is_kv_scale(stored):
+        return
+    if stored.endswith(".bias") and not source.read(stored, 0, found[0] if found else 0).any():
+        return  # GPTQ's tools write a bias for every layer
+    hint = f"it is not part of a {spec.architecture}"
+    if stored.endswith(QUANTISED):
+        hint = "the weights are quantised: use the checkpoint they were made from"
+    raise UsageError(f"unexpected tensor {stored} in {model_dir}", hint)
+
+
+class _Loader:
+    """Decides for each tensor where its numbers are until they are used, and adds it to the weights."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        source: TensorSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        deltas: Mapping[str, Delta],
+        matrices: Matrices,
+        report: Callable[[int], None],
+    ) -> None:
+        self._spec, self._source, self._dtype, self._device = spec, source, dtype, device
+        self._deltas, self._matrices, self._report = deltas, matrices, report
+        folded = spec.residual_scale != 1 or head_order(spec) is not None
+        self._stays = device.type == "cpu" and not deltas and spec.experts is None and not folded
+        self._weights = Weights(matrices == "late", report)
+        self._late: dict[str, tuple[Shape, dict[int, Tensor | StoredPart]]] = {}  # parts by their first row
+
+    def add(self, tensor: WeightTensor) -> None:
+        weights, target, start = self._weights, tensor.target, tensor.start
+        match self._place(tensor):
+            case "mapped", Tensor() as numbers:
+                weights[IN_FILE if tensor.name == EMBEDDING else target] = numbers
+                self._report(numbers.numel())
+            case "hollow", _:
+                weights.setdefault(target, torch.empty(tensor.full_shape, dtype=self._dtype, device="meta"))
+            case "late", part if part is not None:
+                self._late.setdefault(target, (tensor.full_shape, {}))[1][start] = part
+            case _:
+                if target not in weights:
+                    weights[target] = _room(tensor.full_shape, self._dtype_of(target), self._device)
+                rows = weights[target][start : start + tensor.shape[0]]
+                _copy(self._source, tensor.stored, rows, self._deltas.get(tensor.name))
+                self._report(math.prod(tensor.shape))
+
+    def finish(self) -> Weights:
+        """Return the weights. A tensor stays in its file if no part of it was copied."""
+        weights = self._weights
+        for target, (shape, parts) in self._late.items():
+            if target in weights:  # other parts have another dtype
+                for start, rows in parts.items():
+                    assert isinstance(rows, Tensor)
+                    weights[target][start : start + len(rows)] = rows
+                    self._report(rows.numel())
+            elif isinstance(only := parts[min(parts)], Tensor) and only.shape == shape:
+                weights[target] = only
+                self._report(only.numel())
+            else:
+                weights.leave(target, shape, self._dtype, parts)
+        return weights
+
+    def _place(self, tensor: WeightTensor) -> Place:
+        of_tokens = tensor.name == EMBEDDING or tensor.target == TOKEN_EMBEDDING
+        if of_tokens and self._device.type == "cpu" and tensor.name not in self._deltas:  # a prompt needs few rows
+            in_file = self._source.whole(tensor.stored)
+            if in_file is not None:
+                return "mapped", in_file
+        is_large = len(tensor.full_shape) == 2 and math.prod(tensor.full_shape) * self._dtype.itemsize >= OWN_MAPPING
+        if is_large and self._matrices == "hollow" and _is_of_product(self._spec, tensor):
+            return "hollow", None
+        if is_large and self._stays:
+            rows = self._source.whole(tensor.stored)
+            if rows is not None and rows.dtype == self._dtype:
+                return "late", rows
+            if self._matrices == "late" and _is_of_product(self._spec, tensor):
+                return "late", StoredPart(self._source, tensor.stored)
+        return "copied", None
+
+    def _dtype_of(self, target: str) -> torch.dtype:
+        part = target.split(".", 1)[-1]
+        wide = self._spec.norm_offset and _is_norm(part)  # 1 + weight would be rounded in 16 bits
+        wide = wide or part == "router_correction"  # it decides between scores that are close to each other
+        return torch.float32 if wide else self._dtype
+
+
+def _is_of_product(spec: ModelSpec, tensor: WeightTensor) -> bool:
     """Return whether only products use this weight. Latent attention multiplies with slices of kv_b_proj."""
-    elsewhere = target in ("embed", TOKEN_EMBEDDING) or target.endswith(".kv_b_proj.weight")
-    return not elsewhere and not (spec.tied and name == HEAD)
+    elsewhere = tensor.target in ("embed", TOKEN_EMBEDDING) or tensor.target.endswith(".kv_b_proj.weight")
+    return not elsewhere and not (spec.tied and tensor.name == HEAD)
 
 
 def _room(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:

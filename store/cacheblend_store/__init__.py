@@ -5,12 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cacheblend_store.api import *  # noqa: F403
+    from cacheblend_store.upkeep.api import *  # noqa: F403
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public names (api.py) on first use: `private_files` is also used by commands without LMDB."""
+    """Import the public names (api.py, upkeep/api.py) on first use: commands without LMDB use
+    `private_files` too."""
     if not name.startswith("_"):
-        api = import_module("cacheblend_store.api")
-        if name in api.__all__:
-            return getattr(api, name)
+        for module in ("api", "upkeep.api"):  # the second only for a name that the first lacks
+            found = import_module(f"cacheblend_store.{module}")
+            if name in found.__all__:
+                return getattr(found, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

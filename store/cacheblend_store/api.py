@@ -1,4 +1,4 @@
-"""Public names of the package, in one place. `cacheblend_store` gives them on first use."""
+"""Public names of the package, apart from upkeep's. `cacheblend_store` gives them on first use."""
 
 from cacheblend_store.errors import (
     AmbiguousId,
@@ -30,16 +30,10 @@ from cacheblend_store.format.records import (
 )  # fmt: skip
 from cacheblend_store.format.summaries import DocumentSummary
 from cacheblend_store.store import ChunkStore, StoreReader
-from cacheblend_store.upkeep.prune import PruneReport, prune
-from cacheblend_store.upkeep.rewriting import SalvageReport, compact, salvage
-from cacheblend_store.upkeep.stats import Amount, StoreStats, stats
-from cacheblend_store.upkeep.verify import Finding, VerifyReport, verify
 
 __all__ = [
-    "COLLECTION", "FORMAT_VERSION", "NOWHERE", "AmbiguousId", "Amount", "BadBlob", "ChunkManifest", "ChunkNotFound",
-    "ChunkStore", "CodecError", "DocumentChunk", "DocumentRecord", "DocumentSummary", "Finding", "KeyParts",
-    "Locator", "Memo", "PruneReport", "SalvageReport", "StoreCorrupt", "StoreError", "StoreFormat", "StoreFull",
-    "StoreIOError", "StoreLocked", "StoreNoSpace", "StoreNotFound", "StorePermission", "StoreReader", "StoreStats",
-    "TierError", "TierNotFound", "TierUsage", "VerifyReport", "chunk_key", "collection_id", "compact", "prune",
-    "salvage", "stats", "verify",
+    "COLLECTION", "FORMAT_VERSION", "NOWHERE", "AmbiguousId", "BadBlob", "ChunkManifest", "ChunkNotFound", "ChunkStore",
+    "CodecError", "DocumentChunk", "DocumentRecord", "DocumentSummary", "KeyParts", "Locator", "Memo", "StoreCorrupt",
+    "StoreError", "StoreFormat", "StoreFull", "StoreIOError", "StoreLocked", "StoreNoSpace", "StoreNotFound",
+    "StorePermission", "StoreReader", "TierError", "TierNotFound", "TierUsage", "chunk_key", "collection_id",
 ]  # fmt: skip

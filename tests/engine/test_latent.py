@@ -22,7 +22,7 @@ from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.kv.pool import KVPool, bytes_per_token
 from cacheblend_cli.model import loading
-from cacheblend_cli.model.parallel import check_divisible
+from cacheblend_cli.model.rank_shard import check_divisible
 from cacheblend_cli.types import Answer, AskRequest, BlendParams, SamplingParams
 
 LAYERS, RANK, ROPE = 4, 32, 8

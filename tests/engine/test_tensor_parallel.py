@@ -28,14 +28,13 @@ from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Limits
-from cacheblend_cli.engine.ranks import driver, rank_group, rank_worker
-from cacheblend_cli.engine.ranks.driver import LoadModel, OtherRankFailed
-from cacheblend_cli.engine.ranks.outer_ranks import TORCHRUN, outer_ranks
+from cacheblend_cli.engine.outer_ranks import TORCHRUN, outer_ranks
+from cacheblend_cli.engine.ranks import driver, rank_group
+from cacheblend_cli.engine.ranks.driver import Begin, LoadModel, OtherRankFailed
 from cacheblend_cli.engine.ranks.rank_group import RankGroup
-from cacheblend_cli.engine.ranks.rank_worker import Begin
 from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.model.families import read_spec, spec_from_config
-from cacheblend_cli.model.parallel import Shard, check_divisible
+from cacheblend_cli.model.rank_shard import RankShard, check_divisible
 from cacheblend_cli.model.ranks import RankLost
 from cacheblend_cli.model.weight_map import num_parameters
 from cacheblend_cli.types import Answer, AskRequest, BlendParams, SamplingParams
@@ -180,7 +179,7 @@ def test_a_chunk_that_one_rank_cannot_read_is_computed_by_all(
             stored = bytes(reader.layer(manifest, 1)["v"])[:64]
         data = (copy / "data.mdb").read_bytes()
         (copy / "data.mdb").write_bytes(data.replace(stored, bytes([stored[0] ^ 1]) + stored[1:]))
-        monkeypatch.setattr(rank_worker, "Begin", lambda worker, given, folder: Begin(worker, given, str(copy)))
+        monkeypatch.setattr(driver, "Begin", lambda worker, given, folder: Begin(worker, given, str(copy)))
         ask = AskRequest(QUESTION, keys_of(store), BlendParams(ratio=0.15, selector="hkvd"), SAMPLING)
         answer = engine.run_alone(store, ask)
         assert [chunk.status for chunk in answer.chunks].count("computed") == 1
@@ -215,7 +214,7 @@ def test_a_rank_has_half_of_the_weights(setup: RankSetup) -> None:
     wide = replace(
         spec, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=32, intermediate_size=512, vocab_size=4096
     )
-    share = num_parameters(Shard(wide, group().ranks).own) / num_parameters(wide)
+    share = num_parameters(RankShard(wide, group().ranks).own) / num_parameters(wide)
     assert 0.5 <= share < 0.51
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from cacheblend_cli.model import loading, sharded, weights
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.loading import Precision, load_model
-from cacheblend_cli.model.parallel import Cut
+from cacheblend_cli.model.sharded import Cut
 from cacheblend_cli.model.weights import load_weights
 
 CPU = torch.device("cpu")
@@ -102,7 +102,7 @@ def test_a_rank_reads_runs_of_rows_from_a_source_that_uses_its_memory_again(monk
 
     source = Mock(read=read, headers=lambda: [("w", "F32", (8, 2))])
     monkeypatch.setattr(sharded, "expected_shapes", lambda spec: {})
-    part = sharded.ShardedTensors(source, Mock(cuts={"w": Cut(rows=((0, 2), (4, 6)))}))
+    part = sharded.ShardedTensors(source, {"w": Cut(rows=((0, 2), (4, 6)))}, Mock())
     assert list(part.headers()) == [("w", "F32", (4, 2))]
     assert torch.equal(part.read("w", 0, 4), stored[[0, 1, 4, 5]])
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from pathlib import PurePath
+from pkgutil import resolve_name
 
 from cacheblend_cli.corpus.converters.converter import (
     CODE_SUFFIXES,
@@ -13,49 +15,37 @@ from cacheblend_cli.corpus.converters.converter import (
     from_plain,
     from_rst,
 )
-from cacheblend_cli.corpus.converters.json_records import from_json_lines, from_json_records
-from cacheblend_cli.corpus.converters.mail.mail import from_mail
-from cacheblend_cli.corpus.converters.notebooks import from_notebook
-from cacheblend_cli.corpus.converters.pdf.pdf import from_pdf
-from cacheblend_cli.corpus.converters.sheets.delimited import from_csv, from_tsv
-from cacheblend_cli.corpus.converters.sheets.old_sheets import from_old_sheets
-from cacheblend_cli.corpus.converters.sheets.xlsx import from_xlsx
-from cacheblend_cli.corpus.converters.slides.pptx import from_pptx
-from cacheblend_cli.corpus.converters.web.epub import from_epub
-from cacheblend_cli.corpus.converters.web.html import from_html
-from cacheblend_cli.corpus.converters.word.docx import from_docx
-from cacheblend_cli.corpus.converters.word.rtf import from_rtf
 
-CONVERTERS: dict[Converter, str] = {
-    from_markdown: ".md .markdown .mdx .qmd .rmd",
-    from_rst: ".rst",
-    from_plain: ".txt .text .adoc .asciidoc .org .log",
-    from_code: CODE_SUFFIXES,
-    from_html: ".html .htm .xhtml",
-    from_csv: ".csv",
-    from_tsv: ".tsv .tab",
-    from_json_lines: ".jsonl .ndjson",
-    from_json_records: ".json",
-    from_notebook: ".ipynb",
-    from_mail: ".eml",
-    from_rtf: ".rtf",
-    from_pdf: ".pdf",
-    from_docx: ".docx .docm .dotx .dotm",
-    from_pptx: ".pptx .pptm .potx .potm .ppsx .ppsm",
-    from_xlsx: ".xlsx .xlsm .xltx .xltm",
-    from_old_sheets: ".xls .xlsb .ods",
-    from_epub: ".epub",
+CONVERTERS = {
+    "converter:from_markdown": ".md .markdown .mdx .qmd .rmd",
+    "converter:from_rst": ".rst",
+    "converter:from_plain": ".txt .text .adoc .asciidoc .org .log",
+    "converter:from_code": CODE_SUFFIXES,
+    "web.html:from_html": ".html .htm .xhtml",
+    "sheets.delimited:from_csv": ".csv",
+    "sheets.delimited:from_tsv": ".tsv .tab",
+    "json_records:from_json_lines": ".jsonl .ndjson",
+    "json_records:from_json_records": ".json",
+    "notebooks:from_notebook": ".ipynb",
+    "mail.mail:from_mail": ".eml",
+    "word.rtf:from_rtf": ".rtf",
+    "pdf.pdf:from_pdf": ".pdf",
+    "word.docx:from_docx": ".docx .docm .dotx .dotm",
+    "slides.pptx:from_pptx": ".pptx .pptm .potx .potm .ppsx .ppsm",
+    "sheets.xlsx:from_xlsx": ".xlsx .xlsm .xltx .xltm",
+    "sheets.old_sheets:from_old_sheets": ".xls .xlsb .ods",
+    "web.epub:from_epub": ".epub",
 }
-"""Converter -> lower-case file suffixes."""
+"""Module and converter -> lower-case file suffixes. A module is imported with the first file that needs it."""
 PLAIN = frozenset((from_markdown, from_rst, from_plain, from_code))
 """Converters that only decode. The others parse, within the limits of `converters/process.py`."""
-_MODULES = {
-    from_pdf: "pypdfium2",
-    from_docx: "defusedxml",
-    from_pptx: "defusedxml",
-    from_xlsx: "defusedxml",
-    from_old_sheets: "python_calamine",
-    from_epub: "defusedxml",
+_LIBRARIES = {
+    "pdf.pdf:from_pdf": "pypdfium2",
+    "word.docx:from_docx": "defusedxml",
+    "slides.pptx:from_pptx": "defusedxml",
+    "sheets.xlsx:from_xlsx": "defusedxml",
+    "sheets.old_sheets:from_old_sheets": "python_calamine",
+    "web.epub:from_epub": "defusedxml",
 }
 """Converters that need the extra `documents` -> module that they import."""
 _BY_SUFFIX = {suffix: converter for converter, suffixes in CONVERTERS.items() for suffix in suffixes.split()}
@@ -65,10 +55,19 @@ _WITHOUT_SUFFIX = dict.fromkeys("makefile dockerfile rakefile gemfile justfile".
 def converter_of(name: str) -> Converter | None:
     """Return the converter for a file name; None for an unknown suffix. A name without a suffix can be text."""
     path = PurePath(name)
-    return _BY_SUFFIX.get(path.suffix.lower()) if path.suffix else _WITHOUT_SUFFIX.get(path.name.lower(), from_plain)
+    if not path.suffix:
+        return _WITHOUT_SUFFIX.get(path.name.lower(), from_plain)
+    found = _BY_SUFFIX.get(path.suffix.lower())
+    return None if found is None else _imported(found)
+
+
+@cache
+def _imported(converter: str) -> Converter:
+    found: Converter = resolve_name(f"{__name__}.{converter}")
+    return found
 
 
 def readable_suffixes() -> list[str]:
     """Return the sorted file suffixes that the installed libraries can convert."""
-    missing = {converter for converter, module in _MODULES.items() if find_spec(module) is None}
+    missing = {converter for converter, module in _LIBRARIES.items() if find_spec(module) is None}
     return sorted(suffix for suffix, converter in _BY_SUFFIX.items() if converter not in missing)

@@ -310,8 +310,7 @@ class EngineThread:
                 self._service.close()
                 self._service, self._closed = None, self._service
             self._temporary.close()
-            if self.runtime.driver is not None:
-                self.runtime.driver.drop()
+            self.runtime.driver.drop()
 
     def remove_files(self) -> None:
         """Remove the temporary store's files, possibly in use, of a process that ends without `close`."""

@@ -92,7 +92,7 @@ def decided(runtime: Runtime, request: Request) -> tuple[Request, AutoReport | N
     blend with several ratios."""
     if request.blend.mode != "blend":
         return request, None
-    if runtime.driver is not None:
+    if not runtime.decoder.part.is_whole:
         raise UsageError("--ratio auto is not implemented with --tensor-parallel", "give a ratio, such as 0.15")
     if request.blend.checks:
         raise UsageError("--ratio auto chooses one ratio, and several check layers were given", "give a ratio to each")

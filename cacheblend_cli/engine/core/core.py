@@ -42,7 +42,7 @@ class EngineCore:
         slice_rows = -(-(limits.max_rows or runtime.slice_rows) // size) * size
         self.block_bytes = int(bytes_per_token(decoder) * size)
         # short prompts share a launch if a row does not depend on the rows beside it
-        joins = decoder.steady and decoder.rope.switches_at is None and runtime.driver is None
+        joins = decoder.steady and decoder.rope.switches_at is None and decoder.part.is_whole
         self.counts = EngineStats()
         self.scheduler = Scheduler(
             self.blocks,

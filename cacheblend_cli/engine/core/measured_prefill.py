@@ -102,7 +102,7 @@ def prefill(
     UsageError if the prompt is longer than the context, DeviceError if it does not fit the memory.
     """
     decoder = runtime.decoder
-    if runtime.driver is not None:
+    if not runtime.decoder.part.is_whole:
         raise UsageError("measurements run in one process", "leave --tensor-parallel out")
     report = None
     if request.options.auto:

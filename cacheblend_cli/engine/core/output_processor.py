@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from cacheblend_kernels import KernelError
@@ -20,7 +21,6 @@ from cacheblend_store import StoreError
 from cacheblend_cli.engine.core.controller import learn_from
 from cacheblend_cli.engine.core.executor import Decoded, StepOutput
 from cacheblend_cli.engine.core.full_check import FullCheck, check_of
-from cacheblend_cli.engine.core.missing_chunks import store_missing
 from cacheblend_cli.engine.core.report import PrefillReport, PromptLogprobs, answer_of
 from cacheblend_cli.engine.core.scheduler import Scheduler, Step
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence, SequenceStatus
@@ -38,7 +38,6 @@ from cacheblend_cli.engine.events import (
     Token,
     ignore,
 )
-from cacheblend_cli.engine.request.tiered import remember_speed
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.attention import AttentionShares
 from cacheblend_cli.engine.worker.memory import out_of_memory
@@ -46,10 +45,12 @@ from cacheblend_cli.engine.worker.prefill import PrefillOutput
 from cacheblend_cli.engine.worker.sampling import Draw
 from cacheblend_cli.engine.worker.worker import TableInput
 from cacheblend_cli.errors import CacheBlendError
-from cacheblend_cli.kv.export import Connector
 from cacheblend_cli.kv.pool import upload
 from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.types import Answer
+
+if TYPE_CHECKING:
+    from cacheblend_cli.kv.export import Connector
 
 Events = list[tuple[RequestState, Event]]
 logger = logging.getLogger("cacheblend")
@@ -313,6 +314,8 @@ class OutputProcessor:
         if early is None and state.request.connector is not None:
             self._emit(state, HandedOver(answers[0]))
         if early is None and state.request.options.save and state.done is not None and state.done.has_missing:
+            from cacheblend_cli.engine.core.missing_chunks import store_missing
+
             self._storing.append((state, answers, store_missing(state.done)))
         else:
             self._over(state, answers, early)
@@ -400,5 +403,7 @@ def _conclude(runtime: Runtime, done: PrefillReport, answer: Answer) -> None:
     if store is not None and request.blend.mode != "full":  # before missing chunks are stored, which may need room
         used = [s.key for s in done.plan.chunks if s.cached and s.key]
         if request.tiered is not None and store.tier is not None:
+            from cacheblend_cli.engine.request.tiered import remember_speed
+
             remember_speed(store.tier)
         store.touch([*used, request.collection.prefix_key] if request.prefix_cached else used)

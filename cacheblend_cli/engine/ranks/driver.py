@@ -1,27 +1,39 @@
-"""Driver: a model on all ranks of tensor parallelism, as seen by rank 0."""
+"""Driver and worker of rank 0: they send their calls to all ranks of tensor parallelism.
+
+A message is msgpack of one of the structs here or of `collect.prefill`; it starts a computation of all ranks. Sampling,
+scheduling, block tables and writing to the store happen on rank 0 only.
+"""
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import torch
+from cacheblend_store import ChunkStore
+from torch import Tensor
 
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.ranks.rank_group import RankGroup
+from cacheblend_cli.engine.ranks.rank_group import RankGroup, group_of, rank_device
 from cacheblend_cli.engine.worker.memory import DeviceMemory, reserve
-from cacheblend_cli.errors import DeviceError, UsageError
+from cacheblend_cli.engine.worker.prefill import PrefillInput
+from cacheblend_cli.engine.worker.worker import DecodeInput, TableInput, Worker
+from cacheblend_cli.errors import CacheBlendError, DeviceError, UsageError
 from cacheblend_cli.kv.calibration import calibrate
+from cacheblend_cli.kv.export import KVReader
+from cacheblend_cli.kv.source import KVSource
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_dtype
-from cacheblend_cli.model.parallel import check_divisible
+from cacheblend_cli.model.rank_shard import RankShard, check_divisible
 from cacheblend_cli.model.ranks import Ranks
 
 
@@ -50,6 +62,39 @@ class Drop(msgspec.Struct, tag=True):
 
     models: list[int]
     workers: list[int]
+
+
+class NewWorker(msgspec.Struct, tag=True):
+    worker: int
+    model: int
+    num_blocks: int
+    block_size: int
+
+
+class Begin(msgspec.Struct, tag=True):
+    worker: int
+    given: PrefillInput
+    store: str  # folder of the store to load KV from, "" for none
+
+
+class Call(msgspec.Struct, tag=True):
+    """Call a method of a worker. arguments: of the types in ARGUMENTS."""
+
+    worker: int
+    method: str
+    arguments: msgspec.Raw
+
+
+ARGUMENTS: dict[str, Any] = {
+    "prefill": tuple[list[int]],
+    "end": tuple[int],
+    "decode": tuple[DecodeInput],
+    "copy_blocks": tuple[list[int], list[int]],
+    "swap_out": tuple[int, list[int]],
+    "swap_in": tuple[int, list[int]],
+    "forget": tuple[int],
+}
+T = TypeVar("T")
 
 
 class Driver:
@@ -98,10 +143,75 @@ class Driver:
         with self.telling(Reserve(self.model, at_once)):
             return reserve(decoder, config, at_once=at_once)
 
-    def calibrate(self, decoder: Decoder, prefix_ids: tuple[int, ...], block_size: int) -> KVScales:
+    def kv_scales(self, model: LoadedModel, prefix_ids: tuple[int, ...], config: EngineConfig) -> KVScales:
         """Compute the scales of every rank's float8 pools."""
         with self.telling(Calibrate(self.model, prefix_ids)):
-            return calibrate(decoder, prefix_ids, block_size)
+            return calibrate(model.decoder, prefix_ids, config.block_size)
+
+    def worker(self, decoder: Decoder, memory: DeviceMemory) -> Worker:
+        """Return rank 0's worker, whose calls run on all ranks."""
+        return RankedWorker(self, decoder, memory)
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether another rank has ended, so that no request can be answered."""
+        return self.group.is_lost
+
+    def when_lost(self, act: Callable[[CacheBlendError], Any]) -> None:
+        """Call `act`, from any thread, when another rank is lost."""
+        self.group.on_lost = act
+
+
+def _by_all(method: Callable[..., T]) -> Callable[..., T]:
+    """Return a method of `RankedWorker` that runs this one on all ranks."""
+
+    def on_all_ranks(worker: RankedWorker, *arguments: Any) -> T:
+        raw = msgspec.Raw(msgspec.msgpack.encode(arguments))
+        with worker.driver.telling(Call(worker.number, method.__name__, raw)):
+            return method(worker, *arguments)
+
+    return on_all_ranks
+
+
+class RankedWorker(Worker):
+    """Rank 0's worker, whose calls run on all ranks."""
+
+    def __init__(self, driver: Driver, decoder: Decoder, memory: DeviceMemory) -> None:
+        self.driver, self.number = driver, next(driver.numbers)
+        pool = memory.pool
+        with driver.telling(NewWorker(self.number, driver.model, pool.allocator.num_blocks, pool.block_size)):
+            super().__init__(decoder, memory)
+        self._gone = weakref.finalize(self, driver.gone_workers.append, self.number)
+
+    def close(self) -> None:
+        self._gone()
+
+    def begin(
+        self, given: PrefillInput, source: KVSource | None, on_logits: Callable[[Tensor], None] = lambda logits: None
+    ) -> None:
+        folder = str(source.path.absolute()) if isinstance(source, ChunkStore) else ""
+        with self.driver.telling(Begin(self.number, given, folder)):
+            super().begin(given, source, on_logits)
+
+    prefill = _by_all(Worker.prefill)
+    decode = _by_all(Worker.decode)
+    copy_blocks = _by_all(Worker.copy_blocks)
+    swap_out = _by_all(Worker.swap_out)
+    swap_in = _by_all(Worker.swap_in)
+    forget = _by_all(Worker.forget)
+    _end = _by_all(Worker.end)
+
+    def end(self, number: int) -> None:
+        if number in self._prefills:
+            self._end(number)
+
+    def export_kv(self, table: TableInput, num_tokens: int) -> KVReader:
+        raise UsageError("KV of a model on several ranks cannot be handed over", "leave --tensor-parallel out")
+
+
+def driver_of(size: int, device: torch.device) -> Driver:
+    """Return a driver of `size` ranks, which are started if there are none."""
+    return Driver(group_of(size, rank_device(device, 0)))
 
 
 class OtherRankFailed(DeviceError):
@@ -115,7 +225,8 @@ def load_part(path: Path, name: str, config: EngineConfig, ranks: Ranks) -> Load
     lora = Path(config.lora) if config.lora else None
     precision = Precision(config.dtype, config.weight_dtype)
     try:
-        loaded = load_model(path, name, ranks, precision, config.attention_backend, lora)
+        part_of = partial(RankShard, ranks=ranks)
+        loaded = load_model(path, name, ranks.device, precision, config.attention_backend, lora, part_of=part_of)
     except Exception:
         ranks.wait(ranks.rank + 1)  # the others must not wait for this rank
         raise

@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from cacheblend_cli.engine.ranks.outer_ranks import outer_ranks
+from cacheblend_cli.engine.outer_ranks import outer_ranks
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.model.ranks import RankLost, Ranks
 

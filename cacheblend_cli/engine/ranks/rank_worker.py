@@ -1,121 +1,45 @@
-"""Tensor parallelism in the engine: rank 0 sends the calls of its worker to the workers of all ranks.
-
-A message is msgpack of one of the structs here or of `collect.prefill`; it starts a computation of all ranks. Sampling,
-scheduling, block tables and writing to the store happen on rank 0 only.
-"""
+"""A rank other than 0: it runs the messages of rank 0's driver and workers (ranks/driver.py) and of its collector
+(collect/prefill.py)."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-import weakref
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn
 
 import msgspec
 import torch
 from cacheblend_store import ChunkStore, StoreError
-from torch import Tensor
 
 from cacheblend_cli.collect.prefill import CollectPieces, NewPlace, Places
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.ranks.driver import Calibrate, Driver, Drop, LoadModel, OtherRankFailed, Reserve, load_part
+from cacheblend_cli.engine.ranks.driver import (
+    ARGUMENTS,
+    Begin,
+    Calibrate,
+    Call,
+    Drop,
+    LoadModel,
+    NewWorker,
+    OtherRankFailed,
+    Reserve,
+    load_part,
+)
 from cacheblend_cli.engine.ranks.rank_group import STARTED, join
 from cacheblend_cli.engine.worker.decode import BatchRunner
 from cacheblend_cli.engine.worker.memory import DeviceMemory, reserve
 from cacheblend_cli.engine.worker.prefill import PrefillInput
-from cacheblend_cli.engine.worker.worker import DecodeInput, TableInput, Worker
-from cacheblend_cli.errors import CacheBlendError, ExitCode, UsageError
+from cacheblend_cli.engine.worker.worker import Worker
+from cacheblend_cli.errors import CacheBlendError, ExitCode
 from cacheblend_cli.kv.calibration import calibrate
-from cacheblend_cli.kv.export import KVReader
 from cacheblend_cli.kv.pool import KVPool
-from cacheblend_cli.kv.source import KVSource
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.ranks import Ranks, is_agreed
 
-
-class NewWorker(msgspec.Struct, tag=True):
-    worker: int
-    model: int
-    num_blocks: int
-    block_size: int
-
-
-class Begin(msgspec.Struct, tag=True):
-    worker: int
-    given: PrefillInput
-    store: str  # folder of the store to load KV from, "" for none
-
-
-class Call(msgspec.Struct, tag=True):
-    """Call a method of a worker. arguments: of the types in ARGUMENTS."""
-
-    worker: int
-    method: str
-    arguments: msgspec.Raw
-
-
-ARGUMENTS: dict[str, Any] = {
-    "prefill": tuple[list[int]],
-    "end": tuple[int],
-    "decode": tuple[DecodeInput],
-    "copy_blocks": tuple[list[int], list[int]],
-    "swap_out": tuple[int, list[int]],
-    "swap_in": tuple[int, list[int]],
-    "forget": tuple[int],
-}
 RankMessage = LoadModel | Calibrate | Reserve | NewWorker | Begin | Call | Drop | NewPlace | CollectPieces
 _decode = msgspec.msgpack.Decoder(RankMessage).decode
-T = TypeVar("T")
-
-
-def _by_all(method: Callable[..., T]) -> Callable[..., T]:
-    """Return a method of `RankedWorker` that runs this one on all ranks."""
-
-    def on_all_ranks(worker: RankedWorker, *arguments: Any) -> T:
-        raw = msgspec.Raw(msgspec.msgpack.encode(arguments))
-        with worker.driver.telling(Call(worker.number, method.__name__, raw)):
-            return method(worker, *arguments)
-
-    return on_all_ranks
-
-
-class RankedWorker(Worker):
-    """Rank 0's worker, whose calls run on all ranks."""
-
-    def __init__(self, driver: Driver, decoder: Decoder, memory: DeviceMemory) -> None:
-        self.driver, self.number = driver, next(driver.numbers)
-        pool = memory.pool
-        with driver.telling(NewWorker(self.number, driver.model, pool.allocator.num_blocks, pool.block_size)):
-            super().__init__(decoder, memory)
-        self._gone = weakref.finalize(self, driver.gone_workers.append, self.number)
-
-    def close(self) -> None:
-        self._gone()
-
-    def begin(
-        self, given: PrefillInput, source: KVSource | None, on_logits: Callable[[Tensor], None] = lambda logits: None
-    ) -> None:
-        folder = str(source.path.absolute()) if isinstance(source, ChunkStore) else ""
-        with self.driver.telling(Begin(self.number, given, folder)):
-            super().begin(given, source, on_logits)
-
-    prefill = _by_all(Worker.prefill)
-    decode = _by_all(Worker.decode)
-    copy_blocks = _by_all(Worker.copy_blocks)
-    swap_out = _by_all(Worker.swap_out)
-    swap_in = _by_all(Worker.swap_in)
-    forget = _by_all(Worker.forget)
-    _end = _by_all(Worker.end)
-
-    def end(self, number: int) -> None:
-        if number in self._prefills:
-            self._end(number)
-
-    def export_kv(self, table: TableInput, num_tokens: int) -> KVReader:
-        raise UsageError("KV of a model on several ranks cannot be handed over", "leave --tensor-parallel out")
 
 
 class Follower:

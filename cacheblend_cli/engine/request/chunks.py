@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, StoreReader
 
-from cacheblend_cli.collect.collector import PlannedChunk
 from cacheblend_cli.corpus.citations import Citation, Citations
 from cacheblend_cli.engine.request.prompts import Prompts
 from cacheblend_cli.engine.request.request import RequestChunk, to_compute
@@ -18,6 +17,9 @@ from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import ChunkInput
 from cacheblend_cli.types import Scope
+
+if TYPE_CHECKING:
+    from cacheblend_cli.collect.collector import PlannedChunk
 
 
 class StoredChunks:

@@ -6,17 +6,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from cacheblend_store import ChunkManifest, ChunkStore
 
-from cacheblend_cli.collect.collector import PlannedChunk
 from cacheblend_cli.corpus.citations import Citation
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.kv.export import Connector
-from cacheblend_cli.kv.source import KVSource, TieredSource
+from cacheblend_cli.kv.source import KVSource
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import ChunkInput, PromptPlan, plan_prompt
 from cacheblend_cli.types import AskOptions, BlendParams, SamplingParams
+
+if TYPE_CHECKING:
+    from cacheblend_cli.collect.collector import PlannedChunk
+    from cacheblend_cli.kv.export import Connector
+    from cacheblend_cli.kv.tiered_source import TieredSource
 
 
 @dataclass(frozen=True)

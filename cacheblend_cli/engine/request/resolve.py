@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from cacheblend_store import ChunkStore
 from cacheblend_store.format.codecs import is_lossless
 
 from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.cancellation import Cancellation
-from cacheblend_cli.collect.collector import PlannedChunk
-from cacheblend_cli.collect.settings import CollectSettings
-from cacheblend_cli.collect.texts import plan_texts, sent_document
 from cacheblend_cli.engine.events import Say
 from cacheblend_cli.engine.profile import with_own_ratio
 from cacheblend_cli.engine.request.chunks import StoredChunks, check_named, in_stored_codec, request_chunks
@@ -21,10 +19,13 @@ from cacheblend_cli.engine.request.model_sampling import as_the_model, model_not
 from cacheblend_cli.engine.request.prompts import Prompts
 from cacheblend_cli.engine.request.request import Request, not_used
 from cacheblend_cli.engine.request.retrieval import Retrieved, retrieve
-from cacheblend_cli.engine.request.tiered import ask_tier, with_found
 from cacheblend_cli.errors import NotFoundError, NothingFound, UsageError
 from cacheblend_cli.prompt.dates import age_note
 from cacheblend_cli.types import PLAIN, AskRequest, BlendParams
+
+if TYPE_CHECKING:
+    from cacheblend_cli.collect.collector import PlannedChunk
+    from cacheblend_cli.collect.settings import CollectSettings
 
 
 def resolve(
@@ -33,15 +34,15 @@ def resolve(
     ask: AskRequest,
     *,
     say: Say | None = None,
-    collect: CollectSettings = CollectSettings(),
+    collect: Callable[[], CollectSettings] | None = None,
     suffix_ids: tuple[int, ...] | None = None,
     cancellation: Cancellation | None = None,
 ) -> Request:
     """Resolve a question: cut its documents, look up and search for chunks, tokenise. Thread-safe; stores nothing.
 
-    say: callback for a message if search by meaning is not available. collect: settings for cutting the request's
-    documents. suffix_ids: token ids after the chunks, None for the template's. cancellation: ends the cutting with
-    Cancelled.
+    say: callback for a message if search by meaning is not available. collect: returns the settings for cutting
+    the request's documents, None for the defaults. suffix_ids: token ids after the chunks, None for the template's.
+    cancellation: ends the cutting with Cancelled.
 
     Raises NotFoundError for a missing or damaged record and for a search without results; UsageError for an empty
     question, settings that the model lacks, and named chunks without a store; PromptTooLong, StoreErrors.
@@ -75,9 +76,11 @@ def resolve(
     tiered, in_tier = None, set[bytes]()
     if store is not None and store.tier is not None and blend.mode != "full":
         num_tokens = len(collection.prefix_ids) + sum(len(c.token_ids) for c in inputs) + len(suffix_ids)
+        from cacheblend_cli.engine.request.tiered import ask_tier, with_found
+
         tiered = ask_tier(prompts, store, store.tier, collection, inputs, num_tokens, has_prefix=has_prefix)
         in_tier = set(tiered.found) if tiered is not None else in_tier
-    inputs = [with_found(c, collection) if c.key in in_tier and not c.cached else c for c in inputs]
+        inputs = [with_found(c, collection) if c.key in in_tier and not c.cached else c for c in inputs]
     codecs = {c.codec for c in inputs if c.cached} | {collection.codec}
     converted = [c for c in inputs if c.cached and c.computed_in]
     if converted:
@@ -115,14 +118,20 @@ def _check_size(prompts: Prompts, ask: AskRequest) -> None:
 
 
 def _planned(
-    prompts: Prompts, ask: AskRequest, settings: CollectSettings, cancellation: Cancellation | None
+    prompts: Prompts,
+    ask: AskRequest,
+    settings: Callable[[], CollectSettings] | None,
+    cancellation: Cancellation | None,
 ) -> dict[bytes, PlannedChunk]:
     """Return the chunks of the request's documents by key."""
     if not ask.documents:
         return {}
+    from cacheblend_cli.collect.settings import CollectSettings
+    from cacheblend_cli.collect.texts import plan_texts, sent_document
+
     collection = prompts.collection_of(ask)
     documents = [sent_document(document, ask.tenant) for document in ask.documents]
-    planned = plan_texts(collection, documents, settings, cancellation)
+    planned = plan_texts(collection, documents, (settings or CollectSettings)(), cancellation)
     return {chunk.key: chunk for _, chunks in planned for chunk in chunks}
 
 

@@ -6,10 +6,10 @@ from collections.abc import Collection as Keys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.collect.collector import PlannedChunk
 from cacheblend_cli.corpus.search import (
     WEAK,
     Lookup,
@@ -27,6 +27,9 @@ from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.mismatch import nothing_found
 from cacheblend_cli.types import AskRequest, SearchParams
+
+if TYPE_CHECKING:
+    from cacheblend_cli.collect.collector import PlannedChunk
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from cacheblend_cli.collect.collector import PlannedChunk, chunk_manifest, prefi
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.engine.request.prompts import Prompts
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.kv.source import TieredSource
+from cacheblend_cli.kv.tiered_source import TieredSource
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import ChunkInput
 
@@ -45,7 +45,7 @@ def ask_tier(
         wanted.append(chunk_manifest(collection, prefix_chunk(collection)))
     if not wanted:
         return None
-    if prompts.model.decoder.shard is not None:
+    if not prompts.model.decoder.part.is_whole:
         raise UsageError(
             "--tier is not implemented with --tensor-parallel", "fetch the chunks first: cacheblend chunks pull"
         )

@@ -67,8 +67,7 @@ class Watch(Steps):
         for row, sequence in enumerate(self._sequences):
             if sequence is not None:
                 weights, known = _weights(layer, q[row], sequence, self._kv_lens[row] + 1), self.found[row]
-                if layer.shard is not None:
-                    weights = layer.shard.ranks.sum(weights) / layer.shard.ranks.size
+                weights = layer.part.ranks.mean(weights)
                 self.found[row] = weights if known is None else known + weights
 
 

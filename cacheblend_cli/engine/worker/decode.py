@@ -214,7 +214,7 @@ def make_runner(decoder: Decoder, pool: KVPool, eager: bool = False) -> DecodeRu
     length, and not with experts, transformers' layers or tensor parallelism."""
     capturable = decoder.device.type == "cuda" and decoder.kernels.name in CAPTURABLE
     alike = decoder.rope.switches_at is None and decoder.spec.experts is None and not decoder.spec.generic  # every step
-    alike = alike and decoder.shard is None  # an exchange between ranks is not captured
+    alike = alike and decoder.part.is_whole  # an exchange between ranks is not captured
     return GraphRunner(decoder, pool) if capturable and alike and not eager else EagerRunner(decoder, pool)
 
 

@@ -87,8 +87,8 @@ def reserve(decoder: Decoder, config: EngineConfig, *, meter: Meter | None = Non
     profile = measure(decoder, block_size, meter or Meter(decoder.device))
     per_token, context = bytes_per_token(decoder), decoder.spec.max_context
     num_blocks = blocks_that_fit(profile, config.gpu_memory_utilization, per_token, context, block_size, at_once)
-    if decoder.shard is not None:  # block tables are the same on every rank
-        num_blocks = -int(decoder.shard.ranks.largest(torch.tensor([-num_blocks], device=decoder.device)))
+    # block tables are the same on every rank
+    num_blocks = -int(decoder.part.ranks.largest(torch.tensor([-num_blocks], device=decoder.device)))
     try:
         pool = KVPool.of(decoder, num_blocks, block_size)
     except torch.OutOfMemoryError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,10 +20,12 @@ from cacheblend_cli.engine.worker.decode import EagerRunner
 from cacheblend_cli.engine.worker.memory import DeviceMemory
 from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillOutput, PrefillState, compute_slices
 from cacheblend_cli.kv.block_table import BlockSpace, BlockTable
-from cacheblend_cli.kv.export import KVReader, export
 from cacheblend_cli.kv.pool import SequenceView, upload
 from cacheblend_cli.kv.source import KVSource
 from cacheblend_cli.model.decoder import Decoder
+
+if TYPE_CHECKING:
+    from cacheblend_cli.kv.export import KVReader
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,8 @@ class Worker(BlockSpace):
 
     def export_kv(self, table: TableInput, num_tokens: int) -> KVReader:
         """Return a reader of the KV of a sequence's first num_tokens positions, valid while it holds its blocks."""
+        from cacheblend_cli.kv.export import export
+
         return export(self._decoder, self._view(table), num_tokens)
 
     def close(self) -> None:

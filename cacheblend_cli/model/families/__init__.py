@@ -16,7 +16,6 @@ from cacheblend_cli.model.families.reader import Family
 from cacheblend_cli.model.families.refusals import UNSUPPORTED, check_weights, refuse_what_is_not_implemented
 from cacheblend_cli.model.families.values import shown
 from cacheblend_cli.model.families.wrappers import EYES, WRAPPERS, Wrapper
-from cacheblend_cli.model.generic.config import generic_spec
 from cacheblend_cli.model.model_files import (
     AGAIN,
     gguf_file_of,
@@ -76,8 +75,11 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     if isinstance(model_type, str) and (wrapper := WRAPPERS.get(model_type)):
         return _inner_spec(wrapper, config)
     known = not isinstance(model_type, str) or model_type in FAMILIES or model_type in UNSUPPORTED
-    if not known and (generic := generic_spec(config)) is not None:  # imports transformers
-        return generic
+    if not known:
+        from cacheblend_cli.model.families.generic import generic_spec
+
+        if (generic := generic_spec(config)) is not None:  # imports transformers
+            return generic
     family = family_of(config)
     refuse_what_is_not_implemented(config, family)
     spec = family.spec(config)

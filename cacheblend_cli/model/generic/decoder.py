@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from cacheblend_cli.errors import CacheBlendError, UsageError
 from cacheblend_cli.model.adapter import LoraAdapter
 from cacheblend_cli.model.decoder import Decoder, DecoderLayer
+from cacheblend_cli.model.families.generic import not_generic, quiet
 from cacheblend_cli.model.generic import seam
-from cacheblend_cli.model.generic.config import not_generic, quiet
 from cacheblend_cli.model.generic.measure import measure
 from cacheblend_cli.model.generic.parts import GenericModule, LayerCall, Parts
 from cacheblend_cli.model.kv_scales import KVScales
+from cacheblend_cli.model.parallel import Shard
 from cacheblend_cli.model.rope import LayerRotations
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.weights import head_order
@@ -30,7 +31,7 @@ class GenericLayer(DecoderLayer):
         self, index: int, spec: ModelSpec, kernels: KernelBackend, module: GenericModule, attention: AttentionParams, rope: int
     ) -> None:  # fmt: skip
         self.index, self.spec, self.kernels, self.rope, self.attention = index, spec, kernels, rope, attention
-        self.module = module
+        self.module, self.part = module, Shard(spec)
         order = head_order(spec)
         self._order = None if order is None else torch.tensor(order)
 
@@ -77,7 +78,7 @@ class GenericDecoder(Decoder):
         self.device, self.dtype = self.parts.model.device, self.parts.model.dtype
         with torch.inference_mode():
             spec, modules, attention = measure(spec, self.parts)
-        self.spec, self.kernels = spec, kernels
+        self.spec, self.kernels, self.part = spec, kernels, Shard(spec)
         self.rope = LayerRotations(spec, self.device)
         each = zip(modules, attention, self.rope.of_layer, strict=True)
         self.generic_layers = [GenericLayer(i, spec, kernels, *parts) for i, parts in enumerate(each)]

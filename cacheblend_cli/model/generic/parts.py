@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.families.generic import not_generic
 from cacheblend_cli.model.generic import seam
-from cacheblend_cli.model.generic.config import not_generic
 from cacheblend_cli.model.generic.seam import NAME, Projected
 
 ABSENT = ("attention_mask", "position_ids", "cache_position", "past_key_values", "past_key_value")
