@@ -120,6 +120,7 @@ class EngineStats:
     preempted: int = 0  # answers that gave up their blocks
     recomputed: int = 0  # of these, those whose KV was dropped because the swap space was full
     joined: int = 0  # short prompts that shared a launch
+    split: int = 0  # launches of several prompts that failed, after which each was computed alone
     stall_s: float = 0.0  # waited for KV to load
     step_s: float = 0.0  # all steps
     scheduling_s: float = 0.0  # of these, scheduling

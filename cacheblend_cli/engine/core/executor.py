@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -15,6 +15,9 @@ from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillOutput
 from cacheblend_cli.engine.worker.sampling import Draw, tokens_of
 from cacheblend_cli.engine.worker.worker import DecodeInput, DecodeOutput, TableInput, Worker
+
+
+logger = logging.getLogger("cacheblend")
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class StepOutput:
     decoded: list[Decoded] = field(default_factory=list)
     failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
     joined: int = 0  # short prompts that shared a launch
+    split: int = 0  # launches of several prompts that failed
 
 
 class Executor:
@@ -74,11 +78,13 @@ class Executor:
         """Compute a slice of a prompt, or several short prompts."""
         numbers = [(s, s.prefill.number) for s in sequences if s.prefill is not None]
         if len(numbers) > 1:
-            # after a bad chunk, or out of memory, each is computed alone, so that only the cause fails
-            with suppress(Exception):
+            try:
                 outputs = self._worker.prefill([number for _, number in numbers])
                 output.prefilled, output.joined = list(zip(sequences, outputs, strict=True)), len(outputs)
                 return
+            except Exception as error:  # each is computed alone, so that only the cause fails
+                output.split = 1
+                logger.warning("%d prompts of one launch are computed alone: %r", len(numbers), error)
         for sequence, number in numbers:
             try:
                 output.prefilled += [(sequence, out) for out in self._worker.prefill([number])]

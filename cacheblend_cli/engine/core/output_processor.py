@@ -92,6 +92,7 @@ class OutputProcessor:
         for sequence, out in output.prefilled:
             self._filled(sequence, out)
         self._counts.joined += output.joined
+        self._counts.split += output.split
         return self.take_events()
 
     def flush(self) -> None:
@@ -175,8 +176,7 @@ class OutputProcessor:
         outputs = [self._begin_output(sequence) for sequence in wave]
         for sequence in wave:
             sequence.kv_len = state.num_tokens
-        draws = draw_next(outputs, done.logits.expand(len(outputs), -1))
-        self.sampled(dict(zip(wave, draws, strict=True)))
+        self.sampled(dict(zip(wave, draw_next(outputs, done.logits.expand(len(outputs), -1)), strict=True)))
 
     def _begin_output(self, sequence: Sequence) -> SequenceOutput:
         """Create the output of its answer."""
@@ -211,7 +211,7 @@ class OutputProcessor:
 
     # tokens
 
-    def _draw(self, decoded: Decoded, output: StepOutput) -> list[tuple[Sequence, Draw]]:
+    def _draw(self, decoded: Decoded, output: StepOutput) -> dict[Sequence, Draw]:
         """Draw the next tokens, except in a replay. Does not wait for the device. Failures are added to `output`."""
         going = list[int]()
         for index, sequence in enumerate(decoded.sequences):
@@ -221,18 +221,23 @@ class OutputProcessor:
             else:
                 going.append(index)
         if not going:
-            return []
+            return {}
         sequences, logits = [decoded.sequences[index] for index in going], decoded.logits
+        outputs = [s.output for s in sequences if s.output is not None]
+        every = len(going) == len(logits)
         try:
-            outputs = [s.output for s in sequences if s.output is not None]
-            every = len(going) == len(logits)
-            draws = draw_next(outputs, logits if every else logits[upload(going, logits.device)])
-            return list(zip(sequences, draws, strict=True))
-        except Exception as error:
-            output.failed += [(sequence, error) for sequence in decoded.sequences]
-            return []
+            drawn = draw_next(outputs, logits if every else logits[upload(going, logits.device)])
+        except Exception as error:  # of the operation that all share
+            drawn = [error] * len(sequences)
+        draws = dict[Sequence, Draw]()
+        for sequence, draw in zip(sequences, drawn, strict=True):
+            if isinstance(draw, Exception):
+                output.failed.append((sequence, draw))
+            else:
+                draws[sequence] = draw
+        return draws
 
-    def _decoded(self, decoded: Decoded, draws: list[tuple[Sequence, Draw]]) -> None:
+    def _decoded(self, decoded: Decoded, draws: dict[Sequence, Draw]) -> None:
         """Handle a decode step, except for answers that ended with the token whose KV it computed."""
         for sequence, attention in zip(decoded.sequences, decoded.attention, strict=True):
             if sequence.status is SequenceStatus.FINISHED:
@@ -240,7 +245,7 @@ class OutputProcessor:
             assert sequence.output is not None
             if attention is not None and sequence.output.watch is not None:
                 sequence.output.watch.add(attention)
-        going = {s: draw for s, draw in draws if s.status is not SequenceStatus.FINISHED}
+        going = {s: draw for s, draw in draws.items() if s.status is not SequenceStatus.FINISHED}
         if self._runtime.async_scheduling and not self._storing:  # no token waits for a launch of missing chunks
             self.pending |= going
         else:
@@ -250,13 +255,15 @@ class OutputProcessor:
             if sequence.handed is None and sequence.paged is not None and unseen > sequence.paged.gone:
                 sequence.paged.give_back(unseen)
 
-    def sampled(self, draws: Mapping[Sequence, Draw]) -> None:
+    def sampled(self, draws: Mapping[Sequence, Draw | Exception]) -> None:
         """Append tokens to their sequences, and finish complete answers. Waits for the draws."""
         for sequence, draw in draws.items():
             assert sequence.output is not None
             if sequence.status is SequenceStatus.FINISHED:  # its request failed
                 continue
             try:
+                if isinstance(draw, Exception):
+                    raise draw
                 if not sequence.output.append(draw):
                     self._finish(sequence)
             except Exception as error:  # the others go on

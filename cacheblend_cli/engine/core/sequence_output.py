@@ -84,7 +84,10 @@ class SequenceOutput:
 
     def draw(self, logits: Tensor) -> Draw:
         """Draw the next token from logits, fp32 [vocab_size]. Does not wait for the device."""
-        return draw_next([self], logits[None])[0]
+        (draw,) = draw_next([self], logits[None])
+        if isinstance(draw, Exception):
+            raise draw
+        return draw
 
     @property
     def can_run_ahead(self) -> bool:
@@ -153,13 +156,19 @@ class SequenceOutput:
             self.out.reasoning_cut = True
 
 
-def draw_next(outputs: Sequence[SequenceOutput], logits: Tensor) -> list[Draw]:
-    """Draw the next token of each from its row of logits, fp32 [n, vocab_size]. Does not wait for the device."""
-    for output, row in zip(outputs, logits, strict=True):
-        if output.see is not None:
-            output.see(row)
+def draw_next(outputs: Sequence[SequenceOutput], logits: Tensor) -> list[Draw | Exception]:
+    """Draw the next token of each from its row of logits, fp32 [n, vocab_size], or return the error that one alone
+    raised. Does not wait for the device."""
+    unseen = dict[int, Exception]()
+    for index, (output, row) in enumerate(zip(outputs, logits, strict=True)):
+        try:
+            if output.see is not None:
+                output.see(row)
+        except Exception as error:
+            unseen[index] = error
     forced = [output._closing.popleft() if output._closing else None for output in outputs]
-    return draw_together([output._sampler for output in outputs], logits, forced)
+    draws = draw_together([output._sampler for output in outputs], logits, forced)
+    return [unseen.get(index, draw) for index, draw in enumerate(draws)]
 
 
 def _grammar_of(runtime: Runtime, params: SamplingParams) -> Grammar:
