@@ -21,14 +21,15 @@ from torch import Tensor
 from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.texts import AddedDocument, Putting, document_of, put_name
+from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.async_engine import AsyncEngine, EngineThread
-from cacheblend_cli.engine.core.controller import decided, kv_bytes
 from cacheblend_cli.engine.core.core import EngineCore
-from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
+from cacheblend_cli.engine.engine_thread import EngineThread
 from cacheblend_cli.engine.events import Done, Event, Failed, OnEvent, Say, ignore, piece_of
+from cacheblend_cli.engine.features.auto_ratio import decided, kv_bytes
+from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.profile import own_blend
 from cacheblend_cli.engine.ranks.outer_ranks import outer_ranks
 from cacheblend_cli.engine.ranks.rank_worker import serve_rank
@@ -147,20 +148,11 @@ class Engine(EngineThread):
 
     def describe(self) -> dict[str, Any]:
         """Return facts for `doctor`, with llama.cpp's if it may decode."""
-        facts = self.runtime.describe()
-        if self.runtime.decode_with.file is not None:
-            from cacheblend_cli.engine.connectors.llama_choice import describe
-
-            facts |= describe(self.runtime)
-        return facts
+        return self.runtime.describe() | ({} if self.llama is None else self.llama.describe())
 
     def llama_note(self) -> str | None:
         """Load llama.cpp if it decodes, and return a message about it; None if this engine decodes."""
-        if self.runtime.decode_with.file is None:
-            return None
-        from cacheblend_cli.engine.connectors.llama_choice import llama_engine
-
-        llama = llama_engine(self.runtime)
+        llama = None if self.llama is None else self.llama.loaded()
         return None if llama is None else f"llama.cpp ({llama.library.name}) decodes with {llama.file.name}"
 
     def worker_loader(self, threads: int) -> Callable[[], LoadedModel]:
@@ -209,7 +201,7 @@ class Engine(EngineThread):
         Missing chunks (without usable KV) are computed, and stored after the answer if the store is writable. Used
         chunks are marked as such (`ChunkStore.touch`). Raises UsageError, DeviceError, StoreErrors.
         """
-        core, answers = EngineCore.alone(self.runtime, request), list[Answer]()
+        core, answers = EngineCore.alone(self.runtime, request, self.extensions), list[Answer]()
         try:
             while core.busy:
                 for _, event in core.step():
@@ -234,7 +226,7 @@ class Engine(EngineThread):
     def planned(self, request: Request) -> AskPlan:
         """Return a plan of a resolved request. --ratio auto may measure this machine, so call it in the engine's thread
         if that runs. Raises UsageError if the request would be refused."""
-        request, report = decided(self.runtime, request) if request.options.auto else (request, None)
+        request, report = decided(self.runtime, request)
         prompt = request.plan
         self.prompts.check_fits(prompt.num_tokens, request.sampling)
         return AskPlan(
@@ -248,7 +240,7 @@ class Engine(EngineThread):
                 for s in prompt.chunks
             ],
             report.to_dict() if report else None,
-            [*request.notes, *filter(None, (self.runtime.decode_with.note,))],
+            [*request.notes, *([self.llama.note] if self.llama is not None and self.llama.note else [])],
         )
 
     def search(self, store: ChunkStore, ask: AskRequest) -> Retrieved:

@@ -14,7 +14,6 @@ import torch
 from cacheblend_kernels import fallback_reason
 
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.connectors.decode_with import decode_with
 from cacheblend_cli.engine.events import Say
 from cacheblend_cli.engine.ranks.driver import Driver, config_of_ranks
 from cacheblend_cli.engine.ranks.outer_ranks import num_ranks
@@ -64,8 +63,7 @@ class Runtime(Prompts):
         self.driver: Driver | None = None  # of the other ranks, with tensor parallelism
         self.say: Say = lambda text: None  # callback for what takes time once on a machine
         self.progress: Say = lambda text: None  # callback for what takes time
-        self.controllers: dict[str, Any] = {}  # loading controller of each codec, see core/controller.py
-        self.decode_with = decode_with(config, model)
+        self.controllers: dict[str, Any] = {}  # loading controller of each codec, see features/auto_ratio.py
         self._memory = memory
 
     @classmethod
@@ -136,9 +134,8 @@ class Runtime(Prompts):
 
     @property
     def async_scheduling(self) -> bool:
-        """Return whether decode steps are queued before the host knows the last tokens: on a GPU, if this process alone
-        decodes."""
-        return self.decoder.device.type == "cuda" and self.driver is None and self.decode_with.file is None
+        """Return whether decode steps are queued before the host knows the last tokens: on a GPU, in one process."""
+        return self.decoder.device.type == "cuda" and self.driver is None
 
     def memory(self, at_once: int = 1) -> DeviceMemory | None:
         """Return the GPU's pool and decode graphs, allocated on first use for `at_once` prompts; None on a CPU. Raises

@@ -13,8 +13,8 @@ from stored_texts import forget
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions, PrecomputeReport
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.chunks import StoredChunks
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.engine.request.retrieval import exact_where_stored

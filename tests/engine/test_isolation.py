@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from engine_driver import CoreDriver, Listener, StoredEngine, ids_of, open_stored_engine
 
+from cacheblend_cli.engine.core.core import EngineCore
+from cacheblend_cli.engine.core.decoders import OwnDecoder
 from cacheblend_cli.engine.core.sequence import Sequence
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
 from cacheblend_cli.engine.events import Failed, Limits
@@ -80,6 +82,46 @@ def test_a_fault_of_one_answer_ends_no_other(stored: StoredEngine, plant: Callab
     assert isinstance(last.error, Planted)
     assert [ids_of(listeners[index]) for index in (0, 2)] == [expected[0], expected[2]]
     assert (driver.core.counts.failed, driver.core.counts.finished) == (1, 2)
+
+
+class Elsewhere(OwnDecoder):
+    """A second decoder, which takes the second request. where: "takes" or "decode", which fails."""
+
+    def __init__(self, core: EngineCore, where: str) -> None:
+        super().__init__(core._runtime.decoder, core.worker)
+        setattr(self, "takes_it" if where == "takes" else where, fail)
+
+    def takes(self, sequence: Sequence, worker: object) -> bool:
+        return sequence.state.number == 1 and self.takes_it()
+
+    def takes_it(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("where", ["takes", "decode"])
+def test_a_fault_of_a_hand_over_or_of_another_decoder_ends_no_other(stored: StoredEngine, where: str) -> None:
+    driver, listeners = three_at_once(stored, BATCH)
+    driver.run()
+    expected = [ids_of(listener) for listener in listeners]
+    driver, listeners = three_at_once(stored, BATCH)
+    driver.core._executor._others = (Elsewhere(driver.core, where),)
+    driver.run()
+    last = listeners[1].last.result(0)
+    assert isinstance(last, Failed)
+    assert isinstance(last.error, Planted)
+    assert [ids_of(listeners[index]) for index in (0, 2)] == [expected[0], expected[2]]
+
+
+def test_a_fault_of_a_feature_ends_its_request_alone(stored: StoredEngine) -> None:
+    for method in ("on_slice", "on_prefill", "on_attention", "on_complete", "on_answers", "on_done"):
+        driver = CoreDriver(stored, BATCH)
+        listeners = [driver.arrive(stored.question(text))[0] for text in ("who?", "where?")]
+        setattr(driver.core.scheduler.states[1].hooks[0], method, fail)
+        driver.run()
+        last = listeners[1].last.result(0)
+        assert isinstance(last, Failed), method
+        assert isinstance(last.error, Planted)
+        assert ids_of(listeners[0])
 
 
 def test_a_failed_launch_of_several_prompts_is_logged_and_counted(

@@ -13,8 +13,8 @@ from checkpoints import WORDS, write_checkpoint
 from study_modules import study_modules
 
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.measured_prefill import Prefilled
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.measured_prefill import Prefilled
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.evaluate import EvaluateOptions, evaluate

@@ -11,8 +11,8 @@ from checkpoints import WORDS, write_checkpoint
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.measured_prefill import Prefilled
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.measured_prefill import Prefilled
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.evaluation.settings import Prefill
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams

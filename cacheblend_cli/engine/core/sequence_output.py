@@ -13,7 +13,6 @@ from torch import Tensor
 from cacheblend_cli.engine.core.detokenizer import Detokenizer
 from cacheblend_cli.engine.events import OnEvent, Reasoning, Text, Token, ignore
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.worker.attention import AttentionShares
 from cacheblend_cli.engine.worker.grammar import Grammar, grammar_of
 from cacheblend_cli.engine.worker.sampling import Draw, Sampler, draw_together
 from cacheblend_cli.errors import UsageError
@@ -38,7 +37,7 @@ class Generation:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     first_token_at: float = 0.0  # perf_counter
     decode_s: float = 0.0
-    attention: list[float] | None = None  # share of each chunk, see engine/worker/attention.py
+    index: int = 0  # of the answer
 
     @property
     def mean_logprob(self) -> float:
@@ -78,8 +77,7 @@ class SequenceOutput:
         self._closing_ids = partial(runtime.model.tokenizer.encode_template_rest, self._detokenizer.closing)
         self._closing, self._thought = deque[int](), 0
         self.max_tokens, self._budget = runtime.max_new_tokens(params), runtime.reasoning_budget(params)
-        self.out = Generation()
-        self.watch: AttentionShares | None = None  # sums the answer's attention
+        self.out = Generation(index=index)
         self._close_when_used_up()
 
     def draw(self, logits: Tensor) -> Draw:
@@ -138,7 +136,6 @@ class SequenceOutput:
         if self._detokenizer.stopped:
             out.finish_reason = "stop"
         out.reasoning = out.reasoning.strip()
-        out.attention = self.watch.of_chunks() if self.watch is not None else None
         return out
 
     def _emit(self, reasoning: str, answer: str) -> None:

@@ -131,9 +131,7 @@ class Sampler:
             self.grammar.take(int(token))
 
 
-def draw_together(
-    samplers: Sequence[Sampler], logits: Tensor, forced: Sequence[int | None]
-) -> list[Draw | Exception]:
+def draw_together(samplers: Sequence[Sampler], logits: Tensor, forced: Sequence[int | None]) -> list[Draw | Exception]:
     """Draw a token from each row of logits, fp32 [n, vocab_size]; an error in one sampler takes the place of its draw
     and of no other. Rows with equal settings share one operation, and get the same tokens as alone. forced: token to
     take instead, or None. Does not wait for the device; the logits may be overwritten afterwards."""

@@ -1,27 +1,52 @@
-"""Missing chunks: computed with a prompt, because the store had no usable KV, and stored after the answer."""
+"""Chunks of the store after an answer: used ones are marked, and missing ones, computed with the prompt because the
+store had no usable KV, are stored."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 
 from cacheblend_store import ChunkStore, StoreError
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk, prefix_chunk
 from cacheblend_cli.corpus.chunker import Chunk
+from cacheblend_cli.engine.core.hooks import Hook
 from cacheblend_cli.engine.core.report import PrefillReport
+from cacheblend_cli.engine.events import OnEvent
+from cacheblend_cli.engine.request.request import Request
+from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import DeviceError
+from cacheblend_cli.types import Answer
 
 
-def store_missing(done: PrefillReport) -> Iterator[None]:
+def admit(runtime: Runtime, request: Request) -> tuple[Request, Hook | None]:
+    return request, None if request.store is None or request.blend.mode == "full" else KeptChunks(request.store)
+
+
+class KeptChunks(Hook):
+    """Updates the store with the chunks of a request."""
+
+    def __init__(self, store: ChunkStore) -> None:
+        self._store = store
+
+    def on_done(self, report: PrefillReport, answers: Sequence[Answer], emit: OnEvent) -> Iterator[None] | None:
+        request = report.request
+        used = [s.key for s in report.plan.chunks if s.cached and s.key]
+        # before missing chunks are stored, which may need room
+        self._store.touch([*used, request.collection.prefix_key] if request.prefix_cached else used)
+        missing = {s.key for s in report.plan.chunks if s.key and s.status == "computed"}
+        if not (request.options.save and self._store.writable) or not (missing or request.tiered):
+            return None
+        return _store_missing(report, self._store, missing)
+
+
+def _store_missing(done: PrefillReport, store: ChunkStore, missing: Set[bytes]) -> Iterator[None]:
     """Store chunks from the tier, then collect and store computed ones, at most one launch between two values. A note
-    reports the result. Requires `done.has_missing`."""
-    request, store = done.request, done.request.store
-    assert store is not None, "the prompt has missing chunks"
+    reports the result."""
+    request = done.request
     keep = {s.key for s in done.plan.chunks if s.key} | {request.collection.prefix_key}
     collector = Collector(request.collection, store, keep)
     yield from _store_taken(done, store, collector)
-    missing = {s.key for s in done.plan.chunks if s.key and s.status == "computed"}
     if not missing:
         return
     what = f"the KV of {len(missing)} computed chunk{'s' if len(missing) > 1 else ''}"

@@ -1,0 +1,154 @@
+"""Base of an engine: its thread, which starts with the first request, and the store of its requests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
+from tempfile import TemporaryDirectory
+from typing import Self, TypeVar
+
+from cacheblend_store import ChunkStore
+
+from cacheblend_cli.engine.async_engine import AsyncEngine
+from cacheblend_cli.engine.core.core import Extensions
+from cacheblend_cli.engine.core.sequence import RequestState
+from cacheblend_cli.engine.decode_with import llama_decoder
+from cacheblend_cli.engine.events import EngineStats, Limits, OnEvent
+from cacheblend_cli.engine.features import FEATURES
+from cacheblend_cli.engine.request.request import Request
+from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.errors import QueueFull
+from cacheblend_cli.settings import DEFAULTS, Resolved, Settings
+from cacheblend_cli.types import Answer
+
+T = TypeVar("T")
+_FULL_S = 0.05  # between two attempts to queue a request
+
+
+class EngineThread:
+    """Base of Engine: starts its thread with the first request, and queues requests."""
+
+    def __init__(self, runtime: Runtime, resolved: Resolved = DEFAULTS, limits: Limits | None = None) -> None:
+        """resolved: settings of requests, and for cutting their documents. limits: of batched requests."""
+        self.runtime, self._resolved, self._limits = runtime, resolved, limits
+        self.llama = llama_decoder(runtime)
+        self.extensions = Extensions(FEATURES, () if self.llama is None else (self.llama,))
+        self._service: AsyncEngine | None = None
+        self._closed: AsyncEngine | None = None  # the last one: refuses requests, keeps its statistics
+        self._given: ChunkStore | None = None
+        self._store: ChunkStore | None = None
+        self._temporary = ExitStack()
+        self._folder: TemporaryDirectory[str] | None = None
+        self._lock = threading.RLock()  # guards these six
+
+    def use(self, store: ChunkStore | None) -> None:
+        """Use this store from now on, also for the KV of requests' documents and for `add`. None: a temporary store,
+        which `close` removes. No request may be running."""
+        with self._lock:
+            if self._service is None or store is not self._given:
+                if self._service is not None:
+                    self.close()
+                self._given, self._store = store, self._temporary_store() if store is None else store
+                _share(self._store, self._resolved.settings)
+                self._service, self._closed = AsyncEngine(self.runtime, self._limits, self.extensions), None
+
+    def serve(self, store: ChunkStore, limits: Limits) -> None:
+        """`use` a store, under these limits."""
+        with self._lock:
+            self._limits = limits
+            self.use(store)
+
+    def submit(self, request: Request, on_event: OnEvent) -> RequestState:
+        """Queue a resolved request, and return its state for `cancel`. on_event: called in the engine's thread, with
+        Done or Failed last; it must not block. Raises QueueFull if too many wait or the engine closes."""
+        return self._serving().submit(request, on_event)
+
+    def cancel(self, state: RequestState) -> None:
+        """End a request in the next step, with its partial answers. No effect on a finished one."""
+        state.cancelled = True
+
+    def cancel_all(self) -> None:
+        self._serving().cancel_all()
+
+    def queue(self, request: Request) -> Future[Answer]:
+        """Queue a resolved request. Returns its first answer; cancelling the future cancels the request."""
+        return self._serving().ask(request)
+
+    def _queue_unless_full(self, request: Request, *, wait: bool) -> Future[Answer] | None:
+        """Queue a resolved request. If the queue is full return None, or with `wait` wait for room."""
+        while True:
+            try:
+                return self.queue(request)
+            except QueueFull:
+                if not wait:
+                    return None
+                time.sleep(_FULL_S)
+
+    def check_room(self, coming: int = 0) -> None:
+        """Raise QueueFull if the queue has no room for one more request after `coming` others."""
+        self._serving().check_room(coming)
+
+    def between_steps(self, work: Callable[[], T]) -> Future[T]:
+        """Run `work` in the engine's thread, at most one launch per call, so that answers continue. Raises QueueFull if
+        the engine closes."""
+        return self._serving().run(lambda _: work())
+
+    def stats(self) -> EngineStats:
+        """Return statistics as of the last step."""
+        return self._serving().stats()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Return whether the current step has been running for too long."""
+        return self._serving().is_stuck
+
+    def close(self) -> None:
+        """Stop the engine's thread and remove its temporary store. Running requests are cancelled."""
+        with self._lock:
+            if self._service is not None:
+                self._service.close()
+                self._service, self._closed = None, self._service
+            self._temporary.close()
+            if self.runtime.driver is not None:
+                self.runtime.driver.drop()
+
+    def remove_files(self) -> None:
+        """Remove the temporary store's files, possibly in use, of a process that ends without `close`."""
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _temporary_store(self) -> ChunkStore:
+        self._folder = TemporaryDirectory(prefix="cacheblend-")
+        folder = self._temporary.enter_context(self._folder)
+        return self._temporary.enter_context(ChunkStore.open(folder, mode="write", force=True))  # wherever TMPDIR is
+
+    def _running(self) -> AsyncEngine:
+        with self._lock:
+            if self._service is None:
+                self.use(self._given)
+            assert self._service is not None
+            return self._service
+
+    def _serving(self) -> AsyncEngine:
+        """Return the engine core's thread; after `close` the last one, which refuses requests."""
+        with self._lock:
+            return self._service or self._closed or self._running()
+
+
+def _share(store: ChunkStore, settings: Settings) -> None:
+    """Give the store the tier of the settings, if they name one and it has none. Raises TierUsage, TierNotFound."""
+    if settings.tier and store.tier is None:
+        from cacheblend_store.tier import SharedTier, open_tier
+
+        tier = SharedTier(open_tier(settings.tier, settings.tier_key_file or None), settings.tier_deadline)
+        tier.check_later()
+        store.share(tier)
