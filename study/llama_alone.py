@@ -170,8 +170,8 @@ class Alone:
 
 @dataclass(frozen=True)
 class StateForm:
-    """Where a state (see `engine/connectors/llama_cpp/state.py`) has its rows. interleaved: RoPE turns channels 2i and 2i +
-    1."""
+    """Where a state (see `engine/connectors/llama_cpp/state.py`) has its rows. interleaved: RoPE turns channels
+    2i and 2i + 1."""
 
     spec: ModelSpec
     interleaved: bool

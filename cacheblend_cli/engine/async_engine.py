@@ -97,7 +97,7 @@ class AsyncEngine:
             for state in self._listeners:
                 state.cancelled = True
 
-    def run(self, work: Callable[[Runtime], T]) -> Future[T]:
+    def between_steps(self, work: Callable[[Runtime], T]) -> Future[T]:
         """Run `work` in the engine's thread, at most one launch per call. A step runs between two calls, so that
         answers continue. Raises QueueFull if the engine closes."""
         future: Future[T] = Future()

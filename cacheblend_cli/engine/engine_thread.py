@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from tempfile import TemporaryDirectory
@@ -13,10 +14,10 @@ from typing import Self, TypeVar
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.engine.async_engine import AsyncEngine
-from cacheblend_cli.engine.core.core import Extensions
+from cacheblend_cli.engine.core.core import EngineCore, Extensions
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.decode_with import llama_decoder
-from cacheblend_cli.engine.events import EngineStats, Limits, OnEvent
+from cacheblend_cli.engine.events import Done, EngineStats, Event, Failed, Limits, OnEvent
 from cacheblend_cli.engine.features import FEATURES
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
@@ -64,18 +65,47 @@ class EngineThread:
     def submit(self, request: Request, on_event: OnEvent) -> RequestState:
         """Queue a resolved request, and return its state for `cancel`. on_event: called in the engine's thread, with
         Done or Failed last; it must not block. Raises QueueFull if too many wait or the engine closes."""
-        return self._serving().submit(request, on_event)
+        return self._latest().submit(request, on_event)
+
+    def events(self, request: Request) -> Generator[Event]:
+        """Return the events of a resolved request, Done last. Raises the error of a failed one.
+
+        If the engine's thread runs, the request is queued now, and closing the iterator cancels it. Otherwise it is
+        computed as they are read, in this thread and a pool of the size that it needs. Missing chunks (without usable
+        KV) are stored after the answer if the store is writable. Used chunks are marked as such (`ChunkStore.touch`).
+        Raises UsageError, DeviceError, StoreErrors, QueueFull.
+        """
+        if self._service is None:
+            return self._alone(request)
+        events = queue.SimpleQueue[Event]()
+        state = self.submit(request, events.put)
+
+        def queued() -> Generator[Event]:
+            try:
+                yield from _until_done(iter(events.get, None))
+            finally:
+                self.cancel(state)
+
+        return queued()
+
+    def _alone(self, request: Request) -> Generator[Event]:
+        core = EngineCore.alone(self.runtime, request, self.extensions)
+        try:
+            while core.busy:
+                yield from _until_done(event for _, event in core.step())
+        finally:
+            core.close()
 
     def cancel(self, state: RequestState) -> None:
         """End a request in the next step, with its partial answers. No effect on a finished one."""
         state.cancelled = True
 
     def cancel_all(self) -> None:
-        self._serving().cancel_all()
+        self._latest().cancel_all()
 
     def queue(self, request: Request) -> Future[Answer]:
         """Queue a resolved request. Returns its first answer; cancelling the future cancels the request."""
-        return self._serving().ask(request)
+        return self._latest().ask(request)
 
     def _queue_unless_full(self, request: Request, *, wait: bool) -> Future[Answer] | None:
         """Queue a resolved request. If the queue is full return None, or with `wait` wait for room."""
@@ -89,21 +119,21 @@ class EngineThread:
 
     def check_room(self, coming: int = 0) -> None:
         """Raise QueueFull if the queue has no room for one more request after `coming` others."""
-        self._serving().check_room(coming)
+        self._latest().check_room(coming)
 
     def between_steps(self, work: Callable[[], T]) -> Future[T]:
         """Run `work` in the engine's thread, at most one launch per call, so that answers continue. Raises QueueFull if
         the engine closes."""
-        return self._serving().run(lambda _: work())
+        return self._latest().between_steps(lambda _: work())
 
     def stats(self) -> EngineStats:
         """Return statistics as of the last step."""
-        return self._serving().stats()
+        return self._latest().stats()
 
     @property
     def is_stuck(self) -> bool:
         """Return whether the current step has been running for too long."""
-        return self._serving().is_stuck
+        return self._latest().is_stuck
 
     def close(self) -> None:
         """Stop the engine's thread and remove its temporary store. Running requests are cancelled."""
@@ -131,17 +161,35 @@ class EngineThread:
         folder = self._temporary.enter_context(self._folder)
         return self._temporary.enter_context(ChunkStore.open(folder, mode="write", force=True))  # wherever TMPDIR is
 
-    def _running(self) -> AsyncEngine:
+    def _started(self) -> AsyncEngine:
+        """Return the engine core's thread, started now if it does not run."""
         with self._lock:
             if self._service is None:
                 self.use(self._given)
             assert self._service is not None
             return self._service
 
-    def _serving(self) -> AsyncEngine:
+    def _latest(self) -> AsyncEngine:
         """Return the engine core's thread; after `close` the last one, which refuses requests."""
         with self._lock:
-            return self._service or self._closed or self._running()
+            return self._service or self._closed or self._started()
+
+
+def _until_done(events: Iterable[Event]) -> Iterator[Event]:
+    """Yield the events up to Done. Raises the error of a failed request."""
+    for event in events:
+        if isinstance(event, Failed):
+            raise event.error
+        yield event
+        if isinstance(event, Done):
+            return
+
+
+def answer_of(events: Iterable[Event]) -> Answer:
+    """Return the first answer of a request, once it is done."""
+    *_, last = events
+    assert isinstance(last, Done)
+    return last.answers[0]
 
 
 def _share(store: ChunkStore, settings: Settings) -> None:

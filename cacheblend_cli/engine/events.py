@@ -72,13 +72,6 @@ def ignore(event: Event) -> None:
     """Do nothing."""
 
 
-def piece_of(event: Event) -> str | None:
-    """Return the event's piece of the answer, None at the end. Raises the error of a failed request."""
-    if isinstance(event, Failed):
-        raise event.error
-    return None if isinstance(event, Done) else event.text if isinstance(event, Text) else ""
-
-
 @dataclass(frozen=True)
 class Limits:
     """Limits of an engine that batches requests."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from callbacks import pieces_to
+from callbacks import answered, pieces_to
 from engine_driver import Listener, StoredEngine, open_stored_engine
 
 from cacheblend_cli.engine.async_engine import AsyncEngine
@@ -31,7 +31,7 @@ def test_the_answer_is_a_full_prefills(stored: StoredEngine, mode: str, temperat
         question = replace(stored.question(text), sampling=sampling, blend=BlendParams(mode=mode, ratio=0.1))
         streamed: list[str] = []
         request = stored.engine.resolve(stored.store, replace(question, options=AskOptions(confirm=True)))
-        answer = stored.engine.run(request, pieces_to(streamed.append))
+        answer = answered(stored.engine, request, pieces_to(streamed.append))
         blended = stored.engine.run_alone(stored.store, question)
         full = stored.engine.run_alone(stored.store, replace(question, blend=BlendParams(mode="full")))
         found = answer.confirmation

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from callbacks import pieces_to
+from callbacks import answered, pieces_to
 from engine_driver import Listener, StoredEngine, open_stored_engine
 
 from cacheblend_cli.blend.risk import SIGNALS, RiskFile, RiskFit, signals_of
@@ -55,7 +55,7 @@ def test_an_answer_is_judged_whole(stored: StoredEngine, fit: RiskFit, temperatu
         free, low, high = (replace(ask, sampling=sampling) for ask in (free, low, high))
         blended, stands, pieces = ask(stored, free), ask(stored, high), list[str]()
         full = ask(stored, replace(free, blend=BlendParams(mode="full")))
-        replaced = stored.engine.run(stored.engine.resolve(stored.store, low), pieces_to(pieces.append))
+        replaced = answered(stored.engine, stored.engine.resolve(stored.store, low), pieces_to(pieces.append))
         assert (replaced.generated_ids, replaced.text) == (full.generated_ids, full.text)
         assert len(replaced.logprobs) == len(full.logprobs)
         assert replaced.risk is not None

@@ -329,7 +329,8 @@ def test_auto_takes_the_faster_one(
     write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F32")
     monkeypatch.setattr(decoder, "decode_speeds", lambda runtime, file: DecodeSpeeds(own_s, 0.2))
     engine = Engine.load(EngineConfig(str(tmp_path / "m.gguf"), dtype="float32"))
-    assert engine.llama is not None and engine.llama.measured
+    assert engine.llama is not None
+    assert engine.llama.measured
     assert (llama_of(engine) is not None) == decodes
 
 
@@ -344,7 +345,8 @@ def test_auto_loads_it_in_an_answer_that_is_long_enough_to_pay(tmp_path: Path, m
     decode = create_autospec(LlamaCpp.decode, side_effect=LlamaCpp.decode)
     monkeypatch.setattr(LlamaCpp, "decode", decode)
     assert ask(engine, count=6)[0] == ids[:6]
-    assert engine.llama is not None and not engine.llama.decided
+    assert engine.llama is not None
+    assert not engine.llama.decided
     long, long_logprobs, _ = ask(engine, count=12)
     assert long == ids
     assert max(abs(a - b) for a, b in zip(logprobs, long_logprobs, strict=True)) < LOGPROB

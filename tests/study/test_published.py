@@ -69,7 +69,7 @@ def run(published: ModuleType, engine: Engine, store: ChunkStore, method: str, w
     chunks.store([what], [setting.context])
     keys = chunks.keys(what, setting.context)
     request = resolve(engine.runtime, store, AskRequest(what.question, keys, setting.blend))
-    return (setting.prefill or Engine.prefilled)(engine, request)
+    return (setting.prefill or Engine.hold_prefill)(engine, request)
 
 
 @pytest.mark.parametrize("method", METHODS)

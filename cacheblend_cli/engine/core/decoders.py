@@ -54,6 +54,6 @@ class OwnDecoder:
             () if pending else tuple(s.next_token for s, _ in parts),
             tuple(s.kv_len for s, _ in parts),
             tuple(TableInput.of(paged) for _, paged in parts),
-            tuple(not s.replay and any([hook.watches(s.index) for hook in s.state.hooks]) for s, _ in parts),
+            tuple(not s.replay and any(hook.watches(s.index) for hook in s.state.hooks) for s, _ in parts),
         )
         return self._worker.decode(given, tokens_of([pending[s] for s, _ in parts]) if pending else None)

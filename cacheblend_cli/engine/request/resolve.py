@@ -16,7 +16,7 @@ from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.texts import plan_texts, sent_document
 from cacheblend_cli.engine.events import Say
 from cacheblend_cli.engine.profile import with_own_ratio
-from cacheblend_cli.engine.request.chunks import StoredChunks, check_named, in_stored_codec, request_chunks
+from cacheblend_cli.engine.request.chunks import ChunkRecords, check_named, in_stored_codec, request_chunks
 from cacheblend_cli.engine.request.model_sampling import as_the_model, model_notes
 from cacheblend_cli.engine.request.prompts import Prompts
 from cacheblend_cli.engine.request.request import Request, not_used
@@ -55,7 +55,7 @@ def resolve(
     ask = prompts.dated(store, replace(ask, sampling=sampling))
     _check_size(prompts, ask)
     planned = _planned(prompts, ask, collect, cancellation)
-    with StoredChunks(store, ask.cite_first) as stored:
+    with ChunkRecords(store, ask.cite_first) as stored:
         ask, found = _searched(prompts, store, stored, ask, planned, say)
         started, notes = time.perf_counter(), found.notes
         check_named(store, ask.keys, planned)
@@ -129,7 +129,7 @@ def _planned(
 def _searched(
     prompts: Prompts,
     store: ChunkStore | None,
-    stored: StoredChunks,
+    stored: ChunkRecords,
     ask: AskRequest,
     planned: Mapping[bytes, PlannedChunk],
     say: Say | None,
