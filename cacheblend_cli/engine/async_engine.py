@@ -12,13 +12,15 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from cacheblend_kernels import KernelError
+from cacheblend_store import StoreError
+
 from cacheblend_cli.engine.core.core import EngineCore, Extensions
-from cacheblend_cli.engine.core.output_processor import as_public_error
 from cacheblend_cli.engine.core.sequence import RequestState, SequenceStatus
 from cacheblend_cli.engine.events import Done, EngineStats, Event, Failed, Limits, OnEvent
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.errors import QueueFull, UsageError
+from cacheblend_cli.errors import CacheBlendError, QueueFull, UsageError
 from cacheblend_cli.model.device import make_current
 from cacheblend_cli.types import Answer
 
@@ -182,7 +184,7 @@ class AsyncEngine:
 
     def _emit(self, state: RequestState, event: Event) -> None:
         if isinstance(event, Failed):
-            event = Failed(as_public_error(event.error))
+            event = Failed(_public_error(event.error))
         with self._changed:
             on_event = self._listeners[state]
             if isinstance(event, Done | Failed):
@@ -220,3 +222,13 @@ def _do(runtime: Runtime, work: Callable[[Runtime], Any], future: Future[Any]) -
         future.set_result(work(runtime))
     except BaseException as error:
         future.set_exception(error)
+
+
+def _public_error(error: Exception) -> Exception:
+    """Return the error that users see. Unknown ones are logged and wrapped."""
+    if isinstance(error, CacheBlendError | StoreError | KernelError):
+        return error
+    logger.error("a request failed", exc_info=error)
+    wrapped = CacheBlendError(f"the engine failed: {type(error).__name__}: {error}", "this is a bug in cacheblend")
+    wrapped.__cause__ = error
+    return wrapped

@@ -14,7 +14,7 @@ from typing import Self, TypeVar
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.engine.async_engine import AsyncEngine
-from cacheblend_cli.engine.core.core import EngineCore, Extensions
+from cacheblend_cli.engine.core.core import ALONE, EngineCore, Extensions, admit
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.decode_with import llama_decoder
 from cacheblend_cli.engine.events import Done, EngineStats, Event, Failed, Limits, OnEvent
@@ -89,7 +89,15 @@ class EngineThread:
         return queued()
 
     def _alone(self, request: Request) -> Generator[Event]:
-        core = EngineCore.alone(self.runtime, request, self.extensions)
+        """Yield the events of a request that is computed in this thread."""
+        state, runtime = RequestState(request, 0), self.runtime
+        admit(runtime, state, self.extensions)
+        size, headroom = runtime.config.block_size, state.max_new_tokens
+        each = -(-(headroom + size) // size) + 1  # blocks of each further answer
+        memory = runtime.memory_for(-(-(state.num_tokens + headroom) // size) + 1 + (state.num_answers - 1) * each)
+        memory.pool.check_fits(state.num_tokens + headroom)
+        core = EngineCore(runtime, ALONE, memory, self.extensions)
+        core.add(state)
         try:
             while core.busy:
                 yield from _until_done(event for _, event in core.step())

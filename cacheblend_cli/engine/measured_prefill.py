@@ -65,7 +65,7 @@ class Prefilled(PrefillReport):
         runtime, prompt_ids = self.runtime, self.plan.token_ids
         request = replace(self.request.in_full(), sampling=sampling)
         state = RequestState(request, 0, max_new_tokens=runtime.max_new_tokens(sampling))
-        output = SequenceOutput(runtime, sampling, prompt_ids, see=see)
+        output = SequenceOutput(runtime, sampling, prompt_ids, see=() if see is None else (see,))
         view = SequenceView(self.pool, self.sequence.blocks)
         sequence = Sequence(state, 0, SequenceStatus.RUNNING, view, len(prompt_ids) + given, output=output)
         state.sequences = [sequence]

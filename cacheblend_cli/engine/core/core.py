@@ -15,7 +15,6 @@ from cacheblend_cli.engine.core.output_processor import Events, OutputProcessor
 from cacheblend_cli.engine.core.scheduler import Scheduler
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence
 from cacheblend_cli.engine.events import EngineStats, Limits
-from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.memory import DeviceMemory
 from cacheblend_cli.errors import UsageError
@@ -72,19 +71,6 @@ class EngineCore:
         self._executor = Executor(decoder, self.worker, slice_rows, extensions.decoders)
         is_async = runtime.async_scheduling and not extensions.decoders
         self._outputs = OutputProcessor(runtime, self.scheduler, self.counts, is_async)
-
-    @classmethod
-    def alone(cls, runtime: Runtime, request: Request, extensions: Extensions) -> EngineCore:
-        """Return a core with one request and a pool of the size that it needs. Raises what `add` raises."""
-        state = RequestState(request, 0)
-        admit(runtime, state, extensions)
-        size, headroom = runtime.config.block_size, state.max_new_tokens
-        each = -(-(headroom + size) // size) + 1  # blocks of each further answer
-        memory = runtime.memory_for(-(-(state.num_tokens + headroom) // size) + 1 + (state.num_answers - 1) * each)
-        memory.pool.check_fits(state.num_tokens + headroom)
-        core = cls(runtime, ALONE, memory, extensions)
-        core.add(state)
-        return core
 
     @property
     def busy(self) -> bool:

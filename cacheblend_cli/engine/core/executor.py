@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from cacheblend_cli.engine.core.decoders import DecodeBackend, OwnDecoder
 from cacheblend_cli.engine.core.scheduler import Step
 from cacheblend_cli.engine.core.sequence import Sequence
 from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillOutput
-from cacheblend_cli.engine.worker.worker import Worker
+from cacheblend_cli.engine.worker.worker import DecodeOutput, Worker
 from cacheblend_cli.model.decoder import Decoder
 
 logger = logging.getLogger("cacheblend")
@@ -24,8 +24,7 @@ class Decoded:
     """One decoded token for each of several sequences."""
 
     sequences: list[Sequence]
-    logits: Tensor  # fp32 [num_seqs, vocab_size], after the token
-    attention: list[Tensor | None]  # one per sequence, as in DecodeOutput
+    output: DecodeOutput
 
 
 @dataclass
@@ -43,7 +42,7 @@ class Executor:
     """Runs steps on a worker. slice_rows: positions per slice of a prompt. others: decoders beside the worker."""
 
     def __init__(self, decoder: Decoder, worker: Worker, slice_rows: int, others: Several[DecodeBackend]) -> None:
-        self._decoder, self._worker, self._slice_rows = decoder, worker, slice_rows
+        self._worker, self._slice_rows = worker, slice_rows
         self._own, self._others = OwnDecoder(decoder, worker), others
 
     def run(self, step: Step) -> StepOutput:
@@ -112,9 +111,9 @@ class Executor:
                 except Exception as error:
                     output.failed += [(sequence, error) for sequence in batch]
                     continue
-                # the next batch's step overwrites the logits
-                logits = out.logits if len(batch) == len(step.decode) else out.logits.clone()
-                output.decoded.append(Decoded(batch, logits.to(self._decoder.device), out.attention))
+                if len(batch) < len(step.decode):  # the next batch's step overwrites the logits
+                    out = replace(out, logits=out.logits.clone())
+                output.decoded.append(Decoded(batch, out))
 
     def _decoder_of(self, sequence: Sequence) -> DecodeBackend:
         """Return the decoder that the sequence belongs to. Its KV is handed over before the first token there."""

@@ -57,7 +57,7 @@ class Hook:
         """The answers are complete. Return a further request to run before they are reported."""
         return None
 
-    def on_answers(self, made: Sequence[tuple[Generation, Answer]]) -> None:
+    def on_answers(self, report: PrefillReport, made: Sequence[tuple[Generation, Answer]]) -> None:
         """Fill in the reports of the answers, which may be partial ones."""
 
     def on_done(self, report: PrefillReport, answers: Sequence[Answer], emit: OnEvent) -> Iterator[None] | None:

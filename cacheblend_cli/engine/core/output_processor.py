@@ -8,16 +8,12 @@ of one answer ends its request alone.
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
 import torch
-from cacheblend_kernels import KernelError
-from cacheblend_store import StoreError
-from torch import Tensor
 
 from cacheblend_cli.engine.core.executor import Decoded, StepOutput
 from cacheblend_cli.engine.core.report import PrefillReport, answer_of
@@ -41,13 +37,11 @@ from cacheblend_cli.engine.worker.memory import out_of_memory
 from cacheblend_cli.engine.worker.prefill import PrefillOutput
 from cacheblend_cli.engine.worker.sampling import Draw
 from cacheblend_cli.engine.worker.worker import TableInput
-from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.kv.pool import upload
 from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.types import Answer
 
 Events = list[tuple[RequestState, Event]]
-logger = logging.getLogger("cacheblend")
 
 
 class OutputProcessor:
@@ -140,7 +134,8 @@ class OutputProcessor:
         if sequence.output is None:  # else its KV was dropped
             if state.parent is None:
                 self._count_prompt(state, done)
-            export = partial(self._scheduler.worker.export_kv, _table_of(sequence), state.num_tokens)
+            assert sequence.paged is not None
+            export = partial(self._scheduler.worker.export_kv, TableInput.of(sequence.paged), state.num_tokens)
             begun = next(filter(None, [hook.on_prefill(done, export) for hook in state.hooks]), None)
             if begun is None:
                 self._draw_first(sequence, done)
@@ -188,10 +183,8 @@ class OutputProcessor:
         on_event = partial(self._emit, state) if state.streams else ignore
         if state.num_answers > sampling.n:
             params = replace(params, logprobs=sampling.logprobs or 0)
-        sees = list(filter(None, [hook.on_logits(index) for hook in state.hooks]))
-        sequence.output = SequenceOutput(
-            self._runtime, params, state.request.plan.token_ids, on_event, index, _each(sees) if sees else None
-        )
+        see = tuple(filter(None, [hook.on_logits(index) for hook in state.hooks]))
+        sequence.output = SequenceOutput(self._runtime, params, state.request.plan.token_ids, on_event, index, see)
         return sequence.output
 
     # tokens
@@ -207,7 +200,7 @@ class OutputProcessor:
                 going.append(index)
         if not going:
             return {}
-        sequences, logits = [decoded.sequences[index] for index in going], decoded.logits
+        sequences, logits = [decoded.sequences[index] for index in going], decoded.output.logits
         outputs = [s.output for s in sequences if s.output is not None]
         every = len(going) == len(logits)
         try:
@@ -224,7 +217,7 @@ class OutputProcessor:
 
     def _take_decoded(self, decoded: Decoded, draws: dict[Sequence, Draw]) -> None:
         """Handle a decode step, except for answers that ended with the token whose KV it computed."""
-        for sequence, attention in zip(decoded.sequences, decoded.attention, strict=True):
+        for sequence, attention in zip(decoded.sequences, decoded.output.attention, strict=True):
             if attention is None or sequence.status is SequenceStatus.FINISHED:
                 continue
             try:
@@ -356,7 +349,7 @@ class OutputProcessor:
                         self._emit(state, event)
         answers = [answer_of(self._runtime, state.done, generation) for generation in made]
         for hook in state.hooks:
-            hook.on_answers(list(zip(made, answers, strict=True)))
+            hook.on_answers(state.done, list(zip(made, answers, strict=True)))
         return answers
 
     def _fail(self, state: RequestState, error: Exception) -> None:
@@ -375,28 +368,3 @@ class OutputProcessor:
     def _emit_failed(self, state: RequestState, error: Exception) -> None:
         self._counts.failed += 1
         self._emit(state, Failed(error))
-
-
-def _table_of(sequence: Sequence) -> TableInput:
-    assert sequence.paged is not None
-    return TableInput.of(sequence.paged)
-
-
-def _each(sees: list[Callable[[Tensor], None]]) -> Callable[[Tensor], None]:
-    """Return a function that calls all of them."""
-
-    def see(logits: Tensor) -> None:
-        for one in sees:
-            one(logits)
-
-    return see
-
-
-def as_public_error(error: Exception) -> Exception:
-    """Return the error that users see. Unknown ones are logged and wrapped."""
-    if isinstance(error, CacheBlendError | StoreError | KernelError):
-        return error
-    logger.error("a request failed", exc_info=error)
-    wrapped = CacheBlendError(f"the engine failed: {type(error).__name__}: {error}", "this is a bug in cacheblend")
-    wrapped.__cause__ = error
-    return wrapped

@@ -53,8 +53,8 @@ class Generation:
 class SequenceOutput:
     """Output state of one sequence: `draw` the next token from logits, then `append` it.
 
-    on_event: callback for Token, Reasoning and Text events, which carry `index`. see: callback for the logits that each
-    token is drawn from. Once the budget for reasoning is used up, the closing tag is inserted.
+    on_event: callback for Token, Reasoning and Text events, which carry `index`. see: callbacks for the logits that
+    each token is drawn from. Once the budget for reasoning is used up, the closing tag is inserted.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class SequenceOutput:
         prompt_ids: Sequence[int] = (),
         on_event: OnEvent = ignore,
         index: int = 0,
-        see: Callable[[Tensor], None] | None = None,
+        see: Sequence[Callable[[Tensor], None]] = (),
     ) -> None:
         self._params, self._on_event, self._index, self.see = params, on_event, index, see
         self._grammar = _grammar_of(runtime, params) if params.has_form else None
@@ -93,7 +93,7 @@ class SequenceOutput:
         the last one, and not if what the host does with it changes the draw."""
         closes = self._budget is not None and not self.out.reasoning_cut and self._thought + 1 >= self._budget
         is_last = len(self.out.token_ids) + 1 >= self.max_tokens
-        return not (is_last or closes or self._grammar is not None or self.see is not None)
+        return not (is_last or closes or self._grammar is not None or self.see)
 
     def append(self, draw: Draw) -> bool:
         """Append the token, and stream the text that it completes. Returns whether the answer continues."""
@@ -159,8 +159,8 @@ def draw_next(outputs: Sequence[SequenceOutput], logits: Tensor) -> list[Draw | 
     unseen = dict[int, Exception]()
     for index, (output, row) in enumerate(zip(outputs, logits, strict=True)):
         try:
-            if output.see is not None:
-                output.see(row)
+            for see in output.see:
+                see(row)
         except Exception as error:
             unseen[index] = error
     forced = [output._closing.popleft() if output._closing else None for output in outputs]

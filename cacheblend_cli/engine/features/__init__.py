@@ -7,7 +7,6 @@ from cacheblend_cli.engine.features import (
     hand_over,
     missing_chunks,
     prompt_logprobs,
-    tier,
 )
 
 FEATURES = (
@@ -15,7 +14,6 @@ FEATURES = (
     full_check.admit,
     prompt_logprobs.admit,
     attention_shares.admit,
-    tier.admit,
     missing_chunks.admit,
     hand_over.admit,
 )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.engine.core.hooks import Hook
+from cacheblend_cli.engine.core.report import PrefillReport
 from cacheblend_cli.engine.core.sequence_output import Generation
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
@@ -37,7 +38,7 @@ class WatchedAnswers(Hook):
     def on_attention(self, index: int, weights: Tensor) -> None:
         self._shares[index].add(weights)
 
-    def on_answers(self, made: Sequence[tuple[Generation, Answer]]) -> None:
+    def on_answers(self, report: PrefillReport, made: Sequence[tuple[Generation, Answer]]) -> None:
         for generation, answer in made:
             if (shares := self._shares[generation.index].of_chunks()) is not None:
                 uses = zip(answer.chunks, shares, strict=True)

@@ -36,7 +36,7 @@ class AutoRatio(Hook):
     def __init__(self, runtime: Runtime, report: AutoReport) -> None:
         self._runtime, self._report = runtime, report
 
-    def on_answers(self, made: Sequence[tuple[Generation, Answer]]) -> None:
+    def on_answers(self, report: PrefillReport, made: Sequence[tuple[Generation, Answer]]) -> None:
         for _, answer in made:
             answer.auto = replace(self._report, ttft_s=answer.timing.ttft_s)
 

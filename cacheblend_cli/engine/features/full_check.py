@@ -112,7 +112,7 @@ class Checks(Hook):
             self.risk = Risk(float(1 - (1 - of_tokens).prod()), self.limit, len(of_tokens))
         return self.risk.estimate > self.limit
 
-    def on_answers(self, made: Sequence[tuple[Generation, Answer]]) -> None:
+    def on_answers(self, report: PrefillReport, made: Sequence[tuple[Generation, Answer]]) -> None:
         for _, answer in made:
             answer.verify, answer.confirmation, answer.risk = self.verification, self.confirmation, self.risk
 

@@ -21,7 +21,6 @@ from cacheblend_cli.engine.request.model_sampling import as_the_model, model_not
 from cacheblend_cli.engine.request.prompts import Prompts
 from cacheblend_cli.engine.request.request import Request, not_used
 from cacheblend_cli.engine.request.retrieval import Retrieved, retrieve
-from cacheblend_cli.engine.request.tiered import ask_tier, with_found
 from cacheblend_cli.errors import NotFoundError, NothingFound, UsageError
 from cacheblend_cli.prompt.dates import age_note
 from cacheblend_cli.types import PLAIN, AskRequest, BlendParams
@@ -74,10 +73,12 @@ def resolve(
         suffix_ids = collection.template.suffix_ids(ask.question, ask.history)
     tiered, in_tier = None, set[bytes]()
     if store is not None and store.tier is not None and blend.mode != "full":
+        from cacheblend_cli.engine.request.tiered import ask_tier, with_found
+
         num_tokens = len(collection.prefix_ids) + sum(len(c.token_ids) for c in inputs) + len(suffix_ids)
         tiered = ask_tier(prompts, store, store.tier, collection, inputs, num_tokens, has_prefix=has_prefix)
         in_tier = set(tiered.found) if tiered is not None else in_tier
-    inputs = [with_found(c, collection) if c.key in in_tier and not c.cached else c for c in inputs]
+        inputs = [with_found(c, collection) if c.key in in_tier and not c.cached else c for c in inputs]
     codecs = {c.codec for c in inputs if c.cached} | {collection.codec}
     converted = [c for c in inputs if c.cached and c.computed_in]
     if converted:

@@ -113,7 +113,7 @@ class LlamaDecoder:
         assert not pending, "steps are scheduled one by one with another decoder"
         held = [s.elsewhere for s in sequences if isinstance(s.elsewhere, LlamaSequence)]
         logits = held[0].engine.decode(held, [s.next_token for s in sequences])
-        return DecodeOutput(logits, [None] * len(sequences))
+        return DecodeOutput(logits.to(self._runtime.decoder.device), [None] * len(sequences))
 
     def describe(self) -> dict[str, str | int]:
         """Return facts for `doctor`; this makes the choice."""
