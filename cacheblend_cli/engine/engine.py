@@ -6,12 +6,10 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from collections.abc import Collection as Names
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from cacheblend_store import ChunkStore
@@ -30,19 +28,15 @@ from cacheblend_cli.engine.profile import own_blend
 from cacheblend_cli.engine.ranks.outer_ranks import outer_ranks
 from cacheblend_cli.engine.ranks.rank_worker import serve_rank
 from cacheblend_cli.engine.request.chunks import ChunkRecords
-from cacheblend_cli.engine.request.model_sampling import as_the_model
-from cacheblend_cli.engine.request.prompts import Prompts
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.engine.request.retrieval import Retrieved, retrieve
-from cacheblend_cli.engine.runtime import Runtime, load_worker_model
+from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.sampling import Draw, draws_of
-from cacheblend_cli.errors import CacheBlendError, UsageError
+from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.generic import GENERIC_PATH
-from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.text_stream import token_texts
 from cacheblend_cli.prompt.plan import PromptPlan
-from cacheblend_cli.prompt.template import PromptTemplate
 from cacheblend_cli.settings import DEFAULTS, GROUPS, of_settings
 from cacheblend_cli.types import (
     Answer,
@@ -60,7 +54,6 @@ from cacheblend_cli.types import (
 if TYPE_CHECKING:
     from cacheblend_cli.engine.connectors.transformers import PrefilledPrompt
 
-T = TypeVar("T")
 _OF_ENGINE = {*GROUPS["model"], *GROUPS["machine"], *GROUPS["memory"], *GROUPS["prompt"], *GROUPS["cutting"], "context"}
 
 
@@ -98,65 +91,6 @@ class Engine(Documents):
             config = of_settings(EngineConfig, own, model=own.model or None, lora=own.lora or None)
         serve_other_rank(config.tensor_parallel)
         return cls(Runtime.load(config, progress, notice), resolved)
-
-    @property
-    def model(self) -> LoadedModel:
-        return self.runtime.model
-
-    @property
-    def config(self) -> EngineConfig:
-        return self.runtime.config
-
-    @property
-    def prompts(self) -> Prompts:
-        """Templates, collections and limits of the model's prompts."""
-        return self.runtime
-
-    @property
-    def template(self) -> PromptTemplate:
-        """The prompt's template in the engine's own wording."""
-        return self.runtime.template
-
-    @property
-    def context(self) -> int:
-        """Maximum number of tokens of a prompt and its answer."""
-        return self.runtime.context
-
-    @property
-    def is_parallel(self) -> bool:
-        """Return whether the model is split over several processes."""
-        return self.runtime.driver is not None
-
-    @property
-    def is_lost(self) -> bool:
-        """Return whether another rank has ended, so that no request can be answered."""
-        return self.runtime.driver is not None and self.runtime.driver.group.is_lost
-
-    def when_lost(self, act: Callable[[CacheBlendError], Any]) -> None:
-        """Call `act`, from any thread, when another rank is lost: waiting for it may never end."""
-        if self.runtime.driver is not None:
-            self.runtime.driver.group.on_lost = act
-
-    def describe(self) -> dict[str, Any]:
-        """Return facts for `doctor`, with llama.cpp's if it may decode."""
-        return self.runtime.describe() | ({} if self.llama is None else self.llama.describe())
-
-    def llama_note(self) -> str | None:
-        """Load llama.cpp if it decodes, and return a message about it; None if this engine decodes."""
-        llama = None if self.llama is None else self.llama.loaded()
-        return None if llama is None else f"llama.cpp ({llama.library.name}) decodes with {llama.file.name}"
-
-    def worker_loader(self, threads: int) -> Callable[[], LoadedModel]:
-        """Return a picklable function that loads the same model on another machine."""
-        return partial(load_worker_model, self.runtime.worker_config(threads))
-
-    def sampling_of_model(self, sampling: SamplingParams, fields: Names[str]) -> SamplingParams:
-        """Return the sampling with these fields from generation_config.json, if it has them. Raises UsageError."""
-        return as_the_model(sampling, fields, self.model)
-
-    def reserve_memory(self) -> None:
-        """Take a GPU's KV pool and decode graphs now, not with the first request. Raises DeviceError."""
-        self.runtime.memory()
 
     # one request in the caller's thread
 

@@ -1,36 +1,42 @@
-"""Base of an engine: its thread, which starts with the first request, and the store of its requests."""
+"""Base of an engine: its model, its thread, which starts with the first request, and the store of its requests."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 from tempfile import TemporaryDirectory
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.engine.async_engine import AsyncEngine
+from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.core import ALONE, EngineCore, Extensions, admit
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.decode_with import llama_decoder
 from cacheblend_cli.engine.events import Done, EngineStats, Event, Failed, Limits, OnEvent
 from cacheblend_cli.engine.features import FEATURES
+from cacheblend_cli.engine.request.model_sampling import as_the_model
+from cacheblend_cli.engine.request.prompts import Prompts
 from cacheblend_cli.engine.request.request import Request
-from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.errors import QueueFull
+from cacheblend_cli.engine.runtime import Runtime, load_worker_model
+from cacheblend_cli.errors import CacheBlendError, QueueFull
+from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.prompt.template import PromptTemplate
 from cacheblend_cli.settings import DEFAULTS, Resolved, Settings
-from cacheblend_cli.types import Answer
+from cacheblend_cli.types import Answer, SamplingParams
 
 T = TypeVar("T")
 _FULL_S = 0.05  # between two attempts to queue a request
 
 
 class EngineThread:
-    """Base of Engine: starts its thread with the first request, and queues requests."""
+    """Base of Engine: facts about its model; starts its thread with the first request, and queues requests."""
 
     def __init__(self, runtime: Runtime, resolved: Resolved = DEFAULTS, limits: Limits | None = None) -> None:
         """resolved: settings of requests, and for cutting their documents. limits: of batched requests."""
@@ -44,6 +50,67 @@ class EngineThread:
         self._temporary = ExitStack()
         self._folder: TemporaryDirectory[str] | None = None
         self._lock = threading.RLock()  # guards these six
+
+    @property
+    def model(self) -> LoadedModel:
+        return self.runtime.model
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.runtime.config
+
+    @property
+    def prompts(self) -> Prompts:
+        """Templates, collections and limits of the model's prompts."""
+        return self.runtime
+
+    @property
+    def template(self) -> PromptTemplate:
+        """The prompt's template in the engine's own wording."""
+        return self.runtime.template
+
+    @property
+    def context(self) -> int:
+        """Maximum number of tokens of a prompt and its answer."""
+        return self.runtime.context
+
+    @property
+    def is_parallel(self) -> bool:
+        """Return whether the model is split over several processes."""
+        return self.runtime.driver is not None
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether another rank has ended, so that no request can be answered."""
+        return self.runtime.driver is not None and self.runtime.driver.group.is_lost
+
+    def when_lost(self, act: Callable[[CacheBlendError], Any]) -> None:
+        """Call `act`, from any thread, when another rank is lost: waiting for it may never end."""
+        if self.runtime.driver is not None:
+            self.runtime.driver.group.on_lost = act
+
+    def describe(self) -> dict[str, Any]:
+        """Return facts for `doctor`, with llama.cpp's if it may decode."""
+        return self.runtime.describe() | ({} if self.llama is None else self.llama.describe())
+
+    def llama_note(self) -> str | None:
+        """Load llama.cpp if it decodes, and return a message about it; None if this engine decodes."""
+        llama = None if self.llama is None else self.llama.loaded()
+        return None if llama is None else f"llama.cpp ({llama.library.name}) decodes with {llama.file.name}"
+
+    def worker_loader(self, threads: int) -> Callable[[], LoadedModel]:
+        """Return a picklable function that loads the same model on another machine."""
+        return partial(load_worker_model, self.runtime.worker_config(threads))
+
+    def sampling_of_model(self, sampling: SamplingParams, fields: Collection[str]) -> SamplingParams:
+        """Return the sampling with these fields from generation_config.json, if it has them. Raises UsageError."""
+        return as_the_model(sampling, fields, self.model)
+
+    def reserve_memory(self) -> None:
+        """Take a GPU's KV pool and decode graphs now, not with the first request. Raises DeviceError."""
+        self.runtime.memory()
+
+    # its thread and store
 
     def use(self, store: ChunkStore | None) -> None:
         """Use this store from now on, also for the KV of requests' documents and for `add`. None: a temporary store,

@@ -21,9 +21,10 @@ from cacheblend_cli.engine.ranks.rank_group import group_of, rank_device
 from cacheblend_cli.engine.ranks.rank_worker import RankedWorker
 from cacheblend_cli.engine.request.prompts import Prompts
 from cacheblend_cli.engine.worker.decode import BatchRunner
-from cacheblend_cli.engine.worker.grammar import form_tokenizer
+from cacheblend_cli.engine.worker.grammar import Grammar, form_tokenizer, grammar_of
 from cacheblend_cli.engine.worker.memory import DeviceMemory, reserve
 from cacheblend_cli.engine.worker.worker import Worker
+from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.kv.generic_check import check_once
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
@@ -40,6 +41,7 @@ from cacheblend_cli.model.model_files import unused_adapter
 from cacheblend_cli.model.named import default_model
 from cacheblend_cli.model.read_ahead import remember
 from cacheblend_cli.prompt.collection import kv_facts
+from cacheblend_cli.types import SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -184,6 +186,15 @@ class Runtime(Prompts):
     def form_tokenizer(self) -> LLTokenizer:
         """Tokenizer of grammars, created once. Raises UsageError if llguidance is not installed."""
         return form_tokenizer(self.model)
+
+    def grammar_of(self, params: SamplingParams) -> Grammar:
+        """Return the grammar of an answer of a form. Raises UsageError."""
+        if self.template.opens_reasoning:
+            raise UsageError(
+                f"{self.model.name} reasons before it answers, which a grammar does not allow",
+                "leave --json-schema and --regex out",
+            )
+        return grammar_of(self.form_tokenizer, params)
 
     @property
     def slice_rows(self) -> int:

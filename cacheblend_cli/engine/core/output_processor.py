@@ -75,7 +75,8 @@ class OutputProcessor:
             self._take_decoded(decoded, draws)
         for sequence, error in output.failed:
             if isinstance(error, BadChunk):
-                self._restart(sequence, error)
+                sequence.state.request = sequence.state.request.without(error.key, error.reason)
+                self._scheduler.restart(sequence)  # to compute the chunk whose stored KV is unusable
             else:
                 self._fail(sequence.state, error)
         for sequence, out in output.prefilled:
@@ -105,11 +106,6 @@ class OutputProcessor:
         self._events.append((state, event))
 
     # prompts
-
-    def _restart(self, sequence: Sequence, bad: BadChunk) -> None:
-        """Queue the prompt again, to compute the chunk whose stored KV is unusable."""
-        sequence.state.request = sequence.state.request.without(bad.key, bad.reason)
-        self._scheduler.restart(sequence)
 
     def _take_slice(self, sequence: Sequence, out: PrefillOutput) -> None:
         """Handle a computed slice of a prompt. After the last one its answers begin."""

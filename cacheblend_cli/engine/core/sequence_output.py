@@ -13,9 +13,7 @@ from torch import Tensor
 from cacheblend_cli.engine.core.detokenizer import Detokenizer
 from cacheblend_cli.engine.events import OnEvent, Reasoning, Text, Token, ignore
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.worker.grammar import Grammar, grammar_of
 from cacheblend_cli.engine.worker.sampling import Draw, Sampler, draw_together
-from cacheblend_cli.errors import UsageError
 from cacheblend_cli.types import FinishReason, SamplingParams, TokenLogprob
 
 REPEATED_COPIES = 3
@@ -67,7 +65,7 @@ class SequenceOutput:
         see: Sequence[Callable[[Tensor], None]] = (),
     ) -> None:
         self._params, self._on_event, self._index, self.see = params, on_event, index, see
-        self._grammar = _grammar_of(runtime, params) if params.has_form else None
+        self._grammar = runtime.grammar_of(params) if params.has_form else None
         self._sampler = Sampler(params, runtime.decoder.device, prompt_ids, self._grammar)
         self._ending = {*params.stop_ids, *(() if params.ignore_eos else runtime.model.eos_ids)}
         template = runtime.template
@@ -166,15 +164,6 @@ def draw_next(outputs: Sequence[SequenceOutput], logits: Tensor) -> list[Draw | 
     forced = [output._closing.popleft() if output._closing else None for output in outputs]
     draws = draw_together([output._sampler for output in outputs], logits, forced)
     return [unseen.get(index, draw) for index, draw in enumerate(draws)]
-
-
-def _grammar_of(runtime: Runtime, params: SamplingParams) -> Grammar:
-    if runtime.template.opens_reasoning:
-        raise UsageError(
-            f"{runtime.model.name} reasons before it answers, which a grammar does not allow",
-            "leave --json-schema and --regex out",
-        )
-    return grammar_of(runtime.form_tokenizer, params)
 
 
 def repeats_itself(ids: Sequence[int]) -> bool:
