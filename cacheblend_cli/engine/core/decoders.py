@@ -56,4 +56,4 @@ class OwnDecoder:
             tuple(TableInput.of(paged) for _, paged in parts),
             tuple(not s.replay and any(hook.watches(s.index) for hook in s.state.hooks) for s, _ in parts),
         )
-        return self._worker.decode(given, tokens_of([pending[s] for s, _ in parts]) if pending else None)
+        return self._worker.decode(given, *([tokens_of([pending[s] for s, _ in parts])] if pending else []))
