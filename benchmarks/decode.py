@@ -167,7 +167,7 @@ def measure(folder: Path, precision: str, tokens: int, counted: bool) -> dict[st
         (output_processor, "draw_next", "sampling"),
         (decode, "next_rows", "batch"),
         (decode, "filled", "batch"),
-        (OutputProcessor, "sampled", "text"),
+        (OutputProcessor, "append", "text"),
         (Scheduler, "schedule", "scheduling"),
     ):
         parts.time(owner, name, part)
