@@ -35,7 +35,7 @@ class Bench:
         self.engine.precompute(self.store, [str(docs)], PrecomputeOptions(chunk_tokens=40), lambda event: None)
         self.keys = [m.key for m in sorted(self.store.chunks(), key=lambda m: (m.source, m.index))]
 
-    def prefill(self, blend: BlendParams, headroom: int = 16, run: Prefill = Engine.prefilled) -> Prefilled:
+    def prefill(self, blend: BlendParams, headroom: int = 16, run: Prefill = Engine.hold_prefill) -> Prefilled:
         request = resolve(
             self.engine.runtime, self.store, AskRequest(QUESTION, self.keys, blend, SamplingParams(max_tokens=headroom))
         )
