@@ -80,10 +80,11 @@ def steps_of(folder: Path, precision: str, store_folder: Path, tokens: int) -> t
     from cacheblend_store import ChunkStore
 
     from cacheblend_cli.engine.config import EngineConfig
-    from cacheblend_cli.engine.core.core import EngineCore, admit
+    from cacheblend_cli.engine.core.core import EngineCore, Extensions, admit
     from cacheblend_cli.engine.core.sequence import RequestState
     from cacheblend_cli.engine.engine import Engine
     from cacheblend_cli.engine.events import Limits
+    from cacheblend_cli.engine.features import FEATURES
     from cacheblend_cli.engine.runtime import Runtime
     from cacheblend_cli.evaluation.speed import PromptLayout, SpeedPrompt, even_lengths, ordinary_ids, random_ids
     from cacheblend_cli.types import BlendParams, SamplingParams
@@ -98,9 +99,11 @@ def steps_of(folder: Path, precision: str, store_folder: Path, tokens: int) -> t
         request = SpeedPrompt.stored(Engine(runtime), store, layout, tokens).request
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
         state = RequestState(replace(request, blend=BlendParams(mode="reuse"), sampling=sampling), 0)
-        admit(runtime, state)
+        extensions = Extensions(FEATURES)
+        admit(runtime, state, extensions)
         limits = Limits(max_sequences=1, enable_prefix_caching=False)
-        core = EngineCore(runtime, limits, runtime.memory_for((state.num_tokens + tokens) // config.block_size + 3))
+        memory = runtime.memory_for((state.num_tokens + tokens) // config.block_size + 3)
+        core = EngineCore(runtime, limits, memory, extensions)
         core.add(state)
         while state.sequences[0].output is None:
             core.step()
@@ -164,7 +167,7 @@ def measure(folder: Path, precision: str, tokens: int, counted: bool) -> dict[st
         (output_processor, "draw_next", "sampling"),
         (decode, "next_rows", "batch"),
         (decode, "filled", "batch"),
-        (OutputProcessor, "sampled", "text"),
+        (OutputProcessor, "append", "text"),
         (Scheduler, "schedule", "scheduling"),
     ):
         parts.time(owner, name, part)

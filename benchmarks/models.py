@@ -38,8 +38,8 @@ from parity import Parity, compare, write_documents  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: E402
 
 from cacheblend_cli.engine.config import EngineConfig  # noqa: E402
-from cacheblend_cli.engine.core.measured_prefill import prefill  # noqa: E402
 from cacheblend_cli.engine.engine import Engine  # noqa: E402
+from cacheblend_cli.engine.measured_prefill import prefill  # noqa: E402
 from cacheblend_cli.engine.request.resolve import resolve  # noqa: E402
 from cacheblend_cli.evaluation.speed import ordinary_ids, random_ids  # noqa: E402
 from cacheblend_cli.model.families import FAMILIES, WRAPPERS, spec_from_config  # noqa: E402

@@ -54,7 +54,7 @@ XLLAMACPP = """
 import json, os, sys, time
 from pathlib import Path
 import numpy as np
-from cacheblend_cli.engine.connectors.llama_library import library
+from cacheblend_cli.engine.connectors.llama_cpp.library import library
 path, ids = sys.argv[1:]
 ids, threads = json.load(open(ids)), len(os.sched_getaffinity(0))
 lib = library()

@@ -50,7 +50,7 @@ class CompletedAnswer:
     names: list[str]  # document names of the chunks, see corpus/places.py
     explained: list[str]  # see engine/engine.py: Engine.explain
     tokens: list[list[TokenUse]]  # see engine/engine.py: Engine.explain
-    pid: int  # process id of the engine
+    pid: int | None = None  # process id of the engine, None for this process
 
 
 class EngineLost(CacheBlendError):

@@ -28,7 +28,8 @@ from cacheblend_cli.corpus.embedding import find_embedder
 from cacheblend_cli.corpus.search import Lookup, search
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.worker.attention import AttentionShares
+from cacheblend_cli.engine.features import attention_shares
+from cacheblend_cli.engine.features.attention_shares import AttentionShares
 from cacheblend_cli.types import AskOptions, AskRequest, BlendParams, SamplingParams
 
 CHUNKS = 5
@@ -91,9 +92,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=1000, help="questions of each set")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "attention_sources.json")
     args = parser.parse_args()
-    import cacheblend_cli.engine.core.output_processor as outputs
-
-    outputs.AttentionShares = Looks  # type: ignore[misc]
+    attention_shares.AttentionShares = Looks  # type: ignore[misc]
     engine = Engine.load(EngineConfig(model=args.model))
     sets = {"handbook": handbook()} | ({"musique": musique(args.musique)} if args.musique else {})
     rows = []

@@ -57,7 +57,7 @@ class Answered:
 @torch.inference_mode()
 def answer(engine: Engine, request: Request, full: Prefilled, question: int) -> Answered:
     logits = list[Tensor]()
-    done = engine.prefilled(request, headroom=request.sampling.max_tokens)
+    done = engine.hold_prefill(request, headroom=request.sampling.max_tokens)
     try:
         ids = done.answer(request.sampling, see=lambda row: logits.append(row.clone())).token_ids
     finally:
@@ -116,7 +116,7 @@ def measure(name: str, arguments: argparse.Namespace, until: float) -> Iterator[
             keys = chunks.keys(sample, "sink")
             question = AskRequest(sample.question, keys, sampling=SamplingParams(max_tokens=max_tokens))
             request = engine.resolve(store, question)
-            full = engine.prefilled(request.in_full(), headroom=max_tokens)
+            full = engine.hold_prefill(request.in_full(), headroom=max_tokens)
             settings = SETTINGS if name == "gate-handbook" else {DEFAULT: SETTINGS[DEFAULT]}
             found = {
                 label: answer(engine, replace(request, blend=blend), full, number) for label, blend in settings.items()

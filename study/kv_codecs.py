@@ -39,8 +39,8 @@ from cacheblend_cli.blend.fidelity import Divergence, divergence, log_distributi
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.measured_prefill import prefill
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.evaluation.bootstrap import Bootstrap, difference, mean

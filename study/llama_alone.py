@@ -44,7 +44,7 @@ from torch import Tensor
 
 from cacheblend_cli.blend.corrections import CHUNK, COMMON, LENGTHS, NEAR, _noise, _solved
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.connectors.llama_library import ROPE_NORM, library
+from cacheblend_cli.engine.connectors.llama_cpp.library import ROPE_NORM, library
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.evaluation.samples import Sample
 from cacheblend_cli.model.machine_speeds import cpu_name
@@ -170,8 +170,8 @@ class Alone:
 
 @dataclass(frozen=True)
 class StateForm:
-    """Where a state (see `engine/connectors/llama_state.py`) has its rows. interleaved: RoPE turns channels 2i and 2i +
-    1."""
+    """Where a state (see `engine/connectors/llama_cpp/state.py`) has its rows. interleaved: RoPE turns channels
+    2i and 2i + 1."""
 
     spec: ModelSpec
     interleaved: bool

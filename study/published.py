@@ -151,9 +151,9 @@ class CacheClip:
 def relaxkv(engine: Engine, request: Request, *, headroom: int = 0) -> Prefilled:
     """After RelaxKV (arXiv 2609.33503): see `RelaxSteps`."""
     if request.blend.effective_ratio() in (0.0, 1.0):
-        return engine.prefilled(request, headroom=headroom)
+        return engine.hold_prefill(request, headroom=headroom)
     with swapped(blend, "BlendSteps", RelaxSteps), swapped(forward, "attend", _attend):
-        return engine.prefilled(request, headroom=headroom)
+        return engine.hold_prefill(request, headroom=headroom)
 
 
 class RelaxSteps(BlendSteps):

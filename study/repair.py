@@ -111,7 +111,7 @@ def measure(engine: Engine, store: ChunkStore, sample: Sample, ratio: float) -> 
     request = engine.resolve(store, AskRequest(sample.question, chunks.keys(sample, "sink")))
     full = run_full(engine, request, AnswerLengths(TOKENS, TOKENS), 0.0)
     blend = BlendParams(ratio=ratio)
-    done = engine.prefilled(replace(request, blend=blend), headroom=TOKENS)
+    done = engine.hold_prefill(replace(request, blend=blend), headroom=TOKENS)
     forced = done.predict(full.answer_ids)
     before = torch.cat((done.logits[None], forced[1:]))
     layers = policy_of(blend, decoder.spec.num_kv_layers, True).probe_layers

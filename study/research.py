@@ -140,7 +140,7 @@ def nucleus(share: float) -> Prefill:
 
     def run(*args: Any, **kwargs: Any) -> Prefilled:
         with patch.object(policy, "choose", covering):
-            return Engine.prefilled(*args, **kwargs)
+            return Engine.hold_prefill(*args, **kwargs)
 
     return run
 

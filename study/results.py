@@ -234,7 +234,7 @@ def first_tokens(
                 context = setting.context if setting.reuses else contexts[0]
                 start = time.perf_counter()
                 request = engine.resolve(store, AskRequest(sample.question, chunks.keys(sample, context)))
-                done = (setting.prefill or Engine.prefilled)(engine, replace(request, blend=setting.blend))
+                done = (setting.prefill or Engine.hold_prefill)(engine, replace(request, blend=setting.blend))
                 int(done.logits.argmax())
                 if number:
                     seconds[setting.label].append(time.perf_counter() - start)

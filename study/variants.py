@@ -37,7 +37,7 @@ def bottom_right(*args: Any, **kwargs: Any) -> Prefilled:
     """Prefill under the mask of the published code and LMCache: row i of s sees all but the last s - 1 - i keys,
     whatever its position, so a chosen token sees later text (CacheBlend issue 21, LMCache issue 1152)."""
     with swapped(forward, "attend", _attend_bottom_right):
-        return Engine.prefilled(*args, **kwargs)
+        return Engine.hold_prefill(*args, **kwargs)
 
 
 def _attend_bottom_right(layer: DecoderLayer, q: Tensor, rows: Rows) -> Tensor:
@@ -57,6 +57,6 @@ def scaled_keys(factor: float) -> Prefill:
 
     def run(*args: Any, **kwargs: Any) -> Prefilled:
         with patch.dict(CORRECTIONS, {"mean-shift": ScaledKeys}):
-            return Engine.prefilled(*args, **kwargs)
+            return Engine.hold_prefill(*args, **kwargs)
 
     return run

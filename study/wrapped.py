@@ -154,7 +154,7 @@ def settings(selector: str, correction: str) -> dict[str, BlendParams]:
 @torch.no_grad()
 def distance(engine: Engine, request: Request, reference: Reference) -> float:
     """Return the mean KL over the reference's answer. The request's prompt may be longer than the reference's."""
-    done = engine.prefilled(request, headroom=TOKENS)
+    done = engine.hold_prefill(request, headroom=TOKENS)
     first = done.result.logits[-1:].clone()
     logits = done.predict(reference.answer_ids)
     done.sequence.release()

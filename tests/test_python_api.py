@@ -167,7 +167,7 @@ def test_threads_that_ask_first_share_one_service(engine: Engine, store: ChunkSt
 
 
 def test_a_cancelled_task_cancels_its_answer(engine: Engine, store: ChunkStore) -> None:
-    service = engine._running()
+    service = engine._started()
 
     async def leave() -> None:
         for coroutine in (engine.ask_async("who?", max_tokens=900), first_piece()):

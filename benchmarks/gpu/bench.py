@@ -26,7 +26,7 @@ from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.corpus.citations import Citation
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
+from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.request import Request, RequestChunk
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.memory import DeviceMemory

@@ -27,9 +27,9 @@ from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core.core import EngineCore
-from cacheblend_cli.engine.core.measured_prefill import Prefilled
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.events import Failed, Limits
+from cacheblend_cli.engine.measured_prefill import Prefilled
 from cacheblend_cli.engine.worker.decode import EagerRunner
 from cacheblend_cli.engine.worker.memory import reserve
 from cacheblend_cli.types import BlendParams, LayerReport, LayerStatus, SamplingParams

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_cli.cli.explain_output import show_explanation
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.units import counted, format_latency, format_size
+from cacheblend_cli.client import CompletedAnswer, Notes, Piece, lost
 from cacheblend_cli.errors import ExitCode
 
 _MOST_SOURCES = 3
@@ -78,8 +79,23 @@ class AnswerResult:
         return [note for note in self.answer.notes if note not in self.shown]
 
 
-End = Callable[[AnswerStream | None], AnswerResult]
-"""Wait for an answer, and stream it meanwhile."""
+def result_of(
+    events: Iterable[Notes | Piece | CompletedAnswer], options: AskOptions, streams: AnswerStream | None = None
+) -> AnswerResult:
+    """Wait for an answer, and stream it meanwhile. options: as requested. Raises EngineLost."""
+    shown: list[str] = []
+    for event in events:
+        if isinstance(event, CompletedAnswer):
+            by = "" if event.pid is None else f", by the engine of process {event.pid}"
+            return AnswerResult(event.answer, options, event.explained, event.tokens, by, shown)
+        if streams is None:
+            continue
+        if isinstance(event, Notes):
+            shown = event.notes
+            streams.notes(shown)
+        else:
+            (streams.reasoning if event.reasoning else streams.text)(event.text)
+    raise lost()
 
 
 def show_answer(

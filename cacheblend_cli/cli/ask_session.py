@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_cli import user_cache
 from cacheblend_cli.cli import options
-from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream
+from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream, result_of
 from cacheblend_cli.cli.engines import LocalEngine, WarmEngine
 from cacheblend_cli.cli.inputs import QuestionInput
 from cacheblend_cli.cli.output import Output
@@ -71,11 +72,11 @@ class AskSession:
         ask_request = self._request(question_input, history)
         if (warm := self._warm()) is not None:
             try:
-                return self._cited(warm.begin(ask_request)(streams), ask_request)
+                return self._cited(result_of(warm.events(ask_request), self._options, streams), ask_request)
             except EngineLost:
                 if streams is not None and streams.begun:
                     raise
-        return self._cited(self._load().begin(ask_request)(streams), ask_request)
+        return self._cited(result_of(self._load().events(ask_request), self._options, streams), ask_request)
 
     @property
     def is_lost(self) -> bool:
@@ -94,7 +95,7 @@ class AskSession:
         return replace(plan, chunks=[c | {"source": STDIN} if is_sent(c) else c for c in plan.chunks])
 
     def plans(self, questions: Sequence[QuestionInput]) -> Iterator[BatchResult]:
-        return _in_order(questions, lambda item: lambda streams: self.plan(item), 1)
+        return _in_order(questions, lambda item: partial(self.plan, item), 1)
 
     def answers(self, questions: Sequence[QuestionInput], concurrency: int) -> Iterator[BatchResult]:
         """Yield the answers in order, running `concurrency` questions at once. If a running engine ends, the rest is
@@ -102,7 +103,7 @@ class AskSession:
         left = deque(questions)
         if (warm := self._warm()) is not None:
             try:
-                for result in _in_order(questions, lambda item: warm.begin(self._request(item)), concurrency):
+                for result in _in_order(questions, partial(self._begin, warm), concurrency):
                     left.popleft()
                     yield result
                 return
@@ -113,7 +114,11 @@ class AskSession:
         engine = self._load()
         engine.serve(concurrency)
         # queue twice as many, so that the next one's KV loads meanwhile
-        yield from _in_order(left, lambda item: engine.begin(self._request(item)), 2 * concurrency)
+        yield from _in_order(left, partial(self._begin, engine), 2 * concurrency)
+
+    def _begin(self, engine: WarmEngine | LocalEngine, question_input: QuestionInput) -> Callable[[], AnswerResult]:
+        """Send the question. Calling the result waits for the answer."""
+        return partial(result_of, engine.events(self._request(question_input)), self._options)
 
     def __enter__(self) -> AskSession:
         return self
@@ -217,17 +222,17 @@ def _seconds(keep_alive: str) -> float:
 
 
 def _in_order(
-    questions: Sequence[QuestionInput], begin: Callable[[QuestionInput], Callable[[None], Any]], most: int
+    questions: Sequence[QuestionInput], begin: Callable[[QuestionInput], Callable[[], Any]], most: int
 ) -> Iterator[BatchResult]:
     """Yield the results in order, with at most `most` questions running."""
-    running: deque[tuple[QuestionInput, Callable[[None], Any] | Exception]] = deque()
+    running: deque[tuple[QuestionInput, Callable[[], Any] | Exception]] = deque()
 
     def finish_first() -> BatchResult:
         item, end = running.popleft()
         try:
             if isinstance(end, Exception):
                 raise end
-            return BatchResult(item, end(None))
+            return BatchResult(item, end())
         except EngineLost:
             raise
         except Exception as error:

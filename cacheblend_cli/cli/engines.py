@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
 from cacheblend_cli.cli import options
-from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream, End
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.client import Client, CompletedAnswer, EngineLost, Notes, Piece, lost
+from cacheblend_cli.client import Client, CompletedAnswer, EngineLost, Notes, Piece
 from cacheblend_cli.clock import since_process_start
 from cacheblend_cli.corpus import places
 from cacheblend_cli.corpus.scopes import project_scope
 from cacheblend_cli.model.read_ahead import read_ahead
 from cacheblend_cli.settings import Resolved, Settings
 from cacheblend_cli.sockets import sockets_of
-from cacheblend_cli.types import AskOptions, AskPlan, AskRequest, SearchParams
+from cacheblend_cli.types import AskPlan, AskRequest, SearchParams
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
     from cacheblend_cli.corpus.search import SearchResult
     from cacheblend_cli.engine.engine import Request
-    from cacheblend_cli.types import Answer
+    from cacheblend_cli.engine.events import Event
 
 
 class WarmEngine:
@@ -35,10 +34,9 @@ class WarmEngine:
     def __init__(self, client: Client, store: ChunkStore) -> None:
         self._client, self._store = client, store
 
-    def begin(self, ask: AskRequest) -> End:
-        """Send the request. Calling End streams the answer. Raises the engine's errors and EngineLost."""
-        events = self._client.events(self._with_project(ask))
-        return lambda streams: self._read(events, streams, ask.options)
+    def events(self, ask: AskRequest) -> Iterator[Notes | Piece | CompletedAnswer]:
+        """Send the request, and return its events. Raises the engine's errors and EngineLost."""
+        return self._local(self._client.events(self._with_project(ask)))
 
     def plan(self, ask: AskRequest) -> AskPlan:
         plan, names = self._client.plan(self._with_project(ask))
@@ -49,38 +47,18 @@ class WarmEngine:
         """Return the request with this process's project, which may differ from the engine's."""
         return replace(ask, cite_first=project_scope(self._store))
 
-    def _read(
-        self, events: Iterator[Notes | Piece | CompletedAnswer], streams: AnswerStream | None, options: AskOptions
-    ) -> AnswerResult:
+    def _local(self, events: Iterator[Notes | Piece | CompletedAnswer]) -> Iterator[Notes | Piece | CompletedAnswer]:
+        """Yield the events with document names relative to here and times from the start of this process."""
         first_at: float | None = None
-        shown: list[str] = []
         for event in events:
+            if isinstance(event, Piece):
+                first_at = first_at or time.perf_counter()
             if isinstance(event, CompletedAnswer):
-                return self._result(event, first_at, options, shown)
-            if isinstance(event, Notes):
-                if streams is not None:
-                    shown = event.notes
-                    streams.notes(shown)
-                continue
-            first_at = first_at or time.perf_counter()
-            if streams is not None:
-                (streams.reasoning if event.reasoning else streams.text)(event.text)
-        raise lost()
-
-    def _result(
-        self, completed: CompletedAnswer, first_at: float | None, options: AskOptions, shown: Sequence[str]
-    ) -> AnswerResult:
-        """Return the answer with document names relative to here and times from the start of this process."""
-        answer = completed.answer
-        process_s = since_process_start(first_at)
-        chunks = [
-            replace(chunk, source=places.shown(name))
-            for chunk, name in zip(answer.chunks, completed.names, strict=True)
-        ]
-        timing = replace(answer.timing, process_s=process_s, model_load_s=0.0)
-        answer = replace(answer, timing=timing, chunks=chunks)
-        by = f", by the engine of process {completed.pid}"
-        return AnswerResult(answer, options, completed.explained, completed.tokens, by, shown)
+                answer, names = event.answer, event.names
+                chunks = [replace(c, source=places.shown(name)) for c, name in zip(answer.chunks, names, strict=True)]
+                timing = replace(answer.timing, process_s=since_process_start(first_at), model_load_s=0.0)
+                event = replace(event, answer=replace(answer, timing=timing, chunks=chunks))
+            yield event
 
 
 def search_warm(
@@ -109,7 +87,6 @@ class LocalEngine:
             share(store, resolved.settings, output)
         read_ahead(resolved.settings)
         self._store, self._engine = store, options.load_engine(resolved.settings, output)
-        self._serves = False
         self._note = cache(output.note)  # each message once, however many questions
 
     @property
@@ -122,28 +99,22 @@ class LocalEngine:
         """Return whether a rank has ended, so that it cannot answer any more."""
         return self._engine.is_lost
 
-    def begin(self, ask: AskRequest) -> End:
-        """Resolve the request. After `serve`, queue it; otherwise it runs when End is called."""
-        from cacheblend_cli.engine.events import Event, Reasoning, Text
-
+    def events(self, ask: AskRequest) -> Iterator[Notes | Piece | CompletedAnswer]:
+        """Resolve the request, and return its events. After `serve` it is queued, otherwise computed as they are
+        read."""
         request = self._engine.resolve(self._store, ask, self._note)
-        if self._serves:
-            answer = self._engine.queue(request)
-            return lambda streams: self._result(request, answer.result())
+        return self._told(request, self._engine.events(request))
 
-        def end(streams: AnswerStream | None) -> AnswerResult:
-            if streams is None:
-                return self._result(request, self._engine.run(request))
+    def _told(self, request: Request, events: Iterator[Event]) -> Iterator[Notes | Piece | CompletedAnswer]:
+        from cacheblend_cli.engine.events import Done, Reasoning, Text
 
-            def on_event(event: Event) -> None:
-                if isinstance(event, Text | Reasoning) and event.index == 0:
-                    (streams.text if isinstance(event, Text) else streams.reasoning)(event.text)
-
-            shown = tuple(request.notes)
-            streams.notes(shown)
-            return self._result(request, self._engine.run(request, on_event), shown)
-
-        return end
+        yield Notes(list(request.notes))
+        for event in events:
+            if isinstance(event, Text | Reasoning) and event.index == 0:
+                yield Piece(event.text, isinstance(event, Reasoning))
+            elif isinstance(event, Done):
+                answer = event.answers[0]
+                yield CompletedAnswer(answer, [], *self._engine.explain(request, answer))
 
     def plan(self, ask: AskRequest) -> AskPlan:
         return self._engine.plan(self._store, ask, self._note)
@@ -154,10 +125,6 @@ class LocalEngine:
 
         limits = Limits(max_waiting=2 * concurrency + 1, max_sequences=concurrency)
         self._engine.serve(self._store, limits)
-        self._serves = True
 
     def close(self) -> None:
         self._engine.close()
-
-    def _result(self, request: Request, answer: Answer, shown: Sequence[str] = ()) -> AnswerResult:
-        return AnswerResult(answer, request.options, *self._engine.explain(request, answer), shown=shown)

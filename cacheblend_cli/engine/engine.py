@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import queue
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from collections.abc import Collection as Names
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import replace
-from datetime import date
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from cacheblend_store import ChunkStore
@@ -20,30 +17,25 @@ from torch import Tensor
 
 from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.async_engine import AsyncEngine, EngineThread
-from cacheblend_cli.engine.core.controller import decided, kv_bytes
-from cacheblend_cli.engine.core.core import EngineCore
-from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
-from cacheblend_cli.engine.events import Done, Event, Failed, OnEvent, Say, ignore, piece_of
+from cacheblend_cli.engine.documents import Documents
+from cacheblend_cli.engine.engine_thread import answer_of
+from cacheblend_cli.engine.events import Done, Event, Failed, OnEvent, Say, Text
+from cacheblend_cli.engine.features.auto_ratio import decided, kv_bytes
+from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.outer_ranks import outer_ranks
 from cacheblend_cli.engine.profile import own_blend
-from cacheblend_cli.engine.request.chunks import StoredChunks
-from cacheblend_cli.engine.request.model_sampling import as_the_model
-from cacheblend_cli.engine.request.prompts import Prompts
+from cacheblend_cli.engine.request.chunks import ChunkRecords
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.engine.request.retrieval import Retrieved, retrieve
-from cacheblend_cli.engine.runtime import Runtime, load_worker_model
+from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.sampling import Draw, draws_of
-from cacheblend_cli.errors import CacheBlendError, UsageError
+from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.generic import GENERIC_PATH
-from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.text_stream import token_texts
-from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import PromptPlan
-from cacheblend_cli.prompt.template import PromptTemplate
 from cacheblend_cli.settings import DEFAULTS, GROUPS, of_settings
 from cacheblend_cli.types import (
     Answer,
@@ -59,21 +51,12 @@ from cacheblend_cli.types import (
 )
 
 if TYPE_CHECKING:
-    from cacheblend_cli.collect.corpus_diff import Paths
-    from cacheblend_cli.collect.difference import Difference
-    from cacheblend_cli.collect.events import PrecomputeEvent, PrecomputeReport
-    from cacheblend_cli.collect.precompute import PrecomputeOptions
-    from cacheblend_cli.collect.recheck import RecheckReport
-    from cacheblend_cli.collect.settings import CollectSettings
-    from cacheblend_cli.collect.texts import AddedDocument, Putting
-    from cacheblend_cli.corpus.documents import Document
     from cacheblend_cli.engine.connectors.transformers import PrefilledPrompt
 
-T = TypeVar("T")
 _OF_ENGINE = {*GROUPS["model"], *GROUPS["machine"], *GROUPS["memory"], *GROUPS["prompt"], *GROUPS["cutting"], "context"}
 
 
-class Engine(EngineThread):
+class Engine(Documents):
     """A loaded model.
 
     `ask`, `stream`, `ask_many`, `add` and their async forms run in a thread of the engine: they may be called from any
@@ -108,73 +91,6 @@ class Engine(EngineThread):
         serve_other_rank(config.tensor_parallel)
         return cls(Runtime.load(config, progress, notice), resolved)
 
-    @property
-    def model(self) -> LoadedModel:
-        return self.runtime.model
-
-    @property
-    def config(self) -> EngineConfig:
-        return self.runtime.config
-
-    @property
-    def prompts(self) -> Prompts:
-        """Templates, collections and limits of the model's prompts."""
-        return self.runtime
-
-    @property
-    def template(self) -> PromptTemplate:
-        """The prompt's template in the engine's own wording."""
-        return self.runtime.template
-
-    @property
-    def context(self) -> int:
-        """Maximum number of tokens of a prompt and its answer."""
-        return self.runtime.context
-
-    @property
-    def is_parallel(self) -> bool:
-        """Return whether the model is split over several processes."""
-        return not self.runtime.decoder.part.is_whole
-
-    @property
-    def is_lost(self) -> bool:
-        """Return whether another rank has ended, so that no request can be answered."""
-        return self.runtime.driver.is_lost
-
-    def when_lost(self, act: Callable[[CacheBlendError], Any]) -> None:
-        """Call `act`, from any thread, when another rank is lost: waiting for it may never end."""
-        self.runtime.driver.when_lost(act)
-
-    def describe(self) -> dict[str, Any]:
-        """Return facts for `doctor`, with llama.cpp's if it may decode."""
-        facts = self.runtime.describe()
-        if self.runtime.decode_with.file is not None:
-            from cacheblend_cli.engine.connectors.llama_choice import describe
-
-            facts |= describe(self.runtime)
-        return facts
-
-    def llama_note(self) -> str | None:
-        """Load llama.cpp if it decodes, and return a message about it; None if this engine decodes."""
-        if self.runtime.decode_with.file is None:
-            return None
-        from cacheblend_cli.engine.connectors.llama_choice import llama_engine
-
-        llama = llama_engine(self.runtime)
-        return None if llama is None else f"llama.cpp ({llama.library.name}) decodes with {llama.file.name}"
-
-    def worker_loader(self, threads: int) -> Callable[[], LoadedModel]:
-        """Return a picklable function that loads the same model on another machine."""
-        return partial(load_worker_model, self.runtime.worker_config(threads))
-
-    def sampling_of_model(self, sampling: SamplingParams, fields: Names[str]) -> SamplingParams:
-        """Return the sampling with these fields from generation_config.json, if it has them. Raises UsageError."""
-        return as_the_model(sampling, fields, self.model)
-
-    def reserve_memory(self) -> None:
-        """Take a GPU's KV pool and decode graphs now, not with the first request. Raises DeviceError."""
-        self.runtime.memory()
-
     # one request in the caller's thread
 
     def resolve(
@@ -203,38 +119,19 @@ class Engine(EngineThread):
             cancellation=cancellation,
         )
 
-    def run(self, request: Request, on_event: OnEvent = ignore) -> Answer:
-        """Answer a request in a pool of the size that it needs. on_event: callback for its events.
-
-        Missing chunks (without usable KV) are computed, and stored after the answer if the store is writable. Used
-        chunks are marked as such (`ChunkStore.touch`). Raises UsageError, DeviceError, StoreErrors.
-        """
-        core, answers = EngineCore.alone(self.runtime, request), list[Answer]()
-        try:
-            while core.busy:
-                for _, event in core.step():
-                    on_event(event)
-                    if isinstance(event, Failed):
-                        raise event.error
-                    if isinstance(event, Done):
-                        answers = event.answers
-        finally:
-            core.close()
-        return answers[0]
-
     def run_alone(self, store: ChunkStore | None, ask: AskRequest, options: AskOptions | None = None) -> Answer:
-        """Resolve and run a question. options: in place of its own."""
-        return self.run(self.resolve(store, replace(ask, options=options or ask.options)))
+        """Resolve and answer a question in this thread. options: in place of its own."""
+        return answer_of(self._alone(self.resolve(store, replace(ask, options=options or ask.options))))
 
     def plan(self, store: ChunkStore | None, ask: AskRequest, say: Say | None = None) -> AskPlan:
         """Return a plan of the question without running it. Raises what `resolve` raises, and UsageError if it would be
         refused."""
-        return self.planned(self.resolve(store, ask, say))
+        return self.plan_of(self.resolve(store, ask, say))
 
-    def planned(self, request: Request) -> AskPlan:
+    def plan_of(self, request: Request) -> AskPlan:
         """Return a plan of a resolved request. --ratio auto may measure this machine, so call it in the engine's thread
         if that runs. Raises UsageError if the request would be refused."""
-        request, report = decided(self.runtime, request) if request.options.auto else (request, None)
+        request, report = decided(self.runtime, request)
         prompt = request.plan
         self.prompts.check_fits(prompt.num_tokens, request.sampling)
         return AskPlan(
@@ -248,13 +145,13 @@ class Engine(EngineThread):
                 for s in prompt.chunks
             ],
             report.to_dict() if report else None,
-            [*request.notes, *filter(None, (self.runtime.decode_with.note,))],
+            [*request.notes, *([self.llama.note] if self.llama is not None and self.llama.note else [])],
         )
 
     def search(self, store: ChunkStore, ask: AskRequest) -> Retrieved:
         """Return the best stored chunks for a question, in reading order. Raises NotFoundError with the reason if there
         are none."""
-        with StoredChunks(store) as stored:
+        with ChunkRecords(store) as stored:
             return retrieve(self.runtime, store, stored, ask, {})
 
     def own_blend(self, blend: BlendParams) -> tuple[BlendParams, str]:
@@ -277,7 +174,7 @@ class Engine(EngineThread):
 
     # measurements, in the caller's thread
 
-    def prefilled(
+    def hold_prefill(
         self,
         request: Request,
         *,
@@ -286,105 +183,10 @@ class Engine(EngineThread):
         slice_rows: int | None = None,
     ) -> Prefilled:
         """Prefill a request's prompt and hold its KV, which the caller releases: see `Prefilled` and `prefill` in
-        engine/core/measured_prefill.py."""
+        engine/measured_prefill.py."""
         return prefill(
             self.runtime, request, headroom=headroom, output_positions=output_positions, slice_rows=slice_rows
         )
-
-    # documents
-
-    def precompute(
-        self,
-        store: ChunkStore | None,
-        paths: Sequence[str] | Paths,
-        options: PrecomputeOptions,
-        on_event: Callable[[PrecomputeEvent], None],
-        confirm: Callable[[Difference], bool] | None = None,
-    ) -> PrecomputeReport:
-        """Bring the store up to date with the documents under `paths`. store None: a dry run.
-
-        Unset options are those that the store remembers for the paths. confirm: called before documents are computed
-        again because of other settings. Raises NotFoundError, UsageError, StoreErrors, DeviceError.
-        """
-        from cacheblend_cli.collect.corpus_diff import Paths
-        from cacheblend_cli.collect.precompute import precompute
-
-        if options.kv_dtype in (None, "auto") and self.config.kv_dtype != "auto":
-            options = replace(options, kv_dtype=self.config.kv_dtype)
-        if options.day is not None and self.runtime.template.day is None:
-            raise UsageError(f"the chat template of {self.model.name} prints no date", "leave --date out")
-        paths = paths if isinstance(paths, Paths) else Paths(paths)
-        collection = self.collection(store, options.salt, options.day)
-        return precompute(collection, store, paths, options, on_event, confirm)
-
-    def collection(self, store: ChunkStore | None, salt: str = "", day: date | None = None) -> Collection:
-        """Return the collection of the store's documents. day: date that the template prints, None for the store's."""
-        return self.runtime.collection(salt, day=day or self.runtime.day(store, salt))
-
-    def usable(self, store: ChunkStore, salt: str = "") -> list[str]:
-        """Return the ids of the collections whose chunks can be used."""
-        return [of.id for of in self.runtime.collections(salt, self.runtime.day(store, salt))]
-
-    def roots(self, store: ChunkStore, salt: str = "") -> list[str]:
-        """Return the real paths that the store remembers for this model and salt."""
-        from cacheblend_cli.collect.settings import SourceSettings
-
-        return SourceSettings(self.runtime.collection(salt), store).paths
-
-    def recheck(
-        self,
-        store: ChunkStore,
-        count: int,
-        *,
-        repair: bool = False,
-        salt: str = "",
-        progress: Callable[[int, int], None] | None = None,
-    ) -> RecheckReport:
-        """Compute `count` random chunks of this model again and compare them with the store."""
-        from cacheblend_cli.collect.recheck import recheck
-
-        return recheck(self.collection(store, salt), store, count, repair=repair, progress=progress)
-
-    def put(
-        self,
-        store: ChunkStore,
-        document: Document,
-        salt: str = "",
-        title: str = "",
-        cancellation: Cancellation | None = None,
-    ) -> Putting:
-        """Cut a document to be stored: call the result's `collect` by `between_steps` until it returns False, then
-        `commit`; or `undo`. Raises TextRefused, and Cancelled if it is cancelled while it is cut."""
-        from cacheblend_cli.collect.texts import Putting
-
-        return Putting(self.collection(store, salt), store, document, self._collect_settings(), title, cancellation)
-
-    def add(self, store: ChunkStore, texts: Iterable[tuple[str, str]]) -> list[AddedDocument]:
-        """Store documents, (id, text) each, replacing what was stored under the same ids; their KV is computed now.
-
-        Raises UsageError for an empty text, and StoreErrors.
-        """
-        from cacheblend_cli.collect.texts import AddedDocument, document_of, put_name
-
-        self.use(store)
-        added = []
-        for document_id, text in texts:
-            document = document_of(put_name("", document_id), text, None)
-            putting = self.put(store, document, self._resolved.settings.salt)
-            try:
-                while self.between_steps(putting.collect).result():
-                    pass
-                putting.commit()
-            except Exception:
-                putting.undo()
-                raise
-            added.append(AddedDocument(document_id, tuple(planned.key.hex() for planned in putting.chunks)))
-        return added
-
-    def _collect_settings(self) -> CollectSettings:
-        from cacheblend_cli.collect.settings import CollectSettings
-
-        return of_settings(CollectSettings, self._resolved.settings)
 
     # many requests, in the engine's thread
 
@@ -405,13 +207,13 @@ class Engine(EngineThread):
             )
         if wrong := about.keys() & _OF_ENGINE:
             raise UsageError(f"{min(wrong)} is a setting of the engine", f"Engine.load(..., {min(wrong)}=...)")
-        self._running()
+        self._started()
         assert self._store is not None, "it is opened with the service"
         return ask_request(self._resolved, question, [self._store.resolve(name) for name in chunks], **about)
 
     def ask(self, question: str | AskRequest, **about: Any) -> Answer:
         """Return the answer. about: as for `request`. Raises NotFoundError, UsageError, StoreErrors and DeviceError."""
-        return self._submit(self._asked(question, about)).result()
+        return self._queue(self._asked(question, about)).result()
 
     def prefill(self, question: str | AskRequest, **about: Any) -> PrefilledPrompt:
         """Prefill a prompt for transformers' `generate`, and generate no answer. Arguments and errors as for `ask`;
@@ -423,20 +225,14 @@ class Engine(EngineThread):
         taken = TransformersConnector()
         ask = self._asked(question, about)
         request = self._resolved_request(replace(ask, sampling=replace(ask.sampling, max_tokens=1)))
-        report = self._running().ask(request.handed_to(taken)).result()
+        report = self.queue(request.handed_to(taken)).result()
         return PrefilledPrompt(tuple(report.prompt_ids), taken.layers, report, self.model.path)
 
     def stream(self, question: str | AskRequest, **about: Any) -> Iterator[str]:
         """Yield pieces of the answer as they are generated. Leaving the loop early cancels the request."""
-        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        ask, service = self._asked(question, about), self._running()
-        state = service.submit(self._resolved_request(ask), events.put)
-        try:
-            while (piece := piece_of(events.get())) is not None:
-                if piece:
-                    yield piece
-        finally:
-            service.cancel(state)
+        request = self._resolved_request(self._asked(question, about))
+        with closing(self.events(request)) as events:
+            yield from (event.text for event in events if isinstance(event, Text))
 
     def ask_many(self, questions: Iterable[str | AskRequest], **about: Any) -> list[Answer]:
         """Return the answers in order. The requests are batched, and queued as the engine has room. Raises the error of
@@ -460,7 +256,7 @@ class Engine(EngineThread):
         left = threading.Event()
 
         def submit() -> Future[Answer]:
-            future = self._submit(self._asked(question, about))
+            future = self._queue(self._asked(question, about))
             if left.is_set():
                 future.cancel()
             return future
@@ -473,27 +269,28 @@ class Engine(EngineThread):
     async def stream_async(self, question: str | AskRequest, **about: Any) -> AsyncIterator[str]:
         """Stream without blocking the event loop. Leaving the loop, or cancelling the task, cancels the request."""
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
-        left, states = threading.Event(), list[tuple[AsyncEngine, RequestState]]()
+        left, states = threading.Event(), list[RequestState]()
 
         def on_event(event: Event) -> None:
             if not left.is_set():
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         def submit() -> None:
-            ask, service = self._asked(question, about), self._running()
-            states.append((service, service.submit(self._resolved_request(ask), on_event)))
+            states.append(self.submit(self._resolved_request(self._asked(question, about)), on_event))
             if left.is_set():
-                service.cancel(states[0][1])
+                self.cancel(states[0])
 
         try:
             await asyncio.to_thread(submit)
-            while (piece := piece_of(await events.get())) is not None:
-                if piece:
-                    yield piece
+            while not isinstance(event := await events.get(), Done):
+                if isinstance(event, Failed):
+                    raise event.error
+                if isinstance(event, Text):
+                    yield event.text
         finally:
             left.set()
-            for service, state in states:
-                service.cancel(state)
+            for state in states:
+                self.cancel(state)
 
     def _asked(self, question: str | AskRequest, about: dict[str, Any]) -> AskRequest:
         if not isinstance(question, AskRequest):
@@ -505,11 +302,11 @@ class Engine(EngineThread):
         return question
 
     def _resolved_request(self, ask: AskRequest) -> Request:
-        self._running()
+        self._started()
         return self.resolve(self._store, ask)
 
-    def _submit(self, ask: AskRequest) -> Future[Answer]:
-        return self._running().ask(self._resolved_request(ask.unstreamed()))
+    def _queue(self, ask: AskRequest) -> Future[Answer]:
+        return self.queue(self._resolved_request(ask.unstreamed()))
 
 
 def drawn_outside(token_id: int) -> Draw:

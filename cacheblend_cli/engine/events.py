@@ -72,13 +72,6 @@ def ignore(event: Event) -> None:
     """Do nothing."""
 
 
-def piece_of(event: Event) -> str | None:
-    """Return the event's piece of the answer, None at the end. Raises the error of a failed request."""
-    if isinstance(event, Failed):
-        raise event.error
-    return None if isinstance(event, Done) else event.text if isinstance(event, Text) else ""
-
-
 @dataclass(frozen=True)
 class Limits:
     """Limits of an engine that batches requests."""
@@ -120,6 +113,7 @@ class EngineStats:
     preempted: int = 0  # answers that gave up their blocks
     recomputed: int = 0  # of these, those whose KV was dropped because the swap space was full
     joined: int = 0  # short prompts that shared a launch
+    split: int = 0  # launches of several prompts that failed, after which each was computed alone
     stall_s: float = 0.0  # waited for KV to load
     step_s: float = 0.0  # all steps
     scheduling_s: float = 0.0  # of these, scheduling

@@ -14,14 +14,14 @@ import torch
 from cacheblend_kernels import fallback_reason
 
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.connectors.decode_with import decode_with
 from cacheblend_cli.engine.events import Say
 from cacheblend_cli.engine.outer_ranks import num_ranks
 from cacheblend_cli.engine.request.prompts import Prompts
 from cacheblend_cli.engine.worker.decode import BatchRunner
-from cacheblend_cli.engine.worker.grammar import form_tokenizer
+from cacheblend_cli.engine.worker.grammar import Grammar, form_tokenizer, grammar_of
 from cacheblend_cli.engine.worker.memory import DeviceMemory, reserve
 from cacheblend_cli.engine.worker.worker import Worker
+from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.device import resolve_device
@@ -34,6 +34,7 @@ from cacheblend_cli.model.model_files import unused_adapter
 from cacheblend_cli.model.named import default_model
 from cacheblend_cli.model.read_ahead import remember
 from cacheblend_cli.prompt.collection import kv_facts
+from cacheblend_cli.types import SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -88,8 +89,7 @@ class Runtime(Prompts):
         self.driver: Driver | OneProcess = OneProcess()
         self.say: Say = lambda text: None  # callback for what takes time once on a machine
         self.progress: Say = lambda text: None  # callback for what takes time
-        self.controllers: dict[str, Any] = {}  # loading controller of each codec, see core/controller.py
-        self.decode_with = decode_with(config, model)
+        self.controllers: dict[str, Any] = {}  # loading controller of each codec, see features/auto_ratio.py
         self._memory = memory
 
     @classmethod
@@ -141,9 +141,8 @@ class Runtime(Prompts):
 
     @property
     def async_scheduling(self) -> bool:
-        """Return whether decode steps are queued before the host knows the last tokens: on a GPU, if this process alone
-        decodes."""
-        return self.decoder.device.type == "cuda" and self.decoder.part.is_whole and self.decode_with.file is None
+        """Return whether decode steps are queued before the host knows the last tokens: on a GPU, in one process."""
+        return self.decoder.device.type == "cuda" and self.decoder.part.is_whole
 
     def memory(self, at_once: int = 1) -> DeviceMemory | None:
         """Return the GPU's pool and decode graphs, allocated on first use for `at_once` prompts; None on a CPU. Raises
@@ -189,6 +188,15 @@ class Runtime(Prompts):
     def form_tokenizer(self) -> LLTokenizer:
         """Tokenizer of grammars, created once. Raises UsageError if llguidance is not installed."""
         return form_tokenizer(self.model)
+
+    def grammar_of(self, params: SamplingParams) -> Grammar:
+        """Return the grammar of an answer of a form. Raises UsageError."""
+        if self.template.opens_reasoning:
+            raise UsageError(
+                f"{self.model.name} reasons before it answers, which a grammar does not allow",
+                "leave --json-schema and --regex out",
+            )
+        return grammar_of(self.form_tokenizer, params)
 
     @property
     def slice_rows(self) -> int:

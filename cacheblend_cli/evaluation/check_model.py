@@ -62,7 +62,7 @@ def check_model(engine: Engine, *, with_transformers: bool) -> ModelCheck:
 
 def _logits(engine: Engine, store: ChunkStore, keys: list[bytes], blend: BlendParams) -> tuple[list[int], Tensor]:
     question = AskRequest("What is the hobby of the first?", keys, blend, SamplingParams(max_tokens=1))
-    last = engine.prefilled(
+    last = engine.hold_prefill(
         engine.resolve(store, question),
         output_positions=lambda plan: torch.arange(plan.num_tokens - ROWS, plan.num_tokens),
     )

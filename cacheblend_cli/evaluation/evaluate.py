@@ -166,7 +166,7 @@ class _Run:
                 else:
                     options = replace(request.options, auto=setting.auto)
                     asked, run = replace(request, blend=setting.blend, options=options), setting.prefill
-                    found = run_setting(self._engine, asked, reference, before_s, run or Engine.prefilled)
+                    found = run_setting(self._engine, asked, reference, before_s, run or Engine.hold_prefill)
                     self.results.auto += [] if found.prefilled.auto is None else [found.prefilled.auto]
                     record = self._record(sample, setting, key, found, **_compared(found, reference))
                 self._records.add(record)

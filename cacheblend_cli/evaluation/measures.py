@@ -72,7 +72,7 @@ class Measured:
 def run_full(engine: Engine, request: Request, lengths: AnswerLengths, before_s: float) -> Reference:
     """Prefill everything, answer greedily, and keep what settings are compared with. before_s: seconds spent before."""
     start = time.perf_counter()
-    done = engine.prefilled(request.in_full(), headroom=lengths.headroom)
+    done = engine.hold_prefill(request.in_full(), headroom=lengths.headroom)
     first = done.logits.clone()
     int(first.argmax())  # the first token is on the host: end of TTFT
     ttft_s = before_s + time.perf_counter() - start
@@ -102,7 +102,7 @@ def run_setting(
     request: Request,
     reference: Reference,
     before_s: float,
-    run: Prefill = Engine.prefilled,
+    run: Prefill = Engine.hold_prefill,
 ) -> Measured:
     """Prefill under the request's setting, compare it with the reference, and answer greedily.
 
@@ -147,7 +147,7 @@ def prefill_in_pieces(engine: Engine, request: Request, *, headroom: int = 0) ->
     indistinguishable.
     """
     slice_rows = -(-request.plan.num_tokens // _PIECES)
-    return engine.prefilled(request.in_full(), headroom=headroom, slice_rows=slice_rows)
+    return engine.hold_prefill(request.in_full(), headroom=headroom, slice_rows=slice_rows)
 
 
 def _text(engine: Engine, token_ids: Sequence[int]) -> str:

@@ -154,7 +154,7 @@ def usable(engine: Engine, requests: Iterable[Request], most: int) -> Iterator[R
 def full_answer(engine: Engine, request: Request) -> FullAnswer:
     """Prefill the prompt in full and answer greedily."""
     start = time.perf_counter()
-    done = engine.prefilled(request.in_full(), headroom=TOKENS)
+    done = engine.hold_prefill(request.in_full(), headroom=TOKENS)
     token_ids = done.answer(SamplingParams(max_tokens=TOKENS, stop_repetition=False)).token_ids
     logits = done.predict(token_ids)
     done.sequence.release()
@@ -164,7 +164,7 @@ def full_answer(engine: Engine, request: Request) -> FullAnswer:
 @torch.no_grad()  # not inference_mode: the loader's threads write into the pool made here
 def distance(engine: Engine, request: Request, full: FullAnswer) -> float:
     """Return KL(full || blended) over full prefill's answer, mean nats a token."""
-    done = engine.prefilled(request, headroom=TOKENS)
+    done = engine.hold_prefill(request, headroom=TOKENS)
     logits = done.predict(full.token_ids)
     done.sequence.release()
     return divergence(full.log_p.double(), log_distribution(logits).cpu()).mean_kl

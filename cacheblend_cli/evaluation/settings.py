@@ -13,7 +13,7 @@ from cacheblend_cli.types import BlendParams
 
 
 class Prefill(Protocol):
-    """Fills a prompt's KV: `Engine.prefilled`, or a variant of it."""
+    """Fills a prompt's KV: `Engine.hold_prefill`, or a variant of it."""
 
     def __call__(self, engine: Engine, request: Request, /, *, headroom: int = 0) -> Prefilled: ...
 

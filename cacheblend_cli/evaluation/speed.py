@@ -74,7 +74,7 @@ class SpeedPrompt:
 
     def prefill(self, blend: BlendParams) -> Prefilled:
         """Prefill the prompt. The caller releases the sequence."""
-        return self.engine.prefilled(replace(self.request, blend=blend), headroom=self.headroom)
+        return self.engine.hold_prefill(replace(self.request, blend=blend), headroom=self.headroom)
 
     def first_token(self, blend: BlendParams) -> FirstToken:
         start = time.perf_counter()

@@ -33,6 +33,7 @@ _COUNTERS = {
     "preempted": "Preemptions",
     "recomputed": "Preemptions that dropped KV because the swap space was full",
     "joined": "Short prompts prefilled in one launch with others",
+    "split": "Failed launches of several prompts, each of which was then computed alone",
 }
 _TIER_COUNTERS = {
     "hits": "Chunks without KV in the store, found in the tier",

@@ -97,7 +97,7 @@ class WarmSocket:
         ask = convert(body, AskRequest)
         with self._state.in_progress():
             request = await self._resolved(ask)
-            found = await self._state.in_engine(lambda: self._engine.planned(request))
+            found = await self._state.in_engine(lambda: self._engine.plan_of(request))
             yield {"event": "plan", "end": True, **to_builtins({"plan": found, "names": _names(request)})}
 
     async def _search(self, body: Record) -> AsyncIterator[Record]:

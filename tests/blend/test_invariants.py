@@ -12,8 +12,8 @@ from checkpoints import FAMILY_CONFIGS, WORDS, write_checkpoint
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.measured_prefill import prefill
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.types import AskOptions, AskRequest, BlendParams, SamplingParams
 

@@ -15,8 +15,8 @@ from checkpoints import WORDS, write_checkpoint
 from cacheblend_cli.blend.policy import row_tile_of
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.engine.runtime import SLICE_ROWS
 from cacheblend_cli.engine.worker import prefill as runtime_prefill

@@ -14,9 +14,9 @@ from stored_texts import forget
 from cacheblend_cli.collect.events import PrecomputeReport
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.request.chunks import StoredChunks
+from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
+from cacheblend_cli.engine.request.chunks import ChunkRecords
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.engine.request.retrieval import exact_where_stored
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
@@ -171,7 +171,7 @@ def test_the_window_ends_at_the_models_context(tmp_path: Path) -> None:
 
 
 def exact_of(corpus: Corpus, keys: Sequence[bytes]) -> list[bytes]:
-    with StoredChunks(corpus.store) as stored:
+    with ChunkRecords(corpus.store) as stored:
         return exact_where_stored(corpus.engine.runtime.collection(), stored, keys)
 
 

@@ -13,7 +13,7 @@ from cacheblend_store import ChunkManifest, ChunkStore
 from engine_driver import SAMPLING, WAIT_S, Listener, StoredEngine, open_stored_engine
 
 from cacheblend_cli.collect import collector
-from cacheblend_cli.engine.core.async_engine import AsyncEngine
+from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.events import Done, Event, Failed, Limits, Started, Text
 from cacheblend_cli.engine.request.request import Request
@@ -34,7 +34,7 @@ def submit(service: AsyncEngine, request: Request, listener: Listener | None = N
 
 @pytest.fixture
 def service(stored: StoredEngine) -> Iterator[AsyncEngine]:
-    service = AsyncEngine(stored.engine.runtime)
+    service = AsyncEngine(stored.engine.runtime, extensions=stored.engine.extensions)
     yield service
     service.close()
 
@@ -47,7 +47,7 @@ def held(service: AsyncEngine) -> threading.Event:
         began.set()
         assert go.wait(WAIT_S)
 
-    service.run(wait)
+    service.between_steps(wait)
     assert began.wait(WAIT_S)
     return go
 
@@ -110,7 +110,7 @@ def test_what_cannot_be_answered_fails_alone(stored: StoredEngine, service: Asyn
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_back(stored: StoredEngine) -> None:
-    service = AsyncEngine(stored.engine.runtime, Limits(max_waiting=2))
+    service = AsyncEngine(stored.engine.runtime, Limits(max_waiting=2), extensions=stored.engine.extensions)
     go = held(service)
     waiting = [submit(service, stored.request())[0] for _ in range(2)]
     assert service.stats().waiting == 2
@@ -165,17 +165,17 @@ def test_a_listener_that_fails_cancels_its_job_alone(stored: StoredEngine, servi
 
 
 def test_work_runs_in_the_engines_thread(stored: StoredEngine, service: AsyncEngine) -> None:
-    thread = service.run(lambda runtime: threading.current_thread().name).result(WAIT_S)
+    thread = service.between_steps(lambda runtime: threading.current_thread().name).result(WAIT_S)
     assert thread == "cacheblend-engine"
     with pytest.raises(ZeroDivisionError):
-        service.run(lambda runtime: 1 // 0).result(WAIT_S)
-    assert service.run(lambda runtime: runtime.context).result(WAIT_S) == 1024
+        service.between_steps(lambda runtime: 1 // 0).result(WAIT_S)
+    assert service.between_steps(lambda runtime: runtime.context).result(WAIT_S) == 1024
 
 
 def test_an_answer_goes_on_between_two_pieces_of_work(stored: StoredEngine, service: AsyncEngine) -> None:
     go = held(service)
     listener, _ = submit(service, stored.request(stored.question(max_tokens=100, logprobs=0)))
-    lengths = [service.run(lambda runtime: len(listener.events)) for _ in range(20)]
+    lengths = [service.between_steps(lambda runtime: len(listener.events)) for _ in range(20)]
     go.set()
     counts = [length.result(WAIT_S) for length in lengths]
     assert len(set(counts[-15:])) == 15
@@ -208,7 +208,7 @@ def test_what_is_left_to_store_is_dropped_when_the_engine_closes(
     stored: StoredEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored.store.evict_chunks(stored.keys)
-    service, put = AsyncEngine(stored.engine.runtime), ChunkStore.put_chunks
+    service, put = AsyncEngine(stored.engine.runtime, extensions=stored.engine.extensions), ChunkStore.put_chunks
 
     def closing(store: ChunkStore, chunks: Sequence[tuple[ChunkManifest, Sequence[bytes]]], *given: Any) -> Any:
         if chunks[0][0].context != "prefix":
@@ -223,11 +223,11 @@ def test_what_is_left_to_store_is_dropped_when_the_engine_closes(
 
 
 def test_closing_lets_what_runs_finish_or_cancels_it(stored: StoredEngine) -> None:
-    patient = AsyncEngine(stored.engine.runtime)
+    patient = AsyncEngine(stored.engine.runtime, extensions=stored.engine.extensions)
     listeners = [submit(patient, stored.request())[0] for _ in range(3)]
     patient.close(WAIT_S)
     assert all(listener.done().answers for listener in listeners)
-    hasty = AsyncEngine(stored.engine.runtime)
+    hasty = AsyncEngine(stored.engine.runtime, extensions=stored.engine.extensions)
     listeners = [submit(hasty, stored.request(stored.question(max_tokens=400)))[0] for _ in range(3)]
     assert listeners[0].first_text.wait(WAIT_S)
     hasty.close()
@@ -238,15 +238,15 @@ def test_the_engines_thread_makes_the_device_its_own(stored: StoredEngine, monke
     """A GPU that is current is so for one thread, and events and graphs that name none are the current one's."""
     made: list[tuple[str, object]] = []
     monkeypatch.setattr(
-        "cacheblend_cli.engine.core.async_engine.make_current",
+        "cacheblend_cli.engine.async_engine.make_current",
         lambda device: made.append((threading.current_thread().name, device)),
     )
-    AsyncEngine(stored.engine.runtime).close()
+    AsyncEngine(stored.engine.runtime, extensions=stored.engine.extensions).close()
     assert made == [("cacheblend-engine", stored.engine.model.decoder.device)]
 
 
 def test_a_step_that_does_not_end_is_given_up(stored: StoredEngine, caplog: pytest.LogCaptureFixture) -> None:
-    service = AsyncEngine(stored.engine.runtime)
+    service = AsyncEngine(stored.engine.runtime, extensions=stored.engine.extensions)
     go = held(service)
     assert service.busy_s > 0
     assert not service.is_stuck

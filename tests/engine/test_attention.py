@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.worker.attention import EVERY, _weights
+from cacheblend_cli.engine.features.attention_shares import EVERY
+from cacheblend_cli.engine.worker.attention import _weights
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 

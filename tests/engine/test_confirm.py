@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from callbacks import pieces_to
+from callbacks import answered, pieces_to
 from engine_driver import Listener, StoredEngine, open_stored_engine
 
-from cacheblend_cli.engine.core.async_engine import AsyncEngine
+from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.types import AskOptions, BlendParams, SamplingParams
@@ -31,7 +31,7 @@ def test_the_answer_is_a_full_prefills(stored: StoredEngine, mode: str, temperat
         question = replace(stored.question(text), sampling=sampling, blend=BlendParams(mode=mode, ratio=0.1))
         streamed: list[str] = []
         request = stored.engine.resolve(stored.store, replace(question, options=AskOptions(confirm=True)))
-        answer = stored.engine.run(request, pieces_to(streamed.append))
+        answer = answered(stored.engine, request, pieces_to(streamed.append))
         blended = stored.engine.run_alone(stored.store, question)
         full = stored.engine.run_alone(stored.store, replace(question, blend=BlendParams(mode="full")))
         found = answer.confirmation
@@ -69,7 +69,7 @@ def test_a_full_prefill_confirms_itself(stored: StoredEngine) -> None:
 def test_side_by_side_as_alone(stored: StoredEngine) -> None:
     asked = [replace(stored.question(text), blend=BlendParams(mode="reuse")) for text in QUESTIONS]
     confirms = [n % 2 == 0 for n in range(len(asked))]
-    service = AsyncEngine(stored.engine.runtime, Limits(pool_tokens=2048))
+    service = AsyncEngine(stored.engine.runtime, Limits(pool_tokens=2048), extensions=stored.engine.extensions)
     try:
         listeners = [Listener() for _ in asked]
         for ask, confirm, listener in zip(asked, confirms, listeners, strict=True):

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from callbacks import pieces_to
+from callbacks import answered, pieces_to
 from engine_driver import Listener, StoredEngine, open_stored_engine
 
 from cacheblend_cli.blend.risk import SIGNALS, RiskFile, RiskFit, signals_of
-from cacheblend_cli.engine.core.async_engine import AsyncEngine
+from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.events import Failed, Limits
 from cacheblend_cli.errors import CacheBlendError, UsageError
 from cacheblend_cli.evaluation.risk import fit_risk
@@ -55,7 +55,7 @@ def test_an_answer_is_judged_whole(stored: StoredEngine, fit: RiskFit, temperatu
         free, low, high = (replace(ask, sampling=sampling) for ask in (free, low, high))
         blended, stands, pieces = ask(stored, free), ask(stored, high), list[str]()
         full = ask(stored, replace(free, blend=BlendParams(mode="full")))
-        replaced = stored.engine.run(stored.engine.resolve(stored.store, low), pieces_to(pieces.append))
+        replaced = answered(stored.engine, stored.engine.resolve(stored.store, low), pieces_to(pieces.append))
         assert (replaced.generated_ids, replaced.text) == (full.generated_ids, full.text)
         assert len(replaced.logprobs) == len(full.logprobs)
         assert replaced.risk is not None
@@ -98,7 +98,11 @@ def test_side_by_side_as_alone(stored: StoredEngine, fit: RiskFit, pool_tokens: 
     limits = [None, 0.0, 0.5, 1.0]
     questions = [asked(stored, text, limits[n % 4]) for n, text in enumerate(QUESTIONS * times)]
     alone = [ask(stored, question) for question in questions]
-    service = AsyncEngine(stored.engine.runtime, Limits(pool_tokens=pool_tokens, enable_prefix_caching=False))
+    service = AsyncEngine(
+        stored.engine.runtime,
+        Limits(pool_tokens=pool_tokens, enable_prefix_caching=False),
+        extensions=stored.engine.extensions,
+    )
     try:
         told = [Listener() for _ in questions]
         for question, listener in zip(questions, told, strict=True):
@@ -122,7 +126,7 @@ def test_side_by_side_as_alone(stored: StoredEngine, fit: RiskFit, pool_tokens: 
 
 
 def test_a_full_prefill_changes_no_later_answer(stored: StoredEngine, fit: RiskFit) -> None:
-    service = AsyncEngine(stored.engine.runtime, Limits(pool_tokens=4096))
+    service = AsyncEngine(stored.engine.runtime, Limits(pool_tokens=4096), extensions=stored.engine.extensions)
     try:
         alone = [ask(stored, asked(stored, QUESTIONS[0], limit)).generated_ids for limit in (None, 0.5)]
         for limit, expected in ((None, alone[0]), (0.5, alone[1])) * 2:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from callbacks import pieces_to
+from callbacks import answered, pieces_to
 from checkpoints import write_checkpoint, write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
@@ -116,7 +116,7 @@ def test_an_answer_ends_with_the_token_that_completes_a_stop_string(tmp_path: Pa
         pieces: list[str] = []
         params = SamplingParams(max_tokens=36, temperature=1.5, seed=3, stop=stop, ignore_eos=True)
         request = engine.resolve(None, AskRequest("who?", [], BlendParams(), params))
-        answer = engine.run(request, pieces_to(pieces.append))
+        answer = answered(engine, request, pieces_to(pieces.append))
         return "".join(pieces), answer.text, answer.generated_ids, answer.finish_reason
 
     shown, text, ids, reason = ask()

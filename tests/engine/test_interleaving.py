@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 from engine_driver import CoreDriver, Listener, StoredEngine, ids_of, open_stored_engine
 
-from cacheblend_cli.engine.core.controller import controller_of
 from cacheblend_cli.engine.core.sequence import RequestState
 from cacheblend_cli.engine.events import Done, Limits, Text
+from cacheblend_cli.engine.features.auto_ratio import controller_of
 from cacheblend_cli.engine.worker.prefill import PrefillState
 from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.types import AskRequest, BlendParams

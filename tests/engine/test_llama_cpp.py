@@ -23,15 +23,18 @@ from gguf_files import write_gguf
 
 from cacheblend_cli.blend.fidelity import divergence, log_distribution
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.connectors import llama_choice
-from cacheblend_cli.engine.connectors.decode_with import DecodeWith, decode_with
-from cacheblend_cli.engine.connectors.llama_choice import DecodeSpeeds, llama_engine
-from cacheblend_cli.engine.connectors.llama_cpp import LlamaCpp
-from cacheblend_cli.engine.connectors.llama_library import LlamaError, library
-from cacheblend_cli.engine.core.measured_prefill import prefill
+from cacheblend_cli.engine.connectors.llama_cpp import decoder, speeds
+from cacheblend_cli.engine.connectors.llama_cpp.decoder import LlamaDecoder
+from cacheblend_cli.engine.connectors.llama_cpp.library import LlamaError, installed, library
+from cacheblend_cli.engine.connectors.llama_cpp.llama import LlamaCpp
+from cacheblend_cli.engine.connectors.llama_cpp.speeds import DecodeSpeeds
+from cacheblend_cli.engine.core.core import Extensions
 from cacheblend_cli.engine.core.sequence import SequenceStatus
+from cacheblend_cli.engine.decode_with import llama_file
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Limits
+from cacheblend_cli.engine.features import FEATURES
+from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.kv.export import export
@@ -46,12 +49,12 @@ LOGPROB = 0.15  # of KV rounded to float16, and products in another order
 
 
 @pytest.fixture(scope="module", autouse=True)
-def installed() -> Iterator[None]:
+def found() -> Iterator[None]:
     """Other tests run as if no llama.cpp was installed."""
     with pytest.MonkeyPatch.context() as patch:
         for module in MODULES:
             patch.delitem(sys.modules, module, raising=False)
-        if llama_choice.installed() is None:
+        if installed() is None:
             pytest.skip("neither xllamacpp nor llama-cpp-python is installed: pip install cacheblend[llama-cpp]")
         yield
 
@@ -62,11 +65,17 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEngine]:
     base = tmp_path_factory.mktemp("llama")
     with open_stored_engine(base, num_hidden_layers=2) as stored:
         write_gguf(base / "model", base / "m.gguf", "llama", "F32")
-        stored.engine.runtime.decode_with = DecodeWith(base / "m.gguf")
+        stored.engine.llama = LlamaDecoder(stored.engine.runtime, base / "m.gguf")
+        stored.engine.extensions = Extensions(FEATURES, (stored.engine.llama,))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(llama_choice, "decode_speeds", lambda runtime: DecodeSpeeds(1.0, 0.5))
-            assert llama_engine(stored.engine.runtime) is not None
+            patch.setattr(decoder, "decode_speeds", lambda runtime, file: DecodeSpeeds(1.0, 0.5))
+            assert llama_of(stored.engine) is not None
         yield stored
+
+
+def llama_of(engine: Engine) -> LlamaCpp | None:
+    assert engine.llama is not None
+    return engine.llama.loaded()
 
 
 def torch_only(stored: StoredEngine) -> StoredEngine:
@@ -112,14 +121,14 @@ def own_logits(file: Path | None, ids: Sequence[int]) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["qwen2", "gemma 2", "glm 4", "granite 3", "mixtral"])
 def test_it_computes_what_this_engine_computes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of heads in either order of RoPE, whole or in part, with biases, windows and experts."""
-    monkeypatch.setattr(llama_choice, "_probe", lambda file, num_threads: 1e-9)
+    monkeypatch.setattr(speeds, "_probe", lambda file, num_threads: 1e-9)
     if name in FAMILIES:
         FAMILIES[name].write(tmp_path / "m", tmp_path / "m.gguf")
     else:
         write_checkpoint(tmp_path / "m", name)
         write_gguf(tmp_path / "m", tmp_path / "m.gguf", name, "F32")
     engine, said = engine_of(tmp_path / "m.gguf")
-    llama = llama_engine(engine.runtime)
+    llama = llama_of(engine)
     assert llama is not None, said
     request = resolve(engine.runtime, None, AskRequest("where does Mara work? " * 6, ()))
     done = prefill(engine.runtime, request)
@@ -134,10 +143,10 @@ def test_it_computes_what_this_engine_computes(name: str, tmp_path: Path, monkey
 
 def test_keys_are_where_llama_cpp_rotates_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """gpt-oss: llama.cpp rounds the range of YaRN, so its keys drift from the checkpoint's from token to token."""
-    monkeypatch.setattr(llama_choice, "_probe", lambda file, num_threads: 1e-9)
+    monkeypatch.setattr(speeds, "_probe", lambda file, num_threads: 1e-9)
     FAMILIES["gpt-oss"].write(tmp_path / "m", tmp_path / "m.gguf")
     engine, said = engine_of(tmp_path / "m.gguf")
-    llama = llama_engine(engine.runtime)
+    llama = llama_of(engine)
     assert llama is not None, said
     done = prefill(engine.runtime, resolve(engine.runtime, None, AskRequest("where does Mara work? " * 6, ())))
     *token_ids, last = done.plan.token_ids
@@ -180,7 +189,7 @@ def test_many_at_once_in_a_small_pool(stored: StoredEngine) -> None:
     scheduler = together.core.scheduler
     while together.core.busy:
         together.step()
-        decoding = [s for s in scheduler.those(SequenceStatus.RUNNING) if s.handed is not None]
+        decoding = [s for s in scheduler.those(SequenceStatus.RUNNING) if s.elsewhere is not None]
         if decoding and rng.random() < 0.2:
             scheduler.preempt(rng.choice(decoding))
     assert [ids_of(listener) for listener in listeners] == [ids_of(listener) for listener in expected]
@@ -188,7 +197,7 @@ def test_many_at_once_in_a_small_pool(stored: StoredEngine) -> None:
         for a, b in zip(one.done().answers, other.done().answers, strict=True):
             assert [p.logprob for p in a.logprobs] == pytest.approx([p.logprob for p in b.logprobs], abs=LOGPROB)
     assert together.core.counts.preempted > 3
-    llama = llama_engine(stored.engine.runtime)
+    llama = llama_of(stored.engine)
     assert llama is not None
     assert not llama.num_sequences
 
@@ -201,7 +210,7 @@ def test_a_preempted_sequence_goes_on_where_it_was(stored: StoredEngine) -> None
     for _ in range(4):
         driver.step()
     [sequence] = driver.core.scheduler.those(SequenceStatus.RUNNING)
-    assert sequence.handed is not None
+    assert sequence.elsewhere is not None
     driver.core.scheduler.preempt(sequence)
     for layer in driver.core.worker._pool.layers:  # what the pool has of generated tokens is nobody's
         layer.k.fill_(float("nan"))
@@ -234,7 +243,7 @@ def test_a_cancelled_request_leaves_nothing_there(stored: StoredEngine) -> None:
     _, state = driver.arrive(stored.question(max_tokens=10))
     for _ in range(4):
         driver.step()
-    llama = llama_engine(stored.engine.runtime)
+    llama = llama_of(stored.engine)
     assert llama is not None
     assert llama.num_sequences == 1
     state.cancelled = True
@@ -263,17 +272,17 @@ def refused(tmp_path: Path, write: str = "llama-gqa", **config: object) -> tuple
 def test_a_file_of_another_model_is_refused(
     family: str, config: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llama_choice, "_probe", lambda file, num_threads: 1e-9)
+    monkeypatch.setattr(speeds, "_probe", lambda file, num_threads: 1e-9)
     engine, said, expected = refused(tmp_path, family, **config)
     assert ask(engine)[0] == expected
-    assert llama_engine(engine.runtime) is None
+    assert llama_of(engine) is None
     assert len(said) == 1
 
 
 def test_a_context_that_is_too_small_is_said_and_decoded_here(
     stored: StoredEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llama = llama_engine(stored.engine.runtime)
+    llama = llama_of(stored.engine)
     assert llama is not None
     question = stored.question(max_tokens=8)
     here = torch_only(stored).engine.run_alone(stored.store, question)
@@ -298,7 +307,7 @@ def test_a_library_that_kills_its_process_is_not_used(tmp_path: Path, monkeypatc
     for _ in range(2):  # the second time it is known
         engine, said = engine_of(tmp_path / "m.gguf")
         assert len(ask(engine)[0]) == 8
-        assert llama_engine(engine.runtime) is None
+        assert llama_of(engine) is None
         assert any("SIGILL" in text for text in said)
     assert len(runs) == 1
 
@@ -308,8 +317,8 @@ def test_a_process_that_does_not_start_is_tried_again(tmp_path: Path, monkeypatc
     write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F32")
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "run", Mock(side_effect=OSError("no memory")))
-        assert llama_engine(engine_of(tmp_path / "m.gguf")[0].runtime) is None
-    assert llama_engine(engine_of(tmp_path / "m.gguf")[0].runtime) is not None
+        assert llama_of(engine_of(tmp_path / "m.gguf")[0]) is None
+    assert llama_of(engine_of(tmp_path / "m.gguf")[0]) is not None
 
 
 @pytest.mark.parametrize(("own_s", "decodes"), [(0.1, False), (0.3, True)])
@@ -318,10 +327,11 @@ def test_auto_takes_the_faster_one(
 ) -> None:
     write_checkpoint(tmp_path / "m", "llama-gqa")
     write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F32")
-    monkeypatch.setattr(llama_choice, "decode_speeds", lambda runtime: DecodeSpeeds(own_s, 0.2))
+    monkeypatch.setattr(decoder, "decode_speeds", lambda runtime, file: DecodeSpeeds(own_s, 0.2))
     engine = Engine.load(EngineConfig(str(tmp_path / "m.gguf"), dtype="float32"))
-    assert engine.runtime.decode_with.measured
-    assert (llama_engine(engine.runtime) is not None) == decodes
+    assert engine.llama is not None
+    assert engine.llama.measured
+    assert (llama_of(engine) is not None) == decodes
 
 
 def test_auto_loads_it_in_an_answer_that_is_long_enough_to_pay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,16 +340,17 @@ def test_auto_loads_it_in_an_answer_that_is_long_enough_to_pay(tmp_path: Path, m
     write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F32")
     config = EngineConfig(str(tmp_path / "m.gguf"), dtype="float32", threads=1, block_size=16)
     ids, logprobs, _ = ask(Engine.load(replace(config, decode_with="torch")), count=12)
-    monkeypatch.setattr(llama_choice, "decode_speeds", lambda runtime: DecodeSpeeds(0.5, 0.25, load_s=1.5))
+    monkeypatch.setattr(decoder, "decode_speeds", lambda runtime, file: DecodeSpeeds(0.5, 0.25, load_s=1.5))
     engine = Engine.load(config)
     decode = create_autospec(LlamaCpp.decode, side_effect=LlamaCpp.decode)
     monkeypatch.setattr(LlamaCpp, "decode", decode)
     assert ask(engine, count=6)[0] == ids[:6]
-    assert not engine.runtime.decode_with.decided
+    assert engine.llama is not None
+    assert not engine.llama.decided
     long, long_logprobs, _ = ask(engine, count=12)
     assert long == ids
     assert max(abs(a - b) for a, b in zip(logprobs, long_logprobs, strict=True)) < LOGPROB
-    assert engine.runtime.decode_with.engine is not None
+    assert llama_of(engine) is not None
     assert decode.call_count == 12 - 1 - 6
     assert ask(engine, count=6)[0] == ids[:6], "it is loaded: now it decodes from the first token on"
     assert decode.call_count == 5 + 5
@@ -348,25 +359,26 @@ def test_auto_loads_it_in_an_answer_that_is_long_enough_to_pay(tmp_path: Path, m
 def test_the_time_to_load_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path / "m", "llama-gqa")
     write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F32")
-    monkeypatch.setattr(llama_choice, "_probe", lambda file, num_threads: 1e-9)
+    monkeypatch.setattr(speeds, "_probe", lambda file, num_threads: 1e-9)
     config = EngineConfig(str(tmp_path / "m.gguf"), dtype="float32", threads=1, block_size=16)
     engine = Engine.load(config)
-    assert llama_choice.decode_speeds(engine.runtime).worth_after == 0
-    assert llama_engine(engine.runtime) is not None
-    assert llama_choice.decode_speeds(Engine.load(config).runtime).worth_after > 0
+    file = tmp_path / "m.gguf"
+    assert speeds.decode_speeds(engine.runtime, file).worth_after == 0
+    assert llama_of(engine) is not None
+    assert speeds.decode_speeds(Engine.load(config).runtime, file).worth_after > 0
 
 
 def test_a_file_whose_kv_differs_is_not_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path / "m", "llama-gqa")
     write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F32")
-    monkeypatch.setattr(llama_choice, "_probe", lambda file, num_threads: 1e-9)
+    monkeypatch.setattr(speeds, "_probe", lambda file, num_threads: 1e-9)
     monkeypatch.setattr(LlamaCpp, "check", Mock(side_effect=LlamaError("its KV is not that of the model")))
     config = EngineConfig(str(tmp_path / "m.gguf"), dtype="float32", threads=1, block_size=16)
-    assert llama_engine(Engine.load(config).runtime) is None
-    monkeypatch.setattr(llama_choice, "LlamaCpp", lambda *args: pytest.fail("it is known"))
+    assert llama_of(Engine.load(config)) is None
+    monkeypatch.setattr(decoder, "LlamaCpp", lambda *args: pytest.fail("it is known"))
     engine, said = Engine.load(config), list[str]()
     engine.runtime.say = said.append
-    assert llama_engine(engine.runtime) is None
+    assert llama_of(engine) is None
     assert "its KV is not that of the model" in said[0]
 
 
@@ -375,11 +387,11 @@ def test_both_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     write_checkpoint(tmp_path / "m", "llama-gqa")
     write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F32")
     engine, _ = engine_of(tmp_path / "m.gguf")
-    speeds = llama_choice.decode_speeds(engine.runtime)
-    assert speeds.error is None
-    assert min(speeds.own_s, speeds.llama_cpp_s) > 0
-    monkeypatch.setattr(llama_choice, "_probe", lambda file, num_threads: pytest.fail("it is known"))
-    assert llama_choice.decode_speeds(engine.runtime) == speeds
+    found = speeds.decode_speeds(engine.runtime, tmp_path / "m.gguf")
+    assert found.error is None
+    assert min(found.own_s, found.llama_cpp_s) > 0
+    monkeypatch.setattr(speeds, "_probe", lambda file, num_threads: pytest.fail("it is known"))
+    assert speeds.decode_speeds(engine.runtime, tmp_path / "m.gguf") == found
 
 
 def test_the_next_start_reads_the_file_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,7 +400,7 @@ def test_the_next_start_reads_the_file_ahead(tmp_path: Path, monkeypatch: pytest
     read = list[list[str]]()
     monkeypatch.setattr(read_ahead, "_read", read.append)
     engine, said = engine_of(tmp_path / "m", tmp_path / "other.gguf")
-    assert llama_engine(engine.runtime) is not None, said
+    assert llama_of(engine) is not None, said
     thread = read_ahead.read_ahead(engine.config)
     assert thread is not None
     thread.join()
@@ -397,20 +409,20 @@ def test_the_next_start_reads_the_file_ahead(tmp_path: Path, monkeypatch: pytest
 
 def test_what_cannot_be_is_a_usage_error(stored: StoredEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = stored.engine.model
-    assert decode_with(EngineConfig(), model).file is None  # a checkpoint, and no file named
+    assert llama_file(EngineConfig(), model) is None  # a checkpoint, and no file named
     with pytest.raises(UsageError):
-        decode_with(EngineConfig(decode_with="llama.cpp"), model)
+        llama_file(EngineConfig(decode_with="llama.cpp"), model)
     with pytest.raises(NotFoundError):
-        decode_with(EngineConfig(decode_with="llama.cpp", decode_model=str(tmp_path / "no.gguf")), model)
+        llama_file(EngineConfig(decode_with="llama.cpp", decode_model=str(tmp_path / "no.gguf")), model)
     with pytest.raises(UsageError):
         EngineConfig(decode_with="vllm")
-    named = EngineConfig(decode_with="llama.cpp", decode_model=str(stored.engine.runtime.decode_with.file))
-    assert decode_with(named, model).file is not None
+    named = EngineConfig(decode_with="llama.cpp", decode_model=str(stored.engine.llama and stored.engine.llama.file))
+    assert llama_file(named, model) is not None
     for module in MODULES:
         monkeypatch.setitem(sys.modules, module, None)  # not installed
-    assert decode_with(replace(named, decode_with="auto"), model).file is None
+    assert llama_file(replace(named, decode_with="auto"), model) is None
     with pytest.raises(UsageError):
-        decode_with(named, model)
+        llama_file(named, model)
 
 
 def test_a_file_that_is_none_is_an_error(tmp_path: Path) -> None:
@@ -426,13 +438,13 @@ def test_a_file_that_is_none_is_an_error(tmp_path: Path) -> None:
 def test_a_real_models_greedy_tokens_are_llama_cpps_own(monkeypatch: pytest.MonkeyPatch) -> None:
     importlib.import_module("cacheblend_cli.model.gguf_files.reader")  # its class is of the reader itself
     monkeypatch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))  # seconds; the engine and transformers ask for it
-    monkeypatch.setattr(llama_choice, "_probe", lambda file, num_threads: 1e-9)
+    monkeypatch.setattr(speeds, "_probe", lambda file, num_threads: 1e-9)
     engine = Engine.load(EngineConfig("smollm2", dtype="float32", decode_with="llama.cpp", threads=1))
     question = AskRequest(
         "What is the capital of France, and of Germany?", (), BlendParams(), SamplingParams(max_tokens=12, logprobs=0)
     )
     answer = engine.run_alone(None, question)
-    llama = llama_engine(engine.runtime)
+    llama = llama_of(engine)
     assert llama is not None
     assert "Paris" in answer.text
     rows = own_logits(smollm2_file(), [*answer.prompt_ids, *answer.generated_ids[:-1]])

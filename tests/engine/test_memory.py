@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from callbacks import pieces_to
+from callbacks import answered, pieces_to
 from checkpoints import write_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
@@ -113,8 +113,10 @@ def test_one_pool_serves_question_after_question(engine: Engine) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        engine.run(
-            engine.resolve(None, AskRequest("where does Mara work?", [], BlendParams(), GREEDY)), pieces_to(broken)
+        answered(
+            engine,
+            engine.resolve(None, AskRequest("where does Mara work?", [], BlendParams(), GREEDY)),
+            pieces_to(broken),
         )
     assert memory.pool.allocator.num_used == 0
     with pytest.raises(UsageError, match="check layer 9"):

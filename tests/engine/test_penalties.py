@@ -27,7 +27,7 @@ from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.request.model_sampling import as_the_model, model_sampling
 from cacheblend_cli.engine.worker import sampling
-from cacheblend_cli.engine.worker.sampling import Penalties, Sampler, draw_together, filtered_probs
+from cacheblend_cli.engine.worker.sampling import Draw, Penalties, Sampler, draw_together, filtered_probs
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.settings import Settings, resolve
@@ -83,8 +83,10 @@ def test_settings_are_uploaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(5):
         draw_together([sampler], torch.linspace(-3, 3, VOCAB)[None], [None])
     assert uploads == [[1, 4], (3, 5), (2.0, -1.0)]
-    with pytest.raises(UsageError, match="logit_bias"):
-        draw_together([Sampler(SamplingParams(logit_bias=((VOCAB, 1.0),)), CPU)], torch.zeros(1, VOCAB), [None])
+    unknown = Sampler(SamplingParams(logit_bias=((VOCAB, 1.0),)), CPU)
+    found, drawn = draw_together([unknown, Sampler(SamplingParams(), CPU)], torch.zeros(2, VOCAB), [None, None])
+    assert isinstance(found, UsageError), "in place of the draw of this one alone"
+    assert isinstance(drawn, Draw)
 
 
 @given(IDS, IDS, st.floats(-2, 2), st.floats(-2, 2))

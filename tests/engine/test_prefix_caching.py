@@ -10,7 +10,6 @@ import pytest
 from engine_driver import SAMPLING, CoreDriver, StoredEngine, ids_of, open_stored_engine
 
 from cacheblend_cli.blend.risk import SIGNALS, RiskFile, RiskFit
-from cacheblend_cli.engine.core.full_check import FullCheck
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.types import Answer, AskOptions, AskRequest, BlendParams
@@ -187,7 +186,7 @@ def test_a_verified_answer_holds_nobody_up(stored: StoredEngine) -> None:
     while not other.events or not state.num_started:
         driver.step()
     checked, _ = driver.arrive(stored.question(), verify=True)
-    while not any(isinstance(s, FullCheck) for s in driver.core.scheduler.states):
+    while not any(s.parent for s in driver.core.scheduler.states):
         driver.step()
     output = state.sequences[0].output
     assert output is not None
@@ -204,7 +203,7 @@ def test_a_check_ends_with_its_request(stored: StoredEngine) -> None:
     for option in ("verify", "confirm"):
         driver = CoreDriver(stored, ROOMY)
         listener, state = driver.arrive(stored.question(), **{option: True})
-        while not any(isinstance(s, FullCheck) for s in driver.core.scheduler.states):
+        while not any(s.parent for s in driver.core.scheduler.states):
             driver.step()
         state.cancelled = True
         driver.run()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from cacheblend_store import ChunkStore, reader
+from callbacks import answered
 from engine_driver import StoredEngine, open_stored_engine
 
 from cacheblend_cli.corpus.citations import Citations
@@ -54,7 +55,7 @@ def test_an_ask_reads_each_record_once(stored: StoredEngine, monkeypatch: pytest
     assert others["citation"] == 5
     assert others["template"] <= 3
     assert others["transaction"] <= 3
-    answer = stored.engine.run(request)
+    answer = answered(stored.engine, request)
     assert records.total() <= 2 * 6, "the loader checks each record when it loads the KV"
     assert others["citation"] == 5
     assert [use.source for use in answer.chunks] == [chunk.citation.source for chunk in request.chunks]

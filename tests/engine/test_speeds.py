@@ -16,8 +16,8 @@ from cacheblend_cli.blend.cost import Speeds
 from cacheblend_cli.blend.speeds import SpeedFile, fit, kv_share, measure_compute
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.controller import kv_bytes, workload
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.features.auto_ratio import kv_bytes, workload
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.model.weights import load_weights
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams

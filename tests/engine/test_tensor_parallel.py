@@ -161,7 +161,7 @@ def test_a_batch_with_copied_and_swapped_blocks_is_answered_as_by_one_rank(setup
             ]
             engine.use(store)
             found.append([answer.generated_ids for answer in engine.ask_many(asks)])
-            stats = engine._running().stats()
+            stats = engine._started().stats()
             assert stats.preempted, "or nothing was swapped"
     assert found[0] == found[1]
 

@@ -14,9 +14,9 @@ from engine_driver import CoreDriver, StoredEngine, open_stored_engine
 from torch import Tensor
 
 from cacheblend_cli.engine import runtime
-from cacheblend_cli.engine.core.measured_prefill import prefill
 from cacheblend_cli.engine.core.sequence import SequenceStatus
 from cacheblend_cli.engine.events import Limits
+from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.worker.decode import BatchRunner
 from cacheblend_cli.engine.worker.memory import DeviceMemory
 from cacheblend_cli.engine.worker.prefill import PrefillInput, PrefillOutput

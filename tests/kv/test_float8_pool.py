@@ -15,8 +15,8 @@ from decoding import decode_one_token
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.calibration import calibrate

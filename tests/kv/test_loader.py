@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.kv import loader
 from cacheblend_cli.kv.load_queue import Workers

@@ -17,7 +17,7 @@ import torch
 from hub_models import HubModel
 
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.measured_prefill import prefill
+from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import CacheBlendError

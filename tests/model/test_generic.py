@@ -19,8 +19,8 @@ from transformers import LlamaConfig, OlmoConfig, VaultGemmaConfig
 from cacheblend_cli.blend.selectors import SELECTORS
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.measured_prefill import prefill
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.generic_check import check_generic

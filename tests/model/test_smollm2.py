@@ -16,8 +16,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.model.named import smollm2_file
 from cacheblend_cli.model.text_stream import TextStream

@@ -22,9 +22,9 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from cacheblend_cli.cli.main import run
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.connectors import llama_choice
-from cacheblend_cli.engine.core.measured_prefill import Prefilled, prefill
+from cacheblend_cli.engine.connectors.llama_cpp.library import installed
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.model.gguf_files import reader  # noqa: F401 a subclass of GGUFReader: made before that is replaced below
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
@@ -118,13 +118,14 @@ def test_llama_cpp_decodes_the_same_tokens_behind_a_blended_prompt(
 ) -> None:
     for module in ("xllamacpp", "llama_cpp"):
         monkeypatch.delitem(sys.modules, module, raising=False)
-    if llama_choice.installed() is None:
+    if installed() is None:
         pytest.skip("neither xllamacpp nor llama-cpp-python is installed: pip install cacheblend[llama-cpp]")
     said: list[str] = []
     other = Engine.load(real.config("llama.cpp"), notice=said.append)
     question = real.question(BlendParams())
     own, theirs = (engine.run_alone(real.store, question) for engine in (real.engine, other))
-    assert other.runtime.decode_with.engine is not None, said
+    assert other.llama is not None
+    assert other.llama.loaded() is not None, said
     assert theirs.generated_ids == own.generated_ids
     assert len(own.generated_ids) == NUM_GENERATED
 

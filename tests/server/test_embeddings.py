@@ -113,7 +113,7 @@ def test_the_engine_has_no_part_in_it(server: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_full_queue_refuses_texts(start: Any) -> None:
-    from cacheblend_cli.engine.core.async_engine import Limits
+    from cacheblend_cli.engine.async_engine import Limits
 
     server = start(limits=Limits(max_waiting=1))
     server.state._preparing = 1

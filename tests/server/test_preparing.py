@@ -13,7 +13,7 @@ from cacheblend_store import ChunkStore, StoreNoSpace
 
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.texts import Putting, document_of, put_name
-from cacheblend_cli.engine.core.async_engine import Limits
+from cacheblend_cli.engine.async_engine import Limits
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.model.tokenizer import Tokenizer

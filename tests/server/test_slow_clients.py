@@ -17,7 +17,7 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.server import ServerState
 
-from cacheblend_cli.engine.core import async_engine
+from cacheblend_cli.engine import async_engine
 from cacheblend_cli.server import http_server
 from cacheblend_cli.server.http_server import ConnectionLimits, LimitedProtocol, LoopErrors
 from cacheblend_cli.sockets import socket_of

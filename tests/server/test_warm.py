@@ -127,15 +127,15 @@ def test_what_an_engine_leaves_of_a_batch_is_answered_here(
 
     rows = [{"question": f"who leads billing? Jonas {i}"} for i in range(4)]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    begin, asked = WarmEngine.begin, []
+    events, asked = WarmEngine.events, []
 
     def twice(engine: WarmEngine, inquiry: Any) -> Any:
         asked.append(inquiry)
         if len(asked) > 2:
             raise lost()
-        return begin(engine, inquiry)
+        return events(engine, inquiry)
 
-    monkeypatch.setattr(WarmEngine, "begin", twice)
+    monkeypatch.setattr(WarmEngine, "events", twice)
     done = cli("ask", "--batch", "q.jsonl", "--json", "--concurrency", "1")
     assert done.code == 0, done.err
     assert [json.loads(line)["question"] for line in done.out.splitlines()] == [row["question"] for row in rows]

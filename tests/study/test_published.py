@@ -13,8 +13,8 @@ from checkpoints import WORDS, write_checkpoint
 from study_modules import study_modules
 
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.measured_prefill import Prefilled
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.measured_prefill import Prefilled
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.evaluate import EvaluateOptions, evaluate
@@ -69,7 +69,7 @@ def run(published: ModuleType, engine: Engine, store: ChunkStore, method: str, w
     chunks.store([what], [setting.context])
     keys = chunks.keys(what, setting.context)
     request = resolve(engine.runtime, store, AskRequest(what.question, keys, setting.blend))
-    return (setting.prefill or Engine.prefilled)(engine, request)
+    return (setting.prefill or Engine.hold_prefill)(engine, request)
 
 
 @pytest.mark.parametrize("method", METHODS)

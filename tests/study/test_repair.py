@@ -16,8 +16,8 @@ from study_modules import study_modules
 
 from cacheblend_cli.blend.fidelity import teacher_forced
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.measured_prefill import prefill
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.evaluation.chunks import SampleChunks

@@ -83,7 +83,7 @@ def test_a_nucleus_stops_when_its_share_is_covered(
     def prefilled(count: int) -> None:
         found.append(policy.choose(scores, count, candidates).tolist())
 
-    monkeypatch.setattr(research.Engine, "prefilled", prefilled)
+    monkeypatch.setattr(research.Engine, "hold_prefill", prefilled)
     for share, count in ((0.5, 12), (0.8, 12), (0.81, 12), (0.9, 1)):
         research.nucleus(share)(count)
     assert found == [[0], [0, 1], [0, 1, 2], [0]], "and never more than the ratio allows"

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cacheblend_cli.engine.events import Event, OnEvent, Reasoning, Text
+from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.engine_thread import answer_of
+from cacheblend_cli.engine.events import Event, OnEvent, Reasoning, Text, ignore
+from cacheblend_cli.engine.request.request import Request
+from cacheblend_cli.types import Answer
+
+
+def answered(engine: Engine, request: Request, on_event: OnEvent = ignore) -> Answer:
+    """Answer a request in this thread, and give its events to on_event as they come."""
+    return answer_of(event for event in engine.events(request) if (on_event(event), True)[1])
 
 
 def pieces_to(text: Callable[[str], object], reasoning: Callable[[str], object] = lambda piece: None) -> OnEvent:

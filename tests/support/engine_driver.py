@@ -87,7 +87,7 @@ class CoreDriver:
 
     def __init__(self, stored: StoredEngine, limits: Limits) -> None:
         self.stored = stored
-        self.core = EngineCore(stored.engine.runtime, limits)
+        self.core = EngineCore(stored.engine.runtime, limits, extensions=stored.engine.extensions)
         self.listeners: dict[RequestState, Listener] = {}
         self.count = 0
         self.seen: set[SequenceStatus] = set()

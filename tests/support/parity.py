@@ -14,8 +14,8 @@ from hub_models import HubModel, load_reference
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.measured_prefill import prefill
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 

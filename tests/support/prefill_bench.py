@@ -11,8 +11,8 @@ from checkpoints import WORDS, write_checkpoint
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.measured_prefill import Prefilled
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.measured_prefill import Prefilled
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.evaluation.settings import Prefill
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
@@ -35,7 +35,7 @@ class Bench:
         self.engine.precompute(self.store, [str(docs)], PrecomputeOptions(chunk_tokens=40), lambda event: None)
         self.keys = [m.key for m in sorted(self.store.chunks(), key=lambda m: (m.source, m.index))]
 
-    def prefill(self, blend: BlendParams, headroom: int = 16, run: Prefill = Engine.prefilled) -> Prefilled:
+    def prefill(self, blend: BlendParams, headroom: int = 16, run: Prefill = Engine.hold_prefill) -> Prefilled:
         request = resolve(
             self.engine.runtime, self.store, AskRequest(QUESTION, self.keys, blend, SamplingParams(max_tokens=headroom))
         )

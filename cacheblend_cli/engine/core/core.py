@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from cacheblend_cli.engine.core.block_manager import BlockManager
-from cacheblend_cli.engine.core.checks import Checks, seeded
-from cacheblend_cli.engine.core.controller import decided
+from cacheblend_cli.engine.core.decoders import DecodeBackend
 from cacheblend_cli.engine.core.executor import Executor
+from cacheblend_cli.engine.core.hooks import Feature
 from cacheblend_cli.engine.core.output_processor import Events, OutputProcessor
 from cacheblend_cli.engine.core.scheduler import Scheduler
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence
 from cacheblend_cli.engine.events import EngineStats, Limits
-from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.memory import DeviceMemory
 from cacheblend_cli.errors import UsageError
@@ -25,12 +25,26 @@ from cacheblend_cli.kv.prefix_cache import PrefixHit
 ALONE = Limits(max_sequences=128, enable_prefix_caching=False)  # for one request: all of its answers at once
 
 
+@dataclass(frozen=True)
+class Extensions:
+    """What a core is given beside the model: features in the order of their hooks, and further decoders."""
+
+    features: tuple[Feature, ...] = ()
+    decoders: tuple[DecodeBackend, ...] = ()
+
+
 class EngineCore:
     """Runs requests, one step at a time, in the calling thread."""
 
-    def __init__(self, runtime: Runtime, limits: Limits, memory: DeviceMemory | None = None) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        limits: Limits,
+        memory: DeviceMemory | None = None,
+        extensions: Extensions = Extensions(),
+    ) -> None:
         """memory: pool of a single request, None for a shared one."""
-        self._runtime, decoder = runtime, runtime.decoder
+        self._runtime, self._extensions, decoder = runtime, extensions, runtime.decoder
         watermark = 0.02 if memory is None else 0.0
         self.worker = runtime.worker(memory or runtime.shared_memory(limits.pool_tokens, limits.max_sequences))
         # where RoPE depends on the prompt's length, so does KV
@@ -54,30 +68,18 @@ class EngineCore:
             swap_blocks=int(runtime.config.swap_space * 2**30 / self.block_bytes),
             counts=self.counts,
         )
-        self._executor = Executor(runtime, self.worker, slice_rows)
-        self._outputs = OutputProcessor(runtime, self.scheduler, self.counts)
-
-    @classmethod
-    def alone(cls, runtime: Runtime, request: Request) -> EngineCore:
-        """Return a core with one request and a pool of the size that it needs. Raises what `add` raises."""
-        state = RequestState(request, 0)
-        admit(runtime, state)
-        size, headroom = runtime.config.block_size, state.max_new_tokens
-        each = -(-(headroom + size) // size) + 1  # blocks of each further answer
-        memory = runtime.memory_for(-(-(state.num_tokens + headroom) // size) + 1 + (state.num_answers - 1) * each)
-        memory.pool.check_fits(state.num_tokens + headroom)
-        core = cls(runtime, ALONE, memory)
-        core.add(state)
-        return core
+        self._executor = Executor(decoder, self.worker, slice_rows, extensions.decoders)
+        is_async = runtime.async_scheduling and not extensions.decoders
+        self._outputs = OutputProcessor(runtime, self.scheduler, self.counts, is_async)
 
     @property
     def busy(self) -> bool:
-        return self._outputs.storing or bool(self.scheduler.states)
+        return self._outputs.concluding or bool(self.scheduler.states)
 
     def add(self, state: RequestState) -> None:
         """Admit and queue a request. Raises UsageError if it is impossible, or can never fit the pool."""
         if not state.sequences:
-            admit(self._runtime, state)
+            admit(self._runtime, state, self._extensions)
         headroom = state.max_new_tokens
         if self.blocks.can_allocate(state.num_tokens, headroom, PrefixHit()) is Allocation.NEVER:
             raise UsageError(
@@ -92,11 +94,11 @@ class EngineCore:
         [vocab_size]."""
         assert sequence.output is not None
         self.scheduler.add(sequence.state)
-        self._outputs.sampled({sequence: sequence.output.draw(logits)})
+        self._outputs.append({sequence: sequence.output.draw(logits)})
 
     def step(self) -> Events:
-        """Run one step: end requests, compute a slice of a prompt, or decode a token of every answer; and compute at
-        most one launch of missing chunks to store. Returns the requests' events, in order."""
+        """Run one step: end requests, compute a slice of a prompt, or decode a token of every answer; and do at most
+        one launch of a hook's work. Returns the requests' events, in order."""
         start = scheduled_from = time.perf_counter()
         step = self.scheduler.schedule_ahead(self._outputs.pending)
         if step is None:
@@ -119,18 +121,17 @@ class EngineCore:
     def close(self) -> None:
         """Drop all requests and give back their blocks."""
         for state in list(self.scheduler.states):
-            self._outputs.remove(state)
+            self._outputs.drop(state)
         self.worker.close()
 
 
-def admit(runtime: Runtime, state: RequestState) -> None:
-    """Check that a request is possible, and decide its ratio, checks and length. Raises UsageError."""
-    request = state.request
-    state.max_new_tokens = runtime.max_new_tokens(request.sampling)
-    runtime.check_length(request.plan.num_tokens, state.max_new_tokens)
-    if request.options.confirm or request.blend.max_risk is not None:
-        request = seeded(request)
-    if request.options.auto:
-        request, state.report = decided(runtime, request)
-    state.request, state.checks = request, Checks.of(request)
+def admit(runtime: Runtime, state: RequestState, extensions: Extensions) -> None:
+    """Check that a request is possible, and let the features prepare it. Raises UsageError."""
+    state.max_new_tokens = runtime.max_new_tokens(state.request.sampling)
+    runtime.check_length(state.request.plan.num_tokens, state.max_new_tokens)
+    for feature in extensions.features:
+        state.request, hook = feature(runtime, state.request)
+        if hook is not None:
+            state.hooks.append(hook)
+    state.decodes_here = any(hook.decodes_here for hook in state.hooks)
     state.sequences = [Sequence(state, 0)]

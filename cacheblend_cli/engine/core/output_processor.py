@@ -1,27 +1,22 @@
 """Processing of a step's results: draws tokens, and ends prompts, answers and requests.
 
 With async scheduling, tokens drawn in a decode step are pending until the next step is queued. Only then the host waits
-for them, appends them, and ends answers; what the next step has computed for an answer that ended is dropped.
+for them, appends them, and ends answers; what the next step has computed for an answer that ended is dropped. An error
+of one answer ends its request alone.
 """
 
 from __future__ import annotations
 
-import logging
-import time
+import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
-from cacheblend_kernels import KernelError
-from cacheblend_store import StoreError
 
-from cacheblend_cli.engine.core.controller import learn_from
 from cacheblend_cli.engine.core.executor import Decoded, StepOutput
-from cacheblend_cli.engine.core.full_check import FullCheck, check_of
-from cacheblend_cli.engine.core.report import PrefillReport, PromptLogprobs, answer_of
+from cacheblend_cli.engine.core.report import PrefillReport, answer_of
 from cacheblend_cli.engine.core.scheduler import Scheduler, Step
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence, SequenceStatus
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput, draw_next
@@ -31,7 +26,6 @@ from cacheblend_cli.engine.events import (
     EngineStats,
     Event,
     Failed,
-    HandedOver,
     Reasoning,
     Started,
     Text,
@@ -39,74 +33,70 @@ from cacheblend_cli.engine.events import (
     ignore,
 )
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.worker.attention import AttentionShares
 from cacheblend_cli.engine.worker.memory import out_of_memory
 from cacheblend_cli.engine.worker.prefill import PrefillOutput
 from cacheblend_cli.engine.worker.sampling import Draw
 from cacheblend_cli.engine.worker.worker import TableInput
-from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.kv.pool import upload
 from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.types import Answer
 
-if TYPE_CHECKING:
-    from cacheblend_cli.kv.export import Connector
-
 Events = list[tuple[RequestState, Event]]
-logger = logging.getLogger("cacheblend")
 
 
 class OutputProcessor:
-    """Takes the results of each step, and emits the requests' events."""
+    """Takes the results of each step, and emits the requests' events. is_async: with async scheduling."""
 
-    def __init__(self, runtime: Runtime, scheduler: Scheduler, counts: EngineStats) -> None:
+    def __init__(self, runtime: Runtime, scheduler: Scheduler, counts: EngineStats, is_async: bool) -> None:
         self._runtime, self._scheduler, self._blocks = runtime, scheduler, scheduler.blocks
-        self._counts, self._events = counts, list[tuple[RequestState, Event]]()
-        self._storing = deque[tuple[RequestState, list[Answer], Iterator[None]]]()
+        self._counts, self._is_async, self._events = counts, is_async, list[tuple[RequestState, Event]]()
+        self._concluding = deque[tuple[RequestState, list[Answer], Iterator[None]]]()
         self.pending: dict[Sequence, Draw] = {}  # tokens that are drawn, and not appended yet
 
     @property
-    def storing(self) -> bool:
-        """Return whether missing chunks of finished requests are still to be stored."""
-        return bool(self._storing)
+    def concluding(self) -> bool:
+        """Return whether hooks still work for requests whose answers are complete."""
+        return bool(self._concluding)
 
     def process(self, step: Step, output: StepOutput) -> Events:
         """Process a step's results. Returns the events of its requests, in order."""
-        if self._storing:
-            self._store_piece()
+        if self._concluding:
+            self._conclude_next()
         for state in step.end:
-            self._end(state, state.ended)
+            self._report(state, state.ended)
         for sequence in step.begin:
             if not sequence.state.begun:
                 sequence.state.begun = True
                 self._emit(sequence.state, Started())
         pending, self.pending = self.pending, {}
         drawn = [self._draw(decoded, output) for decoded in output.decoded]
-        self.sampled(pending)  # the host waits for the last step here, and the device computes this one
+        self.append(pending)  # the host waits for the last step here, and the device computes this one
         for decoded, draws in zip(output.decoded, drawn, strict=True):
-            self._decoded(decoded, draws)
+            self._take_decoded(decoded, draws)
         for sequence, error in output.failed:
             if isinstance(error, BadChunk):
-                self._restart(sequence, error)
+                sequence.state.request = sequence.state.request.without(error.key, error.reason)
+                self._scheduler.restart(sequence)  # to compute the chunk whose stored KV is unusable
             else:
                 self._fail(sequence.state, error)
         for sequence, out in output.prefilled:
-            self._filled(sequence, out)
+            self._take_slice(sequence, out)
         self._counts.joined += output.joined
+        self._counts.split += output.split
         return self.take_events()
 
     def flush(self) -> None:
         """Append the pending tokens."""
         pending, self.pending = self.pending, {}
-        self.sampled(pending)
+        self.append(pending)
 
     def take_events(self) -> Events:
         """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
-    def remove(self, state: RequestState) -> None:
-        """Remove the request and give back its blocks."""
+    def drop(self, state: RequestState) -> None:
+        """Take the request out of the schedule, without an event, and give back its blocks."""
         if state in self._scheduler.states:
             self._scheduler.states.remove(state)
         for sequence in list(state.unfinished):
@@ -117,53 +107,57 @@ class OutputProcessor:
 
     # prompts
 
-    def _restart(self, sequence: Sequence, bad: BadChunk) -> None:
-        """Queue the prompt again, to compute the chunk whose stored KV is unusable."""
-        sequence.state.request = sequence.state.request.without(bad.key, bad.reason)
-        self._scheduler.restart(sequence)
-
-    def _filled(self, sequence: Sequence, out: PrefillOutput) -> None:
+    def _take_slice(self, sequence: Sequence, out: PrefillOutput) -> None:
         """Handle a computed slice of a prompt. After the last one its answers begin."""
         state, prefill = sequence.state, sequence.prefill
         if sequence.paged is None or prefill is None:  # its request failed
             return
         assert state.provenance is not None
-        self._blocks.keep(sequence.paged, state.request.plan.token_ids[: out.num_filled], state.provenance)
-        if isinstance(state, FullCheck) and out.num_filled >= state.num_prompt_tokens and not state.prompt_time.pieces:
-            state.prompt_time = out.time
-        if out.result is None:
-            return
-        logprobs = tuple(prefill.sink.found) if isinstance(prefill.sink, PromptLogprobs) else ()
-        done = PrefillReport(state.request, out.result, out.loader, out.time, prefill.hit_tokens, logprobs)
-        sequence.stop_prefill()
         try:
-            if isinstance(state, FullCheck):
-                self._checked(sequence, state)
-            elif sequence.output is not None:
-                # its KV was dropped: compute its tokens again, one per step as before, to get the same bits
-                sequence.kv_len, sequence.replay = state.num_tokens, len(sequence.output.out.token_ids) - 1
-            else:
-                self._begin_answers(sequence, done)
+            self._blocks.keep(sequence.paged, state.request.plan.token_ids[: out.num_filled], state.provenance)
+            for hook in state.hooks:
+                hook.on_slice(out)
+            if out.result is not None:
+                done = PrefillReport(state.request, out.result, out.loader, out.time, prefill.hit_tokens)
+                sequence.stop_prefill()
+                self._begin_or_resume(sequence, done)
         except Exception as error:
             self._fail(state, error)
 
-    def _begin_answers(self, first: Sequence, done: PrefillReport) -> None:
-        """Begin the answers, which share the prompt's blocks."""
-        state, counts = first.state, self._counts
+    def _begin_or_resume(self, sequence: Sequence, done: PrefillReport) -> None:
+        """Begin the answers of a computed prompt, or go on with an answer that has begun."""
+        state, begun = sequence.state, None
+        if sequence.output is None:  # else its KV was dropped
+            if state.parent is None:
+                self._count_prompt(state, done)
+            assert sequence.paged is not None
+            export = partial(self._scheduler.worker.export_kv, TableInput.of(sequence.paged), state.num_tokens)
+            begun = next(filter(None, [hook.on_prefill(done, export) for hook in state.hooks]), None)
+            if begun is None:
+                self._draw_first(sequence, done)
+            else:
+                sequence.output = begun.output
+        if begun is not None and begun.is_complete:
+            self._complete(sequence)
+        elif begun is not None or state.done is not done:
+            assert sequence.output is not None
+            # tokens whose KV is not the prompt's are computed again, one per step as before, to get the same bits
+            num_tokens = state.num_prompt_tokens + len(sequence.output.out.token_ids) - 1
+            sequence.kv_len = min(state.num_tokens, num_tokens)
+            sequence.replay = num_tokens - sequence.kv_len
+        if state.done is done:
+            self._counts.stall_s += done.loader.stall_s  # waits for the load, so not before the first token is known
+
+    def _count_prompt(self, state: RequestState, done: PrefillReport) -> None:
+        state.done, counts = done, self._counts
         plan = state.request.plan.with_prefix_cache(done.prefix_cache_tokens)
-        state.done = done
         counts.computed += plan.fresh_tokens
         counts.reused += plan.exact_tokens + plan.inexact_tokens
         counts.repaired += len(done.result.chosen)
         counts.prefix_cached += done.prefix_cache_tokens
-        if state.request.connector is not None:
-            self._hand_over(first, state.request.connector)
-        else:
-            self._draw_first(first, done)
-        counts.stall_s += done.loader.stall_s  # waits for the load, so not before the first token is on the host
 
     def _draw_first(self, first: Sequence, done: PrefillReport) -> None:
-        """Draw and append the first token of each answer that starts now."""
+        """Draw and append the first token of each answer that starts now. They share the prompt's blocks."""
         state = first.state
         assert first.paged is not None
         begun = state.num_started
@@ -176,43 +170,22 @@ class OutputProcessor:
         outputs = [self._begin_output(sequence) for sequence in wave]
         for sequence in wave:
             sequence.kv_len = state.num_tokens
-        draws = draw_next(outputs, done.logits.expand(len(outputs), -1))
-        self.sampled(dict(zip(wave, draws, strict=True)))
+        self.append(dict(zip(wave, draw_next(outputs, done.logits.expand(len(outputs), -1)), strict=True)))
 
     def _begin_output(self, sequence: Sequence) -> SequenceOutput:
         """Create the output of its answer."""
-        state, sampling = sequence.state, sequence.state.request.sampling
-        params = replace(sampling, seed=None if sampling.seed is None else sampling.seed + sequence.index)
+        state, sampling, index = sequence.state, sequence.state.request.sampling, sequence.index
+        params = replace(sampling, seed=None if sampling.seed is None else sampling.seed + index)
         on_event = partial(self._emit, state) if state.streams else ignore
         if state.num_answers > sampling.n:
             params = replace(params, logprobs=sampling.logprobs or 0)
-        see = state.checks.see if state.checks is not None and sequence.index == 0 else None
-        output = SequenceOutput(self._runtime, params, state.request.plan.token_ids, on_event, sequence.index, see)
-        output.watch = AttentionShares(state.request.plan)
-        sequence.output = output
-        return output
-
-    def _hand_over(self, sequence: Sequence, connector: Connector) -> None:
-        """Give the prompt's KV to the connector, and end the request with an empty answer."""
-        state = sequence.state
-        assert sequence.paged is not None
-        kv = self._scheduler.worker.export_kv(TableInput.of(sequence.paged), state.num_tokens)
-        connector.hand_over(state.request.plan.token_ids, kv)
-        generation = self._begin_output(sequence).out
-        generation.finish_reason, generation.first_token_at = "handed_over", time.perf_counter()
-        sequence.release(SequenceStatus.FINISHED)
-        self._end(state)
-
-    def _checked(self, sequence: Sequence, check: FullCheck) -> None:
-        """Handle a check's finished prefill: decode the rest of the answer, or end the check."""
-        if (output := check.continues) is None:
-            self._end_check(sequence, check)
-        else:
-            sequence.output, sequence.kv_len = output, check.num_prompt_tokens + len(output.out.token_ids) - 1
+        see = tuple(filter(None, [hook.on_logits(index) for hook in state.hooks]))
+        sequence.output = SequenceOutput(self._runtime, params, state.request.plan.token_ids, on_event, index, see)
+        return sequence.output
 
     # tokens
 
-    def _draw(self, decoded: Decoded, output: StepOutput) -> list[tuple[Sequence, Draw]]:
+    def _draw(self, decoded: Decoded, output: StepOutput) -> dict[Sequence, Draw]:
         """Draw the next tokens, except in a replay. Does not wait for the device. Failures are added to `output`."""
         going = list[int]()
         for index, sequence in enumerate(decoded.sequences):
@@ -222,107 +195,117 @@ class OutputProcessor:
             else:
                 going.append(index)
         if not going:
-            return []
-        sequences, logits = [decoded.sequences[index] for index in going], decoded.logits
+            return {}
+        sequences, logits = [decoded.sequences[index] for index in going], decoded.output.logits
+        outputs = [s.output for s in sequences if s.output is not None]
+        every = len(going) == len(logits)
         try:
-            outputs = [s.output for s in sequences if s.output is not None]
-            every = len(going) == len(logits)
-            draws = draw_next(outputs, logits if every else logits[upload(going, logits.device)])
-            return list(zip(sequences, draws, strict=True))
-        except Exception as error:
-            output.failed += [(sequence, error) for sequence in decoded.sequences]
-            return []
+            drawn = draw_next(outputs, logits if every else logits[upload(going, logits.device)])
+        except Exception as error:  # of the operation that all share
+            drawn = [error] * len(sequences)
+        draws = dict[Sequence, Draw]()
+        for sequence, draw in zip(sequences, drawn, strict=True):
+            if isinstance(draw, Exception):
+                output.failed.append((sequence, draw))
+            else:
+                draws[sequence] = draw
+        return draws
 
-    def _decoded(self, decoded: Decoded, draws: list[tuple[Sequence, Draw]]) -> None:
+    def _take_decoded(self, decoded: Decoded, draws: dict[Sequence, Draw]) -> None:
         """Handle a decode step, except for answers that ended with the token whose KV it computed."""
-        for sequence, attention in zip(decoded.sequences, decoded.attention, strict=True):
-            if sequence.status is SequenceStatus.FINISHED:
+        for sequence, attention in zip(decoded.sequences, decoded.output.attention, strict=True):
+            if attention is None or sequence.status is SequenceStatus.FINISHED:
                 continue
-            assert sequence.output is not None
-            if attention is not None and sequence.output.watch is not None:
-                sequence.output.watch.add(attention)
-        going = {s: draw for s, draw in draws if s.status is not SequenceStatus.FINISHED}
-        if self._runtime.async_scheduling and not self._storing:  # no token waits for a launch of missing chunks
+            try:
+                for hook in sequence.state.hooks:
+                    hook.on_attention(sequence.index, attention)
+            except Exception as error:
+                self._fail(sequence.state, error)
+        going = {s: draw for s, draw in draws.items() if s.status is not SequenceStatus.FINISHED}
+        if self._is_async and not self._concluding:  # no token waits for a launch of a hook
             self.pending |= going
         else:
-            self.sampled(going)
+            self.append(going)
         for sequence in decoded.sequences:
             unseen = self._blocks.num_unseen(sequence.kv_len)  # blocks that have left the window of every layer
-            if sequence.handed is None and sequence.paged is not None and unseen > sequence.paged.gone:
+            if sequence.elsewhere is None and sequence.paged is not None and unseen > sequence.paged.gone:
                 sequence.paged.give_back(unseen)
 
-    def sampled(self, draws: Mapping[Sequence, Draw]) -> None:
-        """Append tokens to their sequences, and finish complete answers. Waits for the draws."""
+    def append(self, draws: Mapping[Sequence, Draw | Exception]) -> None:
+        """Append tokens to their sequences, and end complete answers. Waits for the draws."""
         for sequence, draw in draws.items():
             assert sequence.output is not None
             if sequence.status is SequenceStatus.FINISHED:  # its request failed
                 continue
             try:
+                if isinstance(draw, Exception):
+                    raise draw
                 if not sequence.output.append(draw):
-                    self._finish(sequence)
-            except Exception as error:  # the others go on
+                    self._complete(sequence)
+            except Exception as error:
                 self._fail(sequence.state, error)
 
-    # ends
+    # ends: an answer is completed; a request is reported, concluded and done, or fails
 
-    def _finish(self, sequence: Sequence, early: Early | None = None) -> None:
-        """End a complete answer. With the last one the request is checked or done."""
-        state, output = sequence.state, sequence.output
-        assert output is not None
-        if isinstance(state, FullCheck):
-            self._end_check(sequence, state)
-            return
-        generation = output.end()
-        generation.finish_reason = early or generation.finish_reason
-        self._counts.generated += len(generation.token_ids)
+    def _complete(self, sequence: Sequence) -> None:
+        """End a complete answer. With the last one, report the request, or run a further one before."""
+        state = sequence.state
+        if state.parent is None:
+            self._close(sequence)
         sequence.release(SequenceStatus.FINISHED)
-        if early is not None or any(state.unfinished):
+        if any(state.unfinished):
             return
-        if state.num_started < state.num_answers:  # the next wave: its prompt is prefilled again
+        if (
+            state.parent is None and state.num_started < state.num_answers
+        ):  # the next wave: its prompt is computed again
             state.sequences.append(Sequence(state, state.num_started))
             return
-        check = check_of(self._runtime, state)
-        if check is None:
-            self._end(state)
+        outputs = [s.output for s in state.sequences if s.output is not None]
+        further = next(filter(None, [hook.on_complete(outputs) for hook in state.hooks]), None)
+        if state.parent is not None:
+            self._scheduler.states.remove(state)
+            self._report(state.parent)
+        elif further is None:
+            self._report(state)
         else:
-            self._scheduler.add(check)
+            child = RequestState(further.request, state.number, state, begun=True, hooks=[further.hook])
+            child.max_new_tokens, child.num_answer_tokens = further.max_new_tokens, further.num_answer_tokens
+            child.decodes_here, child.sequences = True, [Sequence(child, 0)]
+            self._scheduler.add(child)
 
-    def _end_check(self, sequence: Sequence, check: FullCheck) -> None:
-        """End a check and its parent request."""
-        sequence.release(SequenceStatus.FINISHED)
-        self._scheduler.states.remove(check)
-        check.conclude()
-        assert check.parent is not None
-        self._end(check.parent)
+    def _close(self, sequence: Sequence, early: Early | None = None) -> None:
+        """Flush an answer's text. early: why it ends before it is complete."""
+        assert sequence.output is not None
+        generation = sequence.output.end()
+        generation.finish_reason = early or generation.finish_reason
+        self._counts.generated += len(generation.token_ids)
 
-    def _end(self, state: RequestState, early: Early | None = None) -> None:
-        """Emit the answers. early: why the request ends before it is finished, with what was generated so far."""
-        if isinstance(state, FullCheck):
-            self.remove(state)
+    def _report(self, state: RequestState, early: Early | None = None) -> None:
+        """Report the answers. early: why the request ends before it is complete, with what was generated so far."""
+        if state.parent is not None:  # its parent ends, too
+            self.drop(state)
             return
+        work = list[Iterator[None]]()
         try:
             for sequence in list(state.unfinished):
                 if sequence.output is not None:
-                    self._finish(sequence, early)
+                    self._close(sequence, early)
             answers = self._answers(state)
             if state.done is not None and early is None:
-                _conclude(self._runtime, state.done, answers[0])
+                for hook in state.hooks:
+                    work += filter(None, [hook.on_done(state.done, answers, partial(self._emit, state))])
         except Exception as error:
             self._fail(state, error)
             return
-        self.remove(state)
-        if early is None and state.request.connector is not None:
-            self._emit(state, HandedOver(answers[0]))
-        if early is None and state.request.options.save and state.done is not None and state.done.has_missing:
-            from cacheblend_cli.engine.core.missing_chunks import store_missing
-
-            self._storing.append((state, answers, store_missing(state.done)))
+        self.drop(state)
+        if work:
+            self._concluding.append((state, answers, itertools.chain(*work)))
         else:
-            self._over(state, answers, early)
+            self._emit_done(state, answers, early)
 
-    def _store_piece(self) -> None:
-        """Store missing chunks, at most one launch. After the last one its request is done."""
-        state, answers, pieces = self._storing[0]
+    def _conclude_next(self) -> None:
+        """Do the next piece of a hook's work for the first complete request. After the last one it is done."""
+        state, answers, pieces = self._concluding[0]
         try:
             if not state.cancelled:
                 next(pieces)
@@ -330,13 +313,13 @@ class OutputProcessor:
         except StopIteration:
             pass
         except Exception as error:
-            self._storing.popleft()
-            self._failed(state, error)
+            self._concluding.popleft()
+            self._emit_failed(state, error)
             return
-        self._storing.popleft()
-        self._over(state, answers, None)
+        self._concluding.popleft()
+        self._emit_done(state, answers, None)
 
-    def _over(self, state: RequestState, answers: list[Answer], early: Early | None) -> None:
+    def _emit_done(self, state: RequestState, answers: list[Answer], early: Early | None) -> None:
         if early is None:
             self._counts.finished += 1
         else:
@@ -360,50 +343,24 @@ class OutputProcessor:
                 for event in (Reasoning(generation.reasoning, index), Text(generation.text, index)):
                     if event.text:
                         self._emit(state, event)
-        answers = [answer_of(self._runtime, state.done, generation, state.report) for generation in made]
-        if state.checks is not None:
-            for answer in answers:
-                answer.verify, answer.confirmation = state.checks.verification, state.checks.confirmation
-                answer.risk = state.checks.risk
+        answers = [answer_of(self._runtime, state.done, generation) for generation in made]
+        for hook in state.hooks:
+            hook.on_answers(state.done, list(zip(made, answers, strict=True)))
         return answers
 
     def _fail(self, state: RequestState, error: Exception) -> None:
-        """End the request, or a check's parent, with an error."""
+        """End the request, or the parent of a further one, with an error."""
         if state.parent is not None:
-            self.remove(state)
+            self.drop(state)
             state = state.parent
         if state not in self._scheduler.states:
             return
-        self.remove(state)
+        self.drop(state)
         if isinstance(error, torch.OutOfMemoryError):
             known = out_of_memory(error, self._runtime.decoder.device, state.num_tokens, self._runtime.memory())
             known.__cause__, error = error, known
-        self._failed(state, error)
+        self._emit_failed(state, error)
 
-    def _failed(self, state: RequestState, error: Exception) -> None:
+    def _emit_failed(self, state: RequestState, error: Exception) -> None:
         self._counts.failed += 1
         self._emit(state, Failed(error))
-
-
-def as_public_error(error: Exception) -> Exception:
-    """Return the error that users see. Unknown ones are logged and wrapped."""
-    if isinstance(error, CacheBlendError | StoreError | KernelError):
-        return error
-    logger.error("a request failed", exc_info=error)
-    wrapped = CacheBlendError(f"the engine failed: {type(error).__name__}: {error}", "this is a bug in cacheblend")
-    wrapped.__cause__ = error
-    return wrapped
-
-
-def _conclude(runtime: Runtime, done: PrefillReport, answer: Answer) -> None:
-    """Update the loading controller, and mark the chunks as used in the store."""
-    if answer.auto is not None and not done.prefix_cache_tokens:
-        learn_from(runtime, answer.auto, done)
-    request, store = done.request, done.request.store
-    if store is not None and request.blend.mode != "full":  # before missing chunks are stored, which may need room
-        used = [s.key for s in done.plan.chunks if s.cached and s.key]
-        if request.tiered is not None and store.tier is not None:
-            from cacheblend_cli.engine.request.tiered import remember_speed
-
-            remember_speed(store.tier)
-        store.touch([*used, request.collection.prefix_key] if request.prefix_cached else used)

@@ -128,7 +128,7 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence's blocks. It is swapped out if it decodes and the swap space has room, else queued again; a
-        check is always swapped out."""
+        further request is always swapped out."""
         self.counts.preempted += 1
         held = [] if sequence.paged is None else sequence.paged.owned
         full = self.num_swapped + len(held) > self.swap_blocks and sequence.state.parent is None
@@ -188,7 +188,7 @@ class Scheduler:
         if running and (self.num_places < 1 or (full and not self._may_join(prefilling, 0))):
             return None
         assert state.provenance is not None
-        wanted_from = 0 if state.request.sampling.prompt_logprobs is not None else state.num_prompt_tokens - 1
+        wanted_from = state.num_prompt_tokens - 1 if state.outputs_from is None else state.outputs_from
         hit = self.blocks.find(state.request.plan, state.provenance, wanted_from)
         if full and not self._may_join(prefilling, self._short_rows(state, hit)):
             return None
@@ -209,8 +209,8 @@ class Scheduler:
     def _short_rows(self, state: RequestState, hit: PrefixHit) -> int | None:
         """Return the rows of a prompt after the hit if it may share a launch. None if it has too many, needs repair, or
         is timed or observed by itself."""
-        plan, sampling = state.request.plan, state.request.sampling
-        if state.report is not None or sampling.prompt_logprobs is not None or state.parent is not None:
+        plan = state.request.plan
+        if state.parent is not None or any(hook.is_alone for hook in state.hooks):
             return None
         if not self.ahead and any(s.cached and s.token_ids for s in plan.segments):
             return None  # prompts load one after another here
@@ -234,4 +234,4 @@ class Scheduler:
 
 def _growing(decoding: list[Sequence]) -> list[tuple[BlockTable, int]]:
     """Return the sequences that decode into our blocks, with their numbers of tokens."""
-    return [(s.paged, s.kv_len) for s in decoding if s.paged is not None and s.handed is None]
+    return [(s.paged, s.kv_len) for s in decoding if s.paged is not None and s.elsewhere is None]

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from torch import Tensor
-
-from cacheblend_cli.blend.cost import AutoReport
-from cacheblend_cli.engine.core.checks import Checks
-from cacheblend_cli.engine.core.report import PrefillReport, PromptLogprobs
+from cacheblend_cli.engine.core.hooks import Hook
+from cacheblend_cli.engine.core.report import PrefillReport
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
 from cacheblend_cli.engine.events import Early
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.worker.worker import Worker
 from cacheblend_cli.kv.block_table import BlockTable
 from cacheblend_cli.kv.prefix_cache import KVProvenance
-
-if TYPE_CHECKING:
-    from cacheblend_cli.engine.connectors.llama_cpp import LlamaSequence
 
 
 class SequenceStatus(Enum):
@@ -32,8 +26,10 @@ class SequenceStatus(Enum):
     FINISHED = "finished"
 
 
-Sink = Callable[[Tensor], None]
-"""Receives logits of a prompt's rows, fp32 [n, vocab_size], in order."""
+class HeldKV(Protocol):
+    """A sequence's KV in another decoder."""
+
+    def release(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -44,7 +40,6 @@ class RunningPrefill:
     number: int  # the worker's key for it
     hit_tokens: int  # leading tokens whose KV came from the prefix cache
     short: int | None = None  # rows, if it may share a launch with other prompts
-    sink: Sink | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,7 @@ class Sequence:
     prefill: RunningPrefill | None = None  # while the prompt is computed
     output: SequenceOutput | None = None  # the answer, once it has a token
     swapped: SwappedKV | None = None
-    handed: LlamaSequence | None = None  # its KV in llama.cpp, which decodes it; the blocks no longer change
+    elsewhere: HeldKV | None = None  # its KV in the decoder that has taken it; the blocks no longer change
     replay: int = 0  # further tokens whose dropped KV is computed again; they are not drawn again
 
     @property
@@ -106,9 +101,9 @@ class Sequence:
             self.paged.release()
         if self.swapped is not None:
             self.swapped.worker.forget(self.swapped.number)
-        if self.handed is not None:
-            self.handed.release()
-        self.paged, self.swapped, self.handed, self.status = None, None, None, status
+        if self.elsewhere is not None:
+            self.elsewhere.release()
+        self.paged, self.swapped, self.elsewhere, self.status = None, None, None, status
 
 
 @dataclass(eq=False)
@@ -117,13 +112,14 @@ class RequestState:
 
     request: Request  # as it is run now
     number: int  # order of arrival
-    parent: RequestState | None = None  # the request whose answer this one checks
+    parent: RequestState | None = None  # the request that this one is run for
     submitted: float = field(default_factory=time.monotonic)
     cancelled: bool = False
     begun: bool = False  # it has left the queue at least once
     max_new_tokens: int = 0  # maximum tokens of an answer, with its reasoning
-    report: AutoReport | None = None  # the loading controller's decision
-    checks: Checks | None = None  # of the answer against a full prefill
+    num_answer_tokens: int = 0  # at the end of the prompt of a further request
+    decodes_here: bool = False  # no other decoder takes its answers
+    hooks: list[Hook] = field(default_factory=list)
     provenance: KVProvenance | None = None  # of its prompt's KV, once it is queued
     sequences: list[Sequence] = field(default_factory=list)
     done: PrefillReport | None = None  # of its prompt, once prefilled
@@ -157,7 +153,12 @@ class RequestState:
     def streams(self) -> bool:
         """Return whether tokens are emitted as they are drawn: not if the likeliest answers are to be chosen, or if the
         answer may be replaced."""
-        return self.num_answers <= self.request.sampling.n and (self.checks is None or self.checks.fit is None)
+        return self.num_answers <= self.request.sampling.n and not any(hook.may_replace for hook in self.hooks)
+
+    @property
+    def outputs_from(self) -> int | None:
+        """Return the first position of the prompt whose logits a hook takes, None for the last position only."""
+        return min((hook.outputs_from for hook in self.hooks if hook.outputs_from is not None), default=None)
 
     @property
     def num_tokens(self) -> int:
@@ -166,18 +167,12 @@ class RequestState:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of these in the prompt. A check also computes the tokens of an answer."""
-        return self.num_tokens
+        """Number of these without tokens of an answer."""
+        return self.num_tokens - self.num_answer_tokens
 
     @property
     def unfinished(self) -> Iterator[Sequence]:
         return (s for s in self.sequences if s.status is not SequenceStatus.FINISHED)
-
-    def outputs(self) -> tuple[int, Sink] | None:
-        """Return the first position whose logits are wanted, and what receives them; None for the last position only.
-        Called when the prefill begins."""
-        top = self.request.sampling.prompt_logprobs
-        return None if top is None else (0, PromptLogprobs(self.request.plan.token_ids, top))
 
 
 def provenance_of(state: RequestState, slice_rows: int) -> KVProvenance:

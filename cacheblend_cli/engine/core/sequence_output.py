@@ -13,10 +13,7 @@ from torch import Tensor
 from cacheblend_cli.engine.core.detokenizer import Detokenizer
 from cacheblend_cli.engine.events import OnEvent, Reasoning, Text, Token, ignore
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.worker.attention import AttentionShares
-from cacheblend_cli.engine.worker.grammar import Grammar, grammar_of
 from cacheblend_cli.engine.worker.sampling import Draw, Sampler, draw_together
-from cacheblend_cli.errors import UsageError
 from cacheblend_cli.types import FinishReason, SamplingParams, TokenLogprob
 
 REPEATED_COPIES = 3
@@ -38,7 +35,7 @@ class Generation:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     first_token_at: float = 0.0  # perf_counter
     decode_s: float = 0.0
-    attention: list[float] | None = None  # share of each chunk, see engine/worker/attention.py
+    index: int = 0  # of the answer
 
     @property
     def mean_logprob(self) -> float:
@@ -54,8 +51,8 @@ class Generation:
 class SequenceOutput:
     """Output state of one sequence: `draw` the next token from logits, then `append` it.
 
-    on_event: callback for Token, Reasoning and Text events, which carry `index`. see: callback for the logits that each
-    token is drawn from. Once the budget for reasoning is used up, the closing tag is inserted.
+    on_event: callback for Token, Reasoning and Text events, which carry `index`. see: callbacks for the logits that
+    each token is drawn from. Once the budget for reasoning is used up, the closing tag is inserted.
     """
 
     def __init__(
@@ -65,10 +62,10 @@ class SequenceOutput:
         prompt_ids: Sequence[int] = (),
         on_event: OnEvent = ignore,
         index: int = 0,
-        see: Callable[[Tensor], None] | None = None,
+        see: Sequence[Callable[[Tensor], None]] = (),
     ) -> None:
         self._params, self._on_event, self._index, self.see = params, on_event, index, see
-        self._grammar = _grammar_of(runtime, params) if params.has_form else None
+        self._grammar = runtime.grammar_of(params) if params.has_form else None
         self._sampler = Sampler(params, runtime.decoder.device, prompt_ids, self._grammar)
         self._ending = {*params.stop_ids, *(() if params.ignore_eos else runtime.model.eos_ids)}
         template = runtime.template
@@ -78,13 +75,15 @@ class SequenceOutput:
         self._closing_ids = partial(runtime.model.tokenizer.encode_template_rest, self._detokenizer.closing)
         self._closing, self._thought = deque[int](), 0
         self.max_tokens, self._budget = runtime.max_new_tokens(params), runtime.reasoning_budget(params)
-        self.out = Generation()
-        self.watch: AttentionShares | None = None  # sums the answer's attention
+        self.out = Generation(index=index)
         self._close_when_used_up()
 
     def draw(self, logits: Tensor) -> Draw:
         """Draw the next token from logits, fp32 [vocab_size]. Does not wait for the device."""
-        return draw_next([self], logits[None])[0]
+        (draw,) = draw_next([self], logits[None])
+        if isinstance(draw, Exception):
+            raise draw
+        return draw
 
     @property
     def can_run_ahead(self) -> bool:
@@ -92,7 +91,7 @@ class SequenceOutput:
         the last one, and not if what the host does with it changes the draw."""
         closes = self._budget is not None and not self.out.reasoning_cut and self._thought + 1 >= self._budget
         is_last = len(self.out.token_ids) + 1 >= self.max_tokens
-        return not (is_last or closes or self._grammar is not None or self.see is not None)
+        return not (is_last or closes or self._grammar is not None or self.see)
 
     def append(self, draw: Draw) -> bool:
         """Append the token, and stream the text that it completes. Returns whether the answer continues."""
@@ -135,7 +134,6 @@ class SequenceOutput:
         if self._detokenizer.stopped:
             out.finish_reason = "stop"
         out.reasoning = out.reasoning.strip()
-        out.attention = self.watch.of_chunks() if self.watch is not None else None
         return out
 
     def _emit(self, reasoning: str, answer: str) -> None:
@@ -153,22 +151,19 @@ class SequenceOutput:
             self.out.reasoning_cut = True
 
 
-def draw_next(outputs: Sequence[SequenceOutput], logits: Tensor) -> list[Draw]:
-    """Draw the next token of each from its row of logits, fp32 [n, vocab_size]. Does not wait for the device."""
-    for output, row in zip(outputs, logits, strict=True):
-        if output.see is not None:
-            output.see(row)
+def draw_next(outputs: Sequence[SequenceOutput], logits: Tensor) -> list[Draw | Exception]:
+    """Draw the next token of each from its row of logits, fp32 [n, vocab_size], or return the error that one alone
+    raised. Does not wait for the device."""
+    unseen = dict[int, Exception]()
+    for index, (output, row) in enumerate(zip(outputs, logits, strict=True)):
+        try:
+            for see in output.see:
+                see(row)
+        except Exception as error:
+            unseen[index] = error
     forced = [output._closing.popleft() if output._closing else None for output in outputs]
-    return draw_together([output._sampler for output in outputs], logits, forced)
-
-
-def _grammar_of(runtime: Runtime, params: SamplingParams) -> Grammar:
-    if runtime.template.opens_reasoning:
-        raise UsageError(
-            f"{runtime.model.name} reasons before it answers, which a grammar does not allow",
-            "leave --json-schema and --regex out",
-        )
-    return grammar_of(runtime.form_tokenizer, params)
+    draws = draw_together([output._sampler for output in outputs], logits, forced)
+    return [unseen.get(index, draw) for index, draw in enumerate(draws)]
 
 
 def repeats_itself(ids: Sequence[int]) -> bool:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cacheblend_cli.collect.collector import PlannedChunk
 
 
-class StoredChunks:
+class ChunkRecords:
     """Manifests and documents of chunks, each read once, in one read transaction that begins with the first of them. A
     context manager, for one thread."""
 
@@ -32,7 +32,7 @@ class StoredChunks:
         self._found: dict[bytes, ChunkManifest | None] = {}
         self._damaged: dict[bytes, BadBlob] = {}
 
-    def __enter__(self) -> StoredChunks:
+    def __enter__(self) -> ChunkRecords:
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -87,7 +87,7 @@ class StoredChunks:
 
 
 def in_stored_codec(
-    collection: Collection, prompts: Prompts, stored: StoredChunks, keys: Sequence[bytes]
+    collection: Collection, prompts: Prompts, stored: ChunkRecords, keys: Sequence[bytes]
 ) -> Collection:
     """Return the collection in the codec of the first of the chunks that this model has KV for, if the engine's
     settings name none."""
@@ -100,7 +100,7 @@ def in_stored_codec(
 
 def request_chunks(
     collection: Collection,
-    stored: StoredChunks,
+    stored: ChunkRecords,
     keys: Sequence[bytes],
     planned: Mapping[bytes, PlannedChunk],
     ranks: Mapping[bytes, int],
@@ -136,7 +136,7 @@ def check_named(store: ChunkStore | None, keys: Sequence[bytes], planned: Mappin
 
 
 def _as_input(
-    collection: Collection, stored: StoredChunks, manifest: ChunkManifest, notes: list[str]
+    collection: Collection, stored: ChunkRecords, manifest: ChunkManifest, notes: list[str]
 ) -> tuple[ChunkInput, ChunkManifest]:
     """Return a stored chunk as this model sees it, and the record that says so.
 

@@ -123,7 +123,7 @@ class Request:
                 "verify, confirm and max_risk compare our own answer, and another engine decodes this one",
                 "leave them out, or let this engine decode",
             )
-        return replace(self, connector=connector)
+        return replace(self, connector=connector, sampling=replace(self.sampling, n=1, best_of=0))
 
 
 def not_used(key: bytes, reason: str) -> str:

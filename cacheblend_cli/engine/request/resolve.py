@@ -14,7 +14,7 @@ from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.cancellation import Cancellation
 from cacheblend_cli.engine.events import Say
 from cacheblend_cli.engine.profile import with_own_ratio
-from cacheblend_cli.engine.request.chunks import StoredChunks, check_named, in_stored_codec, request_chunks
+from cacheblend_cli.engine.request.chunks import ChunkRecords, check_named, in_stored_codec, request_chunks
 from cacheblend_cli.engine.request.model_sampling import as_the_model, model_notes
 from cacheblend_cli.engine.request.prompts import Prompts
 from cacheblend_cli.engine.request.request import Request, not_used
@@ -56,7 +56,7 @@ def resolve(
     ask = prompts.dated(store, replace(ask, sampling=sampling))
     _check_size(prompts, ask)
     planned = _planned(prompts, ask, collect, cancellation)
-    with StoredChunks(store, ask.cite_first) as stored:
+    with ChunkRecords(store, ask.cite_first) as stored:
         ask, found = _searched(prompts, store, stored, ask, planned, say)
         started, notes = time.perf_counter(), found.notes
         check_named(store, ask.keys, planned)
@@ -75,8 +75,9 @@ def resolve(
         suffix_ids = collection.template.suffix_ids(ask.question, ask.history)
     tiered, in_tier = None, set[bytes]()
     if store is not None and store.tier is not None and blend.mode != "full":
-        num_tokens = len(collection.prefix_ids) + sum(len(c.token_ids) for c in inputs) + len(suffix_ids)
         from cacheblend_cli.engine.request.tiered import ask_tier, with_found
+
+        num_tokens = len(collection.prefix_ids) + sum(len(c.token_ids) for c in inputs) + len(suffix_ids)
 
         tiered = ask_tier(prompts, store, store.tier, collection, inputs, num_tokens, has_prefix=has_prefix)
         in_tier = set(tiered.found) if tiered is not None else in_tier
@@ -138,7 +139,7 @@ def _planned(
 def _searched(
     prompts: Prompts,
     store: ChunkStore | None,
-    stored: StoredChunks,
+    stored: ChunkRecords,
     ask: AskRequest,
     planned: Mapping[bytes, PlannedChunk],
     say: Say | None,

@@ -21,7 +21,7 @@ from cacheblend_cli.corpus.search import (
     weak_note,
 )
 from cacheblend_cli.engine.events import Say
-from cacheblend_cli.engine.request.chunks import StoredChunks, in_stored_codec
+from cacheblend_cli.engine.request.chunks import ChunkRecords, in_stored_codec
 from cacheblend_cli.engine.request.prompts import Prompts
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.prompt.collection import Collection
@@ -46,7 +46,7 @@ class Retrieved:
 def retrieve(
     prompts: Prompts,
     store: ChunkStore,
-    stored: StoredChunks,
+    stored: ChunkRecords,
     ask: AskRequest,
     planned: Mapping[bytes, PlannedChunk],
     say: Say | None = None,
@@ -92,7 +92,7 @@ def retrieve(
 def _fitting(
     prompts: Prompts,
     own: Collection,
-    stored: StoredChunks,
+    stored: ChunkRecords,
     ask: AskRequest,
     found: Sequence[bytes],
     planned: Mapping[bytes, PlannedChunk],
@@ -126,7 +126,7 @@ def _fitting(
     return kept, [note]
 
 
-def in_order(stored: StoredChunks, hits: Sequence[SearchHit], keys: Keys[bytes], order: str) -> list[bytes]:
+def in_order(stored: ChunkRecords, hits: Sequence[SearchHit], keys: Keys[bytes], order: str) -> list[bytes]:
     """Return those keys of hits in reading order: documents by their best hit, chunks of one document by their place.
 
     order "exact": only the beginning of a prompt can be exact, up to the first chunk that is not. So the document with
@@ -148,7 +148,7 @@ def in_reading_order(hits: Sequence[SearchHit], keys: Keys[bytes]) -> list[list[
     return [sorted(document, key=document.__getitem__) for document in places.values()]
 
 
-def exact_tokens(stored: StoredChunks, keys: Sequence[bytes]) -> int:
+def exact_tokens(stored: ChunkRecords, keys: Sequence[bytes]) -> int:
     """Return the number of tokens of leading chunks that were collected behind the same text. Evicted KV counts too, so
     that the order of a prompt, and its answer, do not depend on eviction."""
     left: tuple[int, ...] = ()
@@ -160,7 +160,7 @@ def exact_tokens(stored: StoredChunks, keys: Sequence[bytes]) -> int:
     return len(left)
 
 
-def exact_where_stored(collection: Collection, stored: StoredChunks, keys: Sequence[bytes]) -> list[bytes]:
+def exact_where_stored(collection: Collection, stored: ChunkRecords, keys: Sequence[bytes]) -> list[bytes]:
     """Return the chunks, each from the context that makes it exact at its place, if that is stored: collected behind
     the chunks that precede it here, whichever context was asked for."""
     found, left = list[bytes](), tuple[int, ...]()

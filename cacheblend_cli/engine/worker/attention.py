@@ -1,4 +1,4 @@
-"""Share of an answer's attention that each chunk of the prompt received while decoding."""
+"""Attention of decoded tokens, observed in one or two layers."""
 
 from __future__ import annotations
 
@@ -12,38 +12,8 @@ from cacheblend_cli.kv.forward import Steps
 from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.kv.rows import Rows
 from cacheblend_cli.model.decoder import Decoder, DecoderLayer
-from cacheblend_cli.prompt.plan import PromptPlan
 
-EVERY = 4
-"""One in EVERY decoded tokens is observed, starting with the first."""
 _DEEP = 12  # minimum layers for observing two of them
-
-
-class AttentionShares:
-    """Sums the attention of an answer's tokens, at one step in EVERY. Costs 1 % of decoding with a model of 135 M
-    parameters."""
-
-    def __init__(self, plan: PromptPlan) -> None:
-        self._plan, self._num_steps = plan, 0
-        self._found: Tensor | None = None
-
-    def is_due(self) -> bool:
-        """Return whether to observe this step. Called once per step."""
-        self._num_steps += 1
-        return self._num_steps % EVERY == 1
-
-    def add(self, weights: Tensor) -> None:
-        """Add the attention of the answer's newest token, [kv_len] fp32."""
-        weights = weights[: self._plan.num_tokens]
-        self._found = weights if self._found is None else self._found + weights
-
-    def of_chunks(self) -> list[float] | None:
-        """Return each chunk's share of the attention to all chunks, in prompt order; None before the first step."""
-        if self._found is None or not self._plan.chunks:
-            return None
-        looks = torch.stack([self._found[chunk.start : chunk.end].sum() for chunk in self._plan.chunks]).tolist()
-        total = sum(looks)
-        return [look / total for look in looks] if total > 0 else None
 
 
 class Watch(Steps):

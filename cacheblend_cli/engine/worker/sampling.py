@@ -131,32 +131,45 @@ class Sampler:
             self.grammar.take(int(token))
 
 
-def draw_together(samplers: Sequence[Sampler], logits: Tensor, forced: Sequence[int | None]) -> list[Draw]:
-    """Draw a token from each row of logits, fp32 [n, vocab_size]. Rows with equal settings share one operation, and get
-    the same tokens as alone. forced: token to take instead, or None. Does not wait for the device; the logits may be
-    overwritten afterwards."""
+def draw_together(samplers: Sequence[Sampler], logits: Tensor, forced: Sequence[int | None]) -> list[Draw | Exception]:
+    """Draw a token from each row of logits, fp32 [n, vocab_size]; an error in one sampler takes the place of its draw
+    and of no other. Rows with equal settings share one operation, and get the same tokens as alone. forced: token to
+    take instead, or None. Does not wait for the device; the logits may be overwritten afterwards."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for index, (sampler, token) in enumerate(zip(samplers, forced, strict=True)):
         groups[sampler.settings, token is None].append(index)
-    draws: dict[int, Draw] = {}
+    draws: dict[int, Draw | Exception] = {}
     for own in groups.values():
+        adjusted = dict[int, Tensor]()
+        for index in own:
+            try:
+                adjusted[index] = samplers[index].adjusted(logits[index])
+            except Exception as error:
+                draws[index] = error
+        if not adjusted:
+            continue
+        own = list(adjusted)
         rows = logits if len(own) == len(samplers) else logits[upload(own, logits.device)]
-        drawn = _drawn([samplers[i] for i in own], rows, [forced[i] for i in own])
-        draws |= zip(own, drawn, strict=True)
+        drawn = _drawn([samplers[i] for i in own], rows, list(adjusted.values()), [forced[i] for i in own])
+        for index, draw in zip(own, drawn, strict=True):
+            try:
+                samplers[index].note(draw.token)
+                draws[index] = draw
+            except Exception as error:
+                draws[index] = error
     return [draws[index] for index in range(len(samplers))]
 
 
-def _drawn(samplers: Sequence[Sampler], logits: Tensor, forced: Sequence[int | None]) -> list[Draw]:
-    """Draw for samplers of the same settings; all tokens are forced, or none is."""
+def _drawn(
+    samplers: Sequence[Sampler], logits: Tensor, adjusted: Sequence[Tensor], forced: Sequence[int | None]
+) -> list[Draw]:
+    """Draw for samplers of the same settings; all tokens are forced, or none is. adjusted: their rows as altered."""
     params = samplers[0].params
-    adjusted = [sampler.adjusted(row) for sampler, row in zip(samplers, logits, strict=True)]
     if forced[0] is not None:
         tokens = upload([token for token in forced if token is not None], logits.device)
     else:
         changed = any(sampler.alters for sampler in samplers)
-        tokens = _tokens(samplers, torch.stack(adjusted) if changed else logits)
-    for index, sampler in enumerate(samplers):
-        sampler.note(tokens[index : index + 1])
+        tokens = _tokens(samplers, torch.stack(list(adjusted)) if changed else logits)
     if params.logprobs is None:
         return draws_of(tokens)
     logprobs = torch.log_softmax(logits, dim=-1)

@@ -13,8 +13,8 @@ from decoding import decode_one_token
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
-from cacheblend_cli.engine.core.measured_prefill import prefill
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.measured_prefill import prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.model.kv_scales import KVScales

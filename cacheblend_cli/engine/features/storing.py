@@ -1,4 +1,4 @@
-"""Missing chunks: computed with a prompt, because the store had no usable KV, and stored after the answer."""
+"""Storing missing chunks after an answer: those that the tier had, and those that were computed with the prompt."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from cacheblend_cli.engine.core.report import PrefillReport
 from cacheblend_cli.errors import DeviceError
 
 
-def store_missing(done: PrefillReport) -> Iterator[None]:
+def store_missing(done: PrefillReport, store: ChunkStore, missing: Set[bytes]) -> Iterator[None]:
     """Store chunks from the tier, then collect and store computed ones, at most one launch between two values. A note
-    reports the result. Requires `done.has_missing`."""
-    request, store = done.request, done.request.store
-    assert store is not None, "the prompt has missing chunks"
+    reports the result."""
+    request = done.request
     keep = {s.key for s in done.plan.chunks if s.key} | {request.collection.prefix_key}
     collector = Collector(request.collection, store, keep)
     yield from _store_taken(done, store, collector)
-    missing = {s.key for s in done.plan.chunks if s.key and s.status == "computed"}
     if not missing:
         return
     what = f"the KV of {len(missing)} computed chunk{'s' if len(missing) > 1 else ''}"

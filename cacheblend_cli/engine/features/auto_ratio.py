@@ -4,18 +4,50 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from cacheblend_cli.blend.cost import AutoReport, Speeds, Workload, decide, estimate, estimate_full, learn
 from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.blend.speeds import SpeedFile, kv_share, measure_compute
+from cacheblend_cli.engine.core.hooks import Hook
 from cacheblend_cli.engine.core.report import PrefillReport
+from cacheblend_cli.engine.core.sequence_output import Generation
+from cacheblend_cli.engine.events import OnEvent
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.types import Answer
 
 _LOAD_AGAIN = 16  # full prefills in a row
+
+
+def admit(runtime: Runtime, request: Request) -> tuple[Request, Hook | None]:
+    request, report = decided(runtime, request)
+    return request, None if report is None else AutoRatio(runtime, report)
+
+
+class AutoRatio(Hook):
+    """Reports the decision, and learns from the prefill."""
+
+    is_alone = True
+
+    def __init__(self, runtime: Runtime, report: AutoReport) -> None:
+        self._runtime, self._report = runtime, report
+
+    def on_answers(self, report: PrefillReport, made: Sequence[tuple[Generation, Answer]]) -> None:
+        for _, answer in made:
+            answer.auto = replace(self._report, ttft_s=answer.timing.ttft_s)
+
+    def on_done(self, report: PrefillReport, answers: Sequence[Answer], emit: OnEvent) -> None:
+        """Update the speeds. On a GPU a prefill ends when its token is read."""
+        if report.prefix_cache_tokens:
+            return
+        after = answers[0].timing.ttft_s - self._report.before_s
+        on_gpu = self._runtime.decoder.device.type == "cuda"
+        prefill_s, rest_s = (after, 0.0) if on_gpu else (report.prefill_s, max(0.0, after - report.prefill_s))
+        controller_of(self._runtime, report.request).learn(self._report, report, prefill_s, rest_s)
 
 
 class Controller:
@@ -88,24 +120,15 @@ def controller_of(runtime: Runtime, request: Request) -> Controller:
 
 
 def decided(runtime: Runtime, request: Request) -> tuple[Request, AutoReport | None]:
-    """Return the request as the controller decides, and why; unchanged if it does not blend. Raises UsageError for a
-    blend with several ratios."""
-    if request.blend.mode != "blend":
+    """Return the request as the controller decides, and why; unchanged without --ratio auto, or if it does not blend.
+    Raises UsageError for a blend with several ratios."""
+    if not request.options.auto or request.blend.mode != "blend":
         return request, None
     if not runtime.decoder.part.is_whole:
         raise UsageError("--ratio auto is not implemented with --tensor-parallel", "give a ratio, such as 0.15")
     if request.blend.checks:
         raise UsageError("--ratio auto chooses one ratio, and several check layers were given", "give a ratio to each")
     return controller_of(runtime, request).decide(request)
-
-
-def learn_from(runtime: Runtime, report: AutoReport, done: PrefillReport) -> None:
-    """Update the speeds with an answer's ttft_s. On a GPU a prefill ends when its token is read."""
-    assert report.ttft_s is not None
-    after = report.ttft_s - report.before_s
-    on_gpu = runtime.decoder.device.type == "cuda"
-    prefill_s, rest_s = (after, 0.0) if on_gpu else (done.prefill_s, max(0.0, after - done.prefill_s))
-    controller_of(runtime, done.request).learn(report, done, prefill_s, rest_s)
 
 
 def workload(request: Request) -> Workload:

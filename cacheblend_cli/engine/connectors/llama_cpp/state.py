@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cacheblend_cli.engine.connectors.llama_library import ROPE_NEOX, ROPE_NORM
+from cacheblend_cli.engine.connectors.llama_cpp.library import ROPE_NEOX, ROPE_NORM
 from cacheblend_cli.kv.export import KVReader
 from cacheblend_cli.model.rope import inverse_frequencies
 from cacheblend_cli.model.spec import ModelSpec, rotated_dim

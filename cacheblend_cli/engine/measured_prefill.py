@@ -12,12 +12,12 @@ from torch import Tensor
 
 from cacheblend_cli.blend.cost import AutoReport
 from cacheblend_cli.blend.fidelity import teacher_forced
-from cacheblend_cli.engine.core.controller import controller_of, decided
 from cacheblend_cli.engine.core.core import ALONE, EngineCore
 from cacheblend_cli.engine.core.report import PrefillReport
 from cacheblend_cli.engine.core.sequence import RequestState, Sequence, SequenceStatus
 from cacheblend_cli.engine.core.sequence_output import Generation, SequenceOutput
 from cacheblend_cli.engine.events import Failed
+from cacheblend_cli.engine.features.auto_ratio import controller_of, decided
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.worker.decode import DecodeRunner, EagerRunner
@@ -28,7 +28,7 @@ from cacheblend_cli.kv.forward import Steps
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, SequenceView
 from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.prompt.plan import PromptPlan
-from cacheblend_cli.types import AskOptions, SamplingParams
+from cacheblend_cli.types import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,15 @@ class Prefilled(PrefillReport):
         see: Callable[[Tensor], None] | None = None,
         runner: DecodeRunner | None = None,
     ) -> Generation:
-        """Decode an answer in an engine core. The sequence needs room for it.
+        """Decode an answer in an engine core, whatever decodes those of users. The sequence needs room for it.
 
         given: leading answer tokens with KV written by `predict`. logits: fp32 [vocab_size] after these, None for those
         after the prompt. see: callback for the logits of each token. runner: None for the engine's own.
         """
         runtime, prompt_ids = self.runtime, self.plan.token_ids
-        options = AskOptions(verify=True)  # so that llama.cpp does not decode: measurements are of this engine
-        request = replace(self.request.in_full(), sampling=sampling, options=options)
+        request = replace(self.request.in_full(), sampling=sampling)
         state = RequestState(request, 0, max_new_tokens=runtime.max_new_tokens(sampling))
-        output = SequenceOutput(runtime, sampling, prompt_ids, see=see)
+        output = SequenceOutput(runtime, sampling, prompt_ids, see=() if see is None else (see,))
         view = SequenceView(self.pool, self.sequence.blocks)
         sequence = Sequence(state, 0, SequenceStatus.RUNNING, view, len(prompt_ids) + given, output=output)
         state.sequences = [sequence]

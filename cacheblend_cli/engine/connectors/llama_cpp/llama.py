@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cacheblend_cli.engine.connectors.llama_library import LEAST_BATCH, Batch, Library, LlamaError, library
-from cacheblend_cli.engine.connectors.llama_state import StateLayout
+from cacheblend_cli.engine.connectors.llama_cpp.library import LEAST_BATCH, Batch, Library, LlamaError, library
+from cacheblend_cli.engine.connectors.llama_cpp.state import StateLayout
 from cacheblend_cli.kv.export import KVReader
 
 PROBED = 8

@@ -1,4 +1,4 @@
-"""The thread of an engine, in which concurrent requests are batched, and their store."""
+"""The thread in which an engine core runs concurrent requests."""
 
 from __future__ import annotations
 
@@ -9,26 +9,22 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import replace
-from tempfile import TemporaryDirectory
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
-from cacheblend_store import ChunkStore
+from cacheblend_kernels import KernelError
+from cacheblend_store import StoreError
 
-from cacheblend_cli.engine.core.core import EngineCore
-from cacheblend_cli.engine.core.output_processor import as_public_error
+from cacheblend_cli.engine.core.core import EngineCore, Extensions
 from cacheblend_cli.engine.core.sequence import RequestState, SequenceStatus
 from cacheblend_cli.engine.events import Done, EngineStats, Event, Failed, Limits, OnEvent
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.errors import QueueFull, UsageError
+from cacheblend_cli.errors import CacheBlendError, QueueFull, UsageError
 from cacheblend_cli.model.device import make_current
-from cacheblend_cli.settings import DEFAULTS, Resolved, Settings
 from cacheblend_cli.types import Answer
 
 T = TypeVar("T")
-_FULL_S = 0.05  # between two attempts to queue a request
 logger = logging.getLogger("cacheblend")
 STUCK_S = 60.0
 """Seconds after which a step counts as stuck; a slice of a prefill on a slow CPU takes a few."""
@@ -41,9 +37,9 @@ class AsyncEngine:
     on_event must not block. If it raises, the request is cancelled.
     """
 
-    def __init__(self, runtime: Runtime, limits: Limits | None = None) -> None:
+    def __init__(self, runtime: Runtime, limits: Limits | None = None, extensions: Extensions = Extensions()) -> None:
         self._runtime, self._limits = runtime, limits or Limits()
-        self._core = EngineCore(runtime, self._limits)
+        self._core = EngineCore(runtime, self._limits, extensions=extensions)
         self._changed = threading.Condition()
         self._arrived = deque[RequestState]()
         self._listeners: dict[RequestState, OnEvent] = {}  # of unfinished requests
@@ -103,7 +99,7 @@ class AsyncEngine:
             for state in self._listeners:
                 state.cancelled = True
 
-    def run(self, work: Callable[[Runtime], T]) -> Future[T]:
+    def between_steps(self, work: Callable[[Runtime], T]) -> Future[T]:
         """Run `work` in the engine's thread, at most one launch per call. A step runs between two calls, so that
         answers continue. Raises QueueFull if the engine closes."""
         future: Future[T] = Future()
@@ -188,7 +184,7 @@ class AsyncEngine:
 
     def _emit(self, state: RequestState, event: Event) -> None:
         if isinstance(event, Failed):
-            event = Failed(as_public_error(event.error))
+            event = Failed(_public_error(event.error))
         with self._changed:
             on_event = self._listeners[state]
             if isinstance(event, Done | Failed):
@@ -228,124 +224,11 @@ def _do(runtime: Runtime, work: Callable[[Runtime], Any], future: Future[Any]) -
         future.set_exception(error)
 
 
-class EngineThread:
-    """Base of Engine: starts its thread with the first request, and queues requests."""
-
-    def __init__(self, runtime: Runtime, resolved: Resolved = DEFAULTS, limits: Limits | None = None) -> None:
-        """resolved: settings of requests, and for cutting their documents. limits: of batched requests."""
-        self.runtime, self._resolved, self._limits = runtime, resolved, limits
-        self._service: AsyncEngine | None = None
-        self._closed: AsyncEngine | None = None  # the last one: refuses requests, keeps its statistics
-        self._given: ChunkStore | None = None
-        self._store: ChunkStore | None = None
-        self._temporary = ExitStack()
-        self._folder: TemporaryDirectory[str] | None = None
-        self._lock = threading.RLock()  # guards these six
-
-    def use(self, store: ChunkStore | None) -> None:
-        """Use this store from now on, also for the KV of requests' documents and for `add`. None: a temporary store,
-        which `close` removes. No request may be running."""
-        with self._lock:
-            if self._service is None or store is not self._given:
-                if self._service is not None:
-                    self.close()
-                self._given, self._store = store, self._temporary_store() if store is None else store
-                _share(self._store, self._resolved.settings)
-                self._service, self._closed = AsyncEngine(self.runtime, self._limits), None
-
-    def serve(self, store: ChunkStore, limits: Limits) -> None:
-        """`use` a store, under these limits."""
-        with self._lock:
-            self._limits = limits
-            self.use(store)
-
-    def submit(self, request: Request, on_event: OnEvent) -> RequestState:
-        """Queue a resolved request, and return its state for `cancel`. on_event: called in the engine's thread, with
-        Done or Failed last; it must not block. Raises QueueFull if too many wait or the engine closes."""
-        return self._serving().submit(request, on_event)
-
-    def cancel(self, state: RequestState) -> None:
-        """End a request in the next step, with its partial answers. No effect on a finished one."""
-        state.cancelled = True
-
-    def cancel_all(self) -> None:
-        self._serving().cancel_all()
-
-    def queue(self, request: Request) -> Future[Answer]:
-        """Queue a resolved request. Returns its first answer; cancelling the future cancels the request."""
-        return self._serving().ask(request)
-
-    def _queue_unless_full(self, request: Request, *, wait: bool) -> Future[Answer] | None:
-        """Queue a resolved request. If the queue is full return None, or with `wait` wait for room."""
-        while True:
-            try:
-                return self.queue(request)
-            except QueueFull:
-                if not wait:
-                    return None
-                time.sleep(_FULL_S)
-
-    def check_room(self, coming: int = 0) -> None:
-        """Raise QueueFull if the queue has no room for one more request after `coming` others."""
-        self._serving().check_room(coming)
-
-    def between_steps(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` in the engine's thread, at most one launch per call, so that answers continue. Raises QueueFull if
-        the engine closes."""
-        return self._serving().run(lambda _: work())
-
-    def stats(self) -> EngineStats:
-        """Return statistics as of the last step."""
-        return self._serving().stats()
-
-    @property
-    def is_stuck(self) -> bool:
-        """Return whether the current step has been running for too long."""
-        return self._serving().is_stuck
-
-    def close(self) -> None:
-        """Stop the engine's thread and remove its temporary store. Running requests are cancelled."""
-        with self._lock:
-            if self._service is not None:
-                self._service.close()
-                self._service, self._closed = None, self._service
-            self._temporary.close()
-            self.runtime.driver.drop()
-
-    def remove_files(self) -> None:
-        """Remove the temporary store's files, possibly in use, of a process that ends without `close`."""
-        if self._folder is not None:
-            self._folder.cleanup()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _temporary_store(self) -> ChunkStore:
-        self._folder = TemporaryDirectory(prefix="cacheblend-")
-        folder = self._temporary.enter_context(self._folder)
-        return self._temporary.enter_context(ChunkStore.open(folder, mode="write", force=True))  # wherever TMPDIR is
-
-    def _running(self) -> AsyncEngine:
-        with self._lock:
-            if self._service is None:
-                self.use(self._given)
-            assert self._service is not None
-            return self._service
-
-    def _serving(self) -> AsyncEngine:
-        """Return the engine core's thread; after `close` the last one, which refuses requests."""
-        with self._lock:
-            return self._service or self._closed or self._running()
-
-
-def _share(store: ChunkStore, settings: Settings) -> None:
-    """Give the store the tier of the settings, if they name one and it has none. Raises TierUsage, TierNotFound."""
-    if settings.tier and store.tier is None:
-        from cacheblend_store.tier import SharedTier, open_tier
-
-        tier = SharedTier(open_tier(settings.tier, settings.tier_key_file or None), settings.tier_deadline)
-        tier.check_later()
-        store.share(tier)
+def _public_error(error: Exception) -> Exception:
+    """Return the error that users see. Unknown ones are logged and wrapped."""
+    if isinstance(error, CacheBlendError | StoreError | KernelError):
+        return error
+    logger.error("a request failed", exc_info=error)
+    wrapped = CacheBlendError(f"the engine failed: {type(error).__name__}: {error}", "this is a bug in cacheblend")
+    wrapped.__cause__ = error
+    return wrapped

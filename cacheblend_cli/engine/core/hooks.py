@@ -1,0 +1,88 @@
+"""Hooks: what a feature does with a request on its way through the core, which names no feature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from cacheblend_cli.engine.core.report import PrefillReport
+from cacheblend_cli.engine.core.sequence_output import Generation, SequenceOutput
+from cacheblend_cli.engine.events import OnEvent
+from cacheblend_cli.engine.request.request import Request
+from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.worker.prefill import PrefillOutput
+from cacheblend_cli.kv.export import KVReader
+from cacheblend_cli.types import Answer
+
+
+class Hook:
+    """What a feature does with one request. Each method does nothing by default; an error ends this request alone.
+
+    outputs_from: first position of the prompt whose logits it takes. is_alone: its prompt shares no launch, because it
+    is timed or observed by itself. may_replace: the answer may be replaced, so it is not streamed. decodes_here: every
+    token is drawn from this engine's own logits.
+    """
+
+    outputs_from: int | None = None
+    is_alone = may_replace = decodes_here = False
+
+    def on_begin(self) -> None:
+        """The prompt begins to be computed, perhaps again."""
+
+    def on_prompt_logits(self, logits: Tensor) -> None:
+        """Take the logits of the prompt's rows from `outputs_from` on, fp32 [n, vocab_size], in order."""
+
+    def on_slice(self, output: PrefillOutput) -> None:
+        """A slice of the prompt is computed."""
+
+    def on_prefill(self, report: PrefillReport, export: Callable[[], KVReader]) -> Begun | None:
+        """The prompt is computed. Return an answer that this hook has begun, None for the engine to draw one. export:
+        gives a reader of the prompt's KV."""
+        return None
+
+    def on_logits(self, index: int) -> Callable[[Tensor], None] | None:
+        """Return what takes the logits, fp32 [vocab_size], that each token of answer `index` is drawn from."""
+        return None
+
+    def watches(self, index: int) -> bool:
+        """Return whether `on_attention` takes the next decode step of answer `index`."""
+        return False
+
+    def on_attention(self, index: int, weights: Tensor) -> None:
+        """Take the attention of the newest token of answer `index`, [kv_len] fp32."""
+
+    def on_complete(self, outputs: Sequence[SequenceOutput]) -> Further | None:
+        """The answers are complete. Return a further request to run before they are reported."""
+        return None
+
+    def on_answers(self, report: PrefillReport, made: Sequence[tuple[Generation, Answer]]) -> None:
+        """Fill in the reports of the answers, which may be partial ones."""
+
+    def on_done(self, report: PrefillReport, answers: Sequence[Answer], emit: OnEvent) -> Iterator[None] | None:
+        """The complete answers are reported. Return work before the request ends, at most one launch between two
+        values. emit: takes further events."""
+        return None
+
+
+@dataclass(frozen=True)
+class Begun:
+    """An answer that a hook has begun. is_complete: nothing is left to decode."""
+
+    output: SequenceOutput | None
+    is_complete: bool
+
+
+@dataclass(frozen=True)
+class Further:
+    """A request that is run for another one, whose events are its parent's. hook: takes its results."""
+
+    request: Request  # its prompt may end with tokens of an answer
+    hook: Hook
+    num_answer_tokens: int  # number of these
+    max_new_tokens: int
+
+
+Feature = Callable[[Runtime, Request], tuple[Request, Hook | None]]
+"""Admits a request: returns it as it is to be run, and the hook that follows it. Raises UsageError."""

@@ -1,0 +1,55 @@
+"""Choice of the decoder beside this engine's own (--decode-with, --decode-model). Looks for packages and files, and
+imports a decoder only where it may decode."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.extras import install_hint
+from cacheblend_cli.model.loading import LoadedModel
+
+if TYPE_CHECKING:
+    from cacheblend_cli.engine.connectors.llama_cpp.decoder import LlamaDecoder
+
+EXTRA, MODULES = "llama-cpp", ("xllamacpp", "llama_cpp")
+
+
+def llama_decoder(runtime: Runtime) -> LlamaDecoder | None:
+    """Return llama.cpp if it may decode. Raises what `llama_file` raises."""
+    file = llama_file(runtime.config, runtime.model)
+    if file is None:
+        return None
+    from cacheblend_cli.engine.connectors.llama_cpp.decoder import LlamaDecoder
+
+    return LlamaDecoder(runtime, file, measured=runtime.config.decode_with == "auto")
+
+
+def llama_file(config: EngineConfig, model: LoadedModel) -> Path | None:
+    """Return the file that llama.cpp may decode this model with, None if this engine decodes. Raises UsageError,
+    NotFoundError if llama.cpp is demanded and cannot run."""
+    own = model.shown_path
+    file = Path(config.decode_model).expanduser() if config.decode_model else own if own.suffix == ".gguf" else None
+    reason = None
+    if file is None:
+        reason = "llama.cpp decodes with GGUF files", "give one with --decode-model"
+    elif not any(find_spec(module) for module in MODULES):
+        reason = "neither xllamacpp nor llama-cpp-python is installed", install_hint(EXTRA)
+    elif model.lora is not None:
+        reason = "the GGUF file lacks the LoRA adapter", "merge it into the file, or leave --decode-with out"
+    elif model.decoder.rope.switches_at is not None:
+        reason = "the model's RoPE depends on the length of the prompt", "leave --decode-with out"
+    elif model.spec.latent is not None:
+        reason = "the model keeps latents (MLA), which llama.cpp lays out in another way", "leave --decode-with out"
+    if config.decode_with == "torch" or (config.decode_with == "auto" and reason is not None):
+        return None
+    if reason is not None:
+        raise UsageError(f"--decode-with llama.cpp: {reason[0]}", reason[1])
+    assert file is not None
+    if not file.is_file():
+        raise NotFoundError(f"there is no file {file}", "check --decode-model")
+    return file.resolve()

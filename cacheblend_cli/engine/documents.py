@@ -1,0 +1,123 @@
+"""Base of an engine: the documents of its store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from datetime import date
+from typing import TYPE_CHECKING
+
+from cacheblend_store import ChunkStore
+
+from cacheblend_cli.cancellation import Cancellation
+from cacheblend_cli.engine.engine_thread import EngineThread
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.prompt.collection import Collection
+from cacheblend_cli.settings import of_settings
+
+if TYPE_CHECKING:
+    from cacheblend_cli.collect.corpus_diff import Paths
+    from cacheblend_cli.collect.difference import Difference
+    from cacheblend_cli.collect.events import PrecomputeEvent, PrecomputeReport
+    from cacheblend_cli.collect.precompute import PrecomputeOptions
+    from cacheblend_cli.collect.recheck import RecheckReport
+    from cacheblend_cli.collect.settings import CollectSettings
+    from cacheblend_cli.collect.texts import AddedDocument, Putting
+    from cacheblend_cli.corpus.documents import Document
+
+
+class Documents(EngineThread):
+    """Stores, checks and names documents. Only `add` may be called while requests run."""
+
+    def precompute(
+        self,
+        store: ChunkStore | None,
+        paths: Sequence[str] | Paths,
+        options: PrecomputeOptions,
+        on_event: Callable[[PrecomputeEvent], None],
+        confirm: Callable[[Difference], bool] | None = None,
+    ) -> PrecomputeReport:
+        """Bring the store up to date with the documents under `paths`. store None: a dry run.
+
+        Unset options are those that the store remembers for the paths. confirm: called before documents are computed
+        again because of other settings. Raises NotFoundError, UsageError, StoreErrors, DeviceError.
+        """
+        from cacheblend_cli.collect.corpus_diff import Paths
+        from cacheblend_cli.collect.precompute import precompute
+
+        if options.kv_dtype in (None, "auto") and self.runtime.config.kv_dtype != "auto":
+            options = replace(options, kv_dtype=self.runtime.config.kv_dtype)
+        if options.day is not None and self.runtime.template.day is None:
+            raise UsageError(f"the chat template of {self.runtime.model.name} prints no date", "leave --date out")
+        paths = paths if isinstance(paths, Paths) else Paths(paths)
+        collection = self.collection(store, options.salt, options.day)
+        return precompute(collection, store, paths, options, on_event, confirm)
+
+    def collection(self, store: ChunkStore | None, salt: str = "", day: date | None = None) -> Collection:
+        """Return the collection of the store's documents. day: date that the template prints, None for the store's."""
+        return self.runtime.collection(salt, day=day or self.runtime.day(store, salt))
+
+    def usable(self, store: ChunkStore, salt: str = "") -> list[str]:
+        """Return the ids of the collections whose chunks can be used."""
+        return [of.id for of in self.runtime.collections(salt, self.runtime.day(store, salt))]
+
+    def roots(self, store: ChunkStore, salt: str = "") -> list[str]:
+        """Return the real paths that the store remembers for this model and salt."""
+        from cacheblend_cli.collect.settings import SourceSettings
+
+        return SourceSettings(self.runtime.collection(salt), store).paths
+
+    def recheck(
+        self,
+        store: ChunkStore,
+        count: int,
+        *,
+        repair: bool = False,
+        salt: str = "",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> RecheckReport:
+        """Compute `count` random chunks of this model again and compare them with the store."""
+        from cacheblend_cli.collect.recheck import recheck
+
+        return recheck(self.collection(store, salt), store, count, repair=repair, progress=progress)
+
+    def put(
+        self,
+        store: ChunkStore,
+        document: Document,
+        salt: str = "",
+        title: str = "",
+        cancellation: Cancellation | None = None,
+    ) -> Putting:
+        """Cut a document to be stored: call the result's `collect` by `between_steps` until it returns False, then
+        `commit`; or `undo`. Raises TextRefused, and Cancelled if it is cancelled while it is cut."""
+        from cacheblend_cli.collect.texts import Putting
+
+        return Putting(self.collection(store, salt), store, document, self._collect_settings(), title, cancellation)
+
+    def add(self, store: ChunkStore, texts: Iterable[tuple[str, str]]) -> list[AddedDocument]:
+        """Store documents, (id, text) each, replacing what was stored under the same ids; their KV is computed now.
+
+        Raises UsageError for an empty text, and StoreErrors.
+        """
+        from cacheblend_cli.collect.texts import AddedDocument, document_of, put_name
+
+        self.use(store)
+        added = []
+        for document_id, text in texts:
+            document = document_of(put_name("", document_id), text, None)
+            putting = self.put(store, document, self._resolved.settings.salt)
+            try:
+                while self.between_steps(putting.collect).result():
+                    pass
+                putting.commit()
+            except Exception:
+                putting.undo()
+                raise
+            added.append(AddedDocument(document_id, tuple(planned.key.hex() for planned in putting.chunks)))
+        return added
+
+    def _collect_settings(self) -> CollectSettings:
+        from cacheblend_cli.collect.settings import CollectSettings
+
+        return of_settings(CollectSettings, self._resolved.settings)

@@ -1,0 +1,275 @@
+"""Base of an engine: its model, its thread, which starts with the first request, and the store of its requests."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack
+from functools import partial
+from tempfile import TemporaryDirectory
+from typing import Any, Self, TypeVar
+
+from cacheblend_store import ChunkStore
+
+from cacheblend_cli.engine.async_engine import AsyncEngine
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.core.core import ALONE, EngineCore, Extensions, admit
+from cacheblend_cli.engine.core.sequence import RequestState
+from cacheblend_cli.engine.decode_with import llama_decoder
+from cacheblend_cli.engine.events import Done, EngineStats, Event, Failed, Limits, OnEvent
+from cacheblend_cli.engine.features import FEATURES
+from cacheblend_cli.engine.request.model_sampling import as_the_model
+from cacheblend_cli.engine.request.prompts import Prompts
+from cacheblend_cli.engine.request.request import Request
+from cacheblend_cli.engine.runtime import Runtime, load_worker_model
+from cacheblend_cli.errors import CacheBlendError, QueueFull
+from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.prompt.template import PromptTemplate
+from cacheblend_cli.settings import DEFAULTS, Resolved, Settings
+from cacheblend_cli.types import Answer, SamplingParams
+
+T = TypeVar("T")
+_FULL_S = 0.05  # between two attempts to queue a request
+
+
+class EngineThread:
+    """Base of Engine: facts about its model; starts its thread with the first request, and queues requests."""
+
+    def __init__(self, runtime: Runtime, resolved: Resolved = DEFAULTS, limits: Limits | None = None) -> None:
+        """resolved: settings of requests, and for cutting their documents. limits: of batched requests."""
+        self.runtime, self._resolved, self._limits = runtime, resolved, limits
+        self.llama = llama_decoder(runtime)
+        self.extensions = Extensions(FEATURES, () if self.llama is None else (self.llama,))
+        self._service: AsyncEngine | None = None
+        self._closed: AsyncEngine | None = None  # the last one: refuses requests, keeps its statistics
+        self._given: ChunkStore | None = None
+        self._store: ChunkStore | None = None
+        self._temporary = ExitStack()
+        self._folder: TemporaryDirectory[str] | None = None
+        self._lock = threading.RLock()  # guards these six
+
+    @property
+    def model(self) -> LoadedModel:
+        return self.runtime.model
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.runtime.config
+
+    @property
+    def prompts(self) -> Prompts:
+        """Templates, collections and limits of the model's prompts."""
+        return self.runtime
+
+    @property
+    def template(self) -> PromptTemplate:
+        """The prompt's template in the engine's own wording."""
+        return self.runtime.template
+
+    @property
+    def context(self) -> int:
+        """Maximum number of tokens of a prompt and its answer."""
+        return self.runtime.context
+
+    @property
+    def is_parallel(self) -> bool:
+        """Return whether the model is split over several processes."""
+        return not self.runtime.decoder.part.is_whole
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether another rank has ended, so that no request can be answered."""
+        return self.runtime.driver.is_lost
+
+    def when_lost(self, act: Callable[[CacheBlendError], Any]) -> None:
+        """Call `act`, from any thread, when another rank is lost: waiting for it may never end."""
+        self.runtime.driver.when_lost(act)
+
+    def describe(self) -> dict[str, Any]:
+        """Return facts for `doctor`, with llama.cpp's if it may decode."""
+        return self.runtime.describe() | ({} if self.llama is None else self.llama.describe())
+
+    def llama_note(self) -> str | None:
+        """Load llama.cpp if it decodes, and return a message about it; None if this engine decodes."""
+        llama = None if self.llama is None else self.llama.loaded()
+        return None if llama is None else f"llama.cpp ({llama.library.name}) decodes with {llama.file.name}"
+
+    def worker_loader(self, threads: int) -> Callable[[], LoadedModel]:
+        """Return a picklable function that loads the same model on another machine."""
+        return partial(load_worker_model, self.runtime.worker_config(threads))
+
+    def sampling_of_model(self, sampling: SamplingParams, fields: Collection[str]) -> SamplingParams:
+        """Return the sampling with these fields from generation_config.json, if it has them. Raises UsageError."""
+        return as_the_model(sampling, fields, self.model)
+
+    def reserve_memory(self) -> None:
+        """Take a GPU's KV pool and decode graphs now, not with the first request. Raises DeviceError."""
+        self.runtime.memory()
+
+    # its thread and store
+
+    def use(self, store: ChunkStore | None) -> None:
+        """Use this store from now on, also for the KV of requests' documents and for `add`. None: a temporary store,
+        which `close` removes. No request may be running."""
+        with self._lock:
+            if self._service is None or store is not self._given:
+                if self._service is not None:
+                    self.close()
+                self._given, self._store = store, self._temporary_store() if store is None else store
+                _share(self._store, self._resolved.settings)
+                self._service, self._closed = AsyncEngine(self.runtime, self._limits, self.extensions), None
+
+    def serve(self, store: ChunkStore, limits: Limits) -> None:
+        """`use` a store, under these limits."""
+        with self._lock:
+            self._limits = limits
+            self.use(store)
+
+    def submit(self, request: Request, on_event: OnEvent) -> RequestState:
+        """Queue a resolved request, and return its state for `cancel`. on_event: called in the engine's thread, with
+        Done or Failed last; it must not block. Raises QueueFull if too many wait or the engine closes."""
+        return self._latest().submit(request, on_event)
+
+    def events(self, request: Request) -> Generator[Event]:
+        """Return the events of a resolved request, Done last. Raises the error of a failed one.
+
+        If the engine's thread runs, the request is queued now, and closing the iterator cancels it. Otherwise it is
+        computed as they are read, in this thread and a pool of the size that it needs. Missing chunks (without usable
+        KV) are stored after the answer if the store is writable. Used chunks are marked as such (`ChunkStore.touch`).
+        Raises UsageError, DeviceError, StoreErrors, QueueFull.
+        """
+        if self._service is None:
+            return self._alone(request)
+        events = queue.SimpleQueue[Event]()
+        state = self.submit(request, events.put)
+
+        def queued() -> Generator[Event]:
+            try:
+                yield from _until_done(iter(events.get, None))
+            finally:
+                self.cancel(state)
+
+        return queued()
+
+    def _alone(self, request: Request) -> Generator[Event]:
+        """Yield the events of a request that is computed in this thread."""
+        state, runtime = RequestState(request, 0), self.runtime
+        admit(runtime, state, self.extensions)
+        size, headroom = runtime.config.block_size, state.max_new_tokens
+        each = -(-(headroom + size) // size) + 1  # blocks of each further answer
+        memory = runtime.memory_for(-(-(state.num_tokens + headroom) // size) + 1 + (state.num_answers - 1) * each)
+        memory.pool.check_fits(state.num_tokens + headroom)
+        core = EngineCore(runtime, ALONE, memory, self.extensions)
+        core.add(state)
+        try:
+            while core.busy:
+                yield from _until_done(event for _, event in core.step())
+        finally:
+            core.close()
+
+    def cancel(self, state: RequestState) -> None:
+        """End a request in the next step, with its partial answers. No effect on a finished one."""
+        state.cancelled = True
+
+    def cancel_all(self) -> None:
+        self._latest().cancel_all()
+
+    def queue(self, request: Request) -> Future[Answer]:
+        """Queue a resolved request. Returns its first answer; cancelling the future cancels the request."""
+        return self._latest().ask(request)
+
+    def _queue_unless_full(self, request: Request, *, wait: bool) -> Future[Answer] | None:
+        """Queue a resolved request. If the queue is full return None, or with `wait` wait for room."""
+        while True:
+            try:
+                return self.queue(request)
+            except QueueFull:
+                if not wait:
+                    return None
+                time.sleep(_FULL_S)
+
+    def check_room(self, coming: int = 0) -> None:
+        """Raise QueueFull if the queue has no room for one more request after `coming` others."""
+        self._latest().check_room(coming)
+
+    def between_steps(self, work: Callable[[], T]) -> Future[T]:
+        """Run `work` in the engine's thread, at most one launch per call, so that answers continue. Raises QueueFull if
+        the engine closes."""
+        return self._latest().between_steps(lambda _: work())
+
+    def stats(self) -> EngineStats:
+        """Return statistics as of the last step."""
+        return self._latest().stats()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Return whether the current step has been running for too long."""
+        return self._latest().is_stuck
+
+    def close(self) -> None:
+        """Stop the engine's thread and remove its temporary store. Running requests are cancelled."""
+        with self._lock:
+            if self._service is not None:
+                self._service.close()
+                self._service, self._closed = None, self._service
+            self._temporary.close()
+            self.runtime.driver.drop()
+
+    def remove_files(self) -> None:
+        """Remove the temporary store's files, possibly in use, of a process that ends without `close`."""
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _temporary_store(self) -> ChunkStore:
+        self._folder = TemporaryDirectory(prefix="cacheblend-")
+        folder = self._temporary.enter_context(self._folder)
+        return self._temporary.enter_context(ChunkStore.open(folder, mode="write", force=True))  # wherever TMPDIR is
+
+    def _started(self) -> AsyncEngine:
+        """Return the engine core's thread, started now if it does not run."""
+        with self._lock:
+            if self._service is None:
+                self.use(self._given)
+            assert self._service is not None
+            return self._service
+
+    def _latest(self) -> AsyncEngine:
+        """Return the engine core's thread; after `close` the last one, which refuses requests."""
+        with self._lock:
+            return self._service or self._closed or self._started()
+
+
+def _until_done(events: Iterable[Event]) -> Iterator[Event]:
+    """Yield the events up to Done. Raises the error of a failed request."""
+    for event in events:
+        if isinstance(event, Failed):
+            raise event.error
+        yield event
+        if isinstance(event, Done):
+            return
+
+
+def answer_of(events: Iterable[Event]) -> Answer:
+    """Return the first answer of a request, once it is done."""
+    *_, last = events
+    assert isinstance(last, Done)
+    return last.answers[0]
+
+
+def _share(store: ChunkStore, settings: Settings) -> None:
+    """Give the store the tier of the settings, if they name one and it has none. Raises TierUsage, TierNotFound."""
+    if settings.tier and store.tier is None:
+        from cacheblend_store.tier import SharedTier, open_tier
+
+        tier = SharedTier(open_tier(settings.tier, settings.tier_key_file or None), settings.tier_deadline)
+        tier.check_later()
+        store.share(tier)

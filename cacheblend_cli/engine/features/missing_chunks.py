@@ -1,0 +1,46 @@
+"""Chunks of the store after an answer: used ones are marked, and missing ones are stored (`storing.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from cacheblend_store import ChunkStore
+
+from cacheblend_cli.engine.core.hooks import Hook
+from cacheblend_cli.engine.core.report import PrefillReport
+from cacheblend_cli.engine.core.sequence_output import Generation
+from cacheblend_cli.engine.events import OnEvent
+from cacheblend_cli.engine.request.request import Request
+from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.types import Answer
+
+
+def admit(runtime: Runtime, request: Request) -> tuple[Request, Hook | None]:
+    return request, None if request.store is None or request.blend.mode == "full" else KeptChunks(request.store)
+
+
+class KeptChunks(Hook):
+    """Updates the store with the chunks of a request, and reports the use of its tier."""
+
+    def __init__(self, store: ChunkStore) -> None:
+        self._store = store
+
+    def on_answers(self, report: PrefillReport, made: Sequence[tuple[Generation, Answer]]) -> None:
+        for _, answer in made:
+            answer.tier = None if report.request.tiered is None else report.request.tiered.use
+
+    def on_done(self, report: PrefillReport, answers: Sequence[Answer], emit: OnEvent) -> Iterator[None] | None:
+        request = report.request
+        if request.tiered is not None and self._store.tier is not None:
+            from cacheblend_cli.engine.request.tiered import remember_speed
+
+            remember_speed(self._store.tier)
+        used = [s.key for s in report.plan.chunks if s.cached and s.key]
+        # before missing chunks are stored, which may need room
+        self._store.touch([*used, request.collection.prefix_key] if request.prefix_cached else used)
+        missing = {s.key for s in report.plan.chunks if s.key and s.status == "computed"}
+        if not (request.options.save and self._store.writable) or not (missing or request.tiered):
+            return None
+        from cacheblend_cli.engine.features.storing import store_missing
+
+        return store_missing(report, self._store, missing)
