@@ -256,10 +256,10 @@ def show_plan(plan: AskPlan, output: Output, *, json: bool, extra: dict[str, Any
     for note in plan.notes:
         output.warn(note)
     if json:
-        output.json({**extra, **vars(plan)})
+        output.json({**extra, **plan.to_dict()})
         return
     if plan.chunks:
-        rows = [(c["id"][:12], c["tokens"], c["status"], c["source"]) for c in plan.chunks]
+        rows = [(c.id[:12], c.tokens, c.status, c.source) for c in plan.chunks]
         output.table(("chunk", "tokens", "status", "source"), rows, right=(1,), ends=(3,))
     before = plan.prompt_tokens - plan.cached_tokens - plan.fresh_tokens
     output.text(
@@ -270,6 +270,6 @@ def show_plan(plan: AskPlan, output: Output, *, json: bool, extra: dict[str, Any
     if plan.auto:
         a = plan.auto
         output.text(
-            f"--ratio auto: {a['mode']} at ratio {a['ratio']:.2g}, first token after {a['predicted_ttft_s'] * 1000:.0f} ms, "
-            f"{a['predicted_full_ttft_s'] * 1000:.0f} ms by a full prefill"
+            f"--ratio auto: {a.decision.mode} at ratio {a.decision.ratio:.2g}, first token after "
+            f"{a.predicted_ttft_s * 1000:.0f} ms, {a.predicted_full_ttft_s * 1000:.0f} ms by a full prefill"
         )

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream, End
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.client import Client, CompletedAnswer, EngineLost, Notes, Piece, lost
+from cacheblend_cli.client import Client, EngineLost, lost
 from cacheblend_cli.clock import since_process_start
 from cacheblend_cli.corpus import places
 from cacheblend_cli.corpus.scopes import project_scope
 from cacheblend_cli.model.read_ahead import read_ahead
 from cacheblend_cli.settings import Resolved, Settings
 from cacheblend_cli.sockets import sockets_of
-from cacheblend_cli.types import AskOptions, AskPlan, AskRequest, SearchParams
+from cacheblend_cli.types import AnswerEvent, AskOptions, AskPlan, AskRequest, CompletedAnswer, Notes, SearchParams
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
@@ -42,16 +42,14 @@ class WarmEngine:
 
     def plan(self, ask: AskRequest) -> AskPlan:
         plan, names = self._client.plan(self._with_project(ask))
-        chunks = [{**chunk, "source": places.shown(name)} for chunk, name in zip(plan.chunks, names, strict=True)]
+        chunks = [replace(chunk, source=places.shown(name)) for chunk, name in zip(plan.chunks, names, strict=True)]
         return replace(plan, chunks=chunks)
 
     def _with_project(self, ask: AskRequest) -> AskRequest:
         """Return the request with this process's project, which may differ from the engine's."""
         return replace(ask, cite_first=project_scope(self._store))
 
-    def _read(
-        self, events: Iterator[Notes | Piece | CompletedAnswer], streams: AnswerStream | None, options: AskOptions
-    ) -> AnswerResult:
+    def _read(self, events: Iterator[AnswerEvent], streams: AnswerStream | None, options: AskOptions) -> AnswerResult:
         first_at: float | None = None
         shown: list[str] = []
         for event in events:

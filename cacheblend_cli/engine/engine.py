@@ -55,6 +55,7 @@ from cacheblend_cli.types import (
     AskRequest,
     BlendParams,
     ChunkUse,
+    PlannedChunk,
     SamplingParams,
     TokenUse,
     ask_request,
@@ -243,11 +244,8 @@ class Engine(EngineThread):
             prompt.exact_tokens,
             prompt.fresh_tokens,
             kv_bytes(request),
-            [
-                {"id": s.key.hex() if s.key else "", "source": s.source, "tokens": len(s.token_ids), "status": s.status}
-                for s in prompt.chunks
-            ],
-            report.to_dict() if report else None,
+            [PlannedChunk(s.key.hex() if s.key else "", s.source, len(s.token_ids), s.status) for s in prompt.chunks],
+            report,
             [*request.notes, *filter(None, (self.runtime.decode_with.note,))],
         )
 

@@ -9,13 +9,15 @@ from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, StoreError, StoreReader, TierError
 from cacheblend_store.format.blobs import blob_prefix
 from cacheblend_store.format.records import layer_spec
 from cacheblend_store.tier.layout import Head, ObjectLayout
 from cacheblend_store.tier.shared import SharedTier
+
+from cacheblend_cli.types import TierUse
 
 
 class ChunkReader(Protocol):
@@ -52,17 +54,6 @@ class BadChunk(Exception):
     def __init__(self, key: bytes, reason: str) -> None:
         super().__init__(reason)
         self.key, self.reason = key, reason
-
-
-class TierUse(NamedTuple):
-    """Counts of a tier for one prompt."""
-
-    asked: int  # chunks without KV in the store
-    found: int  # asked chunks that the tier has
-    taken: int  # chunks loaded whole
-    lost: int  # chunks found, but late, unreadable or damaged
-    num_bytes: int
-    seconds: float  # from the first request to the last answer
 
 
 class _TierChunk:

@@ -30,7 +30,7 @@ from cacheblend_cli.server.http import EventStream
 from cacheblend_cli.server.request_events import RequestEvents
 from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.sockets import PROTOCOL
-from cacheblend_cli.types import Answer, AskRequest, SearchParams
+from cacheblend_cli.types import Answer, AskRequest, CompletedAnswer, Notes, Piece, SearchParams
 from cacheblend_cli.version import __version__
 
 Record = dict[str, Any]
@@ -84,14 +84,14 @@ class WarmSocket:
         with self._state.in_progress():
             request = await self._resolved(ask)
             with RequestEvents(self._state, request) as events:
-                yield {"event": "notes", "notes": list(request.notes)}
+                yield to_builtins(Notes(list(request.notes)))
                 async for event in events.events():
                     if isinstance(event, Text | Reasoning):
-                        yield {"event": "text" if isinstance(event, Text) else "reasoning", "text": event.text}
+                        yield to_builtins(Piece(event.text, isinstance(event, Reasoning)))
                     elif isinstance(event, Done) and event.ended == "cancelled":
                         return  # the client sees a lost engine
                     elif isinstance(event, Done):
-                        yield {"event": "done", "end": True, **await self._answer(request, event.answers[0])}
+                        yield to_builtins(await self._completed(request, event.answers[0])) | {"end": True}
 
     async def _plan(self, body: Record) -> AsyncIterator[Record]:
         ask = convert(body, AskRequest)
@@ -113,14 +113,12 @@ class WarmSocket:
         work = partial(self._engine.resolve, self._state.store, ask)
         return await self._state.in_pool(self._state.keyring.own, work)
 
-    async def _answer(self, request: Request, answer: Answer) -> Record:
-        """Return the fields of client.CompletedAnswer. prompt_ids only if requested."""
+    async def _completed(self, request: Request, answer: Answer) -> CompletedAnswer:
+        """Return the answer for the client, with prompt_ids only if requested."""
         work = partial(self._engine.explain, request, answer)
         explained, tokens = await self._state.in_pool(self._state.keyring.own, work)
         sent = replace(answer, chosen=[], prompt_ids=answer.prompt_ids if request.options.ids else [])
-        names = _names(request)
-        record = {"answer": sent, "names": names, "explained": explained, "tokens": tokens, "pid": os.getpid()}
-        return to_builtins(record)  # type: ignore[no-any-return]
+        return CompletedAnswer(sent, _names(request), explained, tokens, os.getpid())
 
 
 def _names(request: Request) -> list[str]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from cacheblend_cli.blend.cost import AutoReport
 from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.clock import since_process_start
 from cacheblend_cli.engine.core.sequence_output import Generation
@@ -17,7 +16,7 @@ from cacheblend_cli.engine.worker.sampling import logprobs_of
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.pool import upload
 from cacheblend_cli.prompt.plan import PromptPlan
-from cacheblend_cli.types import Answer, ChunkUse, Timing, TokenLogprob
+from cacheblend_cli.types import Answer, AutoReport, ChunkUse, Timing, TokenLogprob
 
 
 @dataclass(frozen=True)

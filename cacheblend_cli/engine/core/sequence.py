@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from cacheblend_cli.blend.cost import AutoReport
 from cacheblend_cli.engine.core.checks import Checks
 from cacheblend_cli.engine.core.report import PrefillReport, PromptLogprobs
 from cacheblend_cli.engine.core.sequence_output import SequenceOutput
@@ -20,6 +19,7 @@ from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.worker.worker import Worker
 from cacheblend_cli.kv.block_table import BlockTable
 from cacheblend_cli.kv.prefix_cache import KVProvenance
+from cacheblend_cli.types import AutoReport
 
 if TYPE_CHECKING:
     from cacheblend_cli.engine.connectors.llama_cpp import LlamaSequence
