@@ -17,9 +17,9 @@ from starlette.responses import Response
 from cacheblend_cli.corpus.embedding import Embedder, find_embedder
 from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.server.api_errors import ApiError, bad_request
+from cacheblend_cli.server.bodies import Count, Text, parse
 from cacheblend_cli.server.http import JSON, json_body, tenant_of, unless_disconnected
 from cacheblend_cli.server.model_names import is_named
-from cacheblend_cli.server.openai.protocol import Count, Text, parse
 from cacheblend_cli.server.server_state import LIGHT_CHARACTERS, ServerState
 from cacheblend_cli.server.tenants import Tenant
 

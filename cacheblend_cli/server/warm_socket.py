@@ -88,8 +88,6 @@ class WarmSocket:
                 async for event in events.events():
                     if isinstance(event, Text | Reasoning):
                         yield to_builtins(Piece(event.text, isinstance(event, Reasoning)))
-                    elif isinstance(event, Done) and event.ended == "cancelled":
-                        return  # the client sees a lost engine
                     elif isinstance(event, Done):
                         yield to_builtins(await self._completed(request, event.answers[0])) | {"end": True}
 
