@@ -143,7 +143,7 @@ def _run(
 ) -> None:
     """Serve until a signal, --stop or --idle-exit."""
     check_installed()
-    from cacheblend_cli.server.origins import read_origins
+    from cacheblend_cli.server.auth import LOOPBACK, read_origins
     from cacheblend_cli.server.tenants import Keyring, read_keys
 
     settings = resolved.settings
@@ -153,7 +153,6 @@ def _run(
     from cacheblend_cli.cli.tier import share
     from cacheblend_cli.engine.events import Limits
     from cacheblend_cli.server.app import make_app
-    from cacheblend_cli.server.auth import LOOPBACK
     from cacheblend_cli.server.document_routes import count_documents
     from cacheblend_cli.server.http_server import Server
     from cacheblend_cli.server.server_state import ServerState
@@ -206,7 +205,7 @@ def _run(
 
 def _check_access(http: _Http, keyring: Keyring, origins: frozenset[str], output: Output) -> None:
     """Raises UsageError if others could use the server without a key; warn if web pages can."""
-    from cacheblend_cli.server.origins import ANY
+    from cacheblend_cli.server.auth import ANY
 
     if keyring.is_open and http.host not in _LOOPBACK and http.unix_socket is None:
         raise UsageError(f"{http.host} is reachable by others, and no --api-key was given", "give one, or omit --host")

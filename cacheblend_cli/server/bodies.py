@@ -16,10 +16,10 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from cacheblend_cli.server.api_errors import ApiError, bad_request
+from cacheblend_cli.types import MAX_STOP_CHARS, MAX_STOPS
 
 MAX_DOCUMENTS = 1024
 MAX_MESSAGES = 4096
-MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 MAX_SCHEMA_BYTES = 256 << 10
 MAX_SCHEMA_DEPTH = 64
 

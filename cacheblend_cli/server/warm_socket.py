@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -57,7 +57,7 @@ class WarmSocket:
         """Accept no more connections: the next command finds no engine."""
         self._path.unlink(missing_ok=True)
 
-    def _route(self, make: Callable[[Record], AsyncIterator[Record]]) -> Callable[[HttpRequest], Any]:
+    def _route(self, make: Callable[[Record], AsyncIterator[Record]]) -> Callable[[HttpRequest], Awaitable[Response]]:
         async def answer(request: HttpRequest) -> Response:
             try:
                 body = await request.json()

@@ -16,9 +16,8 @@ from cacheblend_cli.engine.events import Done, Event, Reasoning, Text, Token
 from cacheblend_cli.server.answer_report import AnswerReport, finish_reason
 from cacheblend_cli.server.api_errors import ApiError, as_api_error
 from cacheblend_cli.server.bodies import AskBody, Message, parse
-from cacheblend_cli.server.embedding_routes import embed_texts, name_of, unknown_model
+from cacheblend_cli.server.embedding_routes import check_embedding_model, embed_texts
 from cacheblend_cli.server.http import JSON, LINES, any_body, tenant_of, unless_disconnected
-from cacheblend_cli.server.model_names import is_named
 from cacheblend_cli.server.ollama import models
 from cacheblend_cli.server.ollama.models import timestamp
 from cacheblend_cli.server.ollama.protocol import (
@@ -154,7 +153,8 @@ async def embed(request: Request, state: ServerState) -> Response:
     """POST /api/embed."""
     started_ns = time.monotonic_ns()
     body = parse(OllamaEmbedBody, await any_body(request))
-    _check_embedding(state, body)
+    body.check()
+    check_embedding_model(state, body.model)
     texts = [body.input] if isinstance(body.input, str) else body.input
     texts = [] if texts == [""] else texts
     vectors, counts = await embed_texts(request, state, texts, body.dimensions, truncate=body.truncate is not False)
@@ -171,7 +171,8 @@ async def embed(request: Request, state: ServerState) -> Response:
 async def embed_one(request: Request, state: ServerState) -> Response:
     """POST /api/embeddings, for older clients."""
     body = parse(OldEmbedBody, await any_body(request))
-    _check_embedding(state, body)
+    body.check()
+    check_embedding_model(state, body.model)
     texts = [body.prompt] if body.prompt else []
     vectors, _ = await embed_texts(request, state, texts, None, truncate=True)
     return JSONResponse({"embedding": vectors[0].tolist() if texts else []})
@@ -215,9 +216,3 @@ def _in_ollama_fields(error: Exception) -> Exception:
     api_error.message = _OPTION.sub(lambda found: _OPTIONS[found[0]], api_error.message)
     api_error.param = _OPTIONS.get(api_error.param or "", api_error.param)
     return api_error
-
-
-def _check_embedding(state: ServerState, body: OllamaEmbedBody | OldEmbedBody) -> None:
-    body.check()
-    if not state.any_model and not is_named(name_of(state), body.model):
-        raise unknown_model(state, body.model)

@@ -11,7 +11,7 @@ from cacheblend_cli.server.answer_report import AnswerReport
 from cacheblend_cli.server.api_errors import ApiError, bad_request
 from cacheblend_cli.server.bodies import AskBody, parse
 from cacheblend_cli.server.http import EVENTS, json_body, tenant_of, unless_disconnected
-from cacheblend_cli.server.model_names import is_named
+from cacheblend_cli.server.model_names import check_model
 from cacheblend_cli.server.openai.protocol import ChatBody, CompletionBody
 from cacheblend_cli.server.openai.response import OpenAIResponse
 from cacheblend_cli.server.preprocessing import ParsedRequest, parse_chat, sampling_of
@@ -30,8 +30,8 @@ async def models(request: Request, state: ServerState) -> Response:
         },
     }  # fmt: skip
     name = request.path_params.get("name")
-    if name is not None and not is_named(state.model, name):
-        raise ApiError(404, f"no such model: {name[:80]!r}", param="model", code="model_not_found")
+    if name is not None:
+        check_model(state.model, name)
     return JSONResponse({"object": "list", "data": [own]} if name is None else own | {"id": name})
 
 
@@ -79,8 +79,7 @@ def _response_builder(state: ServerState, body: AskBody, parsed: ParsedRequest |
 
 def _check(request: Request, state: ServerState, body: AskBody) -> None:
     """Refuse an unknown model, and a priority above normal except with the store's own key. Raises ApiError."""
-    if not state.any_model and body.model and not is_named(state.model, body.model):
-        refusal = f"no such model: {body.model[:80]!r}; this server has {state.model}"
-        raise ApiError(404, refusal, param="model", code="model_not_found")
+    if not state.any_model and body.model:
+        check_model(state.model, body.model)
     if body.priority < 0 and tenant_of(request).name:
         raise ApiError(403, "a tenant's priority must be 0 or more", param="priority", code="priority_refused")
