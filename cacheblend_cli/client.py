@@ -18,6 +18,7 @@ from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError, Prom
 from cacheblend_cli.settings import DEFAULTS, Resolved, Settings
 from cacheblend_cli.sockets import PROTOCOL, socket_of
 from cacheblend_cli.types import (
+    EVENTS,
     Answer,
     AnswerEvent,
     AskPlan,
@@ -183,7 +184,7 @@ class Client:
 
         def events() -> Iterator[AnswerEvent]:
             with connection:
-                yield from (convert(event, AnswerEvent) for event in received)
+                yield from (convert(event, EVENTS[event["event"]]) for event in received)
 
         return events()
 

@@ -84,12 +84,13 @@ class WarmSocket:
         with self._state.in_progress():
             request = await self._resolved(ask)
             with RequestEvents(self._state, request) as events:
-                yield to_builtins(Notes(list(request.notes)))
+                yield {"event": "notes", **to_builtins(Notes(list(request.notes)))}
                 async for event in events.events():
                     if isinstance(event, Text | Reasoning):
-                        yield to_builtins(Piece(event.text, isinstance(event, Reasoning)))
+                        yield {"event": "piece", **to_builtins(Piece(event.text, isinstance(event, Reasoning)))}
                     elif isinstance(event, Done):
-                        yield to_builtins(await self._completed(request, event.answers[0])) | {"end": True}
+                        completed = await self._completed(request, event.answers[0])
+                        yield {"event": "done", "end": True, **to_builtins(completed)}
 
     async def _plan(self, body: Record) -> AsyncIterator[Record]:
         ask = convert(body, AskRequest)

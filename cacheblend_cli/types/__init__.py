@@ -17,7 +17,7 @@ from cacheblend_cli.types.answer import (
 )  # fmt: skip
 from cacheblend_cli.types.auto import AutoReport, Decision, Estimate, Speeds, Workload
 from cacheblend_cli.types.blend import BlendParams, parse_checks, parse_layers
-from cacheblend_cli.types.events import AnswerEvent, CompletedAnswer, Notes, Piece
+from cacheblend_cli.types.events import EVENTS, AnswerEvent, CompletedAnswer, Notes, Piece
 from cacheblend_cli.types.request import (
     EVERYTHING,
     NUM_HITS,
@@ -43,7 +43,7 @@ from cacheblend_cli.types.sampling import (
 from cacheblend_cli.types.tier import TierUse
 
 __all__ = [
-    "EVERYTHING", "MAX_STOPS", "MAX_STOP_CHARS", "MODEL_SAMPLED", "MOST", "NUM_HITS", "PLAIN", "Answer",
+    "EVENTS", "EVERYTHING", "MAX_STOPS", "MAX_STOP_CHARS", "MODEL_SAMPLED", "MOST", "NUM_HITS", "PLAIN", "Answer",
     "AnswerEvent", "AskOptions", "AskPlan", "AskRequest", "AutoReport", "BlendParams", "ChunkUse",
     "CompletedAnswer", "Confirmation", "Decision", "Estimate", "FinishReason", "LayerReport", "LayerStatus",
     "Notes", "Piece", "PlannedChunk", "Risk", "SamplingParams", "Scope", "SearchParams", "Speeds", "TextDocument",
