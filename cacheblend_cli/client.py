@@ -9,7 +9,6 @@ import stat
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,39 +17,24 @@ from msgspec import convert
 from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError, PromptTooLong, UsageError
 from cacheblend_cli.settings import DEFAULTS, Resolved, Settings
 from cacheblend_cli.sockets import PROTOCOL, socket_of
-from cacheblend_cli.types import Answer, AskPlan, AskRequest, SearchParams, TokenUse, ask_request, overridden
+from cacheblend_cli.types import (
+    EVENTS,
+    Answer,
+    AnswerEvent,
+    AskPlan,
+    AskRequest,
+    CompletedAnswer,
+    Piece,
+    SearchParams,
+    ask_request,
+    overridden,
+)
 
 if TYPE_CHECKING:
     from cacheblend_cli.corpus.search import SearchResult
 
 _CONNECT_S = 2.0
 _DATA = b"data: "
-
-
-@dataclass(frozen=True)
-class Notes:
-    """Messages about the sources. They arrive before the answer."""
-
-    notes: list[str]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A piece of the answer, or of the reasoning before it."""
-
-    text: str
-    reasoning: bool = False
-
-
-@dataclass(frozen=True)
-class CompletedAnswer:
-    """A complete answer."""
-
-    answer: Answer
-    names: list[str]  # document names of the chunks, see corpus/places.py
-    explained: list[str]  # see engine/engine.py: Engine.explain
-    tokens: list[list[TokenUse]]  # see engine/engine.py: Engine.explain
-    pid: int | None = None  # process id of the engine, None for this process
 
 
 class EngineLost(CacheBlendError):
@@ -193,21 +177,14 @@ class Client:
             if isinstance(event, Piece) and not event.reasoning:
                 yield event.text
 
-    def events(self, ask: AskRequest) -> Iterator[Notes | Piece | CompletedAnswer]:
+    def events(self, ask: AskRequest) -> Iterator[AnswerEvent]:
         """Send a request immediately. Return its events, CompletedAnswer last. Closing the iterator cancels it."""
         connection = self._connected()
         received = connection.request("ask", ask.wire)
 
-        def events() -> Iterator[Notes | Piece | CompletedAnswer]:
+        def events() -> Iterator[AnswerEvent]:
             with connection:
-                for event in received:
-                    kind = event.pop("event")
-                    if kind == "notes":
-                        yield Notes(event["notes"])
-                    elif kind == "done":
-                        yield _completed(event)
-                    else:
-                        yield Piece(event["text"], kind == "reasoning")
+                yield from (convert(event, EVENTS[event["event"]]) for event in received)
 
         return events()
 
@@ -237,16 +214,6 @@ class Client:
         if (connection := Connection.to(self._path)) is None:
             raise lost()
         return connection
-
-
-def _completed(event: dict[str, Any]) -> CompletedAnswer:
-    auto = event["answer"].pop("auto")
-    completed = convert(event, CompletedAnswer)
-    if auto is None:
-        return completed
-    from cacheblend_cli.blend.cost import AutoReport
-
-    return replace(completed, answer=replace(completed.answer, auto=convert(auto, AutoReport)))
 
 
 def lost() -> EngineLost:

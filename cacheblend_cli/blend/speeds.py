@@ -20,7 +20,6 @@ import torch
 
 from cacheblend_cli import user_cache
 from cacheblend_cli.blend.corrections import Regression
-from cacheblend_cli.blend.cost import Speeds
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Candidates
 from cacheblend_cli.kv.forward import KVOnly, Steps, finish, layer_by_layer
@@ -31,6 +30,7 @@ from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.prompt.plan import PromptPlan, Segment
+from cacheblend_cli.types import Speeds
 
 FORMAT = 4
 PROBE_ROWS = (8, 32, 128, 512, 1024)

@@ -10,14 +10,24 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_cli.cli.explain_output import show_explanation
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.units import counted, format_latency, format_size
-from cacheblend_cli.client import CompletedAnswer, Notes, Piece, lost
+from cacheblend_cli.client import lost
 from cacheblend_cli.errors import ExitCode
 
 _MOST_SOURCES = 3
 _MODE_NAMES = {"blend": "blended", "reuse": "plain reuse"}
 _FEW_TOKENS = 16  # do not report the speed of fewer decoded tokens: it includes the start
 if TYPE_CHECKING:
-    from cacheblend_cli.types import Answer, AskOptions, AskPlan, ChunkUse, TokenUse, Verification
+    from cacheblend_cli.types import (
+        Answer,
+        AskOptions,
+        AskPlan,
+        ChunkUse,
+        CompletedAnswer,
+        Notes,
+        Piece,
+        TokenUse,
+        Verification,
+    )
 
 
 class AnswerStream:
@@ -272,10 +282,10 @@ def show_plan(plan: AskPlan, output: Output, *, json: bool, extra: dict[str, Any
     for note in plan.notes:
         output.warn(note)
     if json:
-        output.json({**extra, **vars(plan)})
+        output.json({**extra, **plan.to_dict()})
         return
     if plan.chunks:
-        rows = [(c["id"][:12], c["tokens"], c["status"], c["source"]) for c in plan.chunks]
+        rows = [(c.id[:12], c.tokens, c.status, c.source) for c in plan.chunks]
         output.table(("chunk", "tokens", "status", "source"), rows, right=(1,), ends=(3,))
     before = plan.prompt_tokens - plan.cached_tokens - plan.fresh_tokens
     output.text(
@@ -286,6 +296,6 @@ def show_plan(plan: AskPlan, output: Output, *, json: bool, extra: dict[str, Any
     if plan.auto:
         a = plan.auto
         output.text(
-            f"--ratio auto: {a['mode']} at ratio {a['ratio']:.2g}, first token after {a['predicted_ttft_s'] * 1000:.0f} ms, "
-            f"{a['predicted_full_ttft_s'] * 1000:.0f} ms by a full prefill"
+            f"--ratio auto: {a.decision.mode} at ratio {a.decision.ratio:.2g}, first token after "
+            f"{a.predicted_ttft_s * 1000:.0f} ms, {a.predicted_full_ttft_s * 1000:.0f} ms by a full prefill"
         )

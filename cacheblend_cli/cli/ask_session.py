@@ -24,7 +24,7 @@ from cacheblend_cli.types import EVERYTHING, AskOptions, AskRequest, SearchParam
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
-    from cacheblend_cli.types import AskPlan
+    from cacheblend_cli.types import AskPlan, PlannedChunk
 
 STDIN = "stdin"
 """Source of chunks of a document that was piped to the command."""
@@ -87,12 +87,12 @@ class AskSession:
         plan = (self._running() or self._load()).plan(ask_request)
         named = {key.hex() for key in ask_request.keys}
 
-        def is_sent(chunk: dict[str, Any]) -> bool:
-            return chunk["id"] not in named and (ask_request.search is None or chunk["source"].startswith(SENT))
+        def is_sent(chunk: PlannedChunk) -> bool:
+            return chunk.id not in named and (ask_request.search is None or chunk.source.startswith(SENT))
 
         if not self._documents:
             return plan
-        return replace(plan, chunks=[c | {"source": STDIN} if is_sent(c) else c for c in plan.chunks])
+        return replace(plan, chunks=[replace(c, source=STDIN) if is_sent(c) else c for c in plan.chunks])
 
     def plans(self, questions: Sequence[QuestionInput]) -> Iterator[BatchResult]:
         return _in_order(questions, lambda item: partial(self.plan, item), 1)

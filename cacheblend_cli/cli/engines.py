@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.client import Client, CompletedAnswer, EngineLost, Notes, Piece
+from cacheblend_cli.client import Client, EngineLost
 from cacheblend_cli.clock import since_process_start
 from cacheblend_cli.corpus import places
 from cacheblend_cli.corpus.scopes import project_scope
 from cacheblend_cli.model.read_ahead import read_ahead
 from cacheblend_cli.settings import Resolved, Settings
 from cacheblend_cli.sockets import sockets_of
-from cacheblend_cli.types import AskPlan, AskRequest, SearchParams
+from cacheblend_cli.types import AskPlan, AskRequest, CompletedAnswer, Notes, Piece, SearchParams
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
@@ -40,7 +40,7 @@ class WarmEngine:
 
     def plan(self, ask: AskRequest) -> AskPlan:
         plan, names = self._client.plan(self._with_project(ask))
-        chunks = [{**chunk, "source": places.shown(name)} for chunk, name in zip(plan.chunks, names, strict=True)]
+        chunks = [replace(chunk, source=places.shown(name)) for chunk, name in zip(plan.chunks, names, strict=True)]
         return replace(plan, chunks=chunks)
 
     def _with_project(self, ask: AskRequest) -> AskRequest:

@@ -21,13 +21,13 @@ from cacheblend_cli.settings import Settings, grouped, resolve
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
-    from cacheblend_cli.blend.cost import AutoReport
     from cacheblend_cli.engine.engine import Engine
     from cacheblend_cli.evaluation.bootstrap import Interval
     from cacheblend_cli.evaluation.evaluate import Results
     from cacheblend_cli.evaluation.samples import Sample
     from cacheblend_cli.evaluation.settings import Setting
     from cacheblend_cli.evaluation.summary import Summary
+    from cacheblend_cli.types import AutoReport
 
 
 _MAX_TOKENS = 32

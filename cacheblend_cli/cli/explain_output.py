@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from cacheblend_cli.cli.output import Output
 
 if TYPE_CHECKING:
-    from cacheblend_cli.blend.cost import AutoReport
-    from cacheblend_cli.types import Answer, ChunkUse, TokenUse
+    from cacheblend_cli.types import Answer, AutoReport, ChunkUse, TokenUse
 
 _SHOWN = 600  # characters of a chunk
 _LEGEND = "(exact, reused: from the store; reused was computed in another context; computed: was not stored)"

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import os
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from socket import socket
 from typing import TYPE_CHECKING, Any
 
 from typer import Option
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     from cacheblend_cli.engine.events import EngineStats
     from cacheblend_cli.server.remote_decoder import RemoteDecoder
+    from cacheblend_cli.server.tenants import Keyring
 
 _WORK_BYTES = 512 << 20  # activations of a prefill, chunks being read, requests
 _END_S = 2.0  # at the end, for threads that read or write the store
@@ -77,47 +80,84 @@ def serve(
     if sum((background, status, stop)) > 1:
         raise UsageError("--background, --status and --stop were given together", "give one of them")
     if stop:
-        from cacheblend_cli.server.background import stop_all
+        _stop(settings, grace, output, json=json)
+    elif status:
+        _status(settings, output, json=json)
+    elif background:
+        if decode_url is not None:
+            raise UsageError("--background cannot be used with --decode-url", "omit it; use a service manager")
+        _start(settings, idle_exit, output, json=json)
+    else:
+        http = _Http(
+            host, port, unix_socket, max_waiting, max_body, grace, idle_exit or 0.0, find_passages, any_model,
+            decode_url, decode_key, hand_over,
+        )  # fmt: skip
+        _run(resolved, http, [*(api_key or ())], api_key_file, output, json=json)
 
-        for pid in stop_all(settings, grace):
-            _show({"pid": pid, "stopped": True}, f"stopped the server with process id {pid}", output, json=json)
-        return
-    if status:
-        from cacheblend_cli.server.background import running
 
-        for engine_status in running(settings):
-            _show(engine_status, _status_line(engine_status), output, json=json)
-        return
+@dataclass(frozen=True)
+class _Http:
+    """Options of the HTTP server."""
+
+    host: str
+    port: int
+    unix_socket: Path | None
+    max_waiting: int
+    max_body: int  # MiB
+    grace_s: float
+    idle_exit_s: float
+    find_passages: bool
+    any_model: bool
+    decode_url: str | None
+    decode_key: str | None
+    hand_over: Path
+
+
+def _stop(settings: Settings, grace_s: float, output: Output, *, json: bool) -> None:
+    from cacheblend_cli.server.background import stop_all
+
+    for pid in stop_all(settings, grace_s):
+        _show({"pid": pid, "stopped": True}, f"stopped the server with process id {pid}", output, json=json)
+
+
+def _status(settings: Settings, output: Output, *, json: bool) -> None:
+    from cacheblend_cli.server.background import running
+
+    for engine_status in running(settings):
+        _show(engine_status, _status_line(engine_status), output, json=json)
+
+
+def _start(settings: Settings, idle_exit_s: float | None, output: Output, *, json: bool) -> None:
+    """Start the engine in the background unless it is running."""
     check_installed()
-    if decode_url is not None and background:
-        raise UsageError("--background cannot be used with --decode-url", "omit it; use a service manager")
-    if background:
-        from cacheblend_cli.server.background import listens, start
+    from cacheblend_cli.server.background import listens, start
 
-        if listens(settings):
-            output.note("an engine with these settings is already running; other flags of this command are ignored")
-        reply = start(settings, 3600.0 if idle_exit is None else idle_exit)
-        _show(reply, _status_line(reply), output, json=json)
-        return
-    from cacheblend_cli.server.origins import ANY, read_origins
+    if listens(settings):
+        output.note("an engine with these settings is already running; other flags of this command are ignored")
+    reply = start(settings, 3600.0 if idle_exit_s is None else idle_exit_s)
+    _show(reply, _status_line(reply), output, json=json)
+
+
+def _run(
+    resolved: Resolved, http: _Http, keys: list[str], key_file: Path | None, output: Output, *, json: bool
+) -> None:
+    """Serve until a signal, --stop or --idle-exit."""
+    check_installed()
+    from cacheblend_cli.server.auth import LOOPBACK, read_origins
     from cacheblend_cli.server.tenants import Keyring, read_keys
 
-    origins = read_origins(settings.allow_origin)
-    keyring = Keyring(read_keys(api_key or (), api_key_file), settings.salt)
-    if keyring.is_open and host not in _LOOPBACK and unix_socket is None:
-        raise UsageError(f"{host} is reachable by others, and no --api-key was given", "give one, or omit --host")
-    if keyring.is_open and ANY in origins:
-        output.note("every web page that this machine's browsers open can use the server: give an --api-key")
+    settings = resolved.settings
+    origins, keyring = read_origins(settings.allow_origin), Keyring(read_keys(keys, key_file), settings.salt)
+    _check_access(http, keyring, origins, output)
     read_ahead(settings)
     from cacheblend_cli.cli.tier import share
     from cacheblend_cli.engine.events import Limits
     from cacheblend_cli.server.app import make_app
-    from cacheblend_cli.server.auth import LOOPBACK
     from cacheblend_cli.server.document_routes import count_documents
-    from cacheblend_cli.server.http_server import Server, bind_tcp, bind_unix, remover
+    from cacheblend_cli.server.http_server import Server
     from cacheblend_cli.server.server_state import ServerState
     from cacheblend_cli.server.warm_socket import WarmSocket
-    from cacheblend_cli.sockets import make_folder, socket_of
+    from cacheblend_cli.sockets import socket_of
     from cacheblend_cli.types import model_sampled, sampling_of
 
     logging.basicConfig(format="%(asctime)s %(message)s")
@@ -125,16 +165,8 @@ def serve(
     with _opened(settings, output) as store, ExitStack() as held:
         share(store, settings, output, strict=True)
         warm = socket_of(settings)
-        make_folder(warm.parent)
-        warm_socket = held.enter_context(bind_unix(warm))
-        held.callback(remover(warm))
-        public = held.enter_context(bind_tcp(host, port) if unix_socket is None else bind_unix(unix_socket))
-        if unix_socket is not None:
-            held.callback(remover(unix_socket))
-        address = public.getsockname()
-        name = f"[{host}]" if ":" in host else host
-        url = f"http://{name}:{address[1]}" if unix_socket is None else f"unix:{unix_socket}"
-        decoder = None if decode_url is None else _decoder(decode_url, decode_key, hand_over)
+        warm_socket, public, url = _bind(warm, http, held)
+        decoder = None if http.decode_url is None else _decoder(http.decode_url, http.decode_key, http.hand_over)
         engine = options.load_engine(settings, output)
         options.note_fallback(settings, output, json=json)
         if decoder is not None:
@@ -144,38 +176,58 @@ def serve(
         if (llama := engine.llama_note()) is not None:
             output.note(llama)
         sampling = engine.sampling_of_model(sampling, model_sampled(resolved))
-        engine.serve(store, Limits(max_waiting=max_waiting))
-        try:
-            names = LOOPBACK if keyring.is_open and unix_socket is None else None
-            state = ServerState(
-                engine,
-                store,
-                settings,
-                sampling,
-                keyring,
-                names,
-                origins=origins,
-                max_body=max_body << 20,
-                find_passages=find_passages,
-                any_model=any_model,
-                decoder=decoder,
-            )
-            held.callback(state.pools.close, _END_S)
-            serving = Server(
-                make_app(state),
-                state,
-                WarmSocket(state, warm_socket, warm, url),
-                grace_s=grace,
-                idle_exit_s=idle_exit or 0.0,
-            )
-            if engine.model.decoder.device.type == "cpu" and (own := _resident_bytes()):
-                output.note(_memory_line(own, engine.stats(), decoded_twice=llama is not None))
-            if settings.retrieve:
-                output.note(_retrieval_line(count_documents(state)))
-            output.note(f"{state.model} answers at {url}/v1; Ctrl-C stops it")
-            asyncio.run(serving.serve([public]))
-        finally:
-            engine.close()
+        engine.serve(store, Limits(max_waiting=http.max_waiting))
+        names = LOOPBACK if keyring.is_open and http.unix_socket is None else None
+        state = ServerState(
+            engine,
+            store,
+            settings,
+            sampling,
+            keyring,
+            names,
+            origins=origins,
+            max_body=http.max_body << 20,
+            find_passages=http.find_passages,
+            any_model=http.any_model,
+            decoder=decoder,
+        )
+        held.callback(state.pools.close, _END_S)
+        held.callback(engine.close)  # first
+        warm_app = WarmSocket(state, warm_socket, warm, url)
+        serving = Server(make_app(state), state, warm_app, grace_s=http.grace_s, idle_exit_s=http.idle_exit_s)
+        if engine.model.decoder.device.type == "cpu" and (own := _resident_bytes()):
+            output.note(_memory_line(own, engine.stats(), decoded_twice=llama is not None))
+        if settings.retrieve:
+            output.note(_retrieval_line(count_documents(state)))
+        output.note(f"{state.model} answers at {url}/v1; Ctrl-C stops it")
+        asyncio.run(serving.serve([public]))
+
+
+def _check_access(http: _Http, keyring: Keyring, origins: frozenset[str], output: Output) -> None:
+    """Raises UsageError if others could use the server without a key; warn if web pages can."""
+    from cacheblend_cli.server.auth import ANY
+
+    if keyring.is_open and http.host not in _LOOPBACK and http.unix_socket is None:
+        raise UsageError(f"{http.host} is reachable by others, and no --api-key was given", "give one, or omit --host")
+    if keyring.is_open and ANY in origins:
+        output.note("every web page that this machine's browsers open can use the server: give an --api-key")
+
+
+def _bind(warm: Path, http: _Http, held: ExitStack) -> tuple[socket, socket, str]:
+    """Return the listening sockets, for commands and for clients, and the URL. held: closes and removes them."""
+    from cacheblend_cli.server.http_server import bind_tcp, bind_unix, remover
+    from cacheblend_cli.sockets import make_folder
+
+    make_folder(warm.parent)
+    warm_socket = held.enter_context(bind_unix(warm))
+    held.callback(remover(warm))
+    if http.unix_socket is not None:
+        public = held.enter_context(bind_unix(http.unix_socket))
+        held.callback(remover(http.unix_socket))
+        return warm_socket, public, f"unix:{http.unix_socket}"
+    public = held.enter_context(bind_tcp(http.host, http.port))
+    name = f"[{http.host}]" if ":" in http.host else http.host
+    return warm_socket, public, f"http://{name}:{public.getsockname()[1]}"
 
 
 def _resident_bytes() -> int | None:

@@ -44,6 +44,7 @@ from cacheblend_cli.types import (
     AskRequest,
     BlendParams,
     ChunkUse,
+    PlannedChunk,
     SamplingParams,
     TokenUse,
     ask_request,
@@ -140,11 +141,8 @@ class Engine(Documents):
             prompt.exact_tokens,
             prompt.fresh_tokens,
             kv_bytes(request),
-            [
-                {"id": s.key.hex() if s.key else "", "source": s.source, "tokens": len(s.token_ids), "status": s.status}
-                for s in prompt.chunks
-            ],
-            report.to_dict() if report else None,
+            [PlannedChunk(s.key.hex() if s.key else "", s.source, len(s.token_ids), s.status) for s in prompt.chunks],
+            report,
             [*request.notes, *([self.llama.note] if self.llama is not None and self.llama.note else [])],
         )
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from cacheblend_cli.blend.cost import AutoReport
 from cacheblend_cli.blend.fidelity import teacher_forced
 from cacheblend_cli.engine.core.core import ALONE, EngineCore
 from cacheblend_cli.engine.core.report import PrefillReport
@@ -28,7 +27,7 @@ from cacheblend_cli.kv.forward import Steps
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, SequenceView
 from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.prompt.plan import PromptPlan
-from cacheblend_cli.types import SamplingParams
+from cacheblend_cli.types import AutoReport, SamplingParams
 
 
 @dataclass(frozen=True)

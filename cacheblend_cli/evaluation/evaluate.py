@@ -9,7 +9,6 @@ from typing import Any
 
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.blend.cost import AutoReport
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.errors import UsageError
@@ -26,7 +25,7 @@ from cacheblend_cli.evaluation.records import Record, RecordFile
 from cacheblend_cli.evaluation.samples import Sample
 from cacheblend_cli.evaluation.scores import exact_match, f1, rouge_l
 from cacheblend_cli.evaluation.settings import FULL, Setting
-from cacheblend_cli.types import AskRequest, BlendParams
+from cacheblend_cli.types import AskRequest, AutoReport, BlendParams
 
 NOISE_FLOOR = Setting("noise floor", BlendParams(mode="full"), prefill=prefill_in_pieces)
 """A second full prefill in another tiling: the noise of the compute dtype."""

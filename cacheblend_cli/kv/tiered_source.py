@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import compress
 from operator import itemgetter
-from typing import NamedTuple
 
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, StoreError, StoreReader, TierError
 from cacheblend_store.format.blobs import blob_prefix
@@ -19,17 +18,7 @@ from cacheblend_store.tier.layout import Head, ObjectLayout
 from cacheblend_store.tier.shared import SharedTier
 
 from cacheblend_cli.kv.source import ChunkReader
-
-
-class TierUse(NamedTuple):
-    """Counts of a tier for one prompt."""
-
-    asked: int  # chunks without KV in the store
-    found: int  # asked chunks that the tier has
-    taken: int  # chunks loaded whole
-    lost: int  # chunks found, but late, unreadable or damaged
-    num_bytes: int
-    seconds: float  # from the first request to the last answer
+from cacheblend_cli.types import TierUse
 
 
 class _TierChunk:

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cacheblend_cli.errors import UsageError
 from cacheblend_cli.server.api_errors import OLLAMA, ApiError, server_stopping
-from cacheblend_cli.server.origins import ANY
-from cacheblend_cli.server.server_state import ServerState
+
+if TYPE_CHECKING:
+    from cacheblend_cli.server.server_state import ServerState
 
 _BODIES = 8
 """Number of bodies of the maximum size that may be in memory at once."""
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+ANY = "*"
+METHODS = ("GET", "POST", "PUT", "DELETE")
+EXPOSED = ("X-Session-ID", "Retry-After", "WWW-Authenticate")
+"""Headers of responses that clients may read."""
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?")
+_DEFAULT_PORTS = {"http": "80", "https": "443"}
+
+
+def read_origins(texts: Iterable[str]) -> frozenset[str]:
+    """Return origins as browsers send them: in lower case, without the scheme's default port. Raises UsageError."""
+    return frozenset(_read_origin(text.strip()) for text in texts)
+
+
+def _read_origin(text: str) -> str:
+    if text == ANY:
+        return text
+    found = _ORIGIN.fullmatch(text.lower())
+    if found is None or int(found[3] or 0) > 65535:
+        hint = "write scheme://host or scheme://host:port without a path, such as https://chat.example; * allows all"
+        raise UsageError(f"--allow-origin {text!r} is not an origin", hint)
+    scheme, host, port = found.groups()
+    return f"{scheme}://{host}" if port in (None, _DEFAULT_PORTS.get(scheme)) else f"{scheme}://{host}:{port}"
 
 
 class AuthMiddleware:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -21,12 +20,13 @@ from cacheblend_cli.corpus.converters import PLAIN, converter_of, readable_suffi
 from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.documents import Document, convert_bytes
 from cacheblend_cli.corpus.layout import bounded, shortened
-from cacheblend_cli.corpus.places import PUT, SENT
+from cacheblend_cli.corpus.places import PUT
 from cacheblend_cli.corpus.scopes import ROOTS
 from cacheblend_cli.corpus.search import Lookup, search
 from cacheblend_cli.errors import QueueFull
 from cacheblend_cli.server.api_errors import ApiError, bad_request
-from cacheblend_cli.server.document_paths import distinct_paths
+from cacheblend_cli.server.bodies import PutBody, SearchBody, parse
+from cacheblend_cli.server.document_names import distinct_paths, public_id, public_title
 from cacheblend_cli.server.fair_pool import FairPool
 from cacheblend_cli.server.http import (
     EVENTS,
@@ -39,7 +39,6 @@ from cacheblend_cli.server.http import (
     tenant_of,
     unless_disconnected,
 )
-from cacheblend_cli.server.openai.protocol import PutBody, SearchBody, parse
 from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.types import SearchParams
@@ -286,18 +285,6 @@ def _document_fields(record: DocumentRecord) -> dict[str, Any]:
     name = record.source
     kind, title = "document" if name.startswith(PUT) else "file", title_of(record) or public_title(name)
     return {"id": public_id(name), "object": kind, "title": title, "omissions": omissions_of(record.settings)}
-
-
-def public_id(name: str) -> str:
-    """Return the public id of a document: its id, or for a file a digest of its private path."""
-    if name.startswith((PUT, SENT)):
-        return name.split("/", 2)[2]
-    return "file-" + hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
-
-
-def public_title(name: str) -> str:
-    """Return the id, or the file name without its directories."""
-    return public_id(name) if name.startswith((PUT, SENT)) else PurePosixPath(name).name
 
 
 async def search_chunks(request: Request, state: ServerState) -> Response:

@@ -17,9 +17,9 @@ from starlette.responses import Response
 from cacheblend_cli.corpus.embedding import Embedder, find_embedder
 from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.server.api_errors import ApiError, bad_request
+from cacheblend_cli.server.bodies import Count, Text, parse
 from cacheblend_cli.server.http import JSON, json_body, tenant_of, unless_disconnected
-from cacheblend_cli.server.model_names import is_named
-from cacheblend_cli.server.openai.protocol import Count, Text, parse
+from cacheblend_cli.server.model_names import check_model
 from cacheblend_cli.server.server_state import LIGHT_CHARACTERS, ServerState
 from cacheblend_cli.server.tenants import Tenant
 
@@ -61,8 +61,7 @@ def model_of(state: ServerState) -> Embedder | None:
 async def embeddings(request: Request, state: ServerState) -> Response:
     """POST /v1/embeddings."""
     body = parse(EmbedBody, await json_body(request))
-    if not state.any_model and body.model and not is_named(name_of(state), body.model):
-        raise unknown_model(state, body.model)
+    check_embedding_model(state, body.model or None)
     texts = [body.input] if isinstance(body.input, str) else body.input
     vectors, counts = await embed_texts(request, state, texts, body.dimensions)
     encoded = [
@@ -151,9 +150,10 @@ def truncated(vectors: NDArray[np.float32], dimensions: int | None) -> NDArray[n
     return np.divide(cut, norms, out=np.zeros_like(cut), where=norms > 0)
 
 
-def unknown_model(state: ServerState, name: str) -> ApiError:
-    detail = f"no such embedding model: {name[:80]!r}; this server has {name_of(state)}"
-    return ApiError(404, detail, param="model", code="model_not_found")
+def check_embedding_model(state: ServerState, name: str | None) -> None:
+    """Raises ApiError if the request names another model, unless the server answers for any."""
+    if name is not None and not state.any_model:
+        check_model(name_of(state), name, "embedding model")
 
 
 def _load(state: ServerState) -> Embedder:

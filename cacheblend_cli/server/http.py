@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -107,7 +107,7 @@ class EventStream(StreamingResponse):
             await first_of(self.stream_response(send), disconnected(receive))
 
 
-async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
     """Return the work's result. If the client disconnects, cancels the work and raises ApiError 499."""
 
     async def result() -> tuple[T]:

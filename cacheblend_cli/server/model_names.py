@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from cacheblend_cli.server.api_errors import ApiError
+
 _LATEST = ":latest"
 
 
@@ -13,3 +15,10 @@ def tagged(name: str) -> str:
 def is_named(own: str, name: str) -> bool:
     """Return whether the name, with or without a tag, is that of the model `own`."""
     return tagged(name) in (tagged(own), tagged("cacheblend"))
+
+
+def check_model(own: str, name: str, kind: str = "model") -> None:
+    """Raises ApiError if the name is not that of the model `own`."""
+    if not is_named(own, name):
+        message = f"no such {kind}: {name[:80]!r}; this server has {own}"
+        raise ApiError(404, message, param="model", code="model_not_found")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cacheblend_cli.server.openai.protocol import MAX_DOCUMENTS, AskBody, DocumentIn, Message
+from cacheblend_cli.server.bodies import MAX_DOCUMENTS, AskBody, DocumentIn, Message
 from cacheblend_cli.server.server_state import ServerState
 
 # The attributes end at the first quote before a ">": names can contain quotes and ">".

@@ -22,8 +22,8 @@ from cacheblend_cli.prompt.collection import salt_digest
 from cacheblend_cli.prompt.records import kept_records
 from cacheblend_cli.prompt.wording import CHUNKS, DEFAULT, QUESTION
 from cacheblend_cli.server.api_errors import ApiError, bad_request
-from cacheblend_cli.server.document_routes import public_id, public_title
-from cacheblend_cli.server.openai.protocol import AskBody, Message, SearchIn, TextPart
+from cacheblend_cli.server.bodies import AskBody, Message, SearchIn, TextPart
+from cacheblend_cli.server.document_names import public_id, public_title
 from cacheblend_cli.server.passages import ExtractedPassages, MessagePassage, extract_passages, num_characters
 from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.server.tenants import Tenant

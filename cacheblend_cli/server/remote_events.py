@@ -26,10 +26,7 @@ class RemoteEvents(RequestEvents):
         """Raises QueueFull, UsageError."""
         self._decoder, self._request, self._file = decoder, request, decoder.directory.new()
         self._local: RequestEvents | None = None
-        self._submitted = time.perf_counter()
-        self._events: AsyncIterator[Event] | None = None
         self._reader: asyncio.Task[None] | None = None
-        self._is_over = False
         super().__init__(state, request.handed_to(self._file))
 
     def __exit__(self, *error: object) -> None:
@@ -40,25 +37,12 @@ class RemoteEvents(RequestEvents):
             self._local.__exit__(*error)
         self._file.remove()
 
-    async def next(self) -> Event:
-        if self._events is None:
-            self._events = self._all()
-        event = await anext(self._events)
-        self._is_over = isinstance(event, Done)
-        return event
-
     async def events(self) -> AsyncIterator[Event]:
-        while not self._is_over:
-            yield await self.next()
-
-    async def _all(self) -> AsyncIterator[Event]:
-        """Yield events until the end, Done last."""
+        prefilled = super().events()
         try:
-            while not isinstance(handed := await super().next(), HandedOver):
-                if isinstance(handed, Done):
-                    check_answered(handed)
-                    raise AssertionError("a prompt must be handed over before it ends")
-            async for event in self._decoded(handed.report):
+            handed = await anext(prefilled)
+            assert isinstance(handed, HandedOver), "a prompt must be handed over before it ends"
+            async for event in self._decoded(handed.report, prefilled):
                 yield event
         except (Unreachable, DeviceError) as error:
             why = error.message if isinstance(error, DeviceError) else str(error)
@@ -68,7 +52,8 @@ class RemoteEvents(RequestEvents):
             async for event in self._local.events():
                 yield event
 
-    async def _decoded(self, report: Answer) -> AsyncIterator[Event]:
+    async def _decoded(self, report: Answer, prefilled: AsyncIterator[Event]) -> AsyncIterator[Event]:
+        """Yield the events of the remote answer. prefilled: events of the prompt after its hand-over."""
         engine, sampling, handed_at = self._state.engine, self._request.sampling, time.perf_counter()
         pieces = list[Event]()
         limits = SamplingParams(
@@ -112,12 +97,11 @@ class RemoteEvents(RequestEvents):
         if not output.out.token_ids:
             if early is None:
                 raise Unreachable("the answer has no token")
-            yield Done([], early)
-            return
+            check_answered(Done([], early))
         generation = output.end()
         for piece in pieces:
             yield piece
-        while not isinstance(await super().next(), Done):
+        async for _ in prefilled:
             pass  # missing chunks are stored meanwhile
         timing = replace(
             report.timing,

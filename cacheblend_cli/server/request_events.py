@@ -19,7 +19,7 @@ class RequestEvents:
     def __init__(self, state: ServerState, request: Request) -> None:
         """Raises QueueFull, UsageError."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
-        self._state, self._queue, self._started, self._has_text = state, queue, time.perf_counter(), False
+        self._state, self._queue, self._submitted, self._ended = state, queue, time.perf_counter(), False
 
         def put(event: Event) -> None:
             if not isinstance(event, Started):
@@ -29,7 +29,6 @@ class RequestEvents:
         self._handle = state.engine.submit(request, put)
         self._end = lambda: queue.put_nowait(Failed(server_stopping()))
         state.on_end.add(self._end)
-        self._ended = False
 
     def __enter__(self) -> RequestEvents:
         return self
@@ -39,38 +38,34 @@ class RequestEvents:
         if not self._ended:
             self._state.engine.cancel(self._handle)
 
-    async def next(self) -> Event:
-        """Return the next event. Raises the error of a Failed event."""
-        event = await self._queue.get()
-        if isinstance(event, Text | Reasoning) and not self._has_text:
-            self._has_text = True
-            self._state.metrics.first_token(time.perf_counter() - self._started)
-        if isinstance(event, Done | Failed):
-            self._ended = True
-        if isinstance(event, Failed):
-            raise event.error
-        if isinstance(event, Done):
-            for answer in event.answers:
-                self._state.metrics.answer(answer)
-        return event
-
     async def events(self) -> AsyncIterator[Event]:
-        """Yield events until the end, Done last."""
+        """Yield events until the end, Done last. Raises the error of a failed request, ApiError without an answer."""
+        metrics, has_text = self._state.metrics, False
         while not self._ended:
-            yield await self.next()
+            event = await self._queue.get()
+            self._ended = isinstance(event, Done | Failed)
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Done):
+                for answer in event.answers:
+                    metrics.answer(answer)
+                check_answered(event)
+            elif isinstance(event, Text | Reasoning) and not has_text:
+                has_text = True
+                metrics.first_token(time.perf_counter() - self._submitted)
+            yield event
 
     async def done(self) -> Done:
-        """Return the last event. Raises ApiError if there is no answer."""
+        """Return the last event. Raises what `events` raises."""
         async for event in self.events():
             if isinstance(event, Done):
-                return check_answered(event)
+                return event
         raise AssertionError("a request must end with Done or Failed")
 
 
-def check_answered(done: Done) -> Done:
-    """Return the event. Raises ApiError if it has no answer."""
+def check_answered(done: Done) -> None:
+    """Raises ApiError if the event has no answer."""
     if done.ended == "cancelled":
         raise server_stopping()
     if not done.answers:
         raise ApiError(504, "the deadline passed before the answer began", code="timeout")
-    return done

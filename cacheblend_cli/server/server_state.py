@@ -62,7 +62,7 @@ class ServerState:
     sampling: SamplingParams  # defaults of requests
     keyring: Keyring
     names: frozenset[str] | None = None  # host names that browsers may use, None for all
-    origins: frozenset[str] = frozenset()  # of browser clients on other sites, see origins.py
+    origins: frozenset[str] = frozenset()  # of browser clients on other sites, see auth.py
     max_body: int = 32 << 20  # bytes
     find_passages: bool = False  # treat tagged passages in messages as documents
     any_model: bool = False  # accept requests that name another model

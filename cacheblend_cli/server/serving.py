@@ -13,7 +13,7 @@ from cacheblend_cli.engine.engine import Request as EngineRequest
 from cacheblend_cli.engine.events import Done, Event
 from cacheblend_cli.server.http import EventStream, encode_stream, session_headers, unless_disconnected
 from cacheblend_cli.server.preprocessing import ParsedRequest, PreparedRequest, prepare
-from cacheblend_cli.server.request_events import RequestEvents, check_answered
+from cacheblend_cli.server.request_events import RequestEvents
 from cacheblend_cli.server.server_state import ServerState
 
 
@@ -41,10 +41,8 @@ async def respond(
         ends = await unless_disconnected(request, _run_all(state, prepared))
         return JSONResponse(builder.full(ends, prepared), headers=session)
     with ExitStack() as stack:
-        events = stack.enter_context(submit(state, prepared[0].request))
-        first = await unless_disconnected(request, events.next())  # a refusal gets its own HTTP status
-        if isinstance(first, Done):
-            check_answered(first)
+        events = stack.enter_context(submit(state, prepared[0].request)).events()
+        first = await unless_disconnected(request, anext(events))  # a refusal gets its own HTTP status
         records = builder.stream(_chain(first, events), prepared[0])
         response = EventStream(encode_stream(state, records, stream), stack.pop_all(), stream)
         response.headers.update(session)
@@ -61,9 +59,9 @@ async def _run_all(state: ServerState, prepared: list[PreparedRequest]) -> list[
         return [await events.done() for events in submitted]
 
 
-async def _chain(first: Event, events: RequestEvents) -> AsyncIterator[Event]:
+async def _chain(first: Event, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
     yield first
-    async for event in events.events():
+    async for event in events:
         yield event
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ from cacheblend_cli.server.http import EventStream
 from cacheblend_cli.server.request_events import RequestEvents
 from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.sockets import PROTOCOL
-from cacheblend_cli.types import Answer, AskRequest, SearchParams
+from cacheblend_cli.types import Answer, AskRequest, CompletedAnswer, Notes, Piece, SearchParams
 from cacheblend_cli.version import __version__
 
 Record = dict[str, Any]
@@ -57,7 +57,7 @@ class WarmSocket:
         """Accept no more connections: the next command finds no engine."""
         self._path.unlink(missing_ok=True)
 
-    def _route(self, make: Callable[[Record], AsyncIterator[Record]]) -> Callable[[HttpRequest], Any]:
+    def _route(self, make: Callable[[Record], AsyncIterator[Record]]) -> Callable[[HttpRequest], Awaitable[Response]]:
         async def answer(request: HttpRequest) -> Response:
             try:
                 body = await request.json()
@@ -84,14 +84,13 @@ class WarmSocket:
         with self._state.in_progress():
             request = await self._resolved(ask)
             with RequestEvents(self._state, request) as events:
-                yield {"event": "notes", "notes": list(request.notes)}
+                yield {"event": "notes", **to_builtins(Notes(list(request.notes)))}
                 async for event in events.events():
                     if isinstance(event, Text | Reasoning):
-                        yield {"event": "text" if isinstance(event, Text) else "reasoning", "text": event.text}
-                    elif isinstance(event, Done) and event.ended == "cancelled":
-                        return  # the client sees a lost engine
+                        yield {"event": "piece", **to_builtins(Piece(event.text, isinstance(event, Reasoning)))}
                     elif isinstance(event, Done):
-                        yield {"event": "done", "end": True, **await self._answer(request, event.answers[0])}
+                        completed = await self._completed(request, event.answers[0])
+                        yield {"event": "done", "end": True, **to_builtins(completed)}
 
     async def _plan(self, body: Record) -> AsyncIterator[Record]:
         ask = convert(body, AskRequest)
@@ -113,14 +112,12 @@ class WarmSocket:
         work = partial(self._engine.resolve, self._state.store, ask)
         return await self._state.in_pool(self._state.keyring.own, work)
 
-    async def _answer(self, request: Request, answer: Answer) -> Record:
-        """Return the fields of client.CompletedAnswer. prompt_ids only if requested."""
+    async def _completed(self, request: Request, answer: Answer) -> CompletedAnswer:
+        """Return the answer for the client, with prompt_ids only if requested."""
         work = partial(self._engine.explain, request, answer)
         explained, tokens = await self._state.in_pool(self._state.keyring.own, work)
         sent = replace(answer, chosen=[], prompt_ids=answer.prompt_ids if request.options.ids else [])
-        names = _names(request)
-        record = {"answer": sent, "names": names, "explained": explained, "tokens": tokens, "pid": os.getpid()}
-        return to_builtins(record)  # type: ignore[no-any-return]
+        return CompletedAnswer(sent, _names(request), explained, tokens, os.getpid())
 
 
 def _names(request: Request) -> list[str]:

@@ -9,12 +9,15 @@ from cacheblend_cli.types.answer import (
     FinishReason,
     LayerReport,
     LayerStatus,
+    PlannedChunk,
     Risk,
     Timing,
     TokenUse,
     Verification,
 )  # fmt: skip
+from cacheblend_cli.types.auto import AutoReport, Decision, Estimate, Speeds, Workload
 from cacheblend_cli.types.blend import BlendParams, parse_checks, parse_layers
+from cacheblend_cli.types.events import EVENTS, AnswerEvent, CompletedAnswer, Notes, Piece
 from cacheblend_cli.types.request import (
     EVERYTHING,
     NUM_HITS,
@@ -37,10 +40,13 @@ from cacheblend_cli.types.sampling import (
     model_sampled,
     sampling_of,
 )  # fmt: skip
+from cacheblend_cli.types.tier import TierUse
 
 __all__ = [
-    "EVERYTHING", "MAX_STOPS", "MAX_STOP_CHARS", "MODEL_SAMPLED", "MOST", "NUM_HITS", "PLAIN", "Answer", "AskOptions", "AskPlan", "AskRequest", "BlendParams",
-    "ChunkUse", "Confirmation", "FinishReason", "LayerReport", "Risk", "SamplingParams", "Scope", "SearchParams", "LayerStatus", "TextDocument",
-    "Timing", "TokenLogprob", "TokenUse", "Verification", "ask_request", "model_sampled", "overridden", "parse_checks",
-    "parse_layers", "sampling_of",
+    "EVENTS", "EVERYTHING", "MAX_STOPS", "MAX_STOP_CHARS", "MODEL_SAMPLED", "MOST", "NUM_HITS", "PLAIN", "Answer",
+    "AnswerEvent", "AskOptions", "AskPlan", "AskRequest", "AutoReport", "BlendParams", "ChunkUse",
+    "CompletedAnswer", "Confirmation", "Decision", "Estimate", "FinishReason", "LayerReport", "LayerStatus",
+    "Notes", "Piece", "PlannedChunk", "Risk", "SamplingParams", "Scope", "SearchParams", "Speeds", "TextDocument",
+    "TierUse", "Timing", "TokenLogprob", "TokenUse", "Verification", "Workload", "ask_request", "model_sampled",
+    "overridden", "parse_checks", "parse_layers", "sampling_of",
 ]  # fmt: skip

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Literal
 
+from cacheblend_cli.types.auto import AutoReport
 from cacheblend_cli.types.sampling import TokenLogprob
+from cacheblend_cli.types.tier import TierUse
 
 FinishReason = Literal["stop", "length", "repetition", "cancelled", "deadline", "handed_over"]
 
@@ -134,14 +136,14 @@ class Answer:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # from the prompt's second token on, if requested
     notes: list[str] = field(default_factory=list)  # messages for people
     layers: list[LayerReport] = field(default_factory=list)
-    auto: Any = None  # decision of the loading controller, with --ratio auto
+    auto: AutoReport | None = None  # decision of the loading controller, with --ratio auto
     confirmation: Confirmation | None = None
     risk: Risk | None = None
     reasoning: str = ""  # text between think tags before the answer
     reasoning_tokens: int = 0
     prefix_cache_tokens: int = 0  # first tokens of the prompt whose KV the engine still held from another prompt
     chosen: list[int] = field(default_factory=list)  # positions of the prompt whose stored KV was computed again
-    tier: Any = None  # use of a shared tier, if it was asked
+    tier: TierUse | None = None  # use of a shared tier, if it was asked
     weak_match: bool = False  # even the best chunk found matches the question weakly
     hits_cut: int = 0  # hits left out because they match far less well than the best one
     ratio_from: str = "given"  # "given", "auto", or "model" or "default" with the reason, see engine/profile.py
@@ -171,13 +173,10 @@ class Answer:
             out["prefix_cache_tokens"] = self.prefix_cache_tokens
         if self.reasoning:
             out |= {"reasoning": self.reasoning, "reasoning_tokens": self.reasoning_tokens}
-        if self.tier:
-            out["tier"] = self.tier._asdict()
         if self.auto:
             out["auto"] = self.auto.to_dict()
-        for name, report in (("verify", self.verify), ("confirm", self.confirmation), ("risk", self.risk)):
-            if report:
-                out[name] = vars(report)
+        reports = ("tier", self.tier), ("verify", self.verify), ("confirm", self.confirmation), ("risk", self.risk)
+        out |= {name: vars(report) for name, report in reports if report}
         for name, found in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if found:
                 out[name] = [{"id": p.token_id, "logprob": p.logprob, "top": list(p.top)} for p in found]
@@ -189,15 +188,29 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class PlannedChunk:
+    """A chunk of a planned prompt."""
+
+    id: str
+    source: str
+    tokens: int
+    status: str
+
+
+@dataclass(frozen=True)
 class AskPlan:
-    """Prediction of running a request: tokens by kind, bytes of KV to load, the decision of --ratio auto (see
-    blend/cost.py: AutoReport), and messages for users."""
+    """Prediction of running a request: tokens by kind, bytes of KV to load, the decision of --ratio auto, and messages
+    for users. Its JSON form (`to_dict`) is that of `ask --dry-run --json`."""
 
     prompt_tokens: int
     cached_tokens: int
     exact_tokens: int
     fresh_tokens: int
     kv_bytes: int
-    chunks: list[dict[str, Any]]
-    auto: dict[str, Any] | None = None
+    chunks: list[PlannedChunk]
+    auto: AutoReport | None = None
     notes: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        auto = None if self.auto is None else self.auto.to_dict()
+        return {**vars(self), "chunks": [vars(chunk) for chunk in self.chunks], "auto": auto}

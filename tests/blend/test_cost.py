@@ -10,14 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_cli.blend.cost import (
-    Speeds,
-    Workload,
     decide,
     estimate,
     estimate_full,
     free_ratio,
     learn,
 )
+from cacheblend_cli.types import Speeds, Workload
 
 SPEEDS = Speeds(layer_s=1e-4, row_s=1e-5, pair_s=1e-9, head_s=1e-4, bytes_per_s=1e9)
 WORK = Workload(

@@ -208,10 +208,10 @@ class ProjectsMachine(RuleBasedStateMachine):
             return
         params = SearchParams(20, by="words", scope=self.scope())
         plan = self.engine.plan(self.store, AskRequest("who keeps the lead at home?", search=params))
-        cited = {self.real(chunk["source"]) for chunk in plan.chunks}
+        cited = {self.real(chunk.source) for chunk in plan.chunks}
         assert cited <= self.in_project()
         assert {self.stored[file] for file in cited} == {self.stored[file] for file in self.in_project()}
-        assert {chunk["status"] for chunk in plan.chunks} <= {"exact", "blended"}
+        assert {chunk.status for chunk in plan.chunks} <= {"exact", "blended"}
 
     @invariant()
     def the_store_is_whole(self) -> None:

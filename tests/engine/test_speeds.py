@@ -12,7 +12,6 @@ import torch
 from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
 
-from cacheblend_cli.blend.cost import Speeds
 from cacheblend_cli.blend.speeds import SpeedFile, fit, kv_share, measure_compute
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
@@ -20,7 +19,7 @@ from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.features.auto_ratio import kv_bytes, workload
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.model.weights import load_weights
-from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams, Speeds
 
 ROWS = (8, 32, 128, 512, 1024)
 SPEEDS = Speeds(1e-4, 1e-5, 1e-9, 1e-4, 1e-3, 1e9, 3)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cacheblend_cli.server.api_errors import ApiError
+from cacheblend_cli.server.bodies import parse
 from cacheblend_cli.server.ollama.protocol import GenerateBody, OllamaChatBody, OptionsIn
-from cacheblend_cli.server.openai.protocol import parse
 
 ASKED = [{"role": "user", "content": "who works in Bergen?"}]
 PAGES = [{"id": "a", "text": "the lead of billing is Mara"}, {"id": "b", "text": "Jonas keeps a parrot at home"}]

@@ -11,7 +11,7 @@ from command_line import Cli
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.server.app import OPERATIONS
-from cacheblend_cli.server.origins import read_origins
+from cacheblend_cli.server.auth import read_origins
 from cacheblend_cli.settings import resolve
 
 CHAT = "https://chat.example"

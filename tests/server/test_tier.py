@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from cacheblend_store.tier import SharedTier, open_tier
+from command_line import ASK, Cli
 from object_server import ObjectServer, object_server
 
 LONG_S = 60.0  # no test waits for it: requests end before
@@ -77,3 +78,27 @@ def test_no_answer_fails_for_the_tier(pair: list[Any], objects: ObjectServer, fa
     assert two.ask(documents=DOCUMENTS).status_code == 200
     assert metric(two, "refused_total" if fault == "damaged" else "failed_total") >= 3
     assert metric(two, "resting") == (fault != "damaged")
+
+
+def test_a_warm_answer_reports_the_tier_and_the_ratio_as_a_local_one(
+    start: Any, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reports cross the socket as JSON and come back with their types."""
+    monkeypatch.setenv("CACHEBLEND_TIER", f"file://{tmp_path}/tier")
+    monkeypatch.setenv("CACHEBLEND_TIER_DEADLINE", str(LONG_S))
+    assert cli("chunks", "push", f"{tmp_path}/tier").code == 0
+    server = start(tier=SharedTier(open_tier(f"file://{tmp_path}/tier"), LONG_S))
+    asked, records = (*ASK, "--json", "--max-tokens", "3", "--ratio", "auto"), []
+    for flags in (["--dry-run"], ["--dry-run", "--local"], [], ["--local"]):
+        assert cli("chunks", "prune", "--to-size", "0").code == 0
+        answered = cli(*asked, *flags)
+        assert answered.code == 0, answered.err
+        records += answered.records
+    plan, local_plan, ours, theirs = records
+    assert plan["chunks"] == local_plan["chunks"]
+    assert list(plan["auto"]) == list(local_plan["auto"]) == list(ours["auto"])
+    assert ours["answer"] == theirs["answer"]
+    assert list(ours["tier"]) == list(theirs["tier"])
+    assert (ours["tier"]["found"], theirs["tier"]["found"]) == (3, 3)
+    assert list(ours["auto"]) == list(theirs["auto"])
+    assert server.state.engine.stats().finished == 1

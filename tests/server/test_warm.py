@@ -391,7 +391,7 @@ def test_what_cannot_be_served_is_told(cli: Cli) -> None:
         assert (said.code in (2, 3), words in said.err) == (True, True), said.err
 
 
-@pytest.mark.parametrize("said", ["", 'data: {"event": "text", "text": "Mara"}\n\n'])
+@pytest.mark.parametrize("said", ["", 'data: {"event": "piece", "text": "Mara"}\n\n'])
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_an_engine_that_is_killed_in_mid_answer(cli: Cli, model: Path, said: str, flags: list[str]) -> None:
     """Where nothing was printed yet the question is answered here, else the command fails."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from cacheblend_cli.blend.cost import AutoReport, Speeds, Workload, decide, estimate, estimate_full, learn
+from cacheblend_cli.blend.cost import decide, estimate, estimate_full, learn
 from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.blend.speeds import SpeedFile, kv_share, measure_compute
 from cacheblend_cli.engine.core.hooks import Hook
@@ -18,7 +18,7 @@ from cacheblend_cli.engine.events import OnEvent
 from cacheblend_cli.engine.request.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.types import Answer
+from cacheblend_cli.types import Answer, AutoReport, Speeds, Workload
 
 _LOAD_AGAIN = 16  # full prefills in a row
 

@@ -10,7 +10,7 @@ from cacheblend_store import ChunkManifest, ChunkStore
 from cacheblend_store.tier.shared import SharedTier
 
 from cacheblend_cli import user_cache
-from cacheblend_cli.blend.cost import Workload, estimate_full
+from cacheblend_cli.blend.cost import estimate_full
 from cacheblend_cli.blend.speeds import SpeedFile, kv_share
 from cacheblend_cli.collect.collector import PlannedChunk, chunk_manifest, prefix_chunk
 from cacheblend_cli.corpus.chunker import Chunk
@@ -19,6 +19,7 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.tiered_source import TieredSource
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import ChunkInput
+from cacheblend_cli.types import Workload
 
 _FASTEST = {"cpu": 2e12, "cuda": 1e15}
 """FLOP/s that no device exceeds, for machines without measured speeds."""

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta, Raw, Struct, defstruct
 
 from cacheblend_cli.server.api_errors import ApiError, bad_request
-from cacheblend_cli.server.embedding_routes import MAX_TEXTS
-from cacheblend_cli.server.openai.protocol import (
+from cacheblend_cli.server.bodies import (
     MAX_DOCUMENTS,
     MAX_MESSAGES,
-    MAX_STOPS,
     NULL,
     AskBody,
     BlendIn,
@@ -28,6 +26,8 @@ from cacheblend_cli.server.openai.protocol import (
     TopLogprobs,
     refuse_unsupported,
 )
+from cacheblend_cli.server.embedding_routes import MAX_TEXTS
+from cacheblend_cli.types import MAX_STOPS
 
 _DURATION = re.compile(r"[+-]?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:ns|us|µs|ms|s|m|h))+|[+-]?\d+")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -13,10 +13,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from cacheblend_cli.engine.events import Done, Event, Reasoning, Text, Token
+from cacheblend_cli.server.answer_report import AnswerReport, finish_reason
 from cacheblend_cli.server.api_errors import ApiError, as_api_error
-from cacheblend_cli.server.embedding_routes import embed_texts, name_of, unknown_model
+from cacheblend_cli.server.bodies import AskBody, Message, parse
+from cacheblend_cli.server.embedding_routes import check_embedding_model, embed_texts
 from cacheblend_cli.server.http import JSON, LINES, any_body, tenant_of, unless_disconnected
-from cacheblend_cli.server.model_names import is_named
 from cacheblend_cli.server.ollama import models
 from cacheblend_cli.server.ollama.models import timestamp
 from cacheblend_cli.server.ollama.protocol import (
@@ -28,10 +29,7 @@ from cacheblend_cli.server.ollama.protocol import (
     OllamaEmbedBody,
     ShowBody,
 )
-from cacheblend_cli.server.openai.protocol import AskBody, Message, parse
-from cacheblend_cli.server.openai.response import OpenAIResponse, finish_reason
 from cacheblend_cli.server.preprocessing import ParsedRequest, PreparedRequest, parse_chat, sampling_of
-from cacheblend_cli.server.request_events import check_answered
 from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.server.serving import respond
 from cacheblend_cli.types import Answer, SamplingParams, TokenLogprob
@@ -43,7 +41,7 @@ class OllamaResponse:
 
     chat: bool  # /api/chat, else /api/generate
     model: str  # name in the request
-    openai: OpenAIResponse  # builder of the common parts
+    report: AnswerReport
     started_ns: int = field(default_factory=time.monotonic_ns)
 
     def full(self, ends: Sequence[Done], prepared: Sequence[PreparedRequest]) -> dict[str, Any]:
@@ -67,7 +65,7 @@ class OllamaResponse:
                 yield self._record(text, reasoning, done=False, **self._logprobs(tokens))
                 tokens.clear()
             elif isinstance(event, Done):
-                yield self._record("", **self._logprobs(tokens), **self._last(check_answered(event), prepared))
+                yield self._record("", **self._logprobs(tokens), **self._last(event, prepared))
 
     def loaded(self) -> dict[str, Any]:
         """Return the response to a request without a prompt: the model is loaded."""
@@ -90,11 +88,11 @@ class OllamaResponse:
             "prompt_eval_duration": _ns(answer.timing.ttft_s),
             "eval_count": len(answer.generated_ids),
             "eval_duration": _eval_ns(answer),
-            "blend": self.openai.blend(done, prepared),
+            "blend": self.report.blend(done, prepared),
         }
 
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        return {"logprobs": [self.openai.token(token) for token in tokens]} if tokens else {}
+        return {"logprobs": [self.report.token(token) for token in tokens]} if tokens else {}
 
 
 def _eval_ns(answer: Answer) -> int:
@@ -155,7 +153,8 @@ async def embed(request: Request, state: ServerState) -> Response:
     """POST /api/embed."""
     started_ns = time.monotonic_ns()
     body = parse(OllamaEmbedBody, await any_body(request))
-    _check_embedding(state, body)
+    body.check()
+    check_embedding_model(state, body.model)
     texts = [body.input] if isinstance(body.input, str) else body.input
     texts = [] if texts == [""] else texts
     vectors, counts = await embed_texts(request, state, texts, body.dimensions, truncate=body.truncate is not False)
@@ -172,7 +171,8 @@ async def embed(request: Request, state: ServerState) -> Response:
 async def embed_one(request: Request, state: ServerState) -> Response:
     """POST /api/embeddings, for older clients."""
     body = parse(OldEmbedBody, await any_body(request))
-    _check_embedding(state, body)
+    body.check()
+    check_embedding_model(state, body.model)
     texts = [body.prompt] if body.prompt else []
     vectors, _ = await embed_texts(request, state, texts, None, truncate=True)
     return JSONResponse({"embedding": vectors[0].tolist() if texts else []})
@@ -183,9 +183,9 @@ async def _answer(request: Request, state: ServerState, body: AnswerBody, messag
     if not state.any_model:
         models.check(state, body.model)
     ask, is_chat, tokenizer = body.ask_body(), isinstance(body, OllamaChatBody), state.engine.model.tokenizer
-    openai = OpenAIResponse(True, state.model, tokenizer, state.public)
+    report = AnswerReport(tokenizer, state.public)
     if not messages:
-        return JSONResponse(OllamaResponse(is_chat, body.model, openai).loaded())
+        return JSONResponse(OllamaResponse(is_chat, body.model, report).loaded())
     try:
         sampling = _sampling(state, body, ask)
         if isinstance(body, GenerateBody) and body.raw:
@@ -193,7 +193,7 @@ async def _answer(request: Request, state: ServerState, body: AnswerBody, messag
         else:
             work = parse_chat(state, ask, tenant_of(request), messages, sampling)
             parsed = await unless_disconnected(request, work)
-        builder = OllamaResponse(is_chat, body.model, replace(openai, passages=parsed.passages))
+        builder = OllamaResponse(is_chat, body.model, replace(report, passages=parsed.passages))
         return await respond(request, state, builder, [parsed], LINES if ask.stream else None)
     except Exception as error:
         raise _in_ollama_fields(error) from error
@@ -216,9 +216,3 @@ def _in_ollama_fields(error: Exception) -> Exception:
     api_error.message = _OPTION.sub(lambda found: _OPTIONS[found[0]], api_error.message)
     api_error.param = _OPTIONS.get(api_error.param or "", api_error.param)
     return api_error
-
-
-def _check_embedding(state: ServerState, body: OllamaEmbedBody | OldEmbedBody) -> None:
-    body.check()
-    if not state.any_model and not is_named(name_of(state), body.model):
-        raise unknown_model(state, body.model)

@@ -7,10 +7,12 @@ from dataclasses import replace
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from cacheblend_cli.server.answer_report import AnswerReport
 from cacheblend_cli.server.api_errors import ApiError, bad_request
+from cacheblend_cli.server.bodies import AskBody, parse
 from cacheblend_cli.server.http import EVENTS, json_body, tenant_of, unless_disconnected
-from cacheblend_cli.server.model_names import is_named
-from cacheblend_cli.server.openai.protocol import AskBody, ChatBody, CompletionBody, parse
+from cacheblend_cli.server.model_names import check_model
+from cacheblend_cli.server.openai.protocol import ChatBody, CompletionBody
 from cacheblend_cli.server.openai.response import OpenAIResponse
 from cacheblend_cli.server.preprocessing import ParsedRequest, parse_chat, sampling_of
 from cacheblend_cli.server.server_state import ServerState
@@ -28,8 +30,8 @@ async def models(request: Request, state: ServerState) -> Response:
         },
     }  # fmt: skip
     name = request.path_params.get("name")
-    if name is not None and not is_named(state.model, name):
-        raise ApiError(404, f"no such model: {name[:80]!r}", param="model", code="model_not_found")
+    if name is not None:
+        check_model(state.model, name)
     return JSONResponse({"object": "list", "data": [own]} if name is None else own | {"id": name})
 
 
@@ -39,8 +41,9 @@ async def chat(request: Request, state: ServerState) -> Response:
     sampling = sampling_of(state.sampling, body, body.max_completion_tokens or body.max_tokens, body.num_logprobs)
     work = parse_chat(state, body, tenant_of(request), body.messages, sampling)
     parsed = await unless_disconnected(request, work)
-    builder = replace(_response_builder(state, body, chat=True), passages=parsed.passages)
-    return await respond(request, state, builder, [parsed], EVENTS if body.stream else None)
+    return await respond(
+        request, state, _response_builder(state, body, parsed), [parsed], EVENTS if body.stream else None
+    )
 
 
 async def completions(request: Request, state: ServerState) -> Response:
@@ -58,19 +61,17 @@ async def completions(request: Request, state: ServerState) -> Response:
     if body.echo:
         sampling = replace(sampling, prompt_logprobs=body.logprobs)
     parsed = [ParsedRequest(body, tenant_of(request), text, sampling, raw=True) for text in body.prompts]
-    builder = _response_builder(state, body, chat=False)
-    return await respond(request, state, builder, parsed, EVENTS if body.stream else None)
+    return await respond(request, state, _response_builder(state, body), parsed, EVENTS if body.stream else None)
 
 
-def _response_builder(state: ServerState, body: AskBody, *, chat: bool) -> OpenAIResponse:
+def _response_builder(state: ServerState, body: AskBody, parsed: ParsedRequest | None = None) -> OpenAIResponse:
+    """parsed: request of a chat, None for text completions."""
     echo, prompt_only = (body.echo, body.max_tokens == 0) if isinstance(body, CompletionBody) else (False, False)
     return OpenAIResponse(
-        chat,
+        parsed is not None,
         body.model or state.model,
-        state.engine.model.tokenizer,
-        state.public,
+        AnswerReport(state.engine.model.tokenizer, state.public, body.explain, parsed.passages if parsed else None),
         usage=bool(body.stream_options and body.stream_options.include_usage),
-        explain=body.explain,
         echo=echo,
         prompt_only=prompt_only,
     )
@@ -78,8 +79,7 @@ def _response_builder(state: ServerState, body: AskBody, *, chat: bool) -> OpenA
 
 def _check(request: Request, state: ServerState, body: AskBody) -> None:
     """Refuse an unknown model, and a priority above normal except with the store's own key. Raises ApiError."""
-    if not state.any_model and body.model and not is_named(state.model, body.model):
-        refusal = f"no such model: {body.model[:80]!r}; this server has {state.model}"
-        raise ApiError(404, refusal, param="model", code="model_not_found")
+    if not state.any_model and body.model:
+        check_model(state.model, body.model)
     if body.priority < 0 and tenant_of(request).name:
         raise ApiError(403, "a tenant's priority must be 0 or more", param="priority", code="priority_refused")

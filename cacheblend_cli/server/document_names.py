@@ -1,11 +1,25 @@
-"""Paths that tell files of the same name apart, without the private folders above them."""
+"""Public names of documents, without private paths, and short paths that tell files of the same name apart."""
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable
+from pathlib import PurePosixPath
 
-from cacheblend_cli.corpus.places import is_file, is_stdin, with_parents
+from cacheblend_cli.corpus.places import PUT, SENT, is_file, is_stdin, with_parents
+
+
+def public_id(name: str) -> str:
+    """Return the public id of a document: its id, or for a file a digest of its private path."""
+    if name.startswith((PUT, SENT)):
+        return name.split("/", 2)[2]
+    return "file-" + hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+
+
+def public_title(name: str) -> str:
+    """Return the id, or the file name without its directories."""
+    return public_id(name) if name.startswith((PUT, SENT)) else PurePosixPath(name).name
 
 
 def distinct_paths(names: Iterable[str], roots: Collection[str]) -> dict[str, str]:

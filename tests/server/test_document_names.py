@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cacheblend_cli.server.document_paths import distinct_paths
+from cacheblend_cli.server.document_names import distinct_paths
 
 
 @pytest.mark.parametrize(

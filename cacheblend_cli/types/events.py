@@ -1,0 +1,38 @@
+"""Events of an answer while it is generated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cacheblend_cli.types.answer import Answer, TokenUse
+
+
+@dataclass(frozen=True)
+class Notes:
+    """Messages about the sources. They arrive before the answer."""
+
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of the answer, or of the reasoning before it."""
+
+    text: str
+    reasoning: bool = False
+
+
+@dataclass(frozen=True)
+class CompletedAnswer:
+    """A complete answer, the last event."""
+
+    answer: Answer
+    names: list[str]  # document names of the chunks, see corpus/places.py
+    explained: list[str]  # see engine/engine.py: Engine.explain
+    tokens: list[list[TokenUse]]  # see engine/engine.py: Engine.explain
+    pid: int | None = None  # process id of the engine, None for this process
+
+
+AnswerEvent = Notes | Piece | CompletedAnswer
+EVENTS: dict[str, type[AnswerEvent]] = {"notes": Notes, "piece": Piece, "done": CompletedAnswer}
+"""Type of an event by its name on the engine's socket."""
