@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from datetime import date
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from cacheblend_store import Amount, ChunkStore
 from cacheblend_store.format.records import document_key
 
-from cacheblend_cli.collect.collector import Collector, PlannedChunk, chunk_manifest
+from cacheblend_cli.collect.collector import Cluster, Collector, PlannedChunk, chunk_manifest
 from cacheblend_cli.collect.corpus_diff import CorpusDiff, Paths, diff_corpus
 from cacheblend_cli.collect.difference import Difference, compare, estimate_seconds
 from cacheblend_cli.collect.document_records import (
@@ -34,9 +34,6 @@ from cacheblend_cli.corpus.documents import Document, DocumentFile, Skipped
 from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection
-
-if TYPE_CHECKING:
-    from cacheblend_cli.collect.cluster import Cluster
 
 __all__ = ["Difference", "PrecomputeEvent", "PrecomputeOptions", "PrecomputeReport", "precompute"]
 
@@ -205,8 +202,8 @@ def precompute(
     plan = planner.plan(options.given)
     if cluster is not None and any(part.settings.context == "neighbours" for part in plan):
         raise UsageError(
-            "--ray does not support --context neighbours: the left context of a chunk depends on all other documents",
-            "use --context document or sink, or leave out --ray",
+            "--collector does not support --context neighbours: the left context of a chunk depends on all other documents",
+            "use --context document or sink, or leave out --collector",
         )
     room = room_for(plan, store, quota)
     if room.without_kv:
