@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from typer import Option
 
+from cacheblend_cli import extensions
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
     from cacheblend_cli.engine.events import EngineStats
-    from cacheblend_cli.server.remote_decoder import RemoteDecoder
+    from cacheblend_cli.server.server_state import Decoder
 
 _WORK_BYTES = 512 << 20  # activations of a prefill, chunks being read, requests
 _END_S = 2.0  # at the end, for threads that read or write the store
@@ -54,14 +55,10 @@ def serve(
         False, "--find-passages", help="Treat <source> and <document> elements in messages as documents."
     ),
     any_model: bool = Option(False, "--any-model", help="Also answer requests that name another model."),
-    decode_url: str | None = Option(
-        None, help="Prefill here and decode on the vLLM server at this URL (docs/vllm.md)."
-    ),
-    decode_key: str | None = Option(
-        None, help="API key of the vLLM server.", envvar="CACHEBLEND_DECODE_KEY", show_default=False
-    ),
-    hand_over: Path = Option(
-        Path("/dev/shm/cacheblend"), help="Private directory for KV handed over to the vLLM server."
+    decoder: str | None = Option(
+        None,
+        help="Prefill here and decode elsewhere, by an installed decoder: vllm:URL (docs/vllm.md).",
+        metavar="NAME:ADDRESS",
     ),
     background: bool = Option(False, "--background", help="Run in the background; return once the server responds."),
     status: bool = Option(False, "--status", help="Show the engines running over this store."),
@@ -89,8 +86,11 @@ def serve(
             _show(engine_status, _status_line(engine_status), output, json=json)
         return
     check_installed()
-    if decode_url is not None and background:
-        raise UsageError("--background cannot be used with --decode-url", "omit it; use a service manager")
+    decoder_name, _, address = (decoder or "").partition(":")
+    if decoder is not None:
+        extensions.find("decoder", decoder_name)
+        if background:
+            raise UsageError("--background cannot be used with --decoder", "omit it; use a service manager")
     if background:
         from cacheblend_cli.server.background import listens, start
 
@@ -134,13 +134,13 @@ def serve(
         address = public.getsockname()
         name = f"[{host}]" if ":" in host else host
         url = f"http://{name}:{address[1]}" if unix_socket is None else f"unix:{unix_socket}"
-        decoder = None if decode_url is None else _decoder(decode_url, decode_key, hand_over)
+        remote: Decoder | None = extensions.load("decoder", decoder_name)(address) if decoder is not None else None
         engine = options.load_engine(settings, output)
         options.note_fallback(settings, output, json=json)
-        if decoder is not None:
+        if remote is not None:
             from cacheblend_cli.kv.export import check_exportable
 
-            check_exportable(engine.model.spec, "vLLM")
+            check_exportable(engine.model.spec, decoder_name)
         if (llama := engine.llama_note()) is not None:
             output.note(llama)
         sampling = engine.sampling_of_model(sampling, model_sampled(resolved))
@@ -158,7 +158,7 @@ def serve(
                 max_body=max_body << 20,
                 find_passages=find_passages,
                 any_model=any_model,
-                decoder=decoder,
+                decoder=remote,
             )
             held.callback(state.pools.close, _END_S)
             serving = Server(
@@ -203,17 +203,6 @@ def _retrieval_line(num_documents: int) -> str:
     if not num_documents:
         return "chats are answered without documents, until some are stored for them"
     return f"chats are answered from {counted(num_documents, 'document')}; --no-retrieve for chats without them"
-
-
-def _decoder(url: str, key: str | None, directory: Path) -> RemoteDecoder:
-    """Return the client of the decoding vLLM server. Raises UsageError."""
-    if not url.startswith(("http://", "https://")):
-        raise UsageError(f"--decode-url {url} is not an HTTP URL", "for example http://127.0.0.1:8000")
-    require("--decode-url", "vllm", "httpx2")
-    from cacheblend_cli.engine.connectors.vllm import HandOverDirectory
-    from cacheblend_cli.server.remote_decoder import RemoteDecoder
-
-    return RemoteDecoder(url, HandOverDirectory(directory.expanduser().absolute()), key)
 
 
 def check_installed() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from typing import Self
 
 from cacheblend_cli.engine.engine import Request
 from cacheblend_cli.engine.events import Done, Event, Failed, Reasoning, Started, Text
@@ -31,7 +32,7 @@ class RequestEvents:
         state.on_end.add(self._end)
         self._ended = False
 
-    def __enter__(self) -> RequestEvents:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
