@@ -86,7 +86,7 @@ def serve(
             _show(engine_status, _status_line(engine_status), output, json=json)
         return
     check_installed()
-    decoder_name, _, address = (decoder or "").partition(":")
+    decoder_name, _, decoder_address = (decoder or "").partition(":")
     if decoder is not None:
         extensions.find("decoder", decoder_name)
         if background:
@@ -134,7 +134,9 @@ def serve(
         address = public.getsockname()
         name = f"[{host}]" if ":" in host else host
         url = f"http://{name}:{address[1]}" if unix_socket is None else f"unix:{unix_socket}"
-        remote: Decoder | None = extensions.load("decoder", decoder_name)(address) if decoder is not None else None
+        remote: Decoder | None = (
+            extensions.load("decoder", decoder_name)(decoder_address) if decoder is not None else None
+        )
         engine = options.load_engine(settings, output)
         options.note_fallback(settings, output, json=json)
         if remote is not None:

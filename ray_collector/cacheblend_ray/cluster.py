@@ -118,7 +118,11 @@ _LOOK_UPS = 32  # concurrent look-ups in the tier
 
 
 def open_cluster(job: ClusterJob) -> RayCluster:
-    """Return the cluster of `precompute --collector ray:ADDRESS`, not yet started."""
+    """Return the cluster of `precompute --collector ray:ADDRESS`, not yet started. Raises UsageError without Ray."""
+    try:
+        import ray  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"--collector ray needs the package ray: {error}", "pip install ray") from error
     remote = RemoteJob(job.load, job.fingerprint, job.tier.url, job.tier_key_file)
     return RayCluster(job.address or LOCAL, job.workers, remote, job.tier, job.cpus, job.gpus)
 
