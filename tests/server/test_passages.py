@@ -64,7 +64,7 @@ Answer from the context. Cite as [id] **only if the <source> tag has an id** (fo
 </context>
 
 who leads billing, and what does <source> mean?"""
-"""Instructions like those of Open WebUI's default template, which mention the tag; sources as its 0.12.4 writes them."""
+"""Instructions like those of Open WebUI's default template, which mention the tag; sources as 0.12.4 writes them."""
 
 
 def test_mentions_of_tags_are_not_passages() -> None:
