@@ -1,4 +1,4 @@
-"""Rows of `peers.py` for a vLLM server that already runs: alone, and behind `cacheblend serve --decode-url`.
+"""Rows of `peers.py` for a vLLM server that already runs: alone, and behind `cacheblend serve --decoder`.
 
     python benchmarks/peer_vllm.py URL FOLDER alone|blended [HAND-OVERS]
 
@@ -139,7 +139,7 @@ def alone(url: str, models: Models) -> dict[str, float]:
 def blended(url: str, models: Models, shared: str) -> dict[str, float]:
     """The same prompt from stored chunks, by a `cacheblend serve` that is started for it."""
     base = f"http://127.0.0.1:{_free_port()}"
-    flags = ["--port", base.rsplit(":", 1)[1], "--decode-url", url, "--hand-over", shared, "--quiet"]
+    flags = ["--port", base.rsplit(":", 1)[1], "--decoder", f"vllm:{url},{shared}", "--quiet"]
     serve = subprocess.Popen([*CLI, "serve", *models.machine(PRECISION), *flags], stdout=subprocess.DEVNULL)
     try:
         _wait(f"{base}/ready", serve, 100)

@@ -23,7 +23,7 @@ Without their Pythons their rows are left out. Where ggml's AMX code dies with S
 use_extra_bufts=False, and says so.
 
 With --vllm, rows "served" are measured at the end (`--only served` for these alone): a vLLM server is started, and a
-process asks it for a completion of the ids, or starts `cacheblend serve --decode-url` and asks that; both are streamed.
+process asks it for a completion of the ids, or starts `cacheblend serve --decoder` and asks that; both are streamed.
 Their memory is the peaks of all processes in the run together.
 """
 
@@ -68,7 +68,7 @@ COLUMNS = {
 }
 SERVED_NOTE = (
     "*served*: vLLM already runs, without a prefix cache. vLLM alone is asked for a completion of the ids; before it, the process starts `cacheblend "
-    "serve --decode-url`, which blends and hands over. vLLM's first token is when the client has it, streamed; cacheblend's "
+    "serve --decoder`, which blends and hands over. vLLM's first token is when the client has it, streamed; cacheblend's "
     "is by its server's own clock, since tokens of random weights may be no text. Memory: of each process its peak during the run, together."
 )
 PLAIN_BUFFERS = "use_extra_bufts=False: ggml's AMX code ends with SIGILL on this CPU"

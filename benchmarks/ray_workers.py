@@ -1,6 +1,6 @@
 """precompute in this process, and on one and two workers of a local Ray cluster that put the KV to a tier in a folder.
 
-    python benchmarks/ray_workers.py [--documents 2000] [--model DIR] [--threads 1]
+    PYTHONPATH=ray_collector python benchmarks/ray_workers.py [--documents 2000] [--model DIR] [--threads 1]
 
 Documents of 300 words; every process computes with --threads CPU threads. Prints documents a second, workers' start
 left out, and the bytes of records that went to the workers and came back. The default model has SmolLM2-135M's width
@@ -16,12 +16,12 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
+from cacheblend_ray.cluster import LOCAL, RayCluster, RemoteJob
 from cacheblend_store import ChunkStore
 from cacheblend_store.tier import open_tier
 from machine import hardware, write_checkpoint
 from scaling import SMOLLM2
 
-from cacheblend_cli.collect.cluster import LOCAL, Cluster, RemoteJob
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.engine import Engine
@@ -65,7 +65,7 @@ def measured(engine: Engine, folder: Path, documents: int, workers: int, threads
     load = partial(load_worker_model, engine.runtime.worker_config(threads))
     job = RemoteJob(load, engine.model.fingerprint, url)
     with (
-        Cluster(LOCAL, max(1, workers), job, open_tier(url), threads) as cluster,
+        RayCluster(LOCAL, max(1, workers), job, open_tier(url), threads) as cluster,
         ChunkStore.open(folder / f"store{workers}", mode="write") as store,
     ):
         options = PrecomputeOptions(chunk_tokens=512, kv_dtype="auto", cluster=cluster if workers else None)

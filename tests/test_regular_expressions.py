@@ -17,7 +17,13 @@ from adversarial import Attack, attacks
 from step_matcher import StepMatcher, TooManySteps
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("cacheblend_cli", "store/cacheblend_store", "vllm_connector/cacheblend_vllm", "kernels/cacheblend_kernels")
+FOLDERS = (
+    "cacheblend_cli",
+    "store/cacheblend_store",
+    "vllm_connector/cacheblend_vllm",
+    "kernels/cacheblend_kernels",
+    "ray_collector/cacheblend_ray",
+)
 FUNCTIONS = ("compile", "match", "fullmatch", "search", "sub", "subn", "split", "findall", "finditer")
 TRUSTED = {
     "model/adapter.py": "patterns of an adapter that the user chose, over its model's module names",

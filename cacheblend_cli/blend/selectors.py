@@ -1,20 +1,21 @@
 """Selectors choose which of the reusable, inexact tokens to recompute. Each is a small class that scores tokens.
 
-To add one: write the class and name it in SELECTORS here and in types/blend.py. docs/selectors.md has an example.
+types/blend.py names them. Other distributions install more (docs/extending.md).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from cacheblend_cli import extensions
 from cacheblend_cli.kv.pool import upload
-from cacheblend_cli.types.blend import parse_selector
+from cacheblend_cli.types.blend import SELECTORS, parse_selector
 
 
 @dataclass(frozen=True)
@@ -45,18 +46,21 @@ class Evidence(Protocol):
     def attention(self, candidates: Candidates) -> Tensor: ...
 
 
-class Selector(Protocol):
+class Selector:
     """A selection policy."""
 
-    # compares fresh with old KV, so tokens are chosen at the check layer; False: before layer 0
-    needs_check_layer: bool
+    # True: compares fresh with old KV, so tokens are chosen at the check layer; False: before layer 0
+    needs_check_layer = False
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
 
     def scores(self, candidates: Candidates, evidence: Evidence) -> Tensor:
         """Return scores [n] fp32, not negative; the highest are recomputed first."""
-        ...
+        raise NotImplementedError
 
 
-class HighestDeviation:
+class HighestDeviation(Selector):
     """`hkvd`: tokens whose fresh KV differs most from the old (CacheBlend, arXiv 2405.16444, section 4.3)."""
 
     needs_check_layer = True
@@ -65,38 +69,29 @@ class HighestDeviation:
         return evidence.deviation(candidates)
 
 
-class FirstOfChunk:
+class FirstOfChunk(Selector):
     """`first`: the first tokens of each chunk (EPIC's LegoLink, arXiv 2410.15332)."""
-
-    needs_check_layer = False
 
     def scores(self, candidates: Candidates, evidence: Evidence) -> Tensor:
         return 1 / (1 + candidates.offset.float())
 
 
-class QueryAttention:
+class QueryAttention(Selector):
     """`query`: tokens the question attends to (ProphetKV, arXiv 2602.02579; FusionRAG, arXiv 2601.12904)."""
-
-    needs_check_layer = False
 
     def scores(self, candidates: Candidates, evidence: Evidence) -> Tensor:
         return evidence.attention(candidates)
 
 
-class RandomTokens:
+class RandomTokens(Selector):
     """`random`: random tokens, a baseline."""
-
-    needs_check_layer = False
-
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = seed
 
     def scores(self, candidates: Candidates, evidence: Evidence) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed)
         return upload(torch.rand(len(candidates), generator=generator), candidates.positions.device, torch.float32)
 
 
-class Combined:
+class Combined(Selector):
     """`first:4+query`: the best `count` tokens of every chunk by each of `parts`, then the rest of the budget by
     `last`."""
 
@@ -115,21 +110,17 @@ class Combined:
         return wanted
 
 
-SELECTORS: dict[str, Callable[[int], Selector]] = {
-    "hkvd": lambda seed: HighestDeviation(),
-    "first": lambda seed: FirstOfChunk(),
-    "query": lambda seed: QueryAttention(),
-    "random": RandomTokens,
-    "all": lambda seed: FirstOfChunk(),  # any selector, at ratio 1
-    "none": lambda seed: FirstOfChunk(),  # any selector, at ratio 0
-}
+def make_selector(text: str, seed: int = 0) -> Selector:
+    """Return a selector, or a combination such as `first:4+query`. Raises UsageError."""
+    parts, last = parse_selector(text)
+    selector = _selector(last, seed)
+    return Combined([(_selector(part, seed), count) for part, count in parts], selector) if parts else selector
 
 
-def make_selector(name: str, seed: int = 0) -> Selector:
-    """Return the selector with this name, or a combination such as `first:4+query`. Raises UsageError."""
-    parts, last = parse_selector(name, SELECTORS)
-    selector = SELECTORS[last](seed)
-    return Combined([(SELECTORS[part](seed), count) for part, count in parts], selector) if parts else selector
+def _selector(name: str, seed: int) -> Selector:
+    make = SELECTORS[name] if name in SELECTORS else extensions.load("selector", name)
+    made: Selector = (globals()[make] if isinstance(make, str) else make)(seed)
+    return made
 
 
 def choose(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from typer import Argument, Option
 
+from cacheblend_cli import extensions
 from cacheblend_cli.cli import folders, options
 from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.inputs import yes_or_no
@@ -28,7 +29,7 @@ from cacheblend_cli.settings import Resolved, grouped
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
-    from cacheblend_cli.collect.cluster import Cluster
+    from cacheblend_cli.collect.collector import Cluster
     from cacheblend_cli.collect.difference import Difference
     from cacheblend_cli.collect.events import PrecomputeEvent, PrecomputeReport
     from cacheblend_cli.engine.engine import Engine
@@ -76,15 +77,14 @@ def precompute(
         "--verify-files",
         help="Read every file, also those whose size, times and inode are unchanged since the last run.",
     ),
-    ray: str | None = options.machine_option(
+    collector: str | None = options.machine_option(
         None,
-        "--ray",
-        help="Compute on workers of a Ray cluster, which write KV to --tier; local: start them on this machine.",
-        metavar="ADDRESS|local",
+        help="Compute on workers that write KV to --tier, by an installed collector, such as ray:local (docs/scale.md).",
+        metavar="NAME[:ADDRESS]",
     ),
     workers: int | None = options.machine_option(
         None,
-        help="Number of --ray workers, each with --threads CPU cores (default 1) or one GPU. Default: 1.",
+        help="Number of --collector workers, each with --threads CPU cores (default 1) or one GPU. Default: 1.",
         show_default=False,
     ),
     verbose: folders.Verbose = False,
@@ -102,7 +102,7 @@ def precompute(
     select = folders.selected(include, exclude, no_ignore, follow, max_file_size, languages)
     has_paths = bool(paths) or files_from is not None
     _check_flags(resolved, select, has_paths=has_paths, watch=watch, dry_run=dry_run)
-    _check_ray(ray, workers, settings, watch=watch, dry_run=dry_run)
+    _check_collector(collector, workers, settings, watch=watch, dry_run=dry_run)
     quota = parse_size(settings.max_size, "--max-size") if settings.max_size else None
     if files_from == "-" and "-" in (paths or ()):
         raise UsageError("- was given twice, and stdin can be read only once", "write the paths to a file")
@@ -151,7 +151,7 @@ def precompute(
 
     with interruptible:
         with (
-            _cluster(engine, settings, ray, workers) as cluster,
+            _cluster(engine, settings, collector, workers) as cluster,
             opened as kv_store,
             _View(output, json, quiet, verbose) as view,
         ):
@@ -163,7 +163,7 @@ def precompute(
             if kv_store is not None:
                 finish(kv_store, output)
         if report.documents or report.gone or json:
-            _summary(report, output, settings.tier if ray else str(settings.store_path), dry_run, json)
+            _summary(report, output, settings.tier if collector else str(settings.store_path), dry_run, json)
         if not (report.unchanged or dry_run):
             _note_ratio(engine, report.new, output)
         if report.hidden:
@@ -192,40 +192,54 @@ def _check_flags(resolved: Resolved, select: dict[str, Any], *, has_paths: bool,
         )
 
 
-def _check_ray(ray: str | None, workers: int | None, settings: Settings, *, watch: bool, dry_run: bool) -> None:
-    """Raises UsageError for flags that conflict with --ray, and if Ray is not installed."""
-    if ray is None:
+def _check_collector(
+    collector: str | None, workers: int | None, settings: Settings, *, watch: bool, dry_run: bool
+) -> None:
+    """Raises UsageError for flags that conflict with --collector, and if it is not installed."""
+    if collector is None:
         if workers is not None:
-            raise UsageError("--workers was given without --ray", "name the cluster: --ray ADDRESS, or --ray local")
+            raise UsageError("--workers was given without --collector", "for example --collector ray:local")
         return
-    require("--ray", "ray", "ray")
+    extensions.find("collector", collector.partition(":")[0])
     if workers is not None and workers < 1:
         raise UsageError(f"--workers is {workers}; the minimum is 1", "one per GPU, or one for a few CPU cores")
     if not settings.tier:
         raise UsageError(
-            "--ray needs --tier, where the workers write KV", "name a bucket, or a folder that all machines share"
+            "--collector needs --tier, where the workers write KV", "name a bucket, or a folder that all machines share"
         )
     for flag, given in (("--watch", watch), ("--dry-run", dry_run), ("--max-size", bool(settings.max_size))):
         if given:
-            raise UsageError(f"{flag} cannot be used with --ray", f"omit {flag}")
+            raise UsageError(f"{flag} cannot be used with --collector", f"omit {flag}")
 
 
 def _cluster(
-    engine: Engine, settings: Settings, ray: str | None, workers: int | None
+    engine: Engine, settings: Settings, collector: str | None, workers: int | None
 ) -> AbstractContextManager[Cluster | None]:
     """Return the cluster to compute on, not yet started. Raises TierErrors."""
-    if ray is None:
+    if collector is None:
         return nullcontext()
     if engine.is_parallel:
-        raise UsageError("--ray is not implemented with --tensor-parallel", "omit one of them")
-    from cacheblend_cli.collect.cluster import Cluster, RemoteJob
+        raise UsageError("--collector is not implemented with --tensor-parallel", "omit one of them")
+    from cacheblend_cli.collect.collector import ClusterJob
 
+    name, _, address = collector.partition(":")
+    make_cluster = extensions.load("collector", name)
     tier = open_tier(settings)
     tier.check()
     threads, key_file = settings.threads or 1, settings.tier_key_file
-    load = engine.worker_loader(threads)
-    job = RemoteJob(load, engine.model.fingerprint, tier.url, key_file and str(Path(key_file).absolute()))
-    return Cluster(ray, workers or 1, job, tier, threads, int(engine.model.decoder.device.type == "cuda"))
+    cluster: Cluster = make_cluster(
+        ClusterJob(
+            address,
+            workers or 1,
+            engine.worker_loader(threads),
+            engine.model.fingerprint,
+            tier,
+            key_file and str(Path(key_file).absolute()),
+            cpus=threads,
+            gpus=int(engine.model.decoder.device.type == "cuda"),
+        )
+    )
+    return cluster
 
 
 def _store_there(settings: Settings) -> AbstractContextManager[ChunkStore | None]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from typer import Option
 
+from cacheblend_cli import extensions
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
     from cacheblend_cli.engine.events import EngineStats
-    from cacheblend_cli.server.remote_decoder import RemoteDecoder
+    from cacheblend_cli.server.server_state import Decoder
     from cacheblend_cli.server.tenants import Keyring
 
 _WORK_BYTES = 512 << 20  # activations of a prefill, chunks being read, requests
@@ -57,14 +58,10 @@ def serve(
         False, "--find-passages", help="Treat <source> and <document> elements in messages as documents."
     ),
     any_model: bool = Option(False, "--any-model", help="Also answer requests that name another model."),
-    decode_url: str | None = Option(
-        None, help="Prefill here and decode on the vLLM server at this URL (docs/vllm.md)."
-    ),
-    decode_key: str | None = Option(
-        None, help="API key of the vLLM server.", envvar="CACHEBLEND_DECODE_KEY", show_default=False
-    ),
-    hand_over: Path = Option(
-        Path("/dev/shm/cacheblend"), help="Private directory for KV handed over to the vLLM server."
+    decoder: str | None = Option(
+        None,
+        help="Prefill here and decode elsewhere, by an installed decoder: vllm:URL (docs/vllm.md).",
+        metavar="NAME:ADDRESS",
     ),
     background: bool = Option(False, "--background", help="Run in the background; return once the server responds."),
     status: bool = Option(False, "--status", help="Show the engines running over this store."),
@@ -84,13 +81,13 @@ def serve(
     elif status:
         _status(settings, output, json=json)
     elif background:
-        if decode_url is not None:
-            raise UsageError("--background cannot be used with --decode-url", "omit it; use a service manager")
+        if decoder is not None:
+            raise UsageError("--background cannot be used with --decoder", "omit it; use a service manager")
         _start(settings, idle_exit, output, json=json)
     else:
         http = _Http(
             host, port, unix_socket, max_waiting, max_body, grace, idle_exit or 0.0, find_passages, any_model,
-            decode_url, decode_key, hand_over,
+            decoder or "",
         )  # fmt: skip
         _run(resolved, http, [*(api_key or ())], api_key_file, output, json=json)
 
@@ -108,9 +105,7 @@ class _Http:
     idle_exit_s: float
     find_passages: bool
     any_model: bool
-    decode_url: str | None
-    decode_key: str | None
-    hand_over: Path
+    decoder: str  # NAME:ADDRESS, or empty
 
 
 def _stop(settings: Settings, grace_s: float, output: Output, *, json: bool) -> None:
@@ -146,7 +141,9 @@ def _run(
     from cacheblend_cli.server.auth import LOOPBACK, read_origins
     from cacheblend_cli.server.tenants import Keyring, read_keys
 
-    settings = resolved.settings
+    settings, (elsewhere, _, address) = resolved.settings, http.decoder.partition(":")
+    if elsewhere:
+        extensions.find("decoder", elsewhere)
     origins, keyring = read_origins(settings.allow_origin), Keyring(read_keys(keys, key_file), settings.salt)
     _check_access(http, keyring, origins, output)
     read_ahead(settings)
@@ -166,13 +163,13 @@ def _run(
         share(store, settings, output, strict=True)
         warm = socket_of(settings)
         warm_socket, public, url = _bind(warm, http, held)
-        decoder = None if http.decode_url is None else _decoder(http.decode_url, http.decode_key, http.hand_over)
+        remote: Decoder | None = extensions.load("decoder", elsewhere)(address) if elsewhere else None
         engine = options.load_engine(settings, output)
         options.note_fallback(settings, output, json=json)
-        if decoder is not None:
+        if remote is not None:
             from cacheblend_cli.kv.export import check_exportable
 
-            check_exportable(engine.model.spec, "vLLM")
+            check_exportable(engine.model.spec, elsewhere)
         if (llama := engine.llama_note()) is not None:
             output.note(llama)
         sampling = engine.sampling_of_model(sampling, model_sampled(resolved))
@@ -189,7 +186,7 @@ def _run(
             max_body=http.max_body << 20,
             find_passages=http.find_passages,
             any_model=http.any_model,
-            decoder=decoder,
+            decoder=remote,
         )
         held.callback(state.pools.close, _END_S)
         held.callback(engine.close)  # first
@@ -255,17 +252,6 @@ def _retrieval_line(num_documents: int) -> str:
     if not num_documents:
         return "chats are answered without documents, until some are stored for them"
     return f"chats are answered from {counted(num_documents, 'document')}; --no-retrieve for chats without them"
-
-
-def _decoder(url: str, key: str | None, directory: Path) -> RemoteDecoder:
-    """Return the client of the decoding vLLM server. Raises UsageError."""
-    if not url.startswith(("http://", "https://")):
-        raise UsageError(f"--decode-url {url} is not an HTTP URL", "for example http://127.0.0.1:8000")
-    require("--decode-url", "vllm", "httpx2")
-    from cacheblend_cli.engine.connectors.vllm import HandOverDirectory
-    from cacheblend_cli.server.remote_decoder import RemoteDecoder
-
-    return RemoteDecoder(url, HandOverDirectory(directory.expanduser().absolute()), key)
 
 
 def check_installed() -> None:

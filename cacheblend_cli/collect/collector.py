@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
 
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
 from cacheblend_store.format.blobs import FINER
@@ -21,6 +21,11 @@ from cacheblend_cli.collect.prefill import ChunkKV, CollectSequence, Kept, Prefi
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.records import keep_record, kept_records
+
+if TYPE_CHECKING:
+    from cacheblend_store.tier import Tier
+
+    from cacheblend_cli.model.loading import LoadedModel
 
 PREFIX_SOURCE = "(prefix)"
 _TEXTS = 1024  # records per transaction
@@ -180,6 +185,32 @@ class Collector:
         assert planned.key == kv.key
         manifest = chunk_manifest(self.collection, planned)
         return manifest, encode_chunk(kv, manifest.codec).blobs()
+
+
+@dataclass(frozen=True)
+class ClusterJob:
+    """Settings of a cluster's workers."""
+
+    address: str  # text after the collector's name, "" for none
+    workers: int
+    load: Callable[[], LoadedModel]  # picklable; loads the model in this process's dtype
+    fingerprint: str  # this process's model
+    tier: Tier  # gets the KV
+    tier_key_file: str  # "" for none
+    cpus: int  # per worker
+    gpus: int  # per worker
+
+
+class Cluster(Protocol):
+    """Computes KV elsewhere: made by a collector of another distribution from a ClusterJob."""
+
+    workers: int
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *error: object) -> None: ...
+    def collector(self, collection: Collection, store: ChunkStore) -> Collector:
+        """Return what puts the KV of a collection's chunks to the tier, and their texts to the store."""
+        ...
 
 
 def _layers(store: ChunkStore, key: bytes, planned: PlannedChunk) -> list[tuple[Tensor, Tensor]] | None:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cacheblend_store import ChunkStore
 
+from cacheblend_cli.collect.collector import Cluster
 from cacheblend_cli.collect.corpus_diff import CorpusDiff, Paths, diff_corpus
 from cacheblend_cli.collect.difference import Difference, compare, estimate_seconds
 from cacheblend_cli.collect.document_records import (
@@ -30,9 +31,6 @@ from cacheblend_cli.corpus.documents import Document, DocumentFile, Skipped
 from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection
-
-if TYPE_CHECKING:
-    from cacheblend_cli.collect.cluster import Cluster
 
 Confirm = Callable[[Difference], bool]
 _LONG_PACKS = 24  # launches from which a run measures its speed first, with two launches
@@ -144,8 +142,8 @@ def _quota(store: ChunkStore | None, options: PrecomputeOptions) -> int:
 def _check_cluster(options: PrecomputeOptions, plan: Sequence[Part]) -> None:
     if options.cluster is not None and any(part.settings.context == "neighbours" for part in plan):
         raise UsageError(
-            "--ray does not support --context neighbours: the left context of a chunk depends on all other documents",
-            "use --context document or sink, or leave out --ray",
+            "--collector does not support --context neighbours: the left context of a chunk depends on all other documents",
+            "use --context document or sink, or leave out --collector",
         )
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from cacheblend_store import ChunkStore
 from cacheblend_store.format.records import document_key
 
-from cacheblend_cli.collect.collector import Collector, How, PlannedChunk, chunk_manifest
+from cacheblend_cli.collect.collector import Cluster, Collector, How, PlannedChunk, chunk_manifest
 from cacheblend_cli.collect.document_records import document_record, document_summary, is_news, renamed
 from cacheblend_cli.collect.events import ChunkResult, ChunkStatus, OnEvent, PrecomputeEvent, PrecomputeReport
 from cacheblend_cli.collect.plan import Part, PlannedDocument, Planner
@@ -18,9 +17,6 @@ from cacheblend_cli.collect.room import Room
 from cacheblend_cli.collect.summaries import SummaryWriter
 from cacheblend_cli.corpus.documents import DocumentFile
 from cacheblend_cli.corpus.places import shown
-
-if TYPE_CHECKING:
-    from cacheblend_cli.collect.cluster import Cluster
 
 # Tokens of documents whose records and texts are committed together: a commit of a few chunks rewrites as many pages as
 # a commit of many.

@@ -124,7 +124,7 @@ def make_app(state: ServerState, *, is_owner: bool = False) -> Starlette:
 
     routes = [route(name, operation.handler) for name, operation in OPERATIONS.items()]
     if state.decoder is not None:
-        routes.append(route("GET /handovers/{name}", _hand_over))
+        routes += [route(name, handler) for name, handler in state.decoder.routes.items()]
     routes += [route("GET /", _page), route("GET /page/{name}", _page)]
     middleware = [Middleware(AuthMiddleware, state=state, is_owner=is_owner)]
     if state.origins and not is_owner:  # first, because a browser asks without the key, and reads refusals
@@ -170,14 +170,6 @@ async def _metrics(_: Request, state: ServerState) -> Response:
 
 async def _openapi(_: Request, state: ServerState) -> Response:
     return JSONResponse(openapi(OPERATIONS))
-
-
-async def _hand_over(request: Request, state: ServerState) -> Response:
-    """Send KV of a prompt that is decoded remotely; supports ranges. The name is a 128-bit secret."""
-    file = None if state.decoder is None else state.decoder.directory.find(request.path_params["name"])
-    if file is None:
-        raise HTTPException(404)
-    return FileResponse(file, media_type="application/octet-stream", headers={"Cache-Control": "no-store"})
 
 
 async def _page(request: Request, _: ServerState) -> Response:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from typing import Self
 
 from cacheblend_cli.engine.engine import Request
 from cacheblend_cli.engine.events import Done, Event, Failed, Reasoning, Started, Text
@@ -30,7 +31,7 @@ class RequestEvents:
         self._end = lambda: queue.put_nowait(Failed(server_stopping()))
         state.on_end.add(self._end)
 
-    def __enter__(self) -> RequestEvents:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

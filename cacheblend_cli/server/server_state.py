@@ -6,11 +6,11 @@ import asyncio
 import os
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from cacheblend_store import ChunkStore
 
@@ -24,7 +24,11 @@ from cacheblend_cli.settings import Settings
 from cacheblend_cli.types import SamplingParams
 
 if TYPE_CHECKING:
-    from cacheblend_cli.server.remote_decoder import RemoteDecoder
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from cacheblend_cli.engine.engine import Request as EngineRequest
+    from cacheblend_cli.engine.events import Done, Event
 
 T = TypeVar("T")
 LIGHT_CHARACTERS = 64 << 10
@@ -52,6 +56,26 @@ class Pools:
             pool.close(wait_s)
 
 
+class AnswerEvents(Protocol):
+    """Events of a submitted request, as of server/request_events.py: RequestEvents."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *error: object) -> None: ...
+    def events(self) -> AsyncIterator[Event]: ...
+    async def done(self) -> Done: ...
+
+
+class Decoder(Protocol):
+    """Decodes prompts that this server prefills: of another distribution, for --decoder NAME:ADDRESS."""
+
+    routes: Mapping[str, Callable[[Request, ServerState], Awaitable[Response]]]
+    """Handler by "METHOD /path"; they need no API key."""
+
+    def events(self, state: ServerState, request: EngineRequest) -> AnswerEvents | None:
+        """Submit a request and return its events; None for a request to decode here. Raises QueueFull, UsageError."""
+        ...
+
+
 @dataclass
 class ServerState:
     """State that all routes share for the server's lifetime."""
@@ -75,7 +99,7 @@ class ServerState:
     pools: Pools = field(default_factory=Pools)
     # by tenant: one large upload at a time
     large_uploads: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
-    decoder: RemoteDecoder | None = None  # None to decode here
+    decoder: Decoder | None = None  # None to decode here
     active: int = 0  # requests to /v1, /api and /mcp in progress
     _preparing: int = 0
     _last_use: float = field(default_factory=time.monotonic)

@@ -14,7 +14,7 @@ from cacheblend_cli.engine.events import Done, Event
 from cacheblend_cli.server.http import EventStream, encode_stream, session_headers, unless_disconnected
 from cacheblend_cli.server.preprocessing import ParsedRequest, PreparedRequest, prepare
 from cacheblend_cli.server.request_events import RequestEvents
-from cacheblend_cli.server.server_state import ServerState
+from cacheblend_cli.server.server_state import AnswerEvents, ServerState
 
 
 class ResponseBuilder(Protocol):
@@ -65,11 +65,7 @@ async def _chain(first: Event, events: AsyncIterator[Event]) -> AsyncIterator[Ev
         yield event
 
 
-def submit(state: ServerState, request: EngineRequest) -> RequestEvents:
-    """Submit a request, to be decoded here or by the server of --decode-url. Raises QueueFull, UsageError."""
-    if state.decoder is not None:
-        from cacheblend_cli.server.remote_events import RemoteEvents, can_decode_remotely
-
-        if can_decode_remotely(state.engine, request):
-            return RemoteEvents(state, request, state.decoder)
-    return RequestEvents(state, request)
+def submit(state: ServerState, request: EngineRequest) -> AnswerEvents:
+    """Submit a request, to be decoded here or by --decoder. Raises QueueFull, UsageError."""
+    events = None if state.decoder is None else state.decoder.events(state, request)
+    return events or RequestEvents(state, request)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from cacheblend_cli import extensions
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Settings, of_settings
 
 MODES = ("blend", "full", "reuse")
 DEVIATIONS = ("v", "k", "kv")
-SELECTORS = ("hkvd", "first", "query", "random", "all", "none")
-"""Names of blend/selectors.py, known without importing torch."""
+SELECTORS: dict[str, str | Callable[[int], Any]] = {
+    "hkvd": "HighestDeviation",
+    "first": "FirstOfChunk",
+    "query": "QueryAttention",
+    "random": "RandomTokens",
+    "all": "FirstOfChunk",  # any selector, at ratio 1
+    "none": "FirstOfChunk",  # any selector, at ratio 0
+}
+"""Class in blend/selectors.py by name, known without importing torch; or what makes a selector from a seed."""
 _DIGITS = 9  # maximum digits of COUNT
 
 
@@ -76,7 +85,7 @@ class BlendParams:
         return self.checks[-1][1] if self.checks else self.ratio
 
 
-def parse_selector(text: str, known: Collection[str] = SELECTORS) -> tuple[list[tuple[str, int]], str]:
+def parse_selector(text: str) -> tuple[list[tuple[str, int]], str]:
     """Parse "first:4+query" into ([(first, 4)], query). Raises UsageError, also for names that are not known."""
     *heads, last = text.split("+")
     parts = []
@@ -88,8 +97,9 @@ def parse_selector(text: str, known: Collection[str] = SELECTORS) -> tuple[list[
     if parts and last in ("all", "none"):
         raise UsageError(f"{last!r} combines with nothing", "for example first:4+query")
     for name in (*(name for name, _ in parts), last):
-        if name not in known:
-            raise UsageError(f"unknown selector {name!r}", f"known: {', '.join(known)}; combined as first:4+query")
+        if name not in SELECTORS and name not in (own := [point.name for point in extensions.installed("selector")]):
+            known = ", ".join((*SELECTORS, *own))
+            raise UsageError(f"unknown selector {name!r}", f"known: {known}; combined as first:4+query")
     return parts, last
 
 

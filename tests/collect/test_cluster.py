@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheblend_ray.cluster import RayCluster, Record, RemoteChunks, RemoteJob, RemoteWorker
 from cacheblend_store import ChunkStore
 from cacheblend_store.tier import open_tier
 from checkpoints import write_checkpoint
 
+from cacheblend_cli import extensions
 from cacheblend_cli.cli import main
-from cacheblend_cli.collect.cluster import Cluster, Record, RemoteChunks, RemoteJob, RemoteWorker
 from cacheblend_cli.collect.events import PrecomputeReport
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
@@ -31,7 +32,7 @@ MODEL = {"max_position_embeddings": 1024}
 
 
 @dataclass
-class InProcess(Cluster):
+class InProcess(RayCluster):
     """A cluster of one worker in this process. groups: those that it computed."""
 
     groups: list[RemoteChunks] = field(default_factory=list)
@@ -72,7 +73,7 @@ def cluster(engine: Engine, tmp_path: Path) -> InProcess:
     return InProcess("local", 1, RemoteJob(load, engine.model.fingerprint, url), open_tier(url))
 
 
-def run(engine: Engine, docs: Path, cluster: Cluster | None, store: Path, **given: Any) -> PrecomputeReport:
+def run(engine: Engine, docs: Path, cluster: RayCluster | None, store: Path, **given: Any) -> PrecomputeReport:
     options = replace(PrecomputeOptions(chunk_tokens=16, kv_dtype="float32", cluster=cluster), **given)
     with ChunkStore.open(store, mode="write") as opened:
         return engine.precompute(opened, [str(docs)], options, lambda event: None)
@@ -125,24 +126,20 @@ def test_neighbours_are_refused(engine: Engine, docs: Path, cluster: InProcess, 
     "flags",
     [
         ("--workers", "2"),
-        ("--ray", "local"),  # without --tier
-        ("--ray", "local", "--tier", "file:///tmp/t", "--workers", "0"),
-        ("--ray", "local", "--tier", "file:///tmp/t", "--watch"),
-        ("--ray", "local", "--tier", "file:///tmp/t", "--dry-run"),
-        ("--ray", "local", "--tier", "file:///tmp/t", "--max-size", "1GB"),
+        ("--collector", "ray:local"),  # without --tier
+        ("--collector", "ray:local", "--tier", "file:///tmp/t", "--workers", "0"),
+        ("--collector", "ray:local", "--tier", "file:///tmp/t", "--watch"),
+        ("--collector", "ray:local", "--tier", "file:///tmp/t", "--dry-run"),
+        ("--collector", "ray:local", "--tier", "file:///tmp/t", "--max-size", "1GB"),
     ],
 )
-def test_flags_that_do_not_go_together(docs: Path, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
-    assert main.run(["precompute", str(docs), *flags]) == 2
-
-
-def test_without_ray_the_command_says_how_to_get_it(
-    docs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_flags_that_do_not_go_together(
+    docs: Path, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main.run(["precompute", str(docs), "--ray", "local", "--tier", "file:///tmp/t"]) == 2
-    assert "[ray]" in capsys.readouterr().err
+    monkeypatch.setattr(extensions, "find", lambda kind, name: None)
+    assert main.run(["precompute", str(docs), *flags]) == 2
+    err = capsys.readouterr().err
+    assert "--collector" in err or "--workers" in err
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
@@ -155,7 +152,7 @@ def test_a_killed_worker_is_started_again(engine: Engine, docs: Path, cluster: I
             os.kill(os.getpid(), signal.SIGKILL)
         return cluster.job.load()
 
-    with Cluster("local", 2, replace(cluster.job, load=load_and_die_once), cluster.tier) as real:
+    with RayCluster("local", 2, replace(cluster.job, load=load_and_die_once), cluster.tier) as real:
         report = run(engine, docs, real, tmp_path / "store")
     assert report.computed_tokens > 0
     assert run(engine, docs, cluster, tmp_path / "store").computed_tokens == 0

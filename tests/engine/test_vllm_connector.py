@@ -10,9 +10,9 @@ from typing import Any
 import fake_vllm
 import pytest
 import torch
+from cacheblend_vllm.files import HandOverDirectory, HandOverFile
 from checkpoints import write_checkpoint
 
-from cacheblend_cli.engine.connectors.vllm import HandOverDirectory, HandOverFile
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.kv.export import KVReader, export
 from cacheblend_cli.kv.pool import KVPool

@@ -59,12 +59,12 @@ Answer from the context. Cite as [id] **only if the <source> tag has an id** (fo
 - If a <document> has no answer, say so.
 
 <context>
-<source id="1" name="team.md">{BILLING}</source>
-<source id="2" name="pets.md">{PARROT}</source>
+<source id="1" name="team.md" resource-type="file" resource-id="49175fd1-e258-4a05-b269-f053e88ebd45">{BILLING}</source>
+<source id="2" name="pets.md" resource-type="file" resource-id="575bf537-c85a-49c9-b51d-7cede936116e">{PARROT}</source>
 </context>
 
 who leads billing, and what does <source> mean?"""
-"""Instructions like those of Open WebUI's default template, which mention the tag."""
+"""Instructions like those of Open WebUI's default template, which mention the tag; sources as 0.12.4 writes them."""
 
 
 def test_mentions_of_tags_are_not_passages() -> None:

@@ -12,10 +12,10 @@ import fake_vllm
 import httpx
 import pytest
 import torch
+from cacheblend_vllm.files import HandOverDirectory
 from fake_vllm import FakeServer
 from transformers import AutoModelForCausalLM
 
-from cacheblend_cli.engine.connectors.vllm import HandOverDirectory
 from cacheblend_cli.errors import UsageError
 
 pytest.importorskip("httpx2")
@@ -43,9 +43,9 @@ def fake(model: Path, directory: HandOverDirectory, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def start_both(start: Any, fake: FakeServer, directory: HandOverDirectory) -> Any:
-    from cacheblend_cli.server.remote_decoder import RemoteDecoder
+    from cacheblend_vllm.decoder import VLLMDecoder
 
-    return lambda **more: start(decoder=RemoteDecoder(fake.url, directory), **more)
+    return lambda **more: start(decoder=VLLMDecoder(f"{fake.url},{directory.path}"), **more)
 
 
 def said(reply: Any) -> str:
@@ -113,7 +113,7 @@ def test_without_the_other_server_it_is_decoded_here(start: Any, start_both: Any
     fake.place = None  # it answers 500
     reply = server.ask(documents=DOCUMENTS)
     assert said(reply) == own
-    assert any("--decode-url" in note for note in reply.json()["blend"]["notes"])
+    assert any("--decoder" in note for note in reply.json()["blend"]["notes"])
 
 
 def test_a_decoder_that_dies_within_an_answer_is_told(

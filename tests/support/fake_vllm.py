@@ -9,14 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
-PACKAGE = Path(__file__).parents[2] / "vllm_connector"
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
 
@@ -41,7 +39,7 @@ class KVConnectorTransferResults:
 
 
 def install(monkeypatch: Any, rank: int = 0, world: int = 1) -> None:
-    """Make `vllm` and `cacheblend_vllm` importable."""
+    """Make `vllm` importable, and `cacheblend_vllm.connector` anew."""
     parts = BASE.split(".")
     for end in range(1, len(parts) + 1):
         monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
@@ -55,9 +53,7 @@ def install(monkeypatch: Any, rank: int = 0, world: int = 1) -> None:
         setattr(base, made.__name__, made)
     parallel.get_tensor_model_parallel_rank = lambda: rank  # type: ignore[attr-defined]
     parallel.get_tensor_model_parallel_world_size = lambda: world  # type: ignore[attr-defined]
-    monkeypatch.syspath_prepend(str(PACKAGE))
-    for name in ("cacheblend_vllm", "cacheblend_vllm.handover", "cacheblend_vllm.connector"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delitem(sys.modules, "cacheblend_vllm.connector", raising=False)
 
 
 @dataclass

@@ -1,1 +1,1 @@
-"""vLLM connector that loads prompts prefilled by `cacheblend serve --decode-url`."""
+"""Decoding on a vLLM server for `cacheblend serve`: the connector that vLLM loads, and the decoder of cacheblend."""

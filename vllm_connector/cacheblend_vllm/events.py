@@ -12,19 +12,20 @@ from typing import Any
 from cacheblend_cli.engine.engine import Engine, Request, drawn_outside
 from cacheblend_cli.engine.events import Done, Early, Event, HandedOver
 from cacheblend_cli.errors import DeviceError
-from cacheblend_cli.server.remote_decoder import RemoteDecoder, Unreachable
 from cacheblend_cli.server.request_events import RequestEvents, check_answered
 from cacheblend_cli.server.server_state import ServerState
 from cacheblend_cli.types import Answer, SamplingParams
+from cacheblend_vllm.client import Client, Unreachable
+from cacheblend_vllm.files import HandOverFile
 
 
 class RemoteEvents(RequestEvents):
-    """Events of a request decoded by a RemoteDecoder. If it gives no first token, the answer is decoded here, with a
+    """Events of a request decoded by a vLLM server. If it gives no first token, the answer is decoded here, with a
     note."""
 
-    def __init__(self, state: ServerState, request: Request, decoder: RemoteDecoder) -> None:
+    def __init__(self, state: ServerState, request: Request, client: Client, file: HandOverFile) -> None:
         """Raises QueueFull, UsageError."""
-        self._decoder, self._request, self._file = decoder, request, decoder.directory.new()
+        self._client, self._request, self._file = client, request, file
         self._local: RequestEvents | None = None
         self._reader: asyncio.Task[None] | None = None
         super().__init__(state, request.handed_to(self._file))
@@ -46,7 +47,7 @@ class RemoteEvents(RequestEvents):
                 yield event
         except (Unreachable, DeviceError) as error:
             why = error.message if isinstance(error, DeviceError) else str(error)
-            self._request.notes.append(f"decoded here, not by the decoder of --decode-url: {why}")
+            self._request.notes.append(f"decoded here, not by the server of --decoder: {why}")
             options = replace(self._request.options, save=isinstance(error, DeviceError))
             self._local = RequestEvents(self._state, replace(self._request, options=options))
             async for event in self._local.events():
@@ -122,7 +123,7 @@ class RemoteEvents(RequestEvents):
     async def _read(self, body: dict[str, Any], arrived: asyncio.Queue[list[int] | Exception | None]) -> None:
         """Queue the completion's token ids, then None or the error. Cancelling this cancels vLLM's request."""
         try:
-            async for ids in self._decoder.token_ids(body):
+            async for ids in self._client.token_ids(body):
                 arrived.put_nowait(ids)
             arrived.put_nowait(None)
         except Exception as error:

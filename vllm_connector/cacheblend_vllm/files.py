@@ -1,13 +1,11 @@
-"""Hand-over to vLLM: a prompt's KV in a safetensors file, which the connector of `cacheblend_vllm` loads."""
+"""Hand-overs that cacheblend writes: a prompt's KV in a safetensors file, which the connector loads."""
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import secrets
-from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,9 +17,10 @@ from torch import Tensor
 
 from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.kv.export import KVReader
+from cacheblend_vllm.handover import DTYPES, digest_of
 
 SUFFIX = ".safetensors"
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class HandOverDirectory:
@@ -34,9 +33,14 @@ class HandOverDirectory:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = path.stat()
         except OSError as error:
-            raise UsageError(f"{path} cannot be used for hand-overs: {error.strerror}", "name another one") from error
+            raise UsageError(
+                f"{path} cannot be used for hand-overs: {error.strerror}",
+                "name another one: --decoder vllm:URL,DIRECTORY",
+            ) from error
         if found.st_uid != os.getuid() or found.st_mode & 0o007:
-            raise UsageError(f"{path} is open to other users", "remove it, or give --hand-over another directory")
+            raise UsageError(
+                f"{path} is open to other users", "remove it, or name another one: --decoder vllm:URL,DIRECTORY"
+            )
         for file in path.glob(f"*{SUFFIX}*"):
             _remove_dead(file)
 
@@ -60,7 +64,7 @@ class HandOverFile:
     def hand_over(self, token_ids: Sequence[int], kv: KVReader) -> None:
         """Write the file layer by layer. Raises DeviceError if there is no space."""
         new = self._path.with_name(f"{self._path.name}.new")
-        digest = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16).hexdigest()
+        digest = digest_of(token_ids)
         try:
             self._lock = open_file(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, anywhere=True)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -75,7 +79,7 @@ class HandOverFile:
             self.remove()
             raise DeviceError(
                 f"the prompt's KV cannot be written to {self._path.parent}: {error.strerror}",
-                "make room there, or give --hand-over another directory",
+                "make room there, or name another directory: --decoder vllm:URL,DIRECTORY",
             ) from error
         self.params = {"cacheblend": {"id": self.name, "num_tokens": len(token_ids), "digest": digest}}
 
@@ -95,7 +99,7 @@ def _header(kv: KVReader, digest: str) -> bytes:
     size = shape[0] * shape[1] * shape[2] * dtype.itemsize
     names = [f"{kind}.{layer}" for layer in range(kv.num_layers) for kind in "kv"]
     tensors = {
-        name: {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": [i * size, (i + 1) * size]}
+        name: {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [i * size, (i + 1) * size]}
         for i, name in enumerate(names)
     }
     text = json.dumps({"__metadata__": {"digest": digest}, **tensors}).encode()

@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx2
 
-from cacheblend_cli.engine.connectors.vllm import HandOverDirectory
 from cacheblend_cli.server.api_errors import ApiError
 
 _CONNECT_S, _READ_S = 5.0, 120.0
@@ -18,11 +17,10 @@ class Unreachable(Exception):
     """The decoder did not give a first token."""
 
 
-class RemoteDecoder:
-    """A vLLM server. url: its root URL. directory: KV to hand over. key: its API key."""
+class Client:
+    """A vLLM server. url: its root URL. key: its API key, "" for none."""
 
-    def __init__(self, url: str, directory: HandOverDirectory, key: str | None = None) -> None:
-        self.directory = directory
+    def __init__(self, url: str, key: str = "") -> None:
         self._model: str | None = None  # the server's name of the model, queried once
         timeout = httpx2.Timeout(_READ_S, connect=_CONNECT_S)
         headers = {"Authorization": f"Bearer {key}"} if key else {}

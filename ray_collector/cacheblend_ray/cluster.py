@@ -23,6 +23,7 @@ from cacheblend_store.tier import open_tier
 from cacheblend_store.writer import with_digests
 
 from cacheblend_cli.collect.collector import (
+    ClusterJob,
     CollectedChunk,
     Collector,
     PlannedChunk,
@@ -116,8 +117,18 @@ _RESTARTS = 3  # restarts of a worker that died, and retries of its request
 _LOOK_UPS = 32  # concurrent look-ups in the tier
 
 
+def open_cluster(job: ClusterJob) -> RayCluster:
+    """Return the cluster of `precompute --collector ray:ADDRESS`, not yet started. Raises UsageError without Ray."""
+    try:
+        import ray  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"--collector ray needs the package ray: {error}", "pip install ray") from error
+    remote = RemoteJob(job.load, job.fingerprint, job.tier.url, job.tier_key_file)
+    return RayCluster(job.address or LOCAL, job.workers, remote, job.tier, job.cpus, job.gpus)
+
+
 @dataclass
-class Cluster:
+class RayCluster:
     """Workers of a Ray cluster, started when the first chunks are missing. Use as a context manager."""
 
     address: str  # address of the cluster, or LOCAL to start one on this machine
@@ -130,7 +141,7 @@ class Cluster:
     returned_bytes: int = 0  # records received from workers
     _actors: list[Any] = field(default_factory=list)
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> RayCluster:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -186,7 +197,7 @@ class Cluster:
         except Exception as error:  # ray also raises bare exceptions
             raise DeviceError(
                 f"the Ray cluster at {self.address} cannot be used: {str(error).splitlines()[0]}",
-                "start it: ray start --head; --ray local starts one on this machine",
+                "start it: ray start --head; --collector ray:local starts one on this machine",
             ) from error
         there, each = ray.cluster_resources(), {"CPU": self.cpus, "GPU": self.gpus}
         fit = min(int(there.get(name, 0) // number) for name, number in each.items() if number)
@@ -206,7 +217,7 @@ class Cluster:
 class ClusterCollector(Collector):
     """Collects chunks on a cluster. Their KV goes to the tier, not to the store."""
 
-    def __init__(self, collection: Collection, store: ChunkStore, cluster: Cluster) -> None:
+    def __init__(self, collection: Collection, store: ChunkStore, cluster: RayCluster) -> None:
         super().__init__(collection, store)
         self._cluster = cluster
 

@@ -1,0 +1,1 @@
+"""Collector of cacheblend that computes on a Ray cluster."""
