@@ -193,7 +193,6 @@ class Settings:
         least=0,
         most=1024,
     )
-    block_size: int = 64
     gpu_memory_utilization: float = _setting(0.9, "Share of the GPU's memory to use, including weights.")
     eager: bool = _setting(False, "Decode without CUDA graphs.", flag="--eager")
     swap_space: float = _setting(
@@ -220,9 +219,8 @@ class Settings:
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "search": ("top_k", "search", "embeddings", "min_score", "on_weak_match", "expand", "context", "collection", "order"),
-    "blend": (
-        "mode", "ratio", "ratio_floor", "selector", "gradual", "max_risk", "deviation", "check_layer", "block", "probe_layers", "correction",
-    ),
+    "blend": ("mode", "ratio", "selector", "max_risk"),
+    "research": ("ratio_floor", "gradual", "deviation", "check_layer", "block", "probe_layers", "correction"),
     "check": ("kl_mean", "kl_p90"),
     "sampling": (
         "max_tokens", "reasoning_tokens", "temperature", "top_p", "sample_top_k", "min_p", "repetition_penalty", "presence_penalty",
@@ -233,7 +231,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "machine": (
         "device", "dtype", "weight_dtype", "attention_backend", "threads", "tensor_parallel", "decode_with", "decode_model",
     ),
-    "memory": ("kv_dtype", "kv_pool_dtype", "gpu_memory_utilization", "swap_space", "eager", "block_size"),
+    "memory": ("kv_dtype", "kv_pool_dtype", "gpu_memory_utilization", "swap_space", "eager"),
     "tenant": ("salt",),
     "reading": ("ocr_languages",),
     "cutting": ("chunk_tokens", "window", "overlap", "neighbours"),
@@ -250,8 +248,10 @@ def grouped(*groups: str, but: Sequence[str] = ()) -> tuple[str, ...]:
     return tuple(name for group in groups for name in GROUPS[group] if name not in but)
 
 
+IDENTITY = (*grouped("prompt", "model"), "device", "dtype", "weight_dtype")
+"""Settings of a question that only an engine with the same ones answers. Its other settings are the engine's own."""
 HARMLESS = frozenset(
-    grouped("search", "blend", "sampling", "prompt", "cutting", "serve", but=("embeddings", "allow_origin"))
+    grouped("search", "blend", "research", "sampling", "prompt", "cutting", "serve", but=("embeddings", "allow_origin"))
 )
 """Settings that change only the answers here. All others (what names a place, a model or a receiver, what uses the
 machine or removes stored data) are taken from a project's file only if the user trusts it."""

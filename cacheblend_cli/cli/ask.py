@@ -18,6 +18,7 @@ from cacheblend_cli.cli.answer_html import answer_page
 from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream, changed, show_answer, show_plan
 from cacheblend_cli.cli.ask_session import AskSession, BatchResult
 from cacheblend_cli.cli.exits import report
+from cacheblend_cli.cli.flags import ASK
 from cacheblend_cli.cli.inputs import QuestionInput, read_questions
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.piped import in_prompt, piped_text
@@ -98,7 +99,7 @@ def run_batch(
     return failed
 
 
-@options.with_settings(*options.asking(), "keep_alive")
+@options.with_settings(*ASK)
 def ask(
     resolved: Resolved,
     question: str | None = Argument(None, help="The question. Without it, or with -, it is read from stdin."),
@@ -115,8 +116,8 @@ def ask(
         None,
         help='Answer many questions: JSON lines of {"question", "chunks"?}; - is stdin. Prints JSON lines, on a terminal text.',
     ),
-    concurrency: int = Option(8, min=1, help="Questions of --batch to answer at the same time."),
-    resume: Path | None = Option(
+    concurrency: int = options.answer_option(8, min=1, help="Questions of --batch to answer at the same time."),
+    resume: Path | None = options.answer_option(
         None, help="Save the answers of --batch in this JSON lines file, and skip those it has."
     ),
     verify: bool = Option(False, "--verify", help="Compare the answer with a full prefill's."),

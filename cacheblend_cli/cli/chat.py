@@ -19,6 +19,7 @@ from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream, by_rank
 from cacheblend_cli.cli.ask_session import AskSession
 from cacheblend_cli.cli.exits import report
 from cacheblend_cli.cli.explain_output import layer_lines
+from cacheblend_cli.cli.flags import ASK
 from cacheblend_cli.cli.inputs import QuestionInput, read_ids
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import store_in_use
@@ -56,7 +57,7 @@ class ChatState:
         return [text for turn in self.turns for text in turn]
 
 
-@options.with_settings(*options.asking(), "keep_alive")
+@options.with_settings(*ASK)
 def chat(
     resolved: Resolved,
     chunks: str | None = Option(None, help="Chunk ids: ID,ID or a file of ids. Default: search for each question."),

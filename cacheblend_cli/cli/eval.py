@@ -36,7 +36,7 @@ _MAX_TOKENS = 32
 @options.with_settings(
     "window",
     "neighbours",
-    *grouped("blend", but=["mode", "ratio", "selector", "gradual", "max_risk"]),
+    *grouped("research", but=["gradual"]),
     *grouped("prompt", "model", "machine", but=["tensor_parallel"]),
     "kv_dtype",
     "lock_timeout",

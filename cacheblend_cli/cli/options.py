@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, get_origin,
 from typer import Option
 
 from cacheblend_cli.cli import completion
+from cacheblend_cli.cli.flags import ASK
 from cacheblend_cli.cli.help import PANELS
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import CacheBlendError, ModelNotFound, NotFoundError
@@ -53,8 +54,8 @@ NoMessages = Annotated[bool, Option("--quiet", "-q", help="Print no messages.")]
 
 
 COMMON = (
-    "top_k", "search", "retrieve", "allow_origin", "collection", "mode", "ratio", "max_tokens", "temperature", "seed", "system", "model",
-    "store", "chunk_tokens", "context", "max_size",
+    "top_k", "retrieve", "allow_origin", "collection", "mode", "ratio", "max_tokens", "temperature", "system", "model", "store",
+    "chunk_tokens", "context", "max_size",
 )  # fmt: skip
 """Settings whose flags --help shows; --help-all shows the others in panels."""
 PANEL_OF = {
@@ -63,18 +64,12 @@ PANEL_OF = {
         PANELS,
         (
             ("search",), ("reading", "cutting"), ("sampling",), ("prompt",), ("model", "machine", "memory", "tenant", "store", "tier", "start"),
-            ("blend", "check"),
+            ("blend", "research", "check"),
         ),
         strict=True,
     )
     for name in grouped(*groups, but=COMMON)
 }  # fmt: skip
-
-
-def asking(*, but: Sequence[str] = ()) -> tuple[str, ...]:
-    """Names of the settings of a command that answers questions."""
-    groups = ("search", "blend", "sampling", "prompt", "model", "machine", "memory", "tenant")
-    return (*grouped(*groups, but=("block_size", *but)), "store", "lock_timeout", *GROUPS["tier"])
 
 
 def with_settings(*names: str, **help_of: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
@@ -101,7 +96,7 @@ def with_settings(*names: str, **help_of: str) -> Callable[[Callable[..., T]], C
                 Output().warn(resolved.ignored_note)
             if "selector" in flags:
                 BlendParams.of(resolved.settings)
-            if "tensor_parallel" in flags:
+            if "tensor_parallel" in flags or flags.keys() >= set(ASK):
                 _serve_if_other_rank(resolved.settings.tensor_parallel)
             try:
                 return command(**values, **{result: _RESULTS[result](resolved)})
@@ -138,7 +133,7 @@ def _serve_if_other_rank(tensor_parallel: int) -> None:
 
 ENGINE = (
     "store",
-    *grouped("prompt", "model", "machine", "memory", but=("block_size",)),
+    *grouped("prompt", "model", "machine", "memory"),
     "lock_timeout",
     *GROUPS["tier"],
 )
