@@ -144,6 +144,29 @@ def test_an_unknown_option_is_answered_with_the_most_similar(given: str, meant: 
     ]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ("ask q --seed x", "--seed: random seed of sampling"),
+        ("ask q --concurrency 0", "--concurrency: questions of --batch to answer at the same time"),
+        ("ask q --ratio x", "for example --ratio 0.15"),
+        ("ask q --top-k 0", "for example --top-k 5"),
+        ("ask q --max-tokens 0", "correct the value, or leave it out"),
+        ("ask q --temperature", "write a value after it: --temperature VALUE"),
+        ("ask q --frobnicate", "see: cacheblend ask --help-all"),
+        ("ask two words", "put text with spaces in quotes; see: cacheblend ask --help"),
+        ("search", "write: cacheblend search QUERY"),
+        ("config set seed", "write: cacheblend config set KEY VALUE..."),
+        ("chunks ls --limit 0", "--limit: maximum number of chunks"),
+        ("chunks ls --frobnicate", "see: cacheblend chunks ls --help"),
+        ("chunks frobnicate", "see: cacheblend chunks --help"),
+    ],
+)
+def test_a_hint_belongs_to_the_mistake(cli: Cli, arguments: str, hint: str) -> None:
+    result = cli(*arguments.split())
+    assert (result.code, result.err.splitlines()[-1]) == (2, f"hint: {hint}")
+
+
 def test_commands_that_check_and_measure_are_a_group_of_their_own(cli: Cli) -> None:
     everyday, checks = cli("--help").out.partition("\nCommands:\n")[2].split("\nChecks and measurements:\n")
     assert [line.split()[0] for line in checks.splitlines()] == ["doctor", "demo", "bench", "eval"]
