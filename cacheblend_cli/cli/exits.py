@@ -67,11 +67,12 @@ def _similar(error: BaseException) -> list[str]:
 
 def _hint(error: Any, message: str) -> str:
     """Return what to do about a usage error of the parser."""
-    context = getattr(error, "ctx", None)
+    context: Any = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "cacheblend"
     if _similar(error):
         return did_you_mean(error.option_name, error.possibilities, f"{path} --help")
-    kind, parameter = type(error).__name__, getattr(error, "param", None)
+    kind = type(error).__name__
+    parameter: Any = getattr(error, "param", None)
     if kind == "BadOptionUsage":
         return f"write a value after it: {error.option_name} VALUE"
     if kind == "MissingParameter" and context is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from functools import partial, wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, get_origin, get_type_hints
 
 from typer import Option
@@ -235,6 +236,8 @@ def engine_config(settings: Settings) -> EngineConfig:
     from cacheblend_cli.prompt.wording import read_prompt
 
     prompt = read_prompt(settings.prompt) if settings.prompt else ""
+    if settings.lora and not Path(settings.lora).expanduser().is_dir():
+        raise NotFoundError(f"no LoRA adapter {settings.lora}", "--lora takes a directory of peft's save_pretrained")
     locate(settings.model or default_model())
     return of_settings(EngineConfig, settings, model=settings.model or None, lora=settings.lora or None, prompt=prompt)
 
