@@ -26,7 +26,7 @@ from cacheblend_cli.cli.stores import store_in_use
 from cacheblend_cli.cli.units import counted
 from cacheblend_cli.clock import since_process_start
 from cacheblend_cli.errors import ExitCode, UsageError
-from cacheblend_cli.settings import Resolved
+from cacheblend_cli.settings import Resolved, Settings
 from cacheblend_cli.text_files import JsonLines, read_text, write_text
 from cacheblend_cli.types import AskOptions, sampling_of
 
@@ -45,9 +45,10 @@ class AnswerFile(JsonLines[_AnswerRecord]):
     """The file of --resume: answers in the order of the questions. An incomplete last line is ignored."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         super().__init__(path, lambda record: convert(record, _AnswerRecord), '{"question": "', "an answer of a batch")
 
-    def remaining(self, questions: Sequence[QuestionInput]) -> list[QuestionInput]:
+    def remaining(self, questions: Sequence[QuestionInput], output: Output) -> list[QuestionInput]:
         """Return the questions without an answer in the file. Duplicates count separately."""
         answered, found = Counter(self.rows), []
         for item in questions:
@@ -56,6 +57,8 @@ class AnswerFile(JsonLines[_AnswerRecord]):
                 answered[key] -= 1
             else:
                 found.append(item)
+        if not found:
+            output.note(f"{self.path} already has all answers")
         return found
 
 
@@ -188,15 +191,13 @@ def ask(
     output, settings = Output(quiet=quiet, verbose=verbose or explain), resolved.settings
     json = json or (batch is not None and not output.out_tty)
     _check_files(html=html, resume=resume, batch=batch, dry_run=dry_run)
-    schema = None if json_schema is None else read_text(json_schema)
-    sampling = {"stop": tuple(stop or ()), "logprobs": logprobs, "json_schema": schema, "regex": regex}
-    sampling_of(settings, **sampling)  # validate before opening anything
+    sampling = _sampling(settings, stop, logprobs, json_schema, regex)
     questions, document = _read(question, chunks, batch, output)
-    if document is not None and not (chunks or source or everywhere or resolved.origin["top_k"] == "flag"):
+    if document is not None and not any((chunks, source, everywhere, resolved.origin["top_k"] == "flag")):
         questions = [replace(questions[0], chunks=())]  # from stdin alone
-    answer_file = AnswerFile(resume) if resume is not None and not dry_run else None
-    if answer_file is not None and not (questions := answer_file.remaining(questions)):
-        output.note(f"{resume} already has all answers")
+    answer_file = None if dry_run or resume is None else AnswerFile(resume)
+    if answer_file is not None:
+        questions = answer_file.remaining(questions, output)
     ask_options = AskOptions(
         verify=verify,
         confirm=confirm,
@@ -232,6 +233,16 @@ def _check_files(*, html: Path | None, resume: Path | None, batch: Path | None, 
         raise UsageError(f"--html {html}: there is no directory {html.parent}", "create it first")
     if resume is not None and batch is None:
         raise UsageError("--resume needs --batch", "add --batch FILE")
+
+
+def _sampling(
+    settings: Settings, stop: list[str] | None, logprobs: int | None, json_schema: Path | None, regex: str | None
+) -> dict[str, Any]:
+    """Return the fields of SamplingParams that are not settings. Raises NotFoundError and UsageError."""
+    schema = None if json_schema is None else read_text(json_schema)
+    fields = {"stop": tuple(stop or ()), "logprobs": logprobs, "json_schema": schema, "regex": regex}
+    sampling_of(settings, **fields)
+    return fields
 
 
 def _read(

@@ -181,11 +181,15 @@ def check_files(
 ) -> None:
     """Raise NotFoundError for a missing path, and UsageError if there is no file to read, before torch is imported.
 
-    Paths that the store knows are not looked at: the store has their selection, and documents that are gone.
+    Paths that the store knows are not looked at: the store has their selection, and documents that are gone. Without
+    paths, there has to be a store, which remembers some.
     """
     from cacheblend_cli.corpus.documents import check_paths, find_files
     from cacheblend_cli.corpus.walk import ALL
 
+    if not (paths or listed):
+        open_store(settings, write=False).close()
+        return
     check_paths((*paths, *listed))
     if _are_known((*paths, *listed), settings):
         return

@@ -108,11 +108,8 @@ def precompute(
     given, day = _given(resolved, has_paths=has_paths), None if date is None else parse_day(date)
     CollectSettings(**given)  # raise errors before torch is imported, and read files before the model
     listed = folders.read_list(files_from, paths)
-    if has_paths:
-        skipped_files = folders.SkippedFiles(output, verbose=verbose, json=json)
-        folders.check_files(paths or (), listed, select, settings, skipped_files)
-    else:
-        open_store(settings, write=False).close()  # no store: an error before the model is loaded
+    skipped_files = folders.SkippedFiles(output, verbose=verbose, json=json)
+    folders.check_files(paths or (), listed, select, settings, skipped_files)
     engine = options.load_engine(settings, output)
     from cacheblend_cli.collect.corpus_diff import Paths
     from cacheblend_cli.collect.precompute import PrecomputeOptions
