@@ -192,9 +192,8 @@ def ask(
     json = json or (batch is not None and not output.out_tty)
     _check_files(html=html, resume=resume, batch=batch, dry_run=dry_run)
     sampling = _sampling(settings, stop, logprobs, json_schema, regex)
-    questions, document = _read(question, chunks, batch, output)
-    if document is not None and not any((chunks, source, everywhere, resolved.origin["top_k"] == "flag")):
-        questions = [replace(questions[0], chunks=())]  # from stdin alone
+    searches = any((source, everywhere, resolved.origin["top_k"] == "flag"))
+    questions, document = _read(question, chunks, batch, output, searches=searches)
     answer_file = None if dry_run or resume is None else AnswerFile(resume)
     if answer_file is not None:
         questions = answer_file.remaining(questions, output)
@@ -246,12 +245,15 @@ def _sampling(
 
 
 def _read(
-    question: str | None, chunks: str | None, batch: Path | None, output: Output
+    question: str | None, chunks: str | None, batch: Path | None, output: Output, *, searches: bool
 ) -> tuple[list[QuestionInput], str | None]:
-    """Return the questions, and the document that is piped beside a question."""
+    """Return the questions, and the document that is piped beside a question: it is answered from that document alone,
+    unless it `searches` stored ones too."""
     questions, document = read_questions(question, chunks, batch), None
     if question not in (None, "-") and chunks != "-":
         document = piped_text(output.note, output.warn)
     if document is not None:
         output.note(f"answering from stdin ({counted(len(document), 'character')})")
+    if document is not None and chunks is None and not searches:
+        questions = [replace(questions[0], chunks=())]
     return questions, document

@@ -121,7 +121,7 @@ def rm(
     if sum((bool(chunks), source is not None, everything)) != 1:
         raise UsageError("chunks to remove must be named in exactly one way", "chunk ids, --source PATH or --all")
     with open_store(settings, write=False) as reading:
-        keys, found = [reading.resolve(name) for name in chunks or ()], list[DocumentRecord]()
+        keys, found = list(map(reading.resolve, chunks or ())), list["DocumentRecord"]()
         listed = set(keys)
         if not chunks:
             found = _documents(reading, source)
@@ -140,13 +140,17 @@ def rm(
         return
     for name in ids if quiet else ():
         output.text(name)
-    of = f" of {counted(len({d.source for d in found}), 'document')}" if found else ""
-    output.note(f"removed {counted(len(ids), 'chunk')}{of}")  # not with --quiet
+    _note_removed(len(ids), len({d.source for d in found}), output)
     deleting.note_free(output, free)
 
 
+def _note_removed(num_chunks: int, num_documents: int, output: Output) -> None:
+    of = f" of {counted(num_documents, 'document')}" if num_documents else ""
+    output.note(f"removed {counted(num_chunks, 'chunk')}{of}")
+
+
 def _documents(store: ChunkStore, source: str | None) -> list[DocumentRecord]:
-    """Return the documents of --source, None for all. Raises NotFoundError if --source matches none."""
+    """Return the documents of --source, by default all. Raises NotFoundError if --source matches none."""
     from cacheblend_cli.corpus.scopes import holds, scope_of
 
     if source is None:

@@ -16,7 +16,7 @@ from cacheblend_cli.model.named import SMOLLM2
 from cacheblend_cli.settings import FILE
 
 if TYPE_CHECKING:
-    from cacheblend_cli.model.recommend import Candidate
+    from cacheblend_cli.model.recommend import Candidate, Machine
 
 
 def init(
@@ -43,8 +43,8 @@ def init(
     if model is not None:
         check_on_disk(model)
     else:
-        chosen = best_of(here, machine)
-        model, missing = None if chosen is None else chosen.name, None if best in here else best
+        missing = None if best in here else best
+        model = getattr(best_of(here, machine), "name", None)
     file, write = Path.cwd() / FILE, model is not None and not dry_run
     if write:
         document = read_document(file)
@@ -57,8 +57,7 @@ def init(
         record = {"machine": vars(machine), "model": model, "recommended": best.name, "get": missing and missing.get}
         output.json({**record, "candidates": candidates})
         return
-    gpu = f"a GPU of {format_size(machine.gpu_bytes)}" if machine.gpu_bytes else "no GPU"
-    output.note(f"this machine: {format_size(machine.memory_bytes)} of memory, {machine.cores} cores, {gpu}")
+    _note_machine(machine, output)
     mark, on_disk = {best.name: "*"}, {c.name: "yes" for c in here}
     rows = [
         (
@@ -75,6 +74,11 @@ def init(
     if write:
         output.note(f"wrote model = {model!r} to {file}")
     _show_next(model, missing, output, has_smollm2=CANDIDATES[0] in here)
+
+
+def _note_machine(machine: Machine, output: Output) -> None:
+    gpu = f"a GPU of {format_size(machine.gpu_bytes)}" if machine.gpu_bytes else "no GPU"
+    output.note(f"this machine: {format_size(machine.memory_bytes)} of memory, {machine.cores} cores, {gpu}")
 
 
 def _show_next(model: str | None, missing: Candidate | None, output: Output, *, has_smollm2: bool) -> None:

@@ -129,9 +129,11 @@ class Output:
         mark = "\u2026" if self._unicode else "~"
         self._erase_bar(self.out_tty)
         for row in cells:
-            texts = [cut(c, w, mark, at_start=i in ends) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-            padding = [" " * (w - num_cells(c)) for c, w in zip(texts, widths, strict=True)]
-            parts = [pad + c if i in right else c + pad for i, (c, pad) in enumerate(zip(texts, padding, strict=True))]
+            parts = []
+            for i, (text, width) in enumerate(zip(row, widths, strict=True)):
+                part = cut(text, width, mark, at_start=i in ends)
+                padding = " " * (width - num_cells(part))
+                parts.append(padding + part if i in right else part + padding)
             self.out.write("  ".join(parts).rstrip() + "\n")
         self.out.flush()
 
