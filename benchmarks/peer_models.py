@@ -80,7 +80,15 @@ class Models:
             "--temperature",
             "0",
         ]
-        return ["env", "CACHEBLEND_STOP_REPETITION=false", *CLI, *asked, "--max-tokens", str(ANSWER_TOKENS), *self.machine(precision)]
+        return [
+            "env",
+            "CACHEBLEND_STOP_REPETITION=false",
+            *CLI,
+            *asked,
+            "--max-tokens",
+            str(ANSWER_TOKENS),
+            *self.machine(precision),
+        ]
 
 
 def prepare(models: Models, config: Path) -> None:

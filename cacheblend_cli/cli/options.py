@@ -21,7 +21,7 @@ from cacheblend_cli.cli.help import PANELS
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import CacheBlendError, ModelNotFound, NotFoundError
 from cacheblend_cli.model.named import FALLBACK_NOTE
-from cacheblend_cli.settings import GROUPS, Resolved, Settings, config_files, grouped, of_settings, resolve
+from cacheblend_cli.settings import GROUPS, IDENTITY, Resolved, Settings, config_files, grouped, of_settings, resolve
 from cacheblend_cli.types import BlendParams
 
 if TYPE_CHECKING:
@@ -132,13 +132,8 @@ def _serve_if_other_rank(tensor_parallel: int) -> None:
         serve_other_rank(tensor_parallel)
 
 
-ENGINE = (
-    "store",
-    *grouped("prompt", "model", "machine", "memory"),
-    "lock_timeout",
-    *GROUPS["tier"],
-)
-"""Settings that an engine is started with; all others come with each request."""
+ENGINE = ("store", *IDENTITY)
+"""Settings by which a command finds its engine, or starts one: its other settings are those of the configuration."""
 
 
 def flags_of(resolved: Resolved, names: Sequence[str]) -> list[str]:
