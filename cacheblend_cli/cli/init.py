@@ -46,8 +46,8 @@ def init(
         missing = None if best in here else best
         model = getattr(best_of(here, machine), "name", None)
     file, write = Path.cwd() / FILE, model is not None and not dry_run
+    document = read_document(file)
     if write:
-        document = read_document(file)
         if document.get("model") not in (None, model) and not force:
             raise UsageError(f"{file} already sets model to {document['model']}", "replace it: cacheblend init --force")
         document["model"] = model
