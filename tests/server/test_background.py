@@ -156,7 +156,7 @@ def test_an_engine_that_keep_alive_starts_has_the_flags_of_the_question(
     flags = ("--system", "Be kind.", "--dtype", "float32", "--max-tokens", "2", "--top-k", "1", "--chunks", "")
     answered = cli(*ASK, *flags)
     assert answered.code == 0, answered.err
-    assert started == [(90.0, ["--system=Be kind.", "--dtype=float32"])]
+    assert started == [(90.0, ["--dtype=float32", "--system=Be kind."])]
 
 
 def test_stop_does_not_wait_for_a_zombie(server: Any, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
