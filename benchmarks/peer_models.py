@@ -77,11 +77,18 @@ class Models:
             "--local",
             "--json",
             "--ids",
-            "--no-stop-repetition",
             "--temperature",
             "0",
         ]
-        return [*CLI, *asked, "--max-tokens", str(ANSWER_TOKENS), *self.machine(precision)]
+        return [
+            "env",
+            "CACHEBLEND_STOP_REPETITION=false",
+            *CLI,
+            *asked,
+            "--max-tokens",
+            str(ANSWER_TOKENS),
+            *self.machine(precision),
+        ]
 
 
 def prepare(models: Models, config: Path) -> None:

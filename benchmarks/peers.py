@@ -90,7 +90,8 @@ def cases(models: Models, llama_cpp: str | None, vllm: str | None) -> dict[str, 
     if find_spec("xllamacpp"):
         rows |= {
             f"cacheblend {blending}, query .15 + llama.cpp {kind}": [
-                *models.ask(blending), *BLENDS["query .15"], "--decode-with", "llama.cpp", "--decode-model", str(models.gguf(kind)),
+                "env", "CACHEBLEND_DECODE_WITH=llama.cpp", f"CACHEBLEND_DECODE_MODEL={models.gguf(kind)}", *models.ask(blending),
+                *BLENDS["query .15"],
             ]
             for kind in HANDED
         }  # fmt: skip

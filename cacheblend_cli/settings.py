@@ -193,7 +193,6 @@ class Settings:
         least=0,
         most=1024,
     )
-    block_size: int = 64
     gpu_memory_utilization: float = _setting(0.9, "Share of the GPU's memory to use, including weights.")
     eager: bool = _setting(False, "Decode without CUDA graphs.", flag="--eager")
     swap_space: float = _setting(
@@ -220,9 +219,8 @@ class Settings:
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "search": ("top_k", "search", "embeddings", "min_score", "on_weak_match", "expand", "context", "collection", "order"),
-    "blend": (
-        "mode", "ratio", "ratio_floor", "selector", "gradual", "max_risk", "deviation", "check_layer", "block", "probe_layers", "correction",
-    ),
+    "blend": ("mode", "ratio", "selector", "max_risk"),
+    "research": ("ratio_floor", "gradual", "deviation", "check_layer", "block", "probe_layers", "correction"),
     "check": ("kl_mean", "kl_p90"),
     "sampling": (
         "max_tokens", "reasoning_tokens", "temperature", "top_p", "sample_top_k", "min_p", "repetition_penalty", "presence_penalty",
@@ -233,7 +231,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "machine": (
         "device", "dtype", "weight_dtype", "attention_backend", "threads", "tensor_parallel", "decode_with", "decode_model",
     ),
-    "memory": ("kv_dtype", "kv_pool_dtype", "gpu_memory_utilization", "swap_space", "eager", "block_size"),
+    "memory": ("kv_dtype", "kv_pool_dtype", "gpu_memory_utilization", "swap_space", "eager"),
     "tenant": ("salt",),
     "reading": ("ocr_languages",),
     "cutting": ("chunk_tokens", "window", "overlap", "neighbours"),
@@ -250,8 +248,10 @@ def grouped(*groups: str, but: Sequence[str] = ()) -> tuple[str, ...]:
     return tuple(name for group in groups for name in GROUPS[group] if name not in but)
 
 
+IDENTITY = (*grouped("prompt", "model"), "device", "dtype", "weight_dtype")
+"""Settings of a question that only an engine with the same ones answers. Its other settings are the engine's own."""
 HARMLESS = frozenset(
-    grouped("search", "blend", "sampling", "prompt", "cutting", "serve", but=("embeddings", "allow_origin"))
+    grouped("search", "blend", "research", "sampling", "prompt", "cutting", "serve", but=("embeddings", "allow_origin"))
 )
 """Settings that change only the answers here. All others (what names a place, a model or a receiver, what uses the
 machine or removes stored data) are taken from a project's file only if the user trusts it."""
@@ -290,6 +290,11 @@ _FIELDS = {name: _kind(hint) for name, hint in get_type_hints(Settings).items()}
 DEFAULTS = Resolved(Settings(), dict.fromkeys(_FIELDS, "default"))
 _METADATA = {field.name: field.metadata for field in fields(Settings)}
 _WORDS = {"ratio": ("auto", "model")}  # words allowed in place of a number
+_EXAMPLES = {
+    "ratio": 0.15, "top_k": 5, "max_risk": 0.1, "seed": 7, "threads": 4, "model": "handbook", "template_var": "enable_thinking=true",
+    "allow_origin": "https://chat.example",
+}  # fmt: skip
+"""Values for hints, where the default is none."""
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 PATHS = ("store", "model", "lora", "prompt", "embeddings", "tier_key_file", "decode_model")
 """Settings with paths, which are relative to the file that sets them."""
@@ -299,21 +304,31 @@ def resolve(flags: Mapping[str, Any]) -> Resolved:
     """Merge all sources. A flag of None or [] counts as not given. Raises UsageError with the origin of a bad value."""
     values: dict[str, Any] = {}
     origin, ignored = dict(DEFAULTS.origin), dict[str, str]()
-    for number, path in enumerate(config_files()):
-        if path.is_file():
-            content, found = read_settings(path)
-            if number and not trust.is_trusted(path, content):  # the project's
-                ignored = dict.fromkeys(risky_settings(found, path.parent), str(path))
-            found = {name: value for name, value in found.items() if name not in ignored}
-            _merge(values, origin, found, str(path), path.parent)
-    for variable, text in os.environ.items():
-        if variable.startswith(_ENV) and variable != API_KEY_VARIABLE and text:  # an empty variable counts as unset
-            _merge(values, origin, {variable.removeprefix(_ENV).lower(): _Text(text)}, variable)
+    users, *projects = config_files()
+    for path in filter(Path.is_file, (users, *projects)):
+        found, ignored = _accepted(path, is_users=path == users)
+        _merge(values, origin, found, str(path), path.parent)
+    for variable, text in _variables():
+        _merge(values, origin, {variable.removeprefix(_ENV).lower(): _Text(text)}, variable)
     _merge(values, origin, {k: v for k, v in flags.items() if v is not None and v != []}, "flag")
     if not values.get("store") and trust.project_folder() is None and os.path.lexists(trust.PROJECT_FOLDER):
         ignored["store"] = os.path.abspath(trust.PROJECT_FOLDER)
     chosen = {name for name, place in origin.items() if place == "flag" or place.startswith(_ENV)}
     return Resolved(Settings(**values), origin, {name: p for name, p in ignored.items() if name not in chosen})
+
+
+def _accepted(path: Path, *, is_users: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return a file's settings, and those ignored because the project is not trusted, with the file."""
+    content, found = read_settings(path)
+    if is_users or trust.is_trusted(path, content):
+        return found, {}
+    risky = risky_settings(found, path.parent)
+    return {k: v for k, v in found.items() if k not in risky}, dict.fromkeys(risky, str(path))
+
+
+def _variables() -> list[tuple[str, str]]:
+    """Return the environment's settings. An empty variable counts as unset."""
+    return [(v, text) for v, text in os.environ.items() if text and v.startswith(_ENV) and v != API_KEY_VARIABLE]
 
 
 def parse_setting(key: str, texts: Sequence[str]) -> tuple[str, Any]:
@@ -395,7 +410,8 @@ def _merge(
     for key, value in layer.items():
         name = _name(key)
         if name not in _FIELDS:
-            raise UsageError(f"unknown setting {key!r} in {place}", _similar(name))
+            section = f"settings have no sections: remove the line [{key}]" if isinstance(value, dict) else ""
+            raise UsageError(f"unknown setting {key!r} in {place}", section or _similar(name))
         values[name] = _convert(name, value, place)
         if folder is not None and name in PATHS:
             values[name] = _beside(folder, name, values[name])
@@ -410,38 +426,65 @@ def _convert(name: str, value: Any, place: str) -> Any:
     """Return the value in the setting's type. place: origin for messages: "flag", a file, a variable, or ""."""
     kind = _FIELDS[name]
     shown = f"--{name.replace('_', '-')}" if place == "flag" else f"{name} in {place}" if place else name
+    if kind is tuple:
+        return _texts(name, value, shown)
     if name in _WORDS:
         if value in _WORDS[name]:
             return str(value)
         if place == "flag" and isinstance(value, str):  # a flag that also takes words arrives as text
             value = _Text(value)
-    if kind is tuple:
-        return _texts(value, shown)
-    fits = isinstance(value, kind) or (kind is float and isinstance(value, int)) or isinstance(value, _Text)
     try:
-        if not fits or (isinstance(value, bool) and kind is not bool):
-            raise ValueError
-        converted = _BOOLS[value.lower()] if kind is bool and isinstance(value, _Text) else kind(value)
-        if isinstance(converted, float) and not math.isfinite(converted):
-            raise ValueError
+        converted = _typed(kind, value)
     except (ValueError, KeyError):
         expected = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}[kind]
         expected += f", {' or '.join(_WORDS[name])}" if name in _WORDS else ""
-        raise UsageError(
-            f"{shown} is {value!r}, not {expected}", _share(value) or "see: cacheblend config show"
-        ) from None
-    if kind is str and name not in PATHS:
+        raise UsageError(f"{shown} is {value!r}, not {expected}", _share(value) or _example(name, place)) from None
+    if isinstance(converted, str):
+        _check_word(name, converted, place, shown)
+    else:
+        _check_bounds(name, converted, place, shown)
+    return converted
+
+
+def _typed(kind: type, value: Any) -> Any:
+    """Return the value as a finite number, a bool or text. Raises ValueError, KeyError."""
+    fits = isinstance(value, (kind, _Text)) or (kind is float and isinstance(value, int))
+    if not fits or (isinstance(value, bool) and kind is not bool):
+        raise ValueError
+    converted = _BOOLS[value.lower()] if kind is bool and isinstance(value, _Text) else kind(value)
+    if isinstance(converted, float) and not math.isfinite(converted):
+        raise ValueError
+    return converted
+
+
+def _check_word(name: str, value: str, place: str, shown: str) -> None:
+    """Raises UsageError for text that is not UTF-8, an unknown name, or a tier with credentials."""
+    if name not in PATHS:
         check_text(value, shown)
-    if (choices := _METADATA[name].get("choices")) and converted not in choices:
+    if (choices := _METADATA[name].get("choices")) and value not in choices:
         named = f"{shown} {value!r}" if place in ("flag", "") else f"{name} {value!r} in {place}"
         raise UsageError(f"unknown {named}", f"known: {', '.join(choices)}")
     if name == "tier" and ("@" in value or "?" in value):  # do not print it: others may read the message
         raise UsageError(f"{shown} contains credentials", "name only a bucket and a prefix; credentials: environment")
-    if kind is int and converted > (most := _METADATA[name].get("most", 2**63 - 1)):
-        raise UsageError(f"{shown} is {value!r}; the maximum is {most}", "see: cacheblend config show")
-    if (least := _METADATA[name].get("least")) is not None and converted < least:
-        raise UsageError(f"{shown} is {value!r}; the minimum is {least}", "see: cacheblend config show")
-    return converted
+
+
+def _check_bounds(name: str, value: float, place: str, shown: str) -> None:
+    least, most = _METADATA[name].get("least"), _METADATA[name].get("most", math.inf)
+    if isinstance(value, int) and value > most:
+        raise UsageError(f"{shown} is {value!r}; the maximum is {most}", _example(name, place))
+    if least is not None and value < least:
+        raise UsageError(f"{shown} is {value!r}; the minimum is {least}", _example(name, place))
+
+
+def _example(name: str, place: str) -> str:
+    """Return a hint with a right value, in the form of the place where the wrong one stands."""
+    kind, default = _FIELDS[name], _EXAMPLES.get(name, getattr(Settings(), name))
+    value = str(default).lower() if kind is bool else f'"{default}"' if kind is str else f"{default:g}"
+    if place == "flag":
+        return f"for example --{name.replace('_', '-')} {value}"
+    if place.startswith(_ENV):
+        return f"for example {place}={value}"
+    return f"for example {name} = {value}" if place else f"for example: cacheblend config set {name} {value}"
 
 
 def _share(value: Any) -> str:
@@ -453,11 +496,11 @@ def _share(value: Any) -> str:
         return ""
 
 
-def _texts(value: Any, shown: str) -> tuple[str, ...]:
+def _texts(name: str, value: Any, shown: str) -> tuple[str, ...]:
     """Return the values of a list, or of comma-separated text."""
     values = value.split(",") if isinstance(value, _Text) else value
     if not isinstance(values, list | tuple) or not all(isinstance(v, str) for v in values):
-        raise UsageError(f"{shown} is {value!r}, not a list of text", "see: cacheblend config show")
+        raise UsageError(f"{shown} is {value!r}, not a list of text", f'for example {name} = ["{_EXAMPLES[name]}"]')
     return tuple(v.strip() for v in values)
 
 

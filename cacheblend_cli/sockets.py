@@ -12,7 +12,7 @@ from cacheblend_store import private_files
 from cacheblend_store.private_files import InsecurePath, exposed
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.settings import Settings, grouped
+from cacheblend_cli.settings import IDENTITY, Settings
 from cacheblend_cli.version import __version__
 
 PROTOCOL = 8
@@ -22,13 +22,12 @@ _ELSEWHERE = "set XDG_RUNTIME_DIR to a directory of your own"
 
 
 def socket_of(settings: Settings) -> Path:
-    """Return the socket of the engine of this version for these settings (store, model, machine, memory, prompt)."""
-    identity = {name: getattr(settings, name) for name in grouped("prompt", "model", "machine", "memory")}
+    """Return the socket of the engine of this version for these settings (store and IDENTITY)."""
+    identity = {name: getattr(settings, name) for name in IDENTITY}
     lora = os.path.realpath(Path(settings.lora).expanduser()) if settings.lora else ""
     identity |= {
         "model": _model(settings.model),
         "lora": lora,
-        "decode_model": _model(settings.decode_model) if settings.decode_model else "",
         "prompt": _content(settings.prompt),
         "version": [__version__, PROTOCOL],
     }

@@ -148,7 +148,7 @@ def show_answer(
 def cut_note(answer: Answer) -> str | None:
     """Return a note if the answer ended at the token limit or was stopped because it repeated itself."""
     if answer.finish_reason == "repetition":
-        return "the answer repeated itself and was stopped; --no-stop-repetition turns this off"
+        return "the answer repeated itself and was stopped; cacheblend config set stop_repetition false turns this off"
     if answer.finish_reason != "length":
         return None
     return f"the answer was cut at {counted(len(answer.generated_ids), 'token')}; --max-tokens sets the limit"

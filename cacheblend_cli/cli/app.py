@@ -52,6 +52,15 @@ class _Commands(typer.core.TyperGroup):
             with formatter.section(title):
                 formatter.write_dl([(name, COMMANDS[name][1]) for name in names], col_max=12)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take `help COMMAND` for `COMMAND --help`, and `version` for `--version`."""
+        match args:
+            case ["help", *words]:
+                args = [*words, "--help"]
+            case ["version"]:
+                args = ["--version"]
+        return super().parse_args(ctx, args)
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from msgspec import Struct, convert
@@ -18,6 +18,7 @@ from cacheblend_cli.cli.answer_html import answer_page
 from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream, changed, show_answer, show_plan
 from cacheblend_cli.cli.ask_session import AskSession, BatchResult
 from cacheblend_cli.cli.exits import report
+from cacheblend_cli.cli.flags import ASK
 from cacheblend_cli.cli.inputs import QuestionInput, read_questions
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.piped import in_prompt, piped_text
@@ -25,9 +26,12 @@ from cacheblend_cli.cli.stores import store_in_use
 from cacheblend_cli.cli.units import counted
 from cacheblend_cli.clock import since_process_start
 from cacheblend_cli.errors import ExitCode, UsageError
-from cacheblend_cli.settings import Resolved
+from cacheblend_cli.settings import Resolved, Settings
 from cacheblend_cli.text_files import JsonLines, read_text, write_text
 from cacheblend_cli.types import AskOptions, sampling_of
+
+if TYPE_CHECKING:
+    from cacheblend_cli.types import AskPlan
 
 
 class _AnswerRecord(Struct, frozen=True):
@@ -41,9 +45,10 @@ class AnswerFile(JsonLines[_AnswerRecord]):
     """The file of --resume: answers in the order of the questions. An incomplete last line is ignored."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         super().__init__(path, lambda record: convert(record, _AnswerRecord), '{"question": "', "an answer of a batch")
 
-    def remaining(self, questions: Sequence[QuestionInput]) -> list[QuestionInput]:
+    def remaining(self, questions: Sequence[QuestionInput], output: Output) -> list[QuestionInput]:
         """Return the questions without an answer in the file. Duplicates count separately."""
         answered, found = Counter(self.rows), []
         for item in questions:
@@ -52,53 +57,93 @@ class AnswerFile(JsonLines[_AnswerRecord]):
                 answered[key] -= 1
             else:
                 found.append(item)
+        if not found:
+            output.note(f"{self.path} already has all answers")
         return found
 
 
-def question_fields(question_input: QuestionInput) -> dict[str, Any]:
-    """Return the fields of an answer's record that identify its question."""
-    return {"question": question_input.question} | (
-        {} if question_input.chunks is None else {"asked_chunks": list(question_input.chunks)}
-    )
+class AnswerView:
+    """Shows answers and plans. codes: exit codes of the answers so far.
 
-
-def run_batch(
-    batch_results: Iterator[BatchResult],
-    show: Callable[[BatchResult], dict[str, Any]],
-    output: Output,
-    *,
-    as_json: bool,
-    answer_file: AnswerFile | None,
-) -> list[int]:
-    """Show answers or plans as they finish. Report questions that fail, continue, and return their exit codes.
-
-    show: show one result and return its record.
+    html: file for the answer as a page. notes: to add to every answer; the user has seen them.
     """
-    started, failed, count, tokens = time.perf_counter(), [], 0, 0
-    for item in batch_results:
-        if not as_json:
-            output.note(f"> {item.question_input.question}")
-        if item.error is None:
-            record = show(item)
-            if isinstance(item.result, AnswerResult):
-                count, tokens = count + 1, tokens + record["generated_tokens"]
-                if answer_file is not None:
-                    answer_file.add(record)
-        elif getattr(item.error, "exit_code", None) in (ExitCode.USAGE, ExitCode.NOT_FOUND):
-            if as_json:
-                output.json({**question_fields(item.question_input), "error": getattr(item.error, "message", "")})
-            failed.append(report(item.error, output))
-        else:
-            raise item.error
-    seconds = time.perf_counter() - started
-    if count > 1:
-        output.note(
-            f"{count} answers in {seconds:.1f} s: {count / seconds:.2f} questions/s, {tokens / seconds:.1f} tokens/s"
+
+    def __init__(self, output: Output, *, json: bool, html: Path | None, notes: Sequence[str]) -> None:
+        self._output, self._json, self._html, self._notes = output, json, html, notes
+        self.codes: list[int] = []
+
+    @property
+    def exit_code(self) -> int:
+        """The first error, else CHANGED if an answer changed."""
+        return next(
+            (code for code in self.codes if code not in (ExitCode.OK, ExitCode.CHANGED)), max(self.codes, default=0)
         )
-    return failed
+
+    def ask(self, session: AskSession, item: QuestionInput, *, draft: bool) -> None:
+        """Answer a question while its text is shown. draft: the answer may still change."""
+        streams = AnswerStream(self._output, draft=draft)
+        result = session.ask(item, None if self._json else streams)
+        streams.end_reasoning()
+        self._show(item, result.with_notes(self._notes), {}, since_process_start())
+        if not self._json:
+            session.note_default_model()
+        session.suggest_background()
+
+    def plan(self, plan: AskPlan, extra: dict[str, Any]) -> None:
+        show_plan(plan, self._output, json=self._json, extra=extra)
+
+    def batch(self, results: Iterable[BatchResult], answer_file: AnswerFile | None) -> None:
+        """Show answers or plans as they finish. Report questions that fail, and continue."""
+        started, records = time.perf_counter(), list[dict[str, Any]]()
+        for item in results:
+            if not self._json:
+                self._output.note(f"> {item.question_input.question}")
+            extra: dict[str, Any] = {"question": item.question_input.question}
+            if item.question_input.chunks is not None:
+                extra |= {"asked_chunks": list(item.question_input.chunks)}
+            if item.error is not None:
+                self._failed(item.error, extra)
+            elif isinstance(item.result, AnswerResult):
+                records.append(self._answered(item.question_input, item.result.with_notes(self._notes), extra))
+                if answer_file is not None:
+                    answer_file.add(records[-1])
+            elif item.result is not None:
+                self.plan(item.result, extra)
+        if answer_file is not None:
+            answer_file.close()
+        count, seconds = len(records), time.perf_counter() - started
+        if count > 1:
+            speed = sum(record["generated_tokens"] for record in records) / seconds
+            self._output.note(
+                f"{count} answers in {seconds:.1f} s: {count / seconds:.2f} questions/s, {speed:.1f} tokens/s"
+            )
+
+    def _answered(self, item: QuestionInput, result: AnswerResult, extra: dict[str, Any]) -> dict[str, Any]:
+        """Show an answer of a batch and return its record."""
+        if not self._json:
+            if self.codes and self._output.quiet:  # --quiet hides the questions that otherwise separate answers
+                self._output.text("")
+            self._output.text(result.answer.text, end="")
+        self._show(item, result, extra, None)
+        return {**extra, **result.record}
+
+    def _failed(self, error: Exception, extra: dict[str, Any]) -> None:
+        """Report an error that concerns one question; raise another."""
+        if getattr(error, "exit_code", None) not in (ExitCode.USAGE, ExitCode.NOT_FOUND):
+            raise error
+        if self._json:
+            self._output.json({**extra, "error": getattr(error, "message", "")})
+        self.codes.append(report(error, self._output))
+
+    def _show(self, item: QuestionInput, result: AnswerResult, extra: dict[str, Any], seconds: float | None) -> None:
+        show_answer(result, self._output, json=self._json, extra=extra, seconds=seconds)
+        if self._html is not None:
+            page = answer_page(item.question, result.answer, result.tokens)
+            write_text(self._html, page, "choose another place for --html")
+        self.codes.append(changed(result.answer))
 
 
-@options.with_settings(*options.asking(), "keep_alive")
+@options.with_settings(*ASK)
 def ask(
     resolved: Resolved,
     question: str | None = Argument(None, help="The question. Without it, or with -, it is read from stdin."),
@@ -115,8 +160,8 @@ def ask(
         None,
         help='Answer many questions: JSON lines of {"question", "chunks"?}; - is stdin. Prints JSON lines, on a terminal text.',
     ),
-    concurrency: int = Option(8, min=1, help="Questions of --batch to answer at the same time."),
-    resume: Path | None = Option(
+    concurrency: int = options.answer_option(8, min=1, help="Questions of --batch to answer at the same time."),
+    resume: Path | None = options.answer_option(
         None, help="Save the answers of --batch in this JSON lines file, and skip those it has."
     ),
     verify: bool = Option(False, "--verify", help="Compare the answer with a full prefill's."),
@@ -143,28 +188,15 @@ def ask(
     Text that is piped beside a question is the document to answer from; stored ones are searched too with -k, --source
     or --all.
     """
-    from cacheblend_cli.corpus.search import check_context
-
     output, settings = Output(quiet=quiet, verbose=verbose or explain), resolved.settings
     json = json or (batch is not None and not output.out_tty)
-    check_context(settings.context)
-    questions = read_questions(question, chunks, batch)
-    document = None
-    if question not in (None, "-") and chunks != "-":
-        document = piped_text(output.note, output.warn)
-    if document is not None:
-        output.note(f"answering from stdin ({counted(len(document), 'character')})")
-        if chunks is None and not (source or everywhere or resolved.origin["top_k"] == "flag"):
-            questions = [replace(questions[0], chunks=())]  # from stdin alone
-    if html and (batch or dry_run):
-        raise UsageError("--html needs a single answer", "omit --batch and --dry-run")
-    if resume is not None and batch is None:
-        raise UsageError("--resume needs --batch", "add --batch FILE")
-    answer_file = None if resume is None or dry_run else AnswerFile(resume)
+    _check_files(html=html, resume=resume, batch=batch, dry_run=dry_run)
+    sampling = _sampling(settings, stop, logprobs, json_schema, regex)
+    searches = any((source, everywhere, resolved.origin["top_k"] == "flag"))
+    questions, document = _read(question, chunks, batch, output, searches=searches)
+    answer_file = None if dry_run or resume is None else AnswerFile(resume)
     if answer_file is not None:
-        questions = answer_file.remaining(questions)
-        if not questions:
-            output.note(f"{resume} already has all answers")
+        questions = answer_file.remaining(questions, output)
     ask_options = AskOptions(
         verify=verify,
         confirm=confirm,
@@ -174,36 +206,7 @@ def ask(
         explain=explain,
         tokens=explain or html is not None,
     )
-    schema = None if json_schema is None else read_text(json_schema)
-    sampling = {"stop": tuple(stop or ()), "logprobs": logprobs, "json_schema": schema, "regex": regex}
-    sampling_of(settings, **sampling)  # validate before opening anything
-    sources: list[str] = []
-    codes: list[int] = []
-    ignored = [resolved.ignored_note] if resolved.ignored else []
-
-    def show(item: QuestionInput, result: AnswerResult, extra: dict[str, Any]) -> None:
-        show_answer(result, output, json=json, extra=extra, seconds=None if batch else since_process_start())
-        if html:
-            write_text(
-                html, answer_page(item.question, result.answer, result.tokens), "choose another place for --html"
-            )
-        sources.extend(chunk.source for chunk in result.answer.chunks)
-        codes.append(changed(result.answer))
-
-    def show_one(item: BatchResult) -> dict[str, Any]:
-        extra = question_fields(item.question_input)
-        assert item.result is not None
-        if not isinstance(item.result, AnswerResult):
-            show_plan(item.result, output, json=json, extra=extra)
-            return extra
-        result = item.result.with_notes(ignored)
-        if not json:
-            if codes and quiet:  # --quiet hides the questions that otherwise separate answers
-                output.text("")
-            output.text(result.answer.text, end="")
-        show(item.question_input, result, extra)
-        return {**extra, **result.record}
-
+    view = AnswerView(output, json=json, html=html, notes=list(filter(None, [resolved.ignored_note])))
     with (
         store_in_use(settings, write=not dry_run, create=document is not None) as store,
         AskSession(resolved, output, store, ask_options, local=local, sampling=sampling, document=document) as session,
@@ -212,19 +215,45 @@ def ask(
         if any(item.chunks is None for item in questions):
             session.scope = options.scope_of(store, source, everywhere, output.detail, settings.collection)
         if batch is not None:
-            batch_results = session.plans(questions) if dry_run else session.answers(questions, concurrency)
-            codes += run_batch(batch_results, show_one, output, as_json=json, answer_file=answer_file)
+            view.batch(session.plans(questions) if dry_run else session.answers(questions, concurrency), answer_file)
         elif dry_run:
-            show_plan(session.plan(questions[0]), output, json=json, extra={})
+            view.plan(session.plan(questions[0]), {})
         else:
-            streams = AnswerStream(output, draft=confirm)
-            result = session.ask(questions[0], None if json else streams)
-            streams.end_reasoning()
-            show(questions[0], result.with_notes(ignored), {})
-            if not json:
-                session.note_default_model()
-            session.suggest_background()
-    if answer_file is not None:
-        answer_file.close()
-    if failed := [code for code in codes if code]:
-        raise typer.Exit(next((code for code in failed if code != ExitCode.CHANGED), ExitCode.CHANGED))
+            view.ask(session, questions[0], draft=confirm)
+    if view.exit_code:
+        raise typer.Exit(view.exit_code)
+
+
+def _check_files(*, html: Path | None, resume: Path | None, batch: Path | None, dry_run: bool) -> None:
+    """Raises UsageError for --html and --resume with what they do not go with, and for an unknown directory."""
+    if html is not None and (batch or dry_run):
+        raise UsageError("--html needs a single answer", "omit --batch and --dry-run")
+    if html is not None and not html.parent.is_dir():
+        raise UsageError(f"--html {html}: there is no directory {html.parent}", "create it first")
+    if resume is not None and batch is None:
+        raise UsageError("--resume needs --batch", "add --batch FILE")
+
+
+def _sampling(
+    settings: Settings, stop: list[str] | None, logprobs: int | None, json_schema: Path | None, regex: str | None
+) -> dict[str, Any]:
+    """Return the fields of SamplingParams that are not settings. Raises NotFoundError and UsageError."""
+    schema = None if json_schema is None else read_text(json_schema)
+    fields = {"stop": tuple(stop or ()), "logprobs": logprobs, "json_schema": schema, "regex": regex}
+    sampling_of(settings, **fields)
+    return fields
+
+
+def _read(
+    question: str | None, chunks: str | None, batch: Path | None, output: Output, *, searches: bool
+) -> tuple[list[QuestionInput], str | None]:
+    """Return the questions, and the document that is piped beside a question: it is answered from that document alone,
+    unless it `searches` stored ones too."""
+    questions, document = read_questions(question, chunks, batch), None
+    if question not in (None, "-") and chunks != "-":
+        document = piped_text(output.note, output.warn)
+    if document is not None:
+        output.note(f"answering from stdin ({counted(len(document), 'character')})")
+    if document is not None and chunks is None and not searches:
+        questions = [replace(questions[0], chunks=())]
+    return questions, document

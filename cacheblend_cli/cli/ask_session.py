@@ -168,8 +168,6 @@ class AskSession:
         if (found := self._running()) is not None or self._local or self._local_engine or not self._keep_alive_s:
             return found
         if (missing := _missing_extra()) is not None:
-            if self._resolved.origin["keep_alive"] == "flag":
-                raise missing
             self._output.note(f"answered without keep_alive: {missing.message} ({missing.hint})")
             return None
         from cacheblend_cli.server.background import start_own
@@ -218,7 +216,7 @@ def _seconds(keep_alive: str) -> float:
     """Return the seconds of a keep_alive value. Raises UsageError."""
     from cacheblend_cli.cli.units import parse_age
 
-    return 0.0 if keep_alive in ("", "0") else parse_age(keep_alive, "--keep-alive")
+    return 0.0 if keep_alive in ("", "0") else parse_age(keep_alive, "keep_alive")
 
 
 def _in_order(

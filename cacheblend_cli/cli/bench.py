@@ -14,6 +14,7 @@ from cacheblend_cli.settings import Settings, grouped
 
 if TYPE_CHECKING:
     from cacheblend_cli.evaluation.bench import BenchReport, Speed
+    from cacheblend_cli.evaluation.settings import Setting
 
 _COLUMNS = ("setting", "first token", "faster than full", "ceiling", "measured/ceiling", "KV loaded", "load", "stall")
 
@@ -38,27 +39,29 @@ def bench(
     cache, including the check of its digests. The ceiling is the cost model's speed-up with free loading and selection.
     """
     output = Output()
-    from cacheblend_cli.blend.policy import check_names
-    from cacheblend_cli.blend.selectors import make_selector
-    from cacheblend_cli.evaluation.bench import bench as measure
-    from cacheblend_cli.evaluation.bench import layout_of
     from cacheblend_cli.evaluation.settings import grid
     from cacheblend_cli.types import BlendParams
+    from cacheblend_cli.types.blend import parse_selector
+
+    def grid_with(blend: BlendParams) -> list[Setting]:
+        return grid(
+            blend,
+            modes=("full", "reuse", "blend"),
+            selectors=selector or (settings.selector, "hkvd"),
+            ratios=ratio or (blend.ratio,),
+            contexts=("sink",),
+        )
 
     blend = replace(BlendParams.of(settings), checks=())  # --ratio decides
-    check_names(blend)
     for name in selector or ():
-        make_selector(name)
+        parse_selector(name)
+    asked = grid_with(blend)  # raise errors before torch is imported
     engine = options.load_engine(settings, output)
+    from cacheblend_cli.evaluation.bench import bench as measure
+    from cacheblend_cli.evaluation.bench import layout_of
+
     if settings.ratio == "model":
-        blend, _ = engine.own_blend(blend)
-    asked = grid(
-        blend,
-        modes=("full", "reuse", "blend"),
-        selectors=selector or (settings.selector, "hkvd"),
-        ratios=ratio or (blend.ratio,),
-        contexts=("sink",),
-    )
+        asked = grid_with(engine.own_blend(blend)[0])
     layout = layout_of(engine, tokens, chunks, question_tokens, decode_tokens)
     with output.progress("bench") as bar:
         report = measure(engine, asked, layout, rounds=rounds, decode_tokens=decode_tokens, on_run=bar)

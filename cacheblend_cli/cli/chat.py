@@ -19,6 +19,7 @@ from cacheblend_cli.cli.answer_output import AnswerResult, AnswerStream, by_rank
 from cacheblend_cli.cli.ask_session import AskSession
 from cacheblend_cli.cli.exits import report
 from cacheblend_cli.cli.explain_output import layer_lines
+from cacheblend_cli.cli.flags import ASK
 from cacheblend_cli.cli.inputs import QuestionInput, read_ids
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import store_in_use
@@ -56,7 +57,7 @@ class ChatState:
         return [text for turn in self.turns for text in turn]
 
 
-@options.with_settings(*options.asking(), "keep_alive")
+@options.with_settings(*ASK)
 def chat(
     resolved: Resolved,
     chunks: str | None = Option(None, help="Chunk ids: ID,ID or a file of ids. Default: search for each question."),
@@ -84,31 +85,31 @@ def chat(
             output.note(f"questions; {', '.join(COMMANDS)}; Ctrl-D ends")
         failed = 0
         for line in _lines(interactive):
-            if line.startswith("/"):
-                if line.split()[0] in ("/quit", "/exit"):
-                    break
-                try:
-                    _run_command(line, state, session, output)
-                except CacheBlendError as error:
-                    failed = report(error, output)
-                continue
-            try:
-                _turn(line, state, session, output)
-            except KeyboardInterrupt:
-                if not interactive:
-                    raise
-                output.text("")
-                if session.is_lost:
-                    raise DeviceError(
-                        "the tensor-parallel processes were interrupted and have ended", "start chat again"
-                    ) from None
-                output.note("interrupted; this turn is forgotten")
-            except Exception as error:  # report it like `ask`, and continue
-                failed = report(error, output)
-                if failed == ExitCode.INTERNAL or session.is_lost:
-                    raise typer.Exit(failed) from error
+            if line.split()[0] in ("/quit", "/exit"):
+                break
+            failed = _handle(line, state, session, output, interactive=interactive) or failed
     if failed and not interactive:
         raise typer.Exit(failed)
+
+
+def _handle(line: str, state: ChatState, session: AskSession, output: Output, *, interactive: bool) -> int:
+    """Run a command or answer a question, and return the exit code of its error. Raises Exit if chat cannot go on."""
+    try:
+        (_run_command if line.startswith("/") else _turn)(line, state, session, output)
+    except KeyboardInterrupt:
+        if not interactive:
+            raise
+        output.text("")
+        if session.is_lost:
+            error = "the tensor-parallel processes were interrupted and have ended"
+            raise DeviceError(error, "start chat again") from None
+        output.note("interrupted; this turn is forgotten")
+    except Exception as error:  # report it like `ask`, and continue
+        failed = report(error, output)
+        if failed == ExitCode.INTERNAL or session.is_lost:
+            raise typer.Exit(failed) from error
+        return failed
+    return ExitCode.OK
 
 
 def _turn(line: str, state: ChatState, session: AskSession, output: Output) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from datetime import datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +20,7 @@ from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.settings import Settings
 
 if TYPE_CHECKING:
-    from cacheblend_store import ChunkManifest
+    from cacheblend_store import ChunkManifest, ChunkStore, DocumentRecord
 
     from cacheblend_cli.corpus.citations import Citation
 
@@ -59,26 +60,12 @@ def ls(
             elif quiet:
                 output.text(manifest.id)
             else:
-                beginning = " ".join(manifest.text[:_TEXT_READ].split())[:_TEXT_SHOWN]
-                model = sys.intern(manifest.model), sys.intern(manifest.model_name)
-                amounts = manifest.num_tokens, manifest.num_bytes, _size(manifest)
-                rows.append(_ChunkRow(citation.source, citation.index, manifest.id[:12], model, *amounts, beginning))
+                rows.append(_ChunkRow.of(manifest, citation))
     if last is None:
         output.note("no chunks are stored" if source is None and after is None else "no more chunks match")
-    if rows:
-        rows.sort(key=lambda row: (row.source, row.position))
-        names = _names(dict(row.model for row in rows))
-        several = int(len(names) > 1)  # omit the column for a single model
-        table = [
-            (r.id, *[names[r.model[0]]] * several, r.num_tokens, r.size, f"{r.source}#{r.position}", r.text)
-            for r in rows
-        ]
-        columns = ("id", *["model"] * several, "tokens", "size", "source", "text")
-        output.table(columns, table, right=(1 + several, 2 + several), ends=(3 + several, *[1] * several))
-        output.note(
-            f"{counted(len(rows), 'chunk')}, {sum(r.num_tokens for r in rows):,} tokens, {format_size(sum(r.num_bytes for r in rows))}"
-        )
-        if last is not None and len(rows) == limit:
+    elif rows:
+        _show_rows(rows, output)
+        if len(rows) == limit:
             output.note(f"next page: --after {last.id[:12]}")
 
 
@@ -130,30 +117,18 @@ def rm(
 
     Asks before chunks of more than one document are removed.
     """
-    from cacheblend_cli.corpus.citations import Citations
-    from cacheblend_cli.corpus.scopes import holds, scope_of
-    from cacheblend_cli.types import EVERYTHING
-
     output = Output(quiet=quiet)
     if sum((bool(chunks), source is not None, everything)) != 1:
         raise UsageError("chunks to remove must be named in exactly one way", "chunk ids, --source PATH or --all")
     with open_store(settings, write=False) as reading:
-        keys = [reading.resolve(c) for c in chunks or ()]
-        scope = EVERYTHING if source is None else scope_of(source)
-        documents = reading.documents() if everything or source is not None else []
-        found = [d for d in documents if holds(scope, d.source)]
-        if source is not None and not found:
-            raise NotFoundError(f"no stored document matches {source}", "list them: cacheblend chunks ls")
+        keys, found = list(map(reading.resolve, chunks or ())), list["DocumentRecord"]()
         listed = set(keys)
         if not chunks:
+            found = _documents(reading, source)
             listed.update((m.key for m in reading.chunks()), reading.damaged_keys())
         if everything:
             keys = list(listed.union(m.key for m in reading.chunks(prefixes=True)))
-        taken = dict.fromkeys([*keys, *(chunk.key for d in found for chunk in d.chunks)])
-        manifests = [m for m in map(reading.undamaged, taken) if m is not None]
-        citations, sources = Citations(reading), {d.source for d in found}
-        sources |= {citations.of(m).name for m in manifests if m.context != "prefix"} if not sources else set()
-        deleting.confirm(output, len(sources), manifests, yes=yes)
+        _confirm(reading, keys, found, output, yes=yes)
     with open_store(settings, write=True, create=False) as kv_store:
         if keys:
             kv_store.remove_chunks(keys)
@@ -162,13 +137,41 @@ def rm(
     ids = [key.hex() for key in dict.fromkeys(keys) if key in listed]
     if json:
         output.json({"removed": len(ids), "ids": ids})
-    elif quiet:
-        for name in ids:
-            output.text(name)
-    else:
-        of = f" of {counted(len({d.source for d in found}), 'document')}" if found else ""
-        output.note(f"removed {counted(len(ids), 'chunk')}{of}")
-        deleting.note_free(output, free)
+        return
+    for name in ids if quiet else ():
+        output.text(name)
+    _note_removed(len(ids), len({d.source for d in found}), output)
+    deleting.note_free(output, free)
+
+
+def _note_removed(num_chunks: int, num_documents: int, output: Output) -> None:
+    of = f" of {counted(num_documents, 'document')}" if num_documents else ""
+    output.note(f"removed {counted(num_chunks, 'chunk')}{of}")
+
+
+def _documents(store: ChunkStore, source: str | None) -> list[DocumentRecord]:
+    """Return the documents of --source, by default all. Raises NotFoundError if --source matches none."""
+    from cacheblend_cli.corpus.scopes import holds, scope_of
+
+    if source is None:
+        return list(store.documents())
+    scope = scope_of(source)
+    if not (found := [d for d in store.documents() if holds(scope, d.source)]):
+        raise NotFoundError(f"no stored document matches {source}", "list them: cacheblend chunks ls")
+    return found
+
+
+def _confirm(
+    store: ChunkStore, keys: Sequence[bytes], documents: Sequence[DocumentRecord], output: Output, *, yes: bool
+) -> None:
+    """Ask before chunks of more than one document are removed."""
+    from cacheblend_cli.corpus.citations import Citations
+
+    taken = dict.fromkeys([*keys, *(chunk.key for d in documents for chunk in d.chunks)])
+    manifests = list(filter(None, map(store.undamaged, taken)))
+    citations, sources = Citations(store), {d.source for d in documents}
+    sources = sources or {citations.of(m).name for m in manifests if m.context != "prefix"}
+    deleting.confirm(output, len(sources), manifests, yes=yes)
 
 
 class _ChunkRow(NamedTuple):
@@ -182,6 +185,25 @@ class _ChunkRow(NamedTuple):
     num_bytes: int
     size: str  # num_bytes with a unit
     text: str  # beginning of the chunk's text
+
+    @classmethod
+    def of(cls, m: ChunkManifest, citation: Citation) -> _ChunkRow:
+        model = sys.intern(m.model), sys.intern(m.model_name)
+        text = " ".join(m.text[:_TEXT_READ].split())[:_TEXT_SHOWN]
+        return cls(citation.source, citation.index, m.id[:12], model, m.num_tokens, m.num_bytes, _size(m), text)
+
+
+def _show_rows(rows: list[_ChunkRow], output: Output) -> None:
+    rows.sort(key=lambda row: (row.source, row.position))
+    names = _names(dict(row.model for row in rows))
+    several = int(len(names) > 1)  # omit the column for a single model
+    table = [
+        (r.id, *[names[r.model[0]]] * several, r.num_tokens, r.size, f"{r.source}#{r.position}", r.text) for r in rows
+    ]
+    columns = ("id", *["model"] * several, "tokens", "size", "source", "text")
+    output.table(columns, table, right=(1 + several, 2 + several), ends=(3 + several, *[1] * several))
+    tokens, size = sum(r.num_tokens for r in rows), format_size(sum(r.num_bytes for r in rows))
+    output.note(f"{counted(len(rows), 'chunk')}, {tokens:,} tokens, {size}")
 
 
 def _names(models: dict[str, str]) -> dict[str, str]:

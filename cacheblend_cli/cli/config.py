@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -19,6 +19,7 @@ from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.settings import (
     FILE,
     PATHS,
+    Resolved,
     Settings,
     config_files,
     parse_setting,
@@ -57,25 +58,28 @@ def show(
     output, resolved = Output(), resolve({"store": store})
     values = vars(resolved.settings) | {"store": str(resolved.settings.store_path)}
     if json:
-        found = {name: {"value": value, "from": resolved.origin[name]} for name, value in values.items()}
-        for name, place in resolved.ignored.items():
-            found[name]["ignored"] = place
-        output.json(found)
+        output.json(_records(values, resolved))
         return
     origin = {**resolved.origin, **{n: f"{resolved.origin[n]} (ignored: {p})" for n, p in resolved.ignored.items()}}
-    left = 0
+    shown = {n for n in values if every or n in options.COMMON or origin[n] != "default"}
     for number, (title, names) in enumerate(_topics()):
-        shown = [n for n in names if every or not number or origin[n] != "default"]
-        left += len(names) - len(shown)
-        if shown:
-            rows = [(n, "not set" if values[n] in ("", None, ()) else values[n], origin[n]) for n in shown]
+        rows = [(n, "not set" if values[n] in ("", None, ()) else values[n], origin[n]) for n in names if n in shown]
+        if rows:
             if number:
                 output.line("")
             output.table((title, "value", "from"), rows)
     if resolved.ignored:
         output.warn(resolved.ignored_note)
-    if left:
+    if left := len(values) - len(shown):
         output.note(f"{left} more settings have defaults; see: cacheblend config show --all")
+
+
+def _records(values: Mapping[str, Any], resolved: Resolved) -> dict[str, dict[str, Any]]:
+    """Return value and origin of every setting for --json."""
+    found = {name: {"value": value, "from": resolved.origin[name]} for name, value in values.items()}
+    for name, place in resolved.ignored.items():
+        found[name]["ignored"] = place
+    return found
 
 
 @app.command("init")

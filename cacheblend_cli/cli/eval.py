@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.output import Output, show_table
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.evaluation.plot import check_plot
+from cacheblend_cli.evaluation.plot import plot as draw
 from cacheblend_cli.settings import Settings, grouped, resolve
 
 if TYPE_CHECKING:
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
     from cacheblend_cli.evaluation.samples import Sample
     from cacheblend_cli.evaluation.settings import Setting
     from cacheblend_cli.evaluation.summary import Summary
-    from cacheblend_cli.types import AutoReport
+    from cacheblend_cli.types import AutoReport, BlendParams
 
 
 _MAX_TOKENS = 32
@@ -36,7 +39,7 @@ _MAX_TOKENS = 32
 @options.with_settings(
     "window",
     "neighbours",
-    *grouped("blend", but=["mode", "ratio", "selector", "gradual", "max_risk"]),
+    *grouped("research", but=["gradual"]),
     *grouped("prompt", "model", "machine", but=["tensor_parallel"]),
     "kv_dtype",
     "lock_timeout",
@@ -82,61 +85,77 @@ def evaluate(
     Without ctxs, chunks are searched in the store as by ask. Consecutive contexts with the same title are one page.
     Without answers, only the distance from full prefill is reported.
     """
-    output = Output(quiet=quiet)
-    path = _record_path(out, resume)
-    from cacheblend_cli.blend.policy import check_names
-    from cacheblend_cli.blend.selectors import make_selector
+    output, path = Output(quiet=quiet), _record_path(out, resume)
     from cacheblend_cli.collect.settings import CollectSettings
-    from cacheblend_cli.evaluation.evaluate import NOISE_FLOOR, EvaluateOptions
-    from cacheblend_cli.evaluation.evaluate import evaluate as run
-    from cacheblend_cli.evaluation.plot import check_plot
-    from cacheblend_cli.evaluation.plot import plot as draw
     from cacheblend_cli.evaluation.records import RecordFile
     from cacheblend_cli.evaluation.scores import check_rouge
-    from cacheblend_cli.evaluation.settings import grid
-    from cacheblend_cli.evaluation.summary import summarise
     from cacheblend_cli.types import BlendParams
 
     check_rouge()
     if plot is not None:
         check_plot(plot)
     blend = BlendParams.of(settings)
-    check_names(blend)
-    for name in selector or ():
-        make_selector(name)
-    collecting = CollectSettings(window=settings.window, neighbours=settings.neighbours)
-    for name in context or ():
-        replace(collecting, context=name)
     ratios = [resolve({"ratio": r}).settings.ratio for r in ratio or ()] or [settings.ratio]
-
-    def grid_with(own: BlendParams) -> list[Setting]:
-        """own: the blend settings of --ratio model."""
-        return grid(
-            replace(own, mode="blend", ratio=settings.ratio_floor, checks=(), max_risk=None),
-            modes=mode or ("blend", "full", "reuse"),
-            selectors=selector or (settings.selector,),
-            ratios=[own.ratio if ratio == "model" else ratio for ratio in ratios],
-            contexts=context or (settings.context,),
-        ) + ([NOISE_FLOOR] if noise_floor else [])
-
-    asked = grid_with(blend)  # raise errors before the model is loaded
+    grid_with = partial(_grid, settings, mode, selector, ratios, context)
+    asked = grid_with(blend)  # raise errors before torch is imported
+    collecting = CollectSettings(window=settings.window, neighbours=settings.neighbours)
     samples = _read(data, limit)
     with RecordFile(path) as records:
         engine = options.load_engine(settings, output)
+        from cacheblend_cli.evaluation.evaluate import NOISE_FLOOR, EvaluateOptions
+        from cacheblend_cli.evaluation.evaluate import evaluate as run
+
         if "model" in ratios:
             asked = grid_with(engine.own_blend(blend)[0])
-        if any(not sample.contexts for sample in samples):
-            samples = _with_found_contexts(samples, engine, settings, store, max_tokens, output)
-        interruptible = (
-            on_interrupt(f"finished measurements are in {path}; continue with --resume {path}")
-            if path
-            else nullcontext()
-        )
+        samples = _with_found_contexts(samples, engine, settings, store, max_tokens, output)
+        hint = f"finished measurements are in {path}; continue with --resume {path}"
+        interruptible = on_interrupt(hint) if path else nullcontext()
         with interruptible, _store(settings, store) as kv_store, output.progress("questions") as bar:
             results = run(
-                engine, kv_store, samples, asked, EvaluateOptions(max_tokens, records, store is not None, collecting),
+                engine, kv_store, samples, [*asked, *[NOISE_FLOOR] * noise_floor],
+                EvaluateOptions(max_tokens, records, store is not None, collecting),
                 on_progress=lambda done, total, text: bar(done, total, f"{done}/{total}"),
             )  # fmt: skip
+    summaries = _show_results(results, output, json=json, layers=layers)
+    if fit_risk:
+        _fit_risk(engine, results, output)
+    if path is not None:
+        output.note(f"{results.measured} records written to {path}, {results.resumed} already there")
+    if plot is not None:
+        draw(summaries, plot, f"{engine.model.name}, {summaries[0].samples} questions")
+        output.note(f"drew {plot}")
+
+
+def _grid(
+    settings: Settings,
+    modes: list[str] | None,
+    selectors: list[str] | None,
+    ratios: Sequence[float | str],
+    contexts: list[str] | None,
+    own: BlendParams,
+) -> list[Setting]:
+    """Return the settings to compare. own: blending at the ratio of --ratio model. Raises UsageError."""
+    from cacheblend_cli.corpus.search import check_context
+    from cacheblend_cli.evaluation.settings import grid
+    from cacheblend_cli.types.blend import parse_selector
+
+    for name in selectors or ():
+        parse_selector(name)
+    for name in contexts or ():
+        check_context(name)
+    return grid(
+        replace(own, mode="blend", ratio=settings.ratio_floor, checks=(), max_risk=None),
+        modes=modes or ("blend", "full", "reuse"),
+        selectors=selectors or (settings.selector,),
+        ratios=[own.ratio if ratio == "model" else ratio for ratio in ratios],
+        contexts=contexts or (settings.context,),
+    )
+
+
+def _show_results(results: Results, output: Output, *, json: bool, layers: bool) -> list[Summary]:
+    """Show notes and scores. Raises UsageError if nothing was measured."""
+    from cacheblend_cli.evaluation.summary import summarise
+
     for number, reason in results.skipped:
         output.warn(f"question {number} skipped: {reason}")
     for note in dict.fromkeys(results.notes):
@@ -147,15 +166,9 @@ def evaluate(
     show_scores(summaries, output, json=json)
     if results.auto:
         output.note(auto_line(results.auto))
-    if fit_risk:
-        _fit_risk(engine, results, output)
     if layers and not json:
         show_layers(summaries, output)
-    if path is not None:
-        output.note(f"{results.measured} records written to {path}, {results.resumed} already there")
-    if plot is not None:
-        draw(summaries, plot, f"{engine.model.name}, {summaries[0].samples} questions")
-        output.note(f"drew {plot}")
+    return summaries
 
 
 def _fit_risk(engine: Engine, results: Results, output: Output) -> None:
@@ -200,7 +213,9 @@ def _read(data: Sequence[Path], limit: int | None) -> list[Sample]:
 def _with_found_contexts(
     samples: list[Sample], engine: Engine, settings: Settings, named: str | None, max_tokens: int, output: Output
 ) -> list[Sample]:
-    """Return the samples with contexts found in the store of --store, else in the default store."""
+    """Return the samples; those without contexts with those found in the store of --store, else of the settings."""
+    if all(sample.contexts for sample in samples):
+        return samples
     from cacheblend_cli.evaluation.chunks import with_found_contexts
     from cacheblend_cli.types import SearchParams
 

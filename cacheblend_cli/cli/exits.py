@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from cacheblend_cli.cli.output import Output, visible
 from cacheblend_cli.errors import CacheBlendError, ExitCode, did_you_mean
@@ -51,21 +52,39 @@ def _discard_output() -> None:
 
 def _usage(error: BaseException, output: Output) -> int:
     """Print a usage error of the parser, or the help of a command group without a subcommand."""
-    context = getattr(error, "ctx", None)
-    possibilities = getattr(error, "possibilities", None)  # options similar to an unknown one
-    message = str(error.message if possibilities else error.format_message())  # type: ignore[attr-defined]
+    message = str(error.message if _similar(error) else error.format_message())  # type: ignore[attr-defined]
     if type(error).__name__ == "NoArgsIsHelpError":
         output.err.write(message + "\n")
     else:
-        message = message[:1].lower() + message[1:].rstrip(".")
-        path = context.command_path if context is not None else "cacheblend"
-        hint = f"see: {path} --help"
-        if message.startswith("got unexpected extra argument"):
-            hint = f"put text with spaces in quotes; {hint}"
-        if possibilities:
-            hint = did_you_mean(error.option_name, possibilities, f"{path} --help")  # type: ignore[attr-defined]
-        output.error(message, hint)
+        output.error(message[:1].lower() + message[1:].rstrip("."), _hint(error, message))
     return ExitCode.USAGE
+
+
+def _similar(error: BaseException) -> list[str]:
+    """Return options similar to an unknown one."""
+    return getattr(error, "possibilities", None) or []
+
+
+def _hint(error: Any, message: str) -> str:
+    """Return what to do about a usage error of the parser."""
+    context: Any = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "cacheblend"
+    if _similar(error):
+        return did_you_mean(error.option_name, error.possibilities, f"{path} --help")
+    kind = type(error).__name__
+    parameter: Any = getattr(error, "param", None)
+    if kind == "BadOptionUsage":
+        return f"write a value after it: {error.option_name} VALUE"
+    if kind == "MissingParameter" and context is not None:
+        words = [p.human_readable_name.upper() for p in context.command.params if p.param_type_name == "argument"]
+        return f"write: {path} {' '.join(words)}"
+    if kind == "BadParameter" and getattr(parameter, "help", None):
+        name = max(parameter.opts, key=len)
+        return f"{name}: {parameter.help[:1].lower()}{parameter.help[1:].rstrip('.')}"
+    if kind == "NoSuchOption" and any("--help-all" in p.opts for p in context.command.get_params(context)):
+        return f"see: {path} --help-all"
+    quotes = "put text with spaces in quotes; " if message.startswith("Got unexpected extra argument") else ""
+    return f"{quotes}see: {path} --help"
 
 
 _USE_LESS_MEMORY = "use fewer chunks, a smaller --max-tokens or --chunk-tokens, or --device cpu"

@@ -83,22 +83,30 @@ def selected(
     no_ignore: bool | None,
     follow: bool | None,
     max_file_size: str | None,
-    ocr: str | None,
+    ocr: bool | None,
+    ocr_languages: str,
 ) -> dict[str, Any]:
     """Return the given fields of a Selection. An empty pattern clears the remembered ones. Raises UsageError."""
     if ocr:
         from cacheblend_cli.corpus.ocr import check_ocr
 
-        check_ocr(ocr)
+        check_ocr(ocr_languages)
     patterns = {"include": include, "exclude": exclude}
     found: dict[str, Any] = {name: tuple(filter(None, texts)) for name, texts in patterns.items() if texts}
     size = None if max_file_size is None else parse_size(max_file_size, "--max-file-size")
-    others = {"no_ignore": no_ignore, "follow": follow, "max_file_size": size, "ocr": ocr}
+    others = {
+        "no_ignore": no_ignore,
+        "follow": follow,
+        "max_file_size": size,
+        "ocr": None if ocr is None else ocr_languages * ocr,
+    }
     return found | {name: value for name, value in others.items() if value is not None}
 
 
-def read_list(name: str | None) -> list[str]:
-    """Return the paths of --files-from. Raises UsageError if it has none."""
+def read_list(name: str | None, paths: Sequence[str] | None) -> list[str]:
+    """Return the paths of --files-from. Raises UsageError if it has none, and if stdin is one of `paths`, too."""
+    if name == "-" and "-" in (paths or ()):
+        raise UsageError("- was given twice, and stdin can be read only once", "write the paths to a file")
     if name is None:
         return []
     text = read_stdin("paths") if name == "-" else read_text(Path(name))
@@ -173,11 +181,15 @@ def check_files(
 ) -> None:
     """Raise NotFoundError for a missing path, and UsageError if there is no file to read, before torch is imported.
 
-    Paths that the store knows are not looked at: the store has their selection, and documents that are gone.
+    Paths that the store knows are not looked at: the store has their selection, and documents that are gone. Without
+    paths, there has to be a store, which remembers some.
     """
     from cacheblend_cli.corpus.documents import check_paths, find_files
     from cacheblend_cli.corpus.walk import ALL
 
+    if not (paths or listed):
+        open_store(settings, write=False).close()
+        return
     check_paths((*paths, *listed))
     if _are_known((*paths, *listed), settings):
         return

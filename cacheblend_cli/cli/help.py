@@ -7,6 +7,8 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperOption
 
+from cacheblend_cli.cli.flags import elsewhere
+
 PANELS = (
     "Finding chunks", "Reading documents", "The answer", "The prompt", "This machine and the store", "Blending, for research",
 )  # fmt: skip
@@ -35,6 +37,18 @@ class Command(TyperCommand):
                 )
             )
         return found
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Raises UsageError for the flag of a setting that this command does not take."""
+        given = list(args)  # the parser empties it
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if (known := elsewhere(getattr(error, "option_name", ""), given)) is not None and hasattr(
+                error, "possibilities"
+            ):
+                raise known from error
+            raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Arguments", "Options", *PANELS)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from typer import Option
 
@@ -13,6 +14,9 @@ from cacheblend_cli.cli.units import format_size
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.named import SMOLLM2
 from cacheblend_cli.settings import FILE
+
+if TYPE_CHECKING:
+    from cacheblend_cli.model.recommend import Candidate, Machine
 
 
 def init(
@@ -35,52 +39,59 @@ def init(
     from cacheblend_cli.model.recommend import CANDIDATES, best_of, detect, fit, recommend
 
     output, machine = Output(quiet=quiet), detect()
-    here = [c for c in CANDIDATES if is_complete(c.name)]
-    best = recommend(machine)
-    name, missing = model, None
+    here, best, missing = [c for c in CANDIDATES if is_complete(c.name)], recommend(machine), None
     if model is not None:
         check_on_disk(model)
     else:
-        chosen = best_of(here, machine)
-        name, missing = None if chosen is None else chosen.name, None if best in here else best
-    file = Path.cwd() / FILE
+        missing = None if best in here else best
+        model = getattr(best_of(here, machine), "name", None)
+    file, write = Path.cwd() / FILE, model is not None and not dry_run
     document = read_document(file)
-    old = document.get("model")
-    if name and old not in (None, name) and not (force or dry_run):
-        raise UsageError(f"{file} already sets model to {old}", "replace it: cacheblend init --force")
-    if name and not dry_run:
-        document["model"] = name
+    if write:
+        if document.get("model") not in (None, model) and not force:
+            raise UsageError(f"{file} already sets model to {document['model']}", "replace it: cacheblend init --force")
+        document["model"] = model
         write_text(file, dumps(document))
     if json:
         candidates = [{**vars(c), "here": fit(c, machine), "on_disk": c in here} for c in CANDIDATES]
-        record = {"machine": vars(machine), "model": name, "recommended": best.name, "get": missing and missing.get}
+        record = {"machine": vars(machine), "model": model, "recommended": best.name, "get": missing and missing.get}
         output.json({**record, "candidates": candidates})
         return
-    gpu = f"a GPU of {format_size(machine.gpu_bytes)}" if machine.gpu_bytes else "no GPU"
-    output.note(f"this machine: {format_size(machine.memory_bytes)} of memory, {machine.cores} cores, {gpu}")
+    _note_machine(machine, output)
+    mark, on_disk = {best.name: "*"}, {c.name: "yes" for c in here}
     rows = [
         (
-            "*" if c == best else "",
+            mark.get(c.name, ""),
             c.name,
             format_size(c.weight_bytes),
             c.license,
             fit(c, machine),
-            "yes" if c in here else "no",
+            on_disk.get(c.name, "no"),
         )
         for c in CANDIDATES
     ]
     output.table(("", "model", "weights", "license", "here", "on disk"), rows, right=(2,))
-    if name and not dry_run:
-        output.note(f"wrote model = {name!r} to {file}")
-    elif not name:
-        fallback = f"; until then {SMOLLM2} is used, a model for trying" if CANDIDATES[0] in here else ""
+    if write:
+        output.note(f"wrote model = {model!r} to {file}")
+    _show_next(model, missing, output, has_smollm2=CANDIDATES[0] in here)
+
+
+def _note_machine(machine: Machine, output: Output) -> None:
+    gpu = f"a GPU of {format_size(machine.gpu_bytes)}" if machine.gpu_bytes else "no GPU"
+    output.note(f"this machine: {format_size(machine.memory_bytes)} of memory, {machine.cores} cores, {gpu}")
+
+
+def _show_next(model: str | None, missing: Candidate | None, output: Output, *, has_smollm2: bool) -> None:
+    """Show how to get the recommended model and what to do with the chosen one."""
+    if model is None:
+        fallback = f"; until then {SMOLLM2} is used, a model for trying" if has_smollm2 else ""
         output.note(f"wrote nothing: none of these that suits this machine is on disk{fallback}")
-    if missing:
-        again = "cacheblend init --force" if name else "cacheblend init"
+    if missing is not None:
+        again = "cacheblend init --force" if model else "cacheblend init"
         output.note(f"recommended: {missing.name}, which is not on this machine; download it, then run {again}:")
         output.note(f"  {missing.get}")
-    if name:
+    if model is not None:
         output.note("then:     cacheblend precompute FOLDER && cacheblend ask QUESTION")
         output.note(
-            f"later:    cacheblend models check {name} --ratio-only   (after precompute: measures the --ratio it needs)"
+            f"later:    cacheblend models check {model} --ratio-only   (after precompute: measures the --ratio it needs)"
         )

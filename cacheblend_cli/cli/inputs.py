@@ -33,30 +33,33 @@ def read_questions(question: str | None, chunks: str | None, batch: Path | None)
     Only one of question, --chunks and --batch can be "-" (stdin). Without a question, it is read from a pipe.
     Raises UsageError, NotFoundError.
     """
-    if [question, chunks, str(batch) if batch else None].count("-") > 1:
+    if [question, chunks, str(batch)].count("-") > 1:
         raise UsageError(
             "- was given twice, and stdin can be read only once", "give the question as an argument, or ids in a file"
         )
     if batch is not None and question is not None:
         raise UsageError("a question and --batch were given together", "give one of them")
-    if batch is None and question is None:
-        is_piped = sys.stdin is not None and not sys.stdin.isatty()
-        question = read_stdin("the question").strip() if chunks != "-" and is_piped else ""
-        if not question:
-            raise UsageError("there is no question", _EXAMPLE)
-    elif question == "-":
-        question = read_stdin("the question").strip()
-    if question is not None and not question.strip():
-        raise UsageError("the question is empty", _EXAMPLE)
-    check_text(question or "", "the question")
+    text = _question(question, chunks) if batch is None else ""
     named = None if chunks is None else read_ids(chunks)
-    if question is not None:
-        return [QuestionInput(question, named)]
-    assert batch is not None
+    if batch is None:
+        return [QuestionInput(text, named)]
     questions = list(_batch(batch, named))
     if not questions:
         raise UsageError(f"{batch} contains no question", "did the command that wrote it find anything?")
     return questions
+
+
+def _question(question: str | None, chunks: str | None) -> str:
+    """Return the question, which is read from stdin if it is "-", or missing while stdin is a pipe for nothing else."""
+    is_piped = sys.stdin is not None and not sys.stdin.isatty()
+    if question == "-" or (question is None and is_piped and chunks != "-"):
+        text = read_stdin("the question").strip()
+    else:
+        text = question or ""
+    if not text.strip():
+        raise UsageError("there is no question" if question is None else "the question is empty", _EXAMPLE)
+    check_text(text, "the question")
+    return text
 
 
 def read_ids(text: str) -> tuple[str, ...]:

@@ -10,12 +10,10 @@ from typer import Option
 from cacheblend_cli.cli import options
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.extras import require
-from cacheblend_cli.settings import API_KEY_VARIABLE, GROUPS, Resolved
-
-_ENGINE = tuple(name for name in options.ENGINE if name not in GROUPS["tier"])
+from cacheblend_cli.settings import API_KEY_VARIABLE, Resolved
 
 
-@options.with_settings(*_ENGINE)
+@options.with_settings(*options.ENGINE)
 def mcp(
     resolved: Resolved,
     url: str | None = Option(
@@ -30,7 +28,7 @@ def mcp(
 
     It uses the running engine of the store, and starts one in the background at the first call if none runs.
     """
-    flags = options.flags_of(resolved, _ENGINE)
+    flags = options.flags_of(resolved, options.ENGINE)
     if url is not None and flags:
         raise UsageError(
             f"--url and {flags[0]} were given together", "give the setting to the server: cacheblend serve"

@@ -137,12 +137,14 @@ def check(
     general questions or those of --questions. The smallest ratio within --kl-mean and --kl-p90, by a margin, is stored
     for this model, dtype, KV codec and prompt; --ratio model, the default, uses it.
     """
-    from cacheblend_cli.engine.profile import keep_profile
     from cacheblend_cli.evaluation.samples import read_samples
 
     output, settings = Output(quiet=quiet), replace(resolved.settings, model=model)
     resolved = replace(resolved, settings=settings)
     asked = [sample.question for sample in read_samples(questions)] if questions is not None else []
+    options.engine_config(settings)  # raise errors before torch is imported
+    from cacheblend_cli.engine.profile import keep_profile
+
     record: dict[str, Any] = {"model": model}
     if not ratio_only:
         record |= _check_numbers(settings, output, json=json)

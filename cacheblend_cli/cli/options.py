@@ -10,16 +10,18 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from functools import partial, wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, get_origin, get_type_hints
 
 from typer import Option
 
 from cacheblend_cli.cli import completion
+from cacheblend_cli.cli.flags import ASK
 from cacheblend_cli.cli.help import PANELS
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import CacheBlendError, ModelNotFound, NotFoundError
 from cacheblend_cli.model.named import FALLBACK_NOTE
-from cacheblend_cli.settings import GROUPS, Resolved, Settings, config_files, grouped, of_settings, resolve
+from cacheblend_cli.settings import GROUPS, IDENTITY, Resolved, Settings, config_files, grouped, of_settings, resolve
 from cacheblend_cli.types import BlendParams
 
 if TYPE_CHECKING:
@@ -53,8 +55,8 @@ NoMessages = Annotated[bool, Option("--quiet", "-q", help="Print no messages.")]
 
 
 COMMON = (
-    "top_k", "search", "retrieve", "allow_origin", "collection", "mode", "ratio", "max_tokens", "temperature", "seed", "system", "model",
-    "store", "chunk_tokens", "context", "max_size",
+    "top_k", "retrieve", "allow_origin", "collection", "mode", "ratio", "max_tokens", "temperature", "system", "model", "store",
+    "chunk_tokens", "context", "max_size",
 )  # fmt: skip
 """Settings whose flags --help shows; --help-all shows the others in panels."""
 PANEL_OF = {
@@ -63,18 +65,12 @@ PANEL_OF = {
         PANELS,
         (
             ("search",), ("reading", "cutting"), ("sampling",), ("prompt",), ("model", "machine", "memory", "tenant", "store", "tier", "start"),
-            ("blend", "check"),
+            ("blend", "research", "check"),
         ),
         strict=True,
     )
     for name in grouped(*groups, but=COMMON)
 }  # fmt: skip
-
-
-def asking(*, but: Sequence[str] = ()) -> tuple[str, ...]:
-    """Names of the settings of a command that answers questions."""
-    groups = ("search", "blend", "sampling", "prompt", "model", "machine", "memory", "tenant")
-    return (*grouped(*groups, but=("block_size", *but)), "store", "lock_timeout", *GROUPS["tier"])
 
 
 def with_settings(*names: str, **help_of: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
@@ -101,7 +97,7 @@ def with_settings(*names: str, **help_of: str) -> Callable[[Callable[..., T]], C
                 Output().warn(resolved.ignored_note)
             if "selector" in flags:
                 BlendParams.of(resolved.settings)
-            if "tensor_parallel" in flags:
+            if "tensor_parallel" in flags or flags.keys() >= set(ASK):
                 _serve_if_other_rank(resolved.settings.tensor_parallel)
             try:
                 return command(**values, **{result: _RESULTS[result](resolved)})
@@ -136,13 +132,8 @@ def _serve_if_other_rank(tensor_parallel: int) -> None:
         serve_other_rank(tensor_parallel)
 
 
-ENGINE = (
-    "store",
-    *grouped("prompt", "model", "machine", "memory", but=("block_size",)),
-    "lock_timeout",
-    *GROUPS["tier"],
-)
-"""Settings that an engine is started with; all others come with each request."""
+ENGINE = ("store", *IDENTITY)
+"""Settings by which a command finds its engine, or starts one: its other settings are those of the configuration."""
 
 
 def flags_of(resolved: Resolved, names: Sequence[str]) -> list[str]:
@@ -240,6 +231,8 @@ def engine_config(settings: Settings) -> EngineConfig:
     from cacheblend_cli.prompt.wording import read_prompt
 
     prompt = read_prompt(settings.prompt) if settings.prompt else ""
+    if settings.lora and not Path(settings.lora).expanduser().is_dir():
+        raise NotFoundError(f"no LoRA adapter {settings.lora}", "--lora takes a directory of peft's save_pretrained")
     locate(settings.model or default_model())
     return of_settings(EngineConfig, settings, model=settings.model or None, lora=settings.lora or None, prompt=prompt)
 

@@ -126,15 +126,14 @@ class Output:
         if self.out_tty:
             room = shutil.get_terminal_size().columns - 2 * (len(columns) - 1)
             _narrow(widths, [i for i in range(len(columns)) if i in ends or (i and i not in right)], room)
-            mark = "\u2026" if self._unicode else "~"
-            cells = [
-                [cut(c, w, mark, at_start=i in ends) for i, (c, w) in enumerate(zip(r, widths, strict=True))]
-                for r in cells
-            ]
+        mark = "\u2026" if self._unicode else "~"
         self._erase_bar(self.out_tty)
         for row in cells:
-            padding = [" " * (w - num_cells(c)) for c, w in zip(row, widths, strict=True)]
-            parts = [pad + c if i in right else c + pad for i, (c, pad) in enumerate(zip(row, padding, strict=True))]
+            parts = []
+            for i, (text, width) in enumerate(zip(row, widths, strict=True)):
+                part = cut(text, width, mark, at_start=i in ends)
+                padding = " " * (width - num_cells(part))
+                parts.append(padding + part if i in right else part + padding)
             self.out.write("  ".join(parts).rstrip() + "\n")
         self.out.flush()
 

@@ -27,6 +27,7 @@ from cacheblend_cli.text_files import decode_text
 WAIT_S = 3.0
 MAX_BYTES = 20 << 20
 _STORE_IT = "store the text, and ask without the pipe: cacheblend precompute FILE"
+_OWNED = "stdin is not read as a document, since {} reads it, too (to use it: cat | cacheblend ask ...)"
 _STARTERS = frozenset(
     "chrt doas env flock hatch ionice nice nohup pdm pipx poetry prlimit pyenv rye setsid stdbuf strace sudo taskset time timeout uv uvx".split()
 )
@@ -68,21 +69,33 @@ def _piped_bytes(note: Callable[[str], None], warn: Callable[[str], None]) -> by
     except OSError:
         return None
     if stat.S_ISREG(status.st_mode):
-        if (at := os.lseek(descriptor, 0, os.SEEK_CUR)) >= status.st_size:
-            return None
-        owner = _owner_of(status) or ("the calling process" if at and not Path("/proc/self").exists() else None)
-        is_silent = False
-    elif stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode):
-        owner = _owner_of(status)
-        is_silent = not select.select([descriptor], [], [], 0 if owner else WAIT_S)[0]
-        if is_silent and owner is None and _has_writer(status):
-            note("waiting for the text on stdin")
-            is_silent = False
-    else:
+        return _file_bytes(descriptor, status, note)
+    if stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode):
+        return _pipe_bytes(descriptor, status, note, warn)
+    return None
+
+
+def _file_bytes(descriptor: int, status: os.stat_result, note: Callable[[str], None]) -> bytes | None:
+    if (at := os.lseek(descriptor, 0, os.SEEK_CUR)) >= status.st_size:
         return None
+    owner = _owner_of(status) or ("the calling process" if at and not Path("/proc/self").exists() else None)
+    if owner is None:
+        return sys.stdin.buffer.read(MAX_BYTES + 1)
+    note(_OWNED.format(owner))
+    return None
+
+
+def _pipe_bytes(
+    descriptor: int, status: os.stat_result, note: Callable[[str], None], warn: Callable[[str], None]
+) -> bytes | None:
+    owner = _owner_of(status)
+    is_silent = not select.select([descriptor], [], [], 0 if owner else WAIT_S)[0]
+    if is_silent and owner is None and _has_writer(status):
+        note("waiting for the text on stdin")
+        is_silent = False
     if owner is not None:
-        if not is_silent and _num_waiting(descriptor, status):
-            note(f"stdin is not read as a document, since {owner} reads it, too (to use it: cat | cacheblend ask ...)")
+        if not is_silent and _num_waiting(descriptor):
+            note(_OWNED.format(owner))
         return None
     if is_silent:
         warn(f"stdin is an open pipe that was silent for {WAIT_S:g} s: it is not read (< /dev/null saves the wait)")
@@ -130,13 +143,11 @@ def _has_writer(pipe: os.stat_result) -> bool:
     return False
 
 
-def _num_waiting(descriptor: int, status: os.stat_result) -> int:
+def _num_waiting(descriptor: int) -> int:
     """Return how many bytes can be read at once: 0 at the end of a pipe."""
     import fcntl
     import termios
 
-    if stat.S_ISREG(status.st_mode):
-        return 1
     try:
         return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
     except OSError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,84 +97,64 @@ def precompute(
     --context, --window, --neighbours, --kv-dtype, --include and so on. Without PATH, all remembered paths are updated.
     Ctrl-C keeps what is stored.
     """
+    from cacheblend_cli.collect.settings import CollectSettings
+    from cacheblend_cli.prompt.dates import parse_day
+
     output, settings = Output(quiet=quiet), resolved.settings
-    languages = None if ocr is None else settings.ocr_languages * ocr
-    select = folders.selected(include, exclude, no_ignore, follow, max_file_size, languages)
+    select = folders.selected(include, exclude, no_ignore, follow, max_file_size, ocr, settings.ocr_languages)
     has_paths = bool(paths) or files_from is not None
     _check_flags(resolved, select, has_paths=has_paths, watch=watch, dry_run=dry_run)
     _check_collector(collector, workers, settings, watch=watch, dry_run=dry_run)
     quota = parse_size(settings.max_size, "--max-size") if settings.max_size else None
-    if files_from == "-" and "-" in (paths or ()):
-        raise UsageError("- was given twice, and stdin can be read only once", "write the paths to a file")
-    listed = folders.read_list(files_from)
-    if has_paths:
-        skipped_files = folders.SkippedFiles(output, verbose=verbose, json=json)
-        folders.check_files(paths or (), listed, select, settings, skipped_files)
-    else:
-        open_store(settings, write=False).close()  # no store: an error before the model is loaded
-    options.engine_config(settings)  # an unknown model is an error before torch is imported
-    options.import_engine()
+    given, day = _given(resolved, has_paths=has_paths), None if date is None else parse_day(date)
+    CollectSettings(**given)  # raise errors before torch is imported, and read files before the model
+    listed = folders.read_list(files_from, paths)
+    skipped_files = folders.SkippedFiles(output, verbose=verbose, json=json)
+    folders.check_files(paths or (), listed, select, settings, skipped_files)
+    engine = options.load_engine(settings, output)
     from cacheblend_cli.collect.corpus_diff import Paths
     from cacheblend_cli.collect.precompute import PrecomputeOptions
-    from cacheblend_cli.prompt.dates import parse_day
 
-    # without PATH, only flags override remembered settings: a configuration file applies to new documents
-    given = {
-        name: getattr(settings, name)
-        for name in _REMEMBERED
-        if resolved.origin[name] == "flag" or (has_paths and resolved.origin[name] != "default")
-    }
-    day = None if date is None else parse_day(date)
-    wanted = PrecomputeOptions(
-        **given,
-        force=force,
-        verify_files=verify_files,
-        list_unchanged=json or quiet,
-        dry_run=dry_run,
-        salt=settings.salt,
-        max_bytes=quota,
-        day=day,
-    )
-    engine = options.load_engine(settings, output)
     options.note_fallback(settings, output, json=json)
     chosen = Paths(paths or (), listed, select, settings.collection)
     if not has_paths:
         chosen = Paths(remembered_paths(engine, settings, output))
     opened = _store_there(settings) if dry_run else open_store(settings, write=True, max_bytes=quota)
-    interruptible = (
-        nullcontext() if dry_run else on_interrupt("what was stored is kept; run the command again to continue")
-    )
-
-    def confirm(difference: Difference) -> bool:
-        view.end_bar()
-        return _confirm(difference, output, yes)
-
-    with interruptible:
+    hint = "what was stored is kept; run the command again to continue"
+    with nullcontext() if dry_run else on_interrupt(hint):
         with (
             _cluster(engine, settings, collector, workers) as cluster,
             opened as kv_store,
             _View(output, json, quiet, verbose) as view,
         ):
-            wanted = replace(wanted, cluster=cluster)
             if kv_store is not None and not dry_run:
                 share(kv_store, settings, output, strict=True)
-            report = engine.precompute(kv_store, chosen, wanted, view.on_event, confirm)
+            wanted = PrecomputeOptions(
+                **given,
+                force=force,
+                verify_files=verify_files,
+                list_unchanged=json or quiet,
+                dry_run=dry_run,
+                salt=settings.salt,
+                max_bytes=quota,
+                day=day,
+                cluster=cluster,
+            )
+            report = engine.precompute(kv_store, chosen, wanted, view.on_event, partial(view.confirm, yes=yes))
             view.end_bar()
             if kv_store is not None:
                 finish(kv_store, output)
-        if report.documents or report.gone or json:
-            _summary(report, output, settings.tier if collector else str(settings.store_path), dry_run, json)
-        if not (report.unchanged or dry_run):
-            _note_ratio(engine, report.new, output)
-        if report.hidden:
-            _warn_hidden(report.hidden, output)
-        view.skipped_files.summarise(report.skipped)
-        if bad := [file for file in report.skipped if file.named]:
-            raise folders.not_stored(bad)
-        if not report.documents and not report.gone:
-            raise folders.no_document(report.skipped, verbose=verbose)
+        view.show(report, engine, settings.tier if collector else str(settings.store_path), dry_run=dry_run)
         if watch:
             watch_folders(engine, settings, chosen.all, output)
+
+
+def _given(resolved: Resolved, *, has_paths: bool) -> dict[str, Any]:
+    """Return the settings that replace remembered ones. Without PATH these are flags only: a configuration file applies
+    to new documents."""
+    origin = {name: resolved.origin[name] for name in _REMEMBERED}
+    names = [name for name, its in origin.items() if its == "flag" or (has_paths and its != "default")]
+    return {name: getattr(resolved.settings, name) for name in names}
 
 
 def _check_flags(resolved: Resolved, select: dict[str, Any], *, has_paths: bool, watch: bool, dry_run: bool) -> None:
@@ -252,22 +232,6 @@ def _store_there(settings: Settings) -> AbstractContextManager[ChunkStore | None
         return nullcontext()
 
 
-def _confirm(difference: Difference, output: Output, yes: bool) -> bool:
-    """Show the cost of other settings and ask for confirmation. Raises UsageError if stdin is not a terminal."""
-    for change in _changes(difference):
-        output.warn(change)
-    cost = _cost(difference)
-    if yes:
-        output.note(cost)
-        return True
-    agreed = yes_or_no(f"{cost}. Continue?", output)
-    if agreed is None:
-        raise UsageError(
-            f"documents are stored with other settings: {cost}", "--yes to continue, --dry-run for details"
-        )
-    return agreed
-
-
 def _cost(difference: Difference) -> str:
     amount = format_size(difference.new.bytes + difference.replaced.bytes)
     return (
@@ -306,18 +270,44 @@ class _View:
         self._stack.close()
         self._bar_name = ""
 
+    def confirm(self, difference: Difference, *, yes: bool) -> bool:
+        """Show the cost of other settings and ask for confirmation. Raises UsageError if stdin is not a terminal."""
+        self.end_bar()
+        for change in _changes(difference):
+            self.output.warn(change)
+        cost = _cost(difference)
+        if yes:
+            self.output.note(cost)
+            return True
+        agreed = yes_or_no(f"{cost}. Continue?", self.output)
+        if agreed is None:
+            raise UsageError(
+                f"documents are stored with other settings: {cost}", "--yes to continue, --dry-run for details"
+            )
+        return agreed
+
+    def show(self, report: PrecomputeReport, engine: Engine, place: str, *, dry_run: bool) -> None:
+        """Show what was stored in `place`. Raises UsageError for named files that were skipped, and if no document was
+        found."""
+        if report.documents or report.gone or self.json:
+            _summary(report, self.output, place, dry_run, self.json)
+        if not (report.unchanged or dry_run):
+            _note_ratio(engine, report.new, self.output)
+        if report.hidden:
+            _warn_hidden(report.hidden, self.output)
+        self.skipped_files.summarise(report.skipped)
+        if bad := [file for file in report.skipped if file.named]:
+            raise folders.not_stored(bad)
+        if not report.documents and not report.gone:
+            raise folders.no_document(report.skipped, verbose=self.skipped_files.verbose)
+
     def on_event(self, event: PrecomputeEvent) -> None:
         if event.kind == "reading":
             self._show_bar("reading")
             text = event.message if event.total else f"{event.message}; {event.done:,} found"
             self._bar(event.done, event.total, text)
         elif event.kind == "plan":
-            if (
-                event.planned is not None and event.planned.seconds and not event.planned.changes
-            ):  # otherwise it was shown before
-                self.output.note(f"{_cost(event.planned)}; Ctrl-C stops and keeps what is stored")
-            self.end_bar()
-            self.total, self._start = 0 if event.planned is None else event.planned.work_tokens, time.perf_counter()
+            self._plan(event.planned)
         elif event.room is not None:
             room, needed = event.room, format_size(event.room.needed)
             self.output.warn(
@@ -337,6 +327,12 @@ class _View:
                 self.output.json(event.chunk.record)
             elif self.quiet:
                 self.output.text(event.chunk.id)
+
+    def _plan(self, planned: Difference | None) -> None:
+        if planned is not None and planned.seconds and not planned.changes:  # otherwise it was shown before
+            self.output.note(f"{_cost(planned)}; Ctrl-C stops and keeps what is stored")
+        self.end_bar()
+        self.total, self._start = 0 if planned is None else planned.work_tokens, time.perf_counter()
 
     def _count(self, tokens: int) -> None:
         """Count tokens that were worked on."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from typer import Argument
 
 from cacheblend_cli.cli import options
@@ -12,6 +14,9 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Settings, grouped
 from cacheblend_cli.text_files import check_text
 from cacheblend_cli.types import SearchParams
+
+if TYPE_CHECKING:
+    from cacheblend_cli.corpus.search import SearchResult
 
 
 @options.with_settings(*grouped("search", but=["order", "on_weak_match"]), "store", top_k="Number of chunks.")
@@ -30,7 +35,6 @@ def search(
 
     With -q, print only ids: cacheblend search "billing lead" -q | cacheblend ask --chunks - "Who leads billing?"
     """
-    from cacheblend_cli.corpus.places import shown
     from cacheblend_cli.corpus.search import damaged_note, hits_cut_note, look, weak_note
 
     output = Output(quiet=quiet)
@@ -46,26 +50,25 @@ def search(
         warm = None if local else search_warm(settings, query, params, output.note)
         found, by = warm or (look(kv_store, query, params, output.note), "")
         weak = weak_note(kv_store, scope) if found.weak else ""
-    hits, how = found.hits, found.by
-    if json:
-        for hit in hits:
-            record = {"id": hit.id, "source": shown(hit.source), "index": hit.index, "score": round(hit.score, 4)}
+    _show(found, output, json=json, quiet=quiet)
+    cut = hits_cut_note(found.num_cut) if found.num_cut else ""
+    damaged = damaged_note(found.num_damaged) if found.num_damaged else ""
+    for note in filter(None, (cut, damaged, weak, by)):
+        output.note(note)
+
+
+def _show(found: SearchResult, output: Output, *, json: bool, quiet: bool) -> None:
+    from cacheblend_cli.corpus.places import shown
+
+    rows, digits = [], 4 if found.by == "both" else 2
+    for hit in found.hits:
+        source = shown(hit.source)
+        if json:
+            record = {"id": hit.id, "source": source, "index": hit.index, "score": round(hit.score, 4)}
             output.json({**record, "snippet": hit.snippet, "beside": hit.beside, "match": round(hit.match, 4)})
-    elif quiet:
-        for hit in hits:
+        elif quiet:
             output.text(hit.id)
-    else:
-        digits = 4 if how == "both" else 2
-        rows = [
-            (h.id[:12], "" if h.beside else f"{h.score:.{digits}f}", f"{shown(h.source)}#{h.index}", h.snippet[:90])
-            for h in hits
-        ]
+        score = "" if hit.beside else f"{hit.score:.{digits}f}"
+        rows.append((hit.id[:12], score, f"{source}#{hit.index}", hit.snippet[:90]))
+    if not (json or quiet):
         output.table(("id", "score", "source", "snippet"), rows, right=(1,), ends=(2,))
-    if found.num_cut:
-        output.note(hits_cut_note(found.num_cut))
-    if found.num_damaged:
-        output.note(damaged_note(found.num_damaged))
-    if weak:
-        output.note(weak)
-    if by:
-        output.note(by)

@@ -15,13 +15,14 @@ from typer import Option
 
 from cacheblend_cli import extensions
 from cacheblend_cli.cli import options
+from cacheblend_cli.cli.flags import SERVE
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.units import counted, format_size
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.extras import require
 from cacheblend_cli.model.read_ahead import read_ahead
-from cacheblend_cli.settings import API_KEY_VARIABLE, GROUPS, Resolved, Settings
+from cacheblend_cli.settings import API_KEY_VARIABLE, Resolved, Settings
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
@@ -35,7 +36,7 @@ _END_S = 2.0  # at the end, for threads that read or write the store
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-@options.with_settings("chunk_tokens", "window", *options.asking(but=["collection"]), *GROUPS["serve"])
+@options.with_settings(*SERVE)
 def serve(
     resolved: Resolved,
     host: str = Option("127.0.0.1", help="Address to listen on."),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,11 @@ from cacheblend_cli.settings import Settings, grouped
 
 if TYPE_CHECKING:
     from cacheblend_store import Amount, ChunkStore, SalvageReport
+    from cacheblend_store.upkeep.prune import PruneReport
+    from cacheblend_store.upkeep.stats import StoreStats
+    from cacheblend_store.upkeep.verify import VerifyReport
 
-    from cacheblend_cli.collect.recheck import RecheckReport
+    from cacheblend_cli.collect.recheck import Mismatch, RecheckReport
 
 _OF_A_CHUNK = ("manifest", "blob", "stray-blob", "recheck")
 
@@ -57,7 +60,18 @@ def stats(
         record |= {"tier": of_tier} if of_tier else {}
         record |= {"sources": [{"source": name, **vars(share)} for name, share in shares]} if sources else {}
         output.json(record)
-        return
+    else:
+        _show_stats(settings, found, of_tier, output)
+        columns = ("chunks", "tokens", "KV", "KV per token")
+        if models:
+            rows = [(name, fingerprint[:12], codec, *_share(share)) for (name, fingerprint, codec), share in models]
+            show_table(("model", "fingerprint", "KV dtype", *columns), rows, output)
+        if sources:
+            by_source = [(name, *_share(share)) for name, share in shares]
+            output.table(("source", *columns), by_source, right=(1, 2, 3, 4), ends=(0,))
+
+
+def _show_stats(settings: Settings, found: StoreStats, of_tier: dict[str, Any] | None, output: Output) -> None:
     chunks, of_chunks = found.totals()["chunks"], found.live_bytes - found.prefixes.bytes
     output.text(
         f"{settings.store_path}: {counted(chunks, 'chunk')} of {counted(found.documents, 'document')}, {format_size(of_chunks)} of KV"
@@ -78,14 +92,6 @@ def stats(
             f"tier {of_tier['url']}: {'' if of_tier['listed_whole'] else 'more than '}{of_tier['chunks']} chunks, "
             f"{format_size(of_tier['bytes'])}; a request takes {of_tier['latency_ms']} ms"
             + (f", one reader gets {format_size(speed)}/s" if speed else "")
-        )
-    columns = ("chunks", "tokens", "KV", "KV per token")
-    if models:
-        rows = [(name, fingerprint[:12], codec, *_share(share)) for (name, fingerprint, codec), share in models]
-        show_table(("model", "fingerprint", "KV dtype", *columns), rows, output)
-    if sources:
-        output.table(
-            ("source", *columns), [(name, *_share(share)) for name, share in shares], right=(1, 2, 3, 4), ends=(0,)
         )
 
 
@@ -124,49 +130,61 @@ def verify(
         with output.progress("verify") as bar:
             report = cacheblend_store.verify(kv_store, lambda done, total: bar(done, total, "chunks"), repair)
         checked = _recheck(settings, output, kv_store, recheck, repair) if recheck else None
-    done = report.repaired + (checked.replaced if checked else 0)
+    done, mismatches = report.repaired, list["Mismatch"]()
+    if checked is not None:
+        done, mismatches = done + checked.replaced, checked.mismatches
     findings = [(f.kind, f.message, f.key) for f in report.findings]
-    findings += [("recheck", m.message, m.key) for m in (checked.mismatches if checked else ())]
-    count = len(findings)
+    findings += [("recheck", m.message, m.key) for m in mismatches]
+    left = len(findings) - done
     if json:
         found = [{"kind": kind, "message": message, "id": key.hex() or None} for kind, message, key in findings]
         rechecked = {"rechecked": checked.checked, "foreign": checked.foreign} if checked else {}
-        facts = {"rebuilt": None if rebuilt is None else vars(rebuilt), "repaired": done, "ok": done == count}
+        facts = {"rebuilt": rebuilt and vars(rebuilt), "repaired": done, "ok": not left}
         output.json({**vars(report), "findings": found, **rechecked, **facts})
-    elif quiet:
+    else:
+        _show_findings(findings, report, output)
+    _note_rest(checked, rebuilt, output)
+    if not findings:
+        output.note("no damage found")
+    elif done:
+        output.note(f"{counted(done, 'finding')} repaired; cacheblend precompute restores damaged chunks")
+    if left:
+        output.error(
+            f"{counted(left, 'finding')} in {settings.store_path}", "repair: cacheblend chunks verify --repair"
+        )
+        raise typer.Exit(int(ExitCode.STORE))
+
+
+def _show_findings(findings: Sequence[tuple[str, str, bytes]], report: VerifyReport, output: Output) -> None:
+    """Show findings (kind, message, key) and what was checked; with --quiet the ids of damaged chunks."""
+    if output.quiet:
         for key in dict.fromkeys(key for kind, _, key in findings if kind in _OF_A_CHUNK):
             output.text(key.hex())
-    else:
-        for kind, message, _ in findings:
-            output.line(f"{kind}: {message}")
-        output.note(
-            f"{counted(report.chunks, 'chunk')}, {counted(report.blobs, 'blob')}, {format_size(report.bytes)} checked"
-        )
-        if report.missing:
-            output.note(f"{report.missing} chunks of documents are not stored; cacheblend precompute restores them")
-        if report.without_kv:
-            output.note(f"{report.without_kv} chunks have no KV; they are computed when a question needs them")
+        return
+    for kind, message, _ in findings:
+        output.line(f"{kind}: {message}")
+    output.note(
+        f"{counted(report.chunks, 'chunk')}, {counted(report.blobs, 'blob')}, {format_size(report.bytes)} checked"
+    )
+    if report.missing:
+        output.note(f"{report.missing} chunks of documents are not stored; cacheblend precompute restores them")
+    if report.without_kv:
+        output.note(f"{report.without_kv} chunks have no KV; they are computed when a question needs them")
+
+
+def _note_rest(checked: RecheckReport | None, rebuilt: SalvageReport | None, output: Output) -> None:
+    from cacheblend_cli.corpus.places import shown
+
     if checked is not None:
         output.note(f"{counted(checked.checked, 'chunk')} recomputed, {len(checked.mismatches)} differ")
-        if checked.foreign:
-            output.note(f"{checked.foreign} chunks belong to another model, salt or prompt and were not checked")
+    if checked is not None and checked.foreign:
+        output.note(f"{checked.foreign} chunks belong to another model, salt or prompt and were not checked")
     if rebuilt is not None:
         output.note(
             f"the store was rebuilt from readable records: {rebuilt.chunks} chunks; cacheblend precompute restores the others"
         )
-        if rebuilt.sources:
-            from cacheblend_cli.corpus.places import shown
-
-            output.note(f"precompute again: {', '.join(map(shown, rebuilt.sources))}")
-    if not count:
-        output.note("no damage found")
-    elif done:
-        output.note(f"{counted(done, 'finding')} repaired; cacheblend precompute restores damaged chunks")
-    if done < count:
-        output.error(
-            f"{counted(count - done, 'finding')} in {settings.store_path}", "repair: cacheblend chunks verify --repair"
-        )
-        raise typer.Exit(int(ExitCode.STORE))
+    if rebuilt is not None and rebuilt.sources:
+        output.note(f"precompute again: {', '.join(map(shown, rebuilt.sources))}")
 
 
 def _rebuild(settings: Settings, output: Output) -> SalvageReport | None:
@@ -217,14 +235,15 @@ def prune(
     Asks before --model removes chunks of more than one document.
     """
     output = Output(quiet=quiet)
-    if older_than is None and to_size is None and not orphans and model is None:
+    others = to_size is not None or orphans or model is not None
+    if older_than is None and not others:
         raise UsageError("no condition was given", "--older-than 30d, --to-size 20GB, --orphans or --model NAME")
-    if of_tier and (older_than is None or to_size is not None or orphans or model is not None):
-        raise UsageError("--tier takes only --older-than", "chunks prune --tier --older-than 30d")
     age = None if older_than is None else parse_age(older_than, "--older-than")
     size = None if to_size is None else parse_size(to_size, "--to-size")
     if of_tier:
-        tier.prune(settings, age or 0.0, output, dry_run=dry_run, json=json)
+        if age is None or others:
+            raise UsageError("--tier takes only --older-than", "chunks prune --tier --older-than 30d")
+        tier.prune(settings, age, output, dry_run=dry_run, json=json)
         return
     import cacheblend_store
 
@@ -234,20 +253,26 @@ def prune(
             _confirm(kv_store, free(dry_run=True).keys, output, yes=yes)
         report = free(dry_run=dry_run)
         free_bytes = deleting.free_bytes(kv_store)
-    removed, evicted = ([key.hex() for key in keys] for keys in (report.keys, report.evicted))
+    _show_pruned(report, output, json=json, dry_run=dry_run)
+    if not (json or dry_run):
+        deleting.note_free(output, free_bytes)
+
+
+def _show_pruned(report: PruneReport, output: Output, *, json: bool, dry_run: bool) -> None:
     if json:
-        counts = {"removed": 0 if dry_run else len(removed), "evicted": 0 if dry_run else len(evicted)}
-        output.json({**counts, "bytes": report.bytes, "ids": removed, "evicted_ids": evicted, "dry_run": dry_run})
-    elif quiet:
-        for name in removed + evicted:
-            output.text(name)
-    else:
-        would = "would be " if dry_run else ""
-        parts = [f"{counted(len(removed), 'chunk')} {would}removed"] if removed or not evicted else []
-        parts += [f"the KV of {counted(len(evicted), 'chunk')} {would}freed"] if evicted else []
-        output.note(f"{', '.join(parts)}: {format_size(report.bytes)}")
-        if not dry_run:
-            deleting.note_free(output, free_bytes)
+        ids = {"ids": [key.hex() for key in report.keys], "evicted_ids": [key.hex() for key in report.evicted]}
+        counts = {"removed": len(report.keys) * (not dry_run), "evicted": len(report.evicted) * (not dry_run)}
+        output.json({**counts, "bytes": report.bytes, **ids, "dry_run": dry_run})
+        return
+    if output.quiet:
+        for key in (*report.keys, *report.evicted):
+            output.text(key.hex())
+        return
+    removed, evicted = counted(len(report.keys), "chunk"), counted(len(report.evicted), "chunk")
+    would = "would be " if dry_run else ""
+    parts = [f"{removed} {would}removed"] if report.keys or not report.evicted else []
+    parts += [f"the KV of {evicted} {would}freed"] if report.evicted else []
+    output.note(f"{', '.join(parts)}: {format_size(report.bytes)}")
 
 
 def _confirm(store: ChunkStore, keys: Iterable[bytes], output: Output, *, yes: bool) -> None:

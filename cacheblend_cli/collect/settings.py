@@ -40,8 +40,9 @@ class CollectSettings:
                 "a tenth of a chunk is usually enough",
             )
         if self.window < 1 or self.neighbours < 1:
-            name, value = ("window", self.window) if self.window < 1 else ("neighbours", self.neighbours)
-            raise UsageError(f"--{name} {value} is not 1 or more", "see: cacheblend precompute --help")
+            name = "window" if self.window < 1 else "neighbours"
+            value, default = getattr(self, name), getattr(CollectSettings, name)
+            raise UsageError(f"--{name} {value} is not 1 or more", f"{default} is the default")
         check_known("KV dtype", self.kv_dtype, KV_DTYPES)
 
     def of_record(self) -> dict[str, int]:

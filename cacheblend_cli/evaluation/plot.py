@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.evaluation.bootstrap import Interval
-from cacheblend_cli.evaluation.evaluate import NOISE_FLOOR
-from cacheblend_cli.evaluation.summary import Summary
 from cacheblend_cli.extras import install_hint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from cacheblend_cli.evaluation.summary import Summary
 
 FORMATS = (".png", ".svg")
 _FULL, _REUSE = "#333333", "#d55e00"
@@ -85,6 +85,8 @@ def plot(summaries: Sequence[Summary], path: Path, title: str = "") -> None:
 
 def _levels(summaries: Sequence[Summary], score: str, quality: Axes, time: Axes) -> list[tuple[str, str, float, float]]:
     """Draw full prefill and each reuse as horizontal lines; return label, colour, quality and time of each."""
+    from cacheblend_cli.evaluation.evaluate import NOISE_FLOOR
+
     labels = []
     for s in summaries:
         mode = s.setting["mode"]

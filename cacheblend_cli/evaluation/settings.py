@@ -6,10 +6,12 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from cacheblend_cli.engine.engine import Engine, Prefilled, Request
 from cacheblend_cli.types import BlendParams
+
+if TYPE_CHECKING:
+    from cacheblend_cli.engine.engine import Engine, Prefilled, Request
 
 
 class Prefill(Protocol):

@@ -7,17 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from cacheblend_store import KeyParts, chunk_key, collection_id
 from cacheblend_store.format.blobs import BlobSpec, blob_size, blob_spec
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.prompt.template import PromptTemplate, split_template
 from cacheblend_cli.prompt.wording import Wording
+
+if TYPE_CHECKING:
+    import torch
+
+    from cacheblend_cli.model.loading import LoadedModel
 
 EXACT = "exact"
 """--kv-dtype exact: KV as computed, in the model's dtype."""

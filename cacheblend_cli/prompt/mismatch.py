@@ -89,7 +89,7 @@ def _differences(
     if record.tokenizer != own.tokenizer:
         found.append(_Difference("with another tokenizer", ""))
     if record.codec not in codecs:
-        found.append(_Difference(f"as {record.codec}", f"as {own.codec}", "--kv-dtype auto"))
+        found.append(_Difference(f"as {record.codec}", f"as {own.codec}", "the setting kv_dtype auto"))
     if record.prefix != own.prefix:
         found += _prefix_differences(record, own)
     if record.salt != own.salt:

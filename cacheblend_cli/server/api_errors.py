@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from cacheblend_cli.errors import ExitCode, PromptTooLong, QueueFull
-from cacheblend_cli.settings import GROUPS
+from cacheblend_cli.settings import GROUPS, grouped
 
 _STATUS = {ExitCode.USAGE: 400, ExitCode.NOT_FOUND: 404, ExitCode.STORE: 503, ExitCode.DEVICE: 503}
 _MESSAGES = {
@@ -18,7 +18,7 @@ _MESSAGES = {
 }
 """Messages in place of those that may contain paths of the server."""
 _FIELDS = {
-    **{name: f"blend.{name}" for name in GROUPS["blend"]},
+    **{name: f"blend.{name}" for name in grouped("blend", "research")},
     **{name: name for name in GROUPS["sampling"]},
     "sample_top_k": "top_k", "top_k": "search.k", "chunks": "chunks", "logprobs": "logprobs", "json_schema": "response_format",
     "regex": "regex", "system": "messages", "verify": "verify", "explain": "explain",

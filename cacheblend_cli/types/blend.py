@@ -54,7 +54,9 @@ class BlendParams:
                 f"--max-risk {self.max_risk:g} is not between 0 and 1", "0.1: one answer in ten may differ"
             )
         if not 1 <= self.block < 2**63:
-            raise UsageError(f"--block {self.block} is not 1 or more, or too large", "see: cacheblend ask --help")
+            raise UsageError(
+                f"--block {self.block} is not 1 or more, or too large", "1, the default, chooses single tokens"
+            )
         layers, ratios = [c[0] for c in self.checks], [c[1] for c in self.checks]
         if layers != sorted(set(layers)) or ratios != sorted(ratios, reverse=True):
             raise UsageError("check layers must rise and their ratios fall", "for example 1:0.3,4:0.15")

@@ -64,7 +64,7 @@ class SamplingParams:
             (self.best_of == 0 or self.n <= self.best_of <= 64, "best_of is at least n and at most 64"),
         ):
             if not ok:
-                raise UsageError(what, "see cacheblend ask --help")
+                raise UsageError(what, "correct the value, or leave it out")
 
     @property
     def has_form(self) -> bool:

@@ -281,10 +281,14 @@ def test_an_answer_that_repeats_itself_is_stopped_and_that_is_said(
 ) -> None:
     monkeypatch.setattr("cacheblend_cli.engine.core.sequence_output.repeats_itself", lambda ids: len(ids) == 8)
     ask = ("ask", "who?", "--chunks", stored[0], "--max-tokens", "12")
-    assert "the answer repeated itself and was stopped; --no-stop-repetition turns this off" in cli(*ask).err
+    assert (
+        "the answer repeated itself and was stopped; cacheblend config set stop_repetition false turns this off"
+        in cli(*ask).err
+    )
     [record] = cli(*ask, "--json").records
     assert record["finish_reason"] == "repetition"
-    assert "repeated" not in cli(*ask, "--no-stop-repetition").err
+    monkeypatch.setenv("CACHEBLEND_STOP_REPETITION", "false")
+    assert "repeated" not in cli(*ask).err
 
 
 def test_the_default_model_is_said_to_be_small_once_on_a_terminal(

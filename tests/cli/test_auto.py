@@ -59,7 +59,9 @@ def test_the_machine_is_measured_once_and_learns_from_every_ask(cli: Cli, stored
     assert json.loads(speed_file().read_text())["prefills"] == 2
 
 
-def test_slow_loading_is_a_full_prefill_and_fast_loading_the_floor(cli: Cli, stored: list[str]) -> None:
+def test_slow_loading_is_a_full_prefill_and_fast_loading_the_floor(
+    cli: Cli, stored: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     full = ask(cli, stored, "--mode", "full", "--json", "--ids").records[0]
     ask(cli, stored, "--ratio", "auto")
     set_speeds(bytes_per_s=1.0)
@@ -67,7 +69,8 @@ def test_slow_loading_is_a_full_prefill_and_fast_loading_the_floor(cli: Cli, sto
     assert (slow["mode"], slow["ratio"], slow["kv_bytes_loaded"]) == ("full", 1.0, 0)
     assert slow["generated_ids"] == full["generated_ids"]
     set_speeds(bytes_per_s=1e15, layer_s=0.0, row_s=1.0)
-    fast = ask(cli, stored, "--ratio", "auto", "--ratio-floor", "0.25", "--json").records[0]
+    monkeypatch.setenv("CACHEBLEND_RATIO_FLOOR", "0.25")
+    fast = ask(cli, stored, "--ratio", "auto", "--json").records[0]
     assert (fast["mode"], fast["ratio"], fast["auto"]["floor"]) == ("blend", 0.25, 0.25)
     inexact = fast["cached_tokens"] - fast["exact_tokens"]
     assert fast["recomputed_tokens"] == -(-inexact // 4)
@@ -155,7 +158,8 @@ def test_it_is_a_setting_and_other_modes_have_no_ratio(
     bad = cli("ask", "who?", "--ratio", "often")
     assert (bad.code, bad.out) == (2, "")
     assert "--ratio" in bad.err
-    assert cli("ask", "who?", "--ratio", "auto", "--ratio-floor", "2").code == 2
+    monkeypatch.setenv("CACHEBLEND_RATIO_FLOOR", "2")
+    assert cli("ask", "who?", "--ratio", "auto").code == 2
 
 
 def test_eval_measures_it_beside_fixed_ratios(cli: Cli, tmp_path: Path) -> None:

@@ -128,8 +128,9 @@ def test_dry_run_of_ask(cli: Cli, stored: list[str]) -> None:
     assert sum(map(int, told[1:])) == plan["prompt_tokens"]  # what is said adds up
 
 
-def test_a_dry_run_refuses_what_ask_refuses(cli: Cli, stored: list[str]) -> None:
-    for flags in (("--max-tokens", "2000"), ("--selector", "hkvd", "--check-layer", "9")):
+def test_a_dry_run_refuses_what_ask_refuses(cli: Cli, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for flags, layer in (("--max-tokens", "2000"), "1"), (("--selector", "hkvd"), "9"):
+        monkeypatch.setenv("CACHEBLEND_CHECK_LAYER", layer)
         asked, planned = (
             cli("ask", "one?", "--chunks", ",".join(stored), *flags, *dry) for dry in ((), ("--dry-run",))
         )
@@ -301,7 +302,7 @@ BAD = [
     (("ask", "q " * 600, "--top-k", "1"), 2),
     (("ask", "q", "--attention-backend", "magic"), 2),
     (("ask", "q", "--device", "abacus"), 2),
-    (("ask", "q", "--device", "cpu", "--attention-backend", "triton"), 5),
+    (("precompute", "docs", "--device", "cpu", "--attention-backend", "triton"), 5),
     (("precompute", "nowhere"), 3),
     (("precompute", "docs", "--chunk-tokens", "0"), 2),
     (("precompute", "docs", "--chunk-tokens", "9999"), 2),
@@ -401,7 +402,7 @@ def test_control_characters_are_shown_on_a_terminal_only() -> None:
 
 
 def test_an_answer_is_not_lost_with_its_page(cli: Cli, stored: list[str]) -> None:
-    result = cli("ask", "alpha?", "--chunks", stored[0], "--max-tokens", "2", "--json", "--html", "nowhere/a.html")
+    result = cli("ask", "alpha?", "--chunks", stored[0], "--max-tokens", "2", "--json", "--html", "docs")
     assert result.code == 2
-    assert "nowhere/a.html" in result.err
+    assert "docs" in result.err
     assert result.records[0]["generated_tokens"] == 2

@@ -90,7 +90,7 @@ def test_a_bad_value_is_said_of_the_setting(cli: Cli) -> None:
     assert cli("config", "set", "ratio", "banana").err.startswith(
         "error: ratio is 'banana', not a number, auto or model"
     )
-    assert cli("config", "set", "top-k", "0").err.startswith("error: top_k is '0'; the minimum is 1")
+    assert cli("config", "set", "top-k", "0").err.startswith("error: top_k is 0; the minimum is 1")
     assert cli("ask", "--ratio", "banana", "x").err.startswith("error: --ratio is 'banana'")
 
 
@@ -100,12 +100,12 @@ def test_show_has_common_settings_and_those_that_are_set(cli: Cli, monkeypatch: 
     names = [line.split()[0] for line in shown.out.splitlines() if line]
     assert names[0] == "Common"
     assert {"model", "store", "ratio", "selector"} <= set(names)
-    assert "block_size" not in names
-    left = len(vars(Settings())) - (len(names) - 2)  # two headings
+    assert "swap_space" not in names
+    left = len(vars(Settings())) - (len(names) - 3)  # three headings
     assert shown.err.splitlines()[-1] == f"{left} more settings have defaults; see: cacheblend config show --all"
     assert all(f"\n{name} " in every.out for name in vars(Settings()))
     assert every.err == ""
-    assert every.out.index("\nratio ") < every.out.index("\nexpand ") < every.out.index("\nblock_size ")
+    assert every.out.index("\nratio ") < every.out.index("\nexpand ") < every.out.index("\nswap_space ")
 
 
 def test_outside_a_project_the_users_file_is_edited(cli: Cli, file: Path) -> None:

@@ -20,7 +20,9 @@ def test_an_earlier_encoding_is_named_and_replaced(
     with monkeypatch.context() as earlier:
         earlier.setattr(keys, "BITS", {})  # as when codecs were not versioned
         old = cli("precompute", "docs", "--kv-dtype", codec, "-q").out.split()
-    refused = cli("ask", "alpha", "--kv-dtype", codec)
+    monkeypatch.setenv("CACHEBLEND_KV_DTYPE", codec)
+    refused = cli("ask", "alpha")
+    monkeypatch.delenv("CACHEBLEND_KV_DTYPE")
     assert refused.code == 3
     assert f"{len(old)} chunks are stored for {model} by an earlier version of cacheblend" in refused.err
     assert "precompute the documents" in refused.err

@@ -19,34 +19,61 @@ from cacheblend_cli.model.loading import DTYPES
 from cacheblend_cli.settings import Settings
 from cacheblend_cli.types import blend
 
-WITHOUT_TORCH = """
+COMMANDS = """
 import contextlib, io, json
-sys.modules["torch"] = None  # importing it fails
 for command in json.loads(sys.argv[1]):
     with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.redirect_stdout(io.StringIO()):
         code = run(command)
-    print(json.dumps([code, err.getvalue()]))
+    print(json.dumps([code, err.getvalue(), "torch" in sys.modules]))
 """
 CASES = {
-    "--selector wrong": (2, "unknown selector 'wrong'"),
-    "--selector first+query": (2, "NAME:COUNT"),
-    "--ratio 15%": (2, "hint: write 0.15"),
-    "--ratio 15": (2, "not between 0 and 1"),
-    "--correction wrong": (2, "known: regression, none"),
-    "--mode fast": (2, "unknown --mode 'fast'"),
-    "--search wrong": (2, "known: auto, words, meaning, both"),
-    "--kv-dtype int9": (2, "unknown --kv-dtype 'int9'"),
-    "--dtype float8": (2, "unknown --dtype 'float8'"),
-    "--device gpu": (2, "unknown device 'gpu'"),
-    "--attention-backend flash": (2, "known: auto, torch, triton, xformers"),
-    "--gpu-memory-utilization 3": (2, "--gpu-memory-utilization 3"),
-    "--max-tokens 0": (2, "--max-tokens is at least 1"),
-    "--prompt nosuch": (3, "no prompt file nosuch"),
-    "--chunks nosuch.txt": (3, "neither a chunk id nor a file"),
-    "--store nosuch": (3, "there is no store at nosuch"),
-    "--model ./nosuch": (3, "no model directory ./nosuch"),
-    "--model handbok": (3, "did you mean handbook?"),
-    "--model a/b": (3, "model a/b is not a local directory"),
+    "ask q --selector wrong": (2, "unknown selector 'wrong'"),
+    "ask q --selector first+query": (2, "NAME:COUNT"),
+    "ask q --ratio 15%": (2, "hint: write 0.15"),
+    "ask q --ratio 15": (2, "not between 0 and 1"),
+    "ask q --mode fast": (2, "unknown --mode 'fast'"),
+    "ask q --search wrong": (2, "known: auto, words, meaning, both"),
+    "ask q --dtype float8": (2, "unknown --dtype 'float8'"),
+    "ask q --device gpu": (2, "unknown device 'gpu'"),
+    "ask q --max-tokens 0": (2, "--max-tokens is at least 1"),
+    "ask q --prompt nosuch": (3, "no prompt file nosuch"),
+    "ask q --chunks nosuch.txt": (3, "neither a chunk id nor a file"),
+    "ask q --chunks ffff": (3, "no chunk has an id that begins with ffff"),
+    "ask q --source nosuch.md": (3, "no stored document matches nosuch.md"),
+    "ask q --json-schema nosuch": (3, "no such file: nosuch"),
+    "ask q --html nosuch/a.html": (2, "there is no directory nosuch"),
+    "ask q --lora nosuch": (3, "no LoRA adapter nosuch"),
+    "ask q --store nosuch": (3, "there is no store at nosuch"),
+    "ask q --model ./nosuch": (3, "no model directory ./nosuch"),
+    "ask q --model handbok": (3, "did you mean handbook?"),
+    "ask q --model a/b": (3, "model a/b is not a local directory"),
+    "ask --batch nosuch": (3, "no such file: nosuch"),
+    "chat --selector wrong": (2, "unknown selector"),
+    "chat --chunks nosuch": (3, "neither a chunk id nor a file"),
+    "serve --mode fast": (2, "unknown --mode"),
+    "models show handbok": (3, "did you mean handbook?"),
+    "models check handbok": (3, "did you mean handbook?"),
+    "models check handbook --questions nosuch": (3, "no such file: nosuch"),
+    "precompute nosuch": (3, "no such file or directory: nosuch"),
+    "precompute empty": (2, "no document was found"),
+    "precompute a.md --model handbok": (3, "did you mean handbook?"),
+    "precompute a.md --lora nosuch": (3, "no LoRA adapter nosuch"),
+    "precompute a.md --kv-dtype int9": (2, "unknown --kv-dtype 'int9'"),
+    "precompute a.md --attention-backend flash": (2, "known: auto, torch, triton, xformers"),
+    "precompute a.md --chunk-tokens 0": (2, "--chunk-tokens 0 is not 1 or more"),
+    "precompute a.md --overlap 400": (2, "half of --chunk-tokens 512"),
+    "precompute a.md --window 0": (2, "hint: 2048 is the default"),
+    "precompute a.md --date tomorrow": (2, "--date tomorrow is not a date"),
+    "eval nosuch.json": (3, "no such file: nosuch.json"),
+    "eval q.json --selector wrong": (2, "unknown selector 'wrong'"),
+    "eval q.json --correction wrong": (2, "known: regression, none"),
+    "eval q.json --context wrong": (2, "known: sink, document, neighbours"),
+    "eval q.json --ratio 3": (2, "not between 0 and 1"),
+    "eval q.json --mode fast": (2, "unknown mode 'fast'"),
+    "eval q.json --model handbok": (3, "did you mean handbook?"),
+    "bench --selector wrong": (2, "unknown selector 'wrong'"),
+    "bench --ratio 3": (2, "not between 0 and 1"),
+    "bench --model handbok": (3, "did you mean handbook?"),
 }
 
 
@@ -54,16 +81,13 @@ def test_wrong_values_are_reported_without_torch(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CACHEBLEND_STORE", str(tmp_path / "store"))
     (tmp_path / "a.md").write_text("Mara leads billing.\n")
+    (tmp_path / "q.json").write_text('{"question": "who?", "ctxs": [{"text": "Mara leads billing."}]}')
+    (tmp_path / "empty").mkdir()
     assert run(["precompute", "a.md", "-q"]) == 0
-    commands = [["ask", "Who leads billing?", *flags.split()] for flags in CASES]
-    commands += [["models", "show", "handbok"], ["chat", "--selector", "wrong"], ["serve", "--mode", "fast"]]
-    commands += [["precompute", "a.md", "--model", "handbok"]]
-    expected = [*CASES.values(), (3, "did you mean handbook?"), (2, "unknown selector"), (2, "unknown --mode")]
-    expected += [(3, "did you mean handbook?")]
-    done = process(json.dumps(commands), code=WITHOUT_TORCH)
+    done = process(json.dumps([command.split() for command in CASES]), code=COMMANDS)
     assert done.code == 0, done.err
-    for command, (code, text), (found, err) in zip(commands, expected, done.records, strict=True):
-        assert (found, text in err) == (code, True), (command, err)
+    for (command, (code, text)), (found, err, has_torch) in zip(CASES.items(), done.records, strict=True):
+        assert (found, text in err, has_torch) == (code, True, False), (command, err)
 
 
 def test_the_place_of_a_wrong_value_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

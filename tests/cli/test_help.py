@@ -6,13 +6,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cacheblend_cli.cli import completion, options
+from cacheblend_cli.cli import completion
 from cacheblend_cli.cli.app import COMMANDS
+from cacheblend_cli.cli.flags import ASK
+from cacheblend_cli.settings import Settings
 
 Cli = Callable[..., Any]
 
@@ -30,8 +33,52 @@ def test_help_shows_common_options_and_help_all_every_option_once(cli: Cli, comm
 
 def test_ask_help_all_has_every_setting_that_ask_takes(cli: Cli) -> None:
     text = cli("ask", "--help-all").out
-    for name in options.asking():
-        assert f"--{name.replace('_', '-')} " in text or name == "model_sampling"
+    for name in ASK:
+        assert f"--{name.replace('_', '-')} " in text
+
+
+@pytest.mark.parametrize(("command", "most", "most_shown"), [("ask", 48, 24), ("chat", 45, 24), ("serve", 60, 40)])
+def test_a_command_has_few_options(cli: Cli, command: str, most: int, most_shown: int) -> None:
+    short, full = (re.findall(r"^  -", cli(command, flag).out, re.MULTILINE) for flag in ("--help", "--help-all"))
+    assert len(full) <= most
+    assert len(short) <= most_shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what", "instead"),
+    [
+        ("ask q --swap-space 4", "a setting of the engine", "config set swap_space 4, or cacheblend serve --swap-space 4"),
+        ("chat --threads=2", "a setting of the engine", "config set threads 2, or cacheblend serve --threads 2"),
+        ("search q --eager", "a setting of the engine", "config set eager true, or cacheblend serve --eager"),
+        ("ask q --tier s3://id:secret@b", "a setting of the engine", "config set tier VALUE, or cacheblend serve --tier VALUE"),
+        ("ask --block 8 q", "an option for research", "config set block 8, or cacheblend eval --block 8"),
+        ("chat --context sink", "a setting of the stored KV", "config set context sink, or cacheblend precompute --context sink"),
+        ("serve --seed 1", "a setting", "config set seed 1, or cacheblend ask --seed 1"),
+        ("ask q --min-p", "a setting", "config set min_p VALUE"),
+        ("ask q --no-stop-repetition", "a setting", "config set stop_repetition false"),
+    ],
+)  # fmt: skip
+def test_a_flag_that_moved_says_where_it_is(cli: Cli, arguments: str, what: str, instead: str) -> None:
+    result, [flag] = cli(*arguments.split()), re.findall(r"--[a-z-]+", arguments)
+    assert (result.code, result.err) == (2, f"error: {flag} is {what}\nhint: cacheblend {instead}\n")
+
+
+def test_settings_can_be_set_where_a_moved_flag_says(cli: Cli) -> None:
+    for name in {f.name for f in fields(Settings)} - {*ASK, "force_store"}:
+        flag = f"--{name.replace('_', '-')}"
+        instead = cli("ask", "q", flag).err.partition(", or cacheblend ")[2].split()
+        assert not instead or flag in cli(instead[0], "--help-all").out, name
+
+
+def test_help_and_version_are_words_too(cli: Cli) -> None:
+    for words, flags in (
+        (["help"], ["--help"]),
+        (["help", "ask"], ["ask", "--help"]),
+        (["help", "chunks", "ls"], ["chunks", "ls", "--help"]),
+        (["version"], ["--version"]),
+    ):
+        assert cli(*words) == cli(*flags)
+    assert cli("help", "serach").code == 2
 
 
 def test_every_summary_of_a_command_fits_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +142,29 @@ def test_an_unknown_option_is_answered_with_the_most_similar(given: str, meant: 
         f"error: no such option: {given}",
         f"hint: did you mean {meant}? see: cacheblend ask --help",
     ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ("ask q --seed x", "--seed: random seed of sampling"),
+        ("ask q --concurrency 0", "--concurrency: questions of --batch to answer at the same time"),
+        ("ask q --ratio x", "for example --ratio 0.15"),
+        ("ask q --top-k 0", "for example --top-k 5"),
+        ("ask q --max-tokens 0", "correct the value, or leave it out"),
+        ("ask q --temperature", "write a value after it: --temperature VALUE"),
+        ("ask q --frobnicate", "see: cacheblend ask --help-all"),
+        ("ask two words", "put text with spaces in quotes; see: cacheblend ask --help"),
+        ("search", "write: cacheblend search QUERY"),
+        ("config set seed", "write: cacheblend config set KEY VALUE..."),
+        ("chunks ls --limit 0", "--limit: maximum number of chunks"),
+        ("chunks ls --frobnicate", "see: cacheblend chunks ls --help"),
+        ("chunks frobnicate", "see: cacheblend chunks --help"),
+    ],
+)
+def test_a_hint_belongs_to_the_mistake(cli: Cli, arguments: str, hint: str) -> None:
+    result = cli(*arguments.split())
+    assert (result.code, result.err.splitlines()[-1]) == (2, f"hint: {hint}")
 
 
 def test_commands_that_check_and_measure_are_a_group_of_their_own(cli: Cli) -> None:

@@ -1,4 +1,4 @@
-"""`--kv-pool-dtype`: what KV is kept in while a question is answered."""
+"""kv_pool_dtype: what KV is kept in while a question is answered."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Cli = Callable[..., Any]
 
 
 @pytest.mark.parametrize("mode", ["blend", "full", "reuse"])
-def test_a_float8_pool_answers(cli: Cli, stored: list[str], mode: str) -> None:
+def test_a_float8_pool_answers(cli: Cli, stored: list[str], mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = (
         "ask",
         "who leads billing?",
@@ -23,7 +23,9 @@ def test_a_float8_pool_answers(cli: Cli, stored: list[str], mode: str) -> None:
         "4",
         "--json",
     )
-    plain, float8 = (cli(*asked, "--verify", "--kv-pool-dtype", name) for name in ("auto", "float8_e4m3"))
+    plain = cli(*asked, "--verify")
+    monkeypatch.setenv("CACHEBLEND_KV_POOL_DTYPE", "float8_e4m3")
+    float8 = cli(*asked, "--verify")
     assert float8.code == 0, float8.err
     ours, reference = float8.records[0], plain.records[0]
     assert ours["kv_bytes_loaded"] == reference["kv_bytes_loaded"]  # the store holds what it held
@@ -31,10 +33,13 @@ def test_a_float8_pool_answers(cli: Cli, stored: list[str], mode: str) -> None:
     assert ours["generated_tokens"] == 4
 
 
-def test_it_is_a_setting_and_an_unknown_value_is_refused(cli: Cli, stored: list[str]) -> None:
+def test_it_is_a_setting_and_an_unknown_value_is_refused(
+    cli: Cli, stored: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert cli("config", "set", "kv_pool_dtype", "float8_e4m3").code == 0
     assert cli("config", "set", "kv_pool_dtype", "int4").code == 2
-    refused = cli("ask", "who?", "--chunks", stored[0], "--kv-pool-dtype", "int4")
+    monkeypatch.setenv("CACHEBLEND_KV_POOL_DTYPE", "int4")
+    refused = cli("ask", "who?", "--chunks", stored[0])
     assert refused.code == 2
     assert "'int4'" in refused.err
     assert "float8_e4m3" in refused.err

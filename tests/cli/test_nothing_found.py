@@ -23,7 +23,6 @@ Cli = Callable[..., Any]
         ((), ("--salt", "me"), "without a salt; you ask for {model} with one", "ask with no --salt"),
         (("--salt", "me"), (), "with a salt; you ask for {model} without one", "the --salt they were stored with"),
         (("--salt", "me"), ("--salt", "you"), "with another salt; you ask for {model} with yours", "the --salt they were"),
-        (("--kv-dtype", "int8"), ("--kv-dtype", "float32"), "as int8; you ask for {model} as float32", "--kv-dtype auto"),
         (("--dtype", "bfloat16", "--salt", "me"), (), "in bfloat16 with a salt; you ask for {model} in float32 without one",
          "ask with --dtype bfloat16 and the --salt"),
     ],
@@ -37,6 +36,15 @@ def test_the_difference_is_named(
     assert refused.code == 3
     assert f"{len(stored)} chunks are stored for {model} {says.format(model=model)}" in refused.err
     assert to_do in refused.err.rpartition("hint: ")[2]
+
+
+def test_another_kv_dtype_is_named(cli: Cli, docs: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cli("precompute", "docs", "--kv-dtype", "int8")
+    monkeypatch.setenv("CACHEBLEND_KV_DTYPE", "float32")
+    refused = cli("ask", "alpha")
+    assert refused.code == 3
+    assert f"stored for {model} as int8; you ask for {model} as float32" in refused.err
+    assert "hint: ask with the setting kv_dtype auto" in refused.err
 
 
 def test_another_model_is_named(cli: Cli, docs: Path, model: Path, tmp_path: Path) -> None:

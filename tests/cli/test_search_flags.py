@@ -32,13 +32,18 @@ def planned(cli: Cli, *arguments: str) -> dict[str, Any]:
     return json.loads(result.out)
 
 
-def test_the_document_with_the_most_exact_tokens_comes_first_unless_rank_is_wanted(cli: Cli, pages: Path) -> None:
-    by_rank, exact = planned(cli, "--order", "rank"), planned(cli)
+def test_the_document_with_the_most_exact_tokens_comes_first_unless_rank_is_wanted(
+    cli: Cli, pages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = planned(cli)
+    monkeypatch.setenv("CACHEBLEND_ORDER", "rank")
+    by_rank = planned(cli)
     assert by_rank["chunks"][0]["source"].endswith("short.md")
     assert exact["chunks"][0]["source"].endswith("long.md")
     assert exact["exact_tokens"] > by_rank["exact_tokens"]
     assert sorted(c["id"] for c in exact["chunks"]) == sorted(c["id"] for c in by_rank["chunks"])
-    wrong = cli("ask", "who?", "--order", "age")
+    monkeypatch.setenv("CACHEBLEND_ORDER", "age")
+    wrong = cli("ask", "who?")
     assert (wrong.code, "rank, exact" in wrong.err) == (2, True)
 
 

@@ -11,7 +11,7 @@ from platformdirs import user_config_path
 from cacheblend_cli import trust
 from cacheblend_cli.cli.main import run
 from cacheblend_cli.errors import ExitCode, UsageError
-from cacheblend_cli.settings import GROUPS, Settings, resolve
+from cacheblend_cli.settings import GROUPS, Settings, parse_setting, resolve
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +124,37 @@ def test_a_bad_variable_is_named_and_an_empty_one_is_unset(monkeypatch: pytest.M
     monkeypatch.setenv("CACHEBLEND_SEEED", "7")
     with pytest.raises(UsageError, match="CACHEBLEND_SEEED"):
         resolve({})
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("seed = 'x'", "for example seed = 7"),
+        ("ratio = 'some'", "for example ratio = 0.15"),
+        ("threads = 5000", "for example threads = 4"),
+        ("model = 5", 'for example model = "handbook"'),
+        ("template_var = 1", 'for example template_var = ["enable_thinking=true"]'),
+        ("[section]\nratio = 0.1", "settings have no sections: remove the line [section]"),
+    ],
+)
+def test_a_hint_about_a_file_shows_a_right_line(here: Path, text: str, hint: str) -> None:
+    trusted_file(here, text)
+    with pytest.raises(UsageError) as caught:
+        resolve({})
+    assert caught.value.hint == hint
+
+
+def test_a_hint_about_a_value_has_the_form_of_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve({"top_k": 0})
+    assert caught.value.hint == "for example --top-k 5"
+    with pytest.raises(UsageError) as caught:
+        parse_setting("eager", ["maybe"])
+    assert caught.value.hint == "for example: cacheblend config set eager false"
+    monkeypatch.setenv("CACHEBLEND_SEED", "x")
+    with pytest.raises(UsageError) as caught:
+        resolve({})
+    assert caught.value.hint == "for example CACHEBLEND_SEED=7"
 
 
 def test_the_example_in_configs_is_valid(here: Path) -> None:

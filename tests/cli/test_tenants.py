@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 Cli = Callable[..., Any]
 SALT = "tenant-b-correct-horse"
 
@@ -30,14 +32,15 @@ def test_salts_keep_tenants_apart(cli: Cli, docs: Path, tmp_path: Path) -> None:
     assert {c["id"] for c in named["chunks"]} <= set(ours)
 
 
-def test_chunks_of_different_codecs_in_one_prompt(cli: Cli, docs: Path) -> None:
+def test_chunks_of_different_codecs_in_one_prompt(cli: Cli, docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = cli("precompute", "docs/alpha.md", "--chunk-tokens", "40", "--kv-dtype", "int4", "-q").out.split()
     exact = cli("precompute", "docs/beta.md", "--chunk-tokens", "40", "--kv-dtype", "float32", "-q").out.split()
     codecs = {r["id"]: r["kv_dtype"] for r in cli("chunks", "ls", "--json").records}
     assert {codecs[i] for i in small} == {"int4"}
     assert {codecs[i] for i in exact} == {"float32"}
-    for extra in ((), ("--kv-dtype", "float16")):  # what is stored is used, whatever would be stored now
-        found = ask(cli, "--chunks", ",".join([small[0], exact[0], small[1]]), *extra)
+    for codec in ("auto", "float16"):  # what is stored is used, whatever would be stored now
+        monkeypatch.setenv("CACHEBLEND_KV_DTYPE", codec)
+        found = ask(cli, "--chunks", ",".join([small[0], exact[0], small[1]]))
         assert "computed" not in {c["status"] for c in found["chunks"]}
         assert found["cached_tokens"] >= sum(c["tokens"] for c in found["chunks"])
         assert found["kv_bytes_loaded"] > 0

@@ -93,7 +93,9 @@ def test_keep_alive_leaves_an_engine_running(cli: Cli, forked: None, monkeypatch
     for flags in (["--local"], ["--dry-run"]):
         assert cli(*ASK, *flags).code == 0
         assert cli("serve", "--status").code == 3
-    assert cli(*ASK, "--keep-alive", "soon").code == 2
+    with monkeypatch.context() as wrong:
+        wrong.setenv("CACHEBLEND_KEEP_ALIVE", "soon")
+        assert cli(*ASK).code == 2
     assert cli(*ASK, "--model", "/nowhere", "--chunks", "").code == 3
     first = cli(*ASK, "--ids", "--json", "--ratio", "0.3")
     [pid] = [json.loads(line)["pid"] for line in cli("serve", "--status", "--json").out.splitlines()]
@@ -135,7 +137,6 @@ def test_keep_alive_without_the_extra_serve(cli: Cli, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("cacheblend_cli.cli.serve.check_installed", lacking)
     short = (*ASK, "--max-tokens", "2", "--chunks", "")
-    assert cli(*short, "--keep-alive", "10m").code == 2
     monkeypatch.setenv("CACHEBLEND_KEEP_ALIVE", "10m")
     answered = cli(*short)
     assert answered.code == 0, answered.err
@@ -151,23 +152,11 @@ def test_an_engine_that_keep_alive_starts_has_the_flags_of_the_question(
         started.append((idle_exit_s, flags))
 
     monkeypatch.setattr(background, "start_own", note)  # none runs then: the answer is this process's
-    answered = cli(
-        *ASK,
-        "--keep-alive",
-        "90s",
-        "--system",
-        "Be kind.",
-        "--threads",
-        "1",
-        "--max-tokens",
-        "2",
-        "--top-k",
-        "1",
-        "--chunks",
-        "",
-    )
+    monkeypatch.setenv("CACHEBLEND_KEEP_ALIVE", "90s")
+    flags = ("--system", "Be kind.", "--dtype", "float32", "--max-tokens", "2", "--top-k", "1", "--chunks", "")
+    answered = cli(*ASK, *flags)
     assert answered.code == 0, answered.err
-    assert started == [(90.0, ["--system=Be kind.", "--threads=1"])]
+    assert started == [(90.0, ["--dtype=float32", "--system=Be kind."])]
 
 
 def test_stop_does_not_wait_for_a_zombie(server: Any, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
