@@ -214,9 +214,18 @@ def page() -> str:
             f"| `{name}` | {_shown(field)} | {'' if name in part['required'] else 'optional: '}{_cell(field['description'])} |"
             for name, field in part["properties"].items()
         ]
-        about = "\n".join(textwrap.wrap(part["description"], 120))
         text += "\n".join(
-            ("", f"## {kind.__name__}", "", about, "", "| field | type | meaning |", "|---|---|---|", *rows, "")
+            (
+                "",
+                f"## {kind.__name__}",
+                "",
+                part["description"],
+                "",
+                "| field | type | meaning |",
+                "|---|---|---|",
+                *rows,
+                "",
+            )
         )
     return text
 

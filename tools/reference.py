@@ -14,6 +14,7 @@ from typing import Any
 
 from cacheblend_cli.cli.help import HELP_ALL
 from tools import answer_json, settings_page
+from tools.wrap import wrapped
 
 DOCS = Path(__file__).parent.parent / "docs"
 _COLUMNS = "100"
@@ -76,8 +77,8 @@ def main() -> None:
         for name, context in commands()
     }
     pages = {
-        "reference.md": reference(), "cacheblend.1": manual(), "settings.md": settings_page.page(flags),
-        "json.md": answer_json.page(), "ask.schema.json": answer_json.schema_file(),
+        "reference.md": reference(), "cacheblend.1": manual(), "settings.md": wrapped(settings_page.page(flags)),
+        "json.md": wrapped(answer_json.page()), "ask.schema.json": answer_json.schema_file(),
     }  # fmt: skip
     for path, text in ((DOCS / name, text) for name, text in pages.items()):
         if "--check" not in sys.argv:
