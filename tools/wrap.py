@@ -12,6 +12,7 @@ WIDTH = 120
 _ITEM = re.compile(r"\s*(?:[-*]|\d+\.)\s+")
 _FIXED = ("|", "#", "<!--", "```", "![")
 """Beginnings of lines that stay as they are."""
+_NO_BREAK = "\ue000"  # a private character in the place of a space inside a code span
 
 
 def wrapped(text: str) -> str:
@@ -41,21 +42,24 @@ def _blocks(lines: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _fitted(block: list[str]) -> list[str]:
-    if len(block) == 1 and (not _ITEM.match(block[0]) and block[0].startswith(("    ", "\t"))):
-        return block
-    if block[0].lstrip().startswith(_FIXED) or max(map(len, block)) <= WIDTH:
+    """Return the lines of a block, none too long and no code span broken."""
+    is_code = len(block) == 1 and block[0].startswith("    ") and not _ITEM.match(block[0])
+    fits = all(len(line) <= WIDTH and line.count("`") % 2 == 0 for line in block)
+    if is_code or fits or block[0].lstrip().startswith(_FIXED):
         return block
     item = _ITEM.match(block[0])
-    first = item[0] if item else re.match(r"\s*", block[0])[0]  # type: ignore[index]
+    first = item[0] if item else " " * (len(block[0]) - len(block[0].lstrip()))
     words = " ".join([block[0][len(first) :], *map(str.strip, block[1:])])
-    return textwrap.wrap(
-        words,
+    whole = re.sub("`[^`]+`", lambda span: span[0].replace(" ", _NO_BREAK), words)
+    lines = textwrap.wrap(
+        whole,
         WIDTH,
         initial_indent=first,
         subsequent_indent=" " * len(first),
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return [line.replace(_NO_BREAK, " ") for line in lines]
 
 
 def main() -> None:

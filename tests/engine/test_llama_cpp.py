@@ -52,7 +52,7 @@ def installed() -> Iterator[None]:
         for module in MODULES:
             patch.delitem(sys.modules, module, raising=False)
         if llama_choice.installed() is None:
-            pytest.skip("neither xllamacpp nor llama-cpp-python is installed: pip install -e '.[llama-cpp]'")
+            pytest.skip("neither xllamacpp nor llama-cpp-python is installed: pip install '.[llama-cpp]'")
         yield
 
 
