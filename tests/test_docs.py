@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ DOCUMENTS = sorted(path for folder in FOLDERS_OF_DOCUMENTS for path in (ROOT / f
 WIDTH = 120
 
 
+@cache
 def defined(file: Path) -> set[str]:
     """Functions, classes, their methods and module constants of a file."""
     found: set[str] = set()
@@ -56,6 +58,7 @@ def test_what_is_named_is_there(document: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{document.name} links to {link}#{anchor}"
 
 
+@cache
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
