@@ -24,7 +24,7 @@ from command_line import Cli
 def test_an_answer_is_as_the_schema_describes_it(cli: Cli, stored: list[str], flags: tuple[str, ...]) -> None:
     chunks = () if "--chunks" in flags else ("--chunks", ",".join(stored[:3]))
     result = cli("ask", "who leads billing?", *chunks, "--json", "--max-tokens", "3", *flags)
-    assert result.code == 0, result.err
+    assert result.code in (0, 6), result.err  # 6: --confirm changed the answer
     [answer] = result.records
     assert problems(answer) == []
     assert answer["schema_version"] == 1
