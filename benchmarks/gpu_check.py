@@ -1,4 +1,4 @@
-"""Check and measure everything that needs a GPU within one total budget, most valuable first (docs/gpu.md).
+"""Check and measure everything that needs a GPU within one total budget, most valuable first (gpu/README.md).
 
     python benchmarks/gpu_check.py [--pack FOLDER] [--minutes M] [--resume [FOLDER] [--again]] [--out FOLDER]
     python benchmarks/gpu_check.py --device cpu --tiny --out /tmp/tiny

@@ -9,7 +9,7 @@ of whole commands, CPU time of other processes meanwhile, and the reads of `ask`
 store of about that many alone, whose row is added; a million takes a quarter of an hour of CPU and 6 GB below `--work`,
 where finished phases are kept, so that the same command goes on after an interruption. With `--documents`, `precompute`
 again over that many small files, of which none and then one has changed. Writes benchmarks/results/scaling.json and
-docs/scaling.md.
+benchmarks/results/scaling.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 
 from machine import ROOT, Others
 
-RESULTS, PAGE = ROOT / "benchmarks/results/scaling.json", ROOT / "docs/scaling.md"
+RESULTS, PAGE = ROOT / "benchmarks/results/scaling.json", ROOT / "benchmarks/results/scaling.md"
 CLI = [sys.executable, "-c", "from cacheblend_cli.cli.main import main; main()"]
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 16,
@@ -288,7 +288,7 @@ def _of_documents(found: dict[str, Any]) -> list[str]:
         "## Documents that did not change",
         "",
         f"{found['documents']:,} files of 7 paragraphs, with {found['chunks']:,} chunks. A file is read, and its chunks are looked up, only if it "
-        f"changed (see [documents](documents.md#keep-the-store-up-to-date)). CPU seconds of each run of the whole command and peak memory in MiB, as "
+        f"changed (see [documents](../../docs/documents.md#keep-the-store-up-to-date)). CPU seconds of each run of the whole command and peak memory in MiB, as "
         f"above; {found['hardware']}. Other processes used {others:.1f} CPUs meanwhile.",
         "",
         "| `precompute` again | one changed |",

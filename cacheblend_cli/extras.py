@@ -15,7 +15,7 @@ def require(what: str, extra: str, *packages: str) -> None:
 
 
 def install_hint(extra: str) -> str:
-    """Return the pip command that installs an extra from the same checkout, file or index as this package."""
+    """Return the pip command that installs an extra: from the clone or file of this package, else from any clone."""
     import json
     from importlib import metadata  # slow: a tenth of the import time of a warm answer
     from urllib.parse import unquote, urlsplit
@@ -26,6 +26,6 @@ def install_hint(extra: str) -> str:
         origin = {}
     url = urlsplit(origin.get("url", ""))
     if url.scheme != "file":
-        return f"pip install 'cacheblend[{extra}]'"
+        return f"in a clone of cacheblend: pip install '.[{extra}]'"
     editable = "-e " if origin.get("dir_info", {}).get("editable") else ""
     return f"pip install {editable}'{unquote(url.path)}[{extra}]'"

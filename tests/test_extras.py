@@ -13,8 +13,8 @@ from cacheblend_cli.extras import install_hint
 @pytest.mark.parametrize(
     ("origin", "command"),
     [
-        (None, "pip install 'cacheblend[serve]'"),
-        ({"url": "https://example.org/cacheblend.whl"}, "pip install 'cacheblend[serve]'"),
+        (None, "in a clone of cacheblend: pip install '.[serve]'"),
+        ({"url": "https://example.org/cacheblend.whl"}, "in a clone of cacheblend: pip install '.[serve]'"),
         ({"url": "file:///home/a%20b/cacheblend", "dir_info": {}}, "pip install '/home/a b/cacheblend[serve]'"),
         ({"url": "file:///src", "dir_info": {"editable": True}}, "pip install -e '/src[serve]'"),
     ],

@@ -1,4 +1,8 @@
-"""Write docs/reference.md and the manual page from --help: `python -m tools.reference`, `--check` to compare."""
+"""Write the generated pages of docs/: `python -m tools.reference`, `--check` to compare.
+
+From --help: reference.md and the manual page. From settings.py: settings.md. From the types of an answer: json.md and
+ask.schema.json.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_cli.cli.help import HELP_ALL
+from tools import answer_json, settings_page
+from tools.wrap import wrapped
 
-ROOT = Path(__file__).parent.parent
-REFERENCE, MANUAL = ROOT / "docs" / "reference.md", ROOT / "docs" / "cacheblend.1"
+DOCS = Path(__file__).parent.parent / "docs"
 _COLUMNS = "100"
 _TITLE = """# Reference
 
@@ -21,6 +26,13 @@ What `--help` says of each command, written by `python -m tools.reference`.
 
 def helps() -> Iterator[tuple[str, str]]:
     """Return (name, help) of the tool and of each command, in order."""
+    for name, context in commands():
+        context.meta[HELP_ALL] = True
+        yield name, context.command.get_help(context).rstrip()
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """Return (name, context) of the tool and of each command, in order."""
     os.environ["COLUMNS"] = _COLUMNS
     import typer
 
@@ -29,12 +41,10 @@ def helps() -> Iterator[tuple[str, str]]:
     yield from _of(typer.main.get_command(app), "cacheblend", None)
 
 
-def _of(command: Any, name: str, parent: Any) -> Iterator[tuple[str, str]]:
+def _of(command: Any, name: str, parent: Any) -> Iterator[tuple[str, Any]]:
     # leave out what differs by machine, such as the current shell
     with command.make_context(name.split()[-1], [], parent=parent, resilient_parsing=True) as context:
-        context.meta[HELP_ALL] = True
-        text = command.get_help(context).rstrip()
-        yield name, text
+        yield name, context
         for below in command.list_commands(context) if hasattr(command, "list_commands") else ():
             part = command.get_command(context, below)
             if not part.hidden:
@@ -62,11 +72,19 @@ def _indented(text: str) -> str:
 
 
 def main() -> None:
-    for path, text in ((REFERENCE, reference()), (MANUAL, manual())):
+    flags = {
+        name.partition(" ")[2]: {p.name for p in context.command.params if not getattr(p, "hidden", False)}
+        for name, context in commands()
+    }
+    pages = {
+        "reference.md": reference(), "cacheblend.1": manual(), "settings.md": wrapped(settings_page.page(flags)),
+        "json.md": wrapped(answer_json.page()), "ask.schema.json": answer_json.schema_file(),
+    }  # fmt: skip
+    for path, text in ((DOCS / name, text) for name, text in pages.items()):
         if "--check" not in sys.argv:
             path.write_text(text, encoding="utf-8")
         elif not path.is_file() or path.read_text(encoding="utf-8") != text:
-            sys.exit(f"{path.name} is not what --help says: python -m tools.reference")
+            sys.exit(f"{path.name} is out of date: python -m tools.reference")
 
 
 if __name__ == "__main__":

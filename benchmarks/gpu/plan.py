@@ -1,4 +1,4 @@
-"""The plan of `gpu_check.py`: its parts, most valuable first, and their seconds. docs/gpu.md has the same table."""
+"""The plan of `gpu_check.py`: its parts, most valuable first, and their seconds. README.md has the same table."""
 
 from __future__ import annotations
 

@@ -27,10 +27,10 @@ BY = ("words", "meaning", "both")
 ORDERS = ("rank", "exact")
 ON_WEAK_MATCH = ("answer", "refuse")
 WEAK_BELOW = {"words": 0.3, "meaning": 0.25, "both": 0.3}
-"""Kind of search -> `SearchHit.match` below which the best hit is a weak match. Measured in docs/search.md."""
+"""Kind of search -> `SearchHit.match` below which the best hit is a weak match. Measured in study/search.md."""
 MAX_DROP = 0.45
 """How far the match of a hit may be below the best one's before it is cut, by meaning and by both. By words alone it
-says too little: see study/README.md."""
+says too little: see study/search.md."""
 _NEXT_TO = """
     SELECT id, key, position FROM places WHERE source = ? AND collection = ? AND context = ? AND position BETWEEN ? AND ?
     ORDER BY abs(position - ?), position
@@ -165,7 +165,7 @@ def search(store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[
 
 
 def is_weak(hits: Sequence[SearchHit], by: str) -> bool:
-    """Return whether even the best hit is a weak match. The thresholds are measured in docs/search.md."""
+    """Return whether even the best hit is a weak match. The thresholds are measured in study/search.md."""
     return max((hit.match for hit in hits), default=0.0) < WEAK_BELOW[by]
 
 

@@ -41,7 +41,7 @@ class AnswerReport:
             name: value for name, value in reported["timing"].items() if name not in ("process_s", "model_load_s")
         }
         names = (
-            "mode", "selector", "ratio", "ratio_from", "prompt_tokens", "cached_tokens", "exact_tokens", "recomputed_tokens",
+            "schema_version", "mode", "selector", "ratio", "ratio_from", "prompt_tokens", "cached_tokens", "exact_tokens", "recomputed_tokens",
             "recompute_fraction", "kv_bytes_loaded", "weak_match", "hits_cut",
         )  # fmt: skip
         rest: dict[str, Any] = {

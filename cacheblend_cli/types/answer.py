@@ -24,9 +24,9 @@ class LayerStatus(IntEnum):
 class LayerReport:
     """One layer of a blended prefill."""
 
-    layer: int
-    status: LayerStatus
-    rows: int
+    layer: int  # number of the layer, from 0
+    status: LayerStatus  # PREFILL, CHECK or AFTER_CHECK
+    rows: int  # tokens that passed through the layer
     fresh: int  # reusable tokens whose KV or hidden state was computed at this layer
 
 
@@ -34,16 +34,16 @@ class LayerReport:
 class ChunkUse:
     """Use of one chunk of the prompt."""
 
-    id: str
-    source: str
-    tokens: int
-    status: str
+    id: str  # content hash, hex
+    source: str  # path or id of the document
+    tokens: int  # length
+    status: str  # "exact": used as stored; "blended": stored, partly recomputed; "computed": not stored
     recomputed: int  # tokens whose KV was computed in the last layers
     start: int = 0  # first position
-    place: str = ""  # in the source, for readers; see corpus/citations.py
-    headings: tuple[str, ...] = ()
+    place: str = ""  # page, slide or lines in the source; "" if unknown
+    headings: tuple[str, ...] = ()  # title and headings above the chunk, outermost first
     rank: int | None = None  # among the chunks that were found, from 1; None for a named chunk
-    attention: float | None = None  # share of the answer's attention to all chunks, if watched
+    attention: float | None = None  # share of the answer's attention to all chunks, 0 to 1; None if not measured
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class Timing:
     """Durations in seconds."""
 
     process_s: float  # from the start of the process to the first token
-    model_load_s: float
-    kv_load_s: float
-    kv_load_stall_s: float
-    prefill_s: float  # of the device's work, waits for KV included
+    model_load_s: float  # loading the model; 0 in a running engine
+    kv_load_s: float  # reading stored KV, mostly while layers are computed
+    kv_load_stall_s: float  # part of the prefill in which computing waited for stored KV
+    prefill_s: float  # prefill on the device, waits for KV included
     ttft_s: float  # from the loaded model and the known question to the first token
-    decode_tokens_per_s: float
+    decode_tokens_per_s: float  # tokens after the first, per second
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class Verification:
 
     kl: float  # KL(full || blended) at the first token, nats
     top1_agree: bool  # both have the same most likely first token
-    full_ttft_s: float
-    answer_kl: float  # mean KL over the tokens up to the first difference
+    full_ttft_s: float  # seconds from the known question to a full prefill's first token
+    answer_kl: float  # mean KL over the tokens up to the first difference, nats
     answer_top1: float  # share of these tokens at which both have the same most likely one
     answer_tokens: int  # tokens of the answer
-    same_answer: bool
+    same_answer: bool  # no token differs
     first_difference: int | None  # index of the first token at which the most likely ones differ
 
 
@@ -86,10 +86,10 @@ class Verification:
 class Confirmation:
     """The answer from blended KV beside the one that a full prefill gives, drawn with the same seed."""
 
-    confirmed: bool
+    confirmed: bool  # the full prefill's answer is the same
     first_difference: int | None  # index of the first token that differs, None if all are the same
     blended_answer: str  # the text that was streamed
-    full_ttft_s: float
+    full_ttft_s: float  # seconds from the known question to the full prefill's first token
     seconds: float  # duration of confirming
 
 
@@ -98,13 +98,15 @@ class Risk:
     """Estimated probability that one of the answer's tokens differs from a full prefill's. Where it exceeded the limit,
     the answer is a full prefill's."""
 
-    estimate: float  # 0 for a full prefill's answer
-    limit: float
+    estimate: float  # probability, 0 to 1; 0 for a full prefill's answer
+    limit: float  # --max-risk
     tokens: int = 0  # tokens that were judged
-    full_prefill_at: int | None = None  # 0 where the answer is a full prefill's
-    seconds: float = 0.0  # time that it took
+    full_prefill_at: int | None = None  # 0 if the answer is a full prefill's, else None
+    seconds: float = 0.0  # duration of judging
 
 
+SCHEMA_VERSION = 1
+"""Version of the JSON form, raised when a key is removed or changes its meaning. New keys do not raise it."""
 _REPORTED = (
     "finish_reason", "model", "mode", "selector", "ratio", "ratio_from", "prompt_tokens", "cached_tokens", "exact_tokens",
     "recomputed_tokens",
@@ -158,7 +160,9 @@ class Answer:
 
     def to_dict(self, *, ids: bool = False, explain: bool = False) -> dict[str, Any]:
         """Return the JSON object of `ask --json`."""
-        out: dict[str, Any] = {"answer": self.text} | {name: getattr(self, name) for name in _REPORTED}
+        out: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "answer": self.text} | {
+            name: getattr(self, name) for name in _REPORTED
+        }
         out |= {
             "recompute_fraction": round(self.recompute_fraction, 6),
             "generated_tokens": len(self.generated_ids),

@@ -287,8 +287,8 @@ def test_a_preparation_that_failed_is_repeated_with_all_that_it_left_out(tmp_pat
     assert (log.over("step"), log.again("step")) == ({"done"}, set())  # no case is excluded
 
 
-def test_the_docs_have_the_plan(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+def test_the_page_has_the_plan(tmp_path: Path) -> None:
+    text = (ROOT / "benchmarks" / "gpu" / "README.md").read_text(encoding="utf-8")
     told = re.findall(r"^\| (\d+:\d\d) \| (.+?) \| (.*?) \|$", text, re.MULTILINE)
     wanted, time = list[tuple[str, str, str]](), 0.0
     for call in plan.CALLS:

@@ -37,7 +37,7 @@ def test_ask_json_has_the_keys_of_the_contract(cli: Cli, stored: list[str]) -> N
     assert result.code == 0, result.err
     [answer] = result.records
     assert set(answer) >= {
-        "answer", "finish_reason", "model", "mode", "selector", "ratio", "prompt_tokens", "cached_tokens", "exact_tokens",
+        "schema_version", "answer", "finish_reason", "model", "mode", "selector", "ratio", "prompt_tokens", "cached_tokens", "exact_tokens",
         "recomputed_tokens", "recompute_fraction", "generated_tokens", "chunks", "timing", "kv_bytes_loaded", "verify",
         "prompt_ids", "generated_ids",
     }  # fmt: skip

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from answer_schema import problems
 
 Cli = Callable[..., Any]
 
@@ -125,6 +126,7 @@ def test_precompute_and_ask_over_a_tier(
     assert cli("chunks", "prune", "--to-size", "0").code == 0
     [found] = cli(*asked).records
     assert (found["answer"], found["tier"]["found"], found["tier"]["taken"]) == (before["answer"], 2, 2)
+    assert problems(found) == []
     elsewhere()
     assert cli("precompute", "docs", "--chunk-tokens", "40").code == 0
     [facts] = cli("chunks", "stats", "--json").records

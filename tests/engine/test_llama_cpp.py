@@ -55,7 +55,7 @@ def found() -> Iterator[None]:
         for module in MODULES:
             patch.delitem(sys.modules, module, raising=False)
         if installed() is None:
-            pytest.skip("neither xllamacpp nor llama-cpp-python is installed: pip install cacheblend[llama-cpp]")
+            pytest.skip("neither xllamacpp nor llama-cpp-python is installed: pip install '.[llama-cpp]'")
         yield
 
 

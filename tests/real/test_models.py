@@ -119,7 +119,7 @@ def test_llama_cpp_decodes_the_same_tokens_behind_a_blended_prompt(
     for module in ("xllamacpp", "llama_cpp"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     if installed() is None:
-        pytest.skip("neither xllamacpp nor llama-cpp-python is installed: pip install cacheblend[llama-cpp]")
+        pytest.skip("neither xllamacpp nor llama-cpp-python is installed: pip install '.[llama-cpp]'")
     said: list[str] = []
     other = Engine.load(real.config("llama.cpp"), notice=said.append)
     question = real.question(BlendParams())

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from answer_schema import problems
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.blend.risk import SIGNALS, RiskFile, RiskFit
@@ -350,6 +351,8 @@ def test_stored_chunks_are_named_and_searched(server: Any) -> None:
     assert [c["document"] for c in found["blend"]["chunks"]] == ["a"]
     explained = server.ask(chunks=[hit["id"]], blend={"selector": "hkvd", "gradual": "1:0.5"}, explain=True)
     assert explained.status_code == 200
+    assert problems(explained.json()["blend"], "Blend") == []
+    assert problems(found["blend"], "Blend") == []
     nothing = server.ask(search={"query": "zebra"})
     assert (nothing.status_code, "/" in nothing.json()["error"]["message"]) == (404, False)
     assert [d["id"] for d in server.client.get("/v1/documents").json()["data"]] == ["a", "b"]
