@@ -19,12 +19,11 @@ variable, which overrides the project's `cacheblend.toml`, then your own `config
 ([security](security.md#projects-from-elsewhere)). API keys of `serve` are not settings: `CACHEBLEND_API_KEY`.
 """
 _TITLES = {
-    "search": "Search", "blend": "Reuse of stored KV", "check": "models check", "sampling": "The answer", "prompt": "The prompt",
+    "search": "Search", "blend": "Reuse of stored KV", "research": "Research", "check": "models check", "sampling": "The answer", "prompt": "The prompt",
     "model": "The model", "machine": "This machine", "memory": "Memory", "tenant": "Tenants", "reading": "Reading documents",
     "cutting": "Cutting documents", "store": "The store", "tier": "A shared tier", "start": "Start", "serve": "The server",
 }  # fmt: skip
 _UNDOCUMENTED = {
-    "block_size": "Tokens of a block of the KV pool.",
     "force_store": "Accept a store on a network filesystem, or one that others could change.",
 }
 """Meaning of settings without a flag."""
