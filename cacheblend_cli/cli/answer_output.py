@@ -12,6 +12,7 @@ from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.units import counted, format_latency, format_size
 from cacheblend_cli.client import lost
 from cacheblend_cli.errors import ExitCode
+from cacheblend_cli.types import CompletedAnswer, Notes, Piece
 
 _MOST_SOURCES = 3
 _MODE_NAMES = {"blend": "blended", "reuse": "plain reuse"}
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
         AskOptions,
         AskPlan,
         ChunkUse,
-        CompletedAnswer,
-        Notes,
-        Piece,
         TokenUse,
         Verification,
     )
