@@ -12,14 +12,20 @@ from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.units import counted, format_latency, format_size
 from cacheblend_cli.client import lost
 from cacheblend_cli.errors import ExitCode
-from cacheblend_cli.types import CompletedAnswer, Notes
-
-if TYPE_CHECKING:
-    from cacheblend_cli.types import Answer, AskOptions, AskPlan, ChunkUse, Piece, TokenUse, Verification
+from cacheblend_cli.types import CompletedAnswer, Notes, Piece
 
 _MOST_SOURCES = 3
 _MODE_NAMES = {"blend": "blended", "reuse": "plain reuse"}
 _FEW_TOKENS = 16  # do not report the speed of fewer decoded tokens: it includes the start
+if TYPE_CHECKING:
+    from cacheblend_cli.types import (
+        Answer,
+        AskOptions,
+        AskPlan,
+        ChunkUse,
+        TokenUse,
+        Verification,
+    )
 
 
 class AnswerStream:
