@@ -57,8 +57,8 @@ class _Commands(typer.core.TyperGroup):
         match args:
             case ["help", *words]:
                 args = [*words, "--help"]
-            case ["version"]:
-                args = ["--version"]
+            case ["version", *words]:
+                args = ["--version", *words]
         return super().parse_args(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:

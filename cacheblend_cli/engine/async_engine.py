@@ -152,11 +152,23 @@ class AsyncEngine:
             try:
                 for state, event in self._core.step():
                     self._emit(state, event)
-            except Exception:
+            except Exception as error:
                 logger.exception("a step of the engine failed")
+                self._fail_all(error)
             self._step_began = None
             with self._changed:
                 self._stats = self._snapshot()
+
+    def _fail_all(self, error: Exception) -> None:
+        """End all requests with the error of a whole step: what it left of their KV is unknown."""
+        states = [state for state in self._core.scheduler.states if state.parent is None]
+        self._core.drop_all()
+        for state, event in self._core.flush():  # of earlier parts of the step
+            self._emit(state, event)
+        for state in states:
+            if state in self._listeners:
+                self._core.counts.failed += 1
+                self._emit(state, Failed(error))
 
     def _wait(self) -> bool:
         """Wait for work. Returns False when the engine is closed."""

@@ -9,6 +9,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
+from threading import Lock
 from typing import Self
 
 import torch
@@ -93,7 +94,7 @@ class StoredLoader(KVLoader):
         self._copies_of: list[dict[tuple[int, ...], Copy]] = []
         self._free: SimpleQueue[int | None] = SimpleQueue()  # buffers not held by a worker; None: stop
         self._running: list[Future[None]] = []
-        self._reading = ExitStack()
+        self._reading, self._readers, self._leaving = ExitStack(), 0, Lock()  # workers that still read
         self.num_bytes = stored.num_bytes
 
     @property
@@ -117,7 +118,8 @@ class StoredLoader(KVLoader):
             raise
         for buffer in range(num_buffers):
             self._free.put(buffer)
-        self._running = self._workers.start(partial(self._work, reader), num_batches)
+        self._readers = min(self._workers.count, num_batches)
+        self._running = self._workers.start(partial(self._work, reader), self._readers)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -126,7 +128,6 @@ class StoredLoader(KVLoader):
             self._free.put(None)
         for running in self._running:
             running.result()
-        self._reading.close()
         self._transfer.close()
         self._rows, self._copies_of = [], []  # a loader outlives the load because of its figures: drop the tables
 
@@ -147,6 +148,17 @@ class StoredLoader(KVLoader):
                 self._load(reader, *part, buffer)
         except BaseException as error:
             self._queue.stop(error)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """The last worker closes the snapshot: the computing thread may need the store without an open one before the
+        prompt ends, to open it again where its file was replaced."""
+        with self._leaving:
+            self._readers -= 1
+            is_last = not self._readers
+        if is_last:
+            self._reading.close()
 
     def _load(self, reader: ChunkReader, layer: int, which: int, buffer: int) -> None:
         batch = self._batches[which][self._shapes[layer]]
@@ -163,24 +175,26 @@ class StoredLoader(KVLoader):
         self._free.put(buffer)
 
     def _copies(self, reader: ChunkReader, batch: dict[tuple[int, ...], KVBatch]) -> dict[tuple[int, ...], Copy]:
-        """Return the functions that copy a batch, by the shape of a layer. Made beforehand by the computing thread:
-        workers would keep the GIL from it for the look-ups."""
+        """Return the functions that copy a batch, by the shape of a layer, except where a chunk's place cannot be read.
+        Made beforehand by the computing thread: workers would keep the GIL from it for the look-ups."""
         layers: dict[tuple[int, ...], list[int]] = {}
         for layer, shape in enumerate(self._shapes):
             layers.setdefault(shape, []).append(layer)
-        return {
-            shape: reader.copies(self._manifests(of_shape), layers[shape], of_shape.places)
-            for shape, of_shape in batch.items()
-        }
+        copies = dict[tuple[int, ...], Copy]()
+        for shape, of_shape in batch.items():
+            with suppress(StoreError):  # of a chunk that `_copy` finds
+                copies[shape] = reader.copies(self._manifests(of_shape), layers[shape], of_shape.places)
+        return copies
 
     def _manifests(self, batch: KVBatch) -> Sequence[ChunkManifest]:
         return self._stored.manifests[batch.first : batch.first + len(batch.spans)]
 
     def _copy(self, reader: ChunkReader, layer: int, which: int, memory: memoryview) -> None:
-        batch = self._batches[which][self._shapes[layer]]
+        batch, copy = self._batches[which][self._shapes[layer]], self._copies_of[which].get(self._shapes[layer])
         with suppress(StoreError):  # one by one, the loop below finds the chunk
-            self._copies_of[which][self._shapes[layer]](layer, memory)
-            return
+            if copy is not None:
+                copy(layer, memory)
+                return
         for index, (manifest, places) in enumerate(zip(self._manifests(batch), batch.places, strict=True)):
             try:
                 reader.copies([manifest], [layer], [places])(layer, memory)

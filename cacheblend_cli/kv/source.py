@@ -36,7 +36,7 @@ class KVSource(Protocol):
     """A source of stored KV. `ChunkStore` is one."""
 
     def read(self) -> AbstractContextManager[ChunkReader]:
-        """Return a reader, opened and closed by the calling thread."""
+        """Return a reader. Another thread may close it than the one that opened it."""
         ...
 
 

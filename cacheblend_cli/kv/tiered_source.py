@@ -95,8 +95,11 @@ class TieredSource:
             start, _ = chunk.layout.span(chunk.groups[number])
             return head.layer(layer, data[chunk.layout.layer(layer, start)])
         except BadBlob as error:
-            self.lost.add(key)
-            self._tier.refuse(key, error)
+            with self._lock:  # several layers may be read at once, and one again
+                is_new = key not in self.lost
+                self.lost.add(key)
+            if is_new:
+                self._tier.refuse(key, error)
             raise
         except StoreError:
             self._give_up(key)

@@ -155,7 +155,7 @@ class ChunkStore:
 
     @contextmanager
     def read(self) -> Iterator[StoreReader]:
-        """Open a read transaction. The reader belongs to the thread that opened it."""
+        """Open a read transaction. Its reader is for one thread at a time, see `StoreReader`."""
         with self._environment().reading() as pages:
             yield StoreReader(pages)
 

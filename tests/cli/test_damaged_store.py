@@ -62,7 +62,7 @@ class Asking:
         """(exit code, all that is said of the answer but the times, stderr)."""
         code, out, err = command(
             "ask", QUESTION, "--chunks", ",".join(self._ids), "--store", str(path), "--max-tokens", "12", "--ratio", "0.1",
-            "--threads", "1", "--dtype", DTYPE, "--logprobs", "2", "--ids", "--json", *flags,
+            "--dtype", DTYPE, "--logprobs", "2", "--ids", "--json", *flags,
         )  # fmt: skip
         said = json.loads(out) if code == 0 else {}
         return code, {name: value for name, value in said.items() if name not in OF_A_RUN}, err

@@ -76,6 +76,7 @@ def test_help_and_version_are_words_too(cli: Cli) -> None:
         (["help", "ask"], ["ask", "--help"]),
         (["help", "chunks", "ls"], ["chunks", "ls", "--help"]),
         (["version"], ["--version"]),
+        (["version", "--jsn"], ["--version", "--jsn"]),
     ):
         assert cli(*words) == cli(*flags)
     assert cli("help", "serach").code == 2

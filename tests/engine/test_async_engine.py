@@ -164,6 +164,25 @@ def test_a_listener_that_fails_cancels_its_job_alone(stored: StoredEngine, servi
     assert good.done().answers
 
 
+def test_the_requests_of_a_step_that_fails_end_and_later_ones_are_answered(
+    stored: StoredEngine, service: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = submit(service, stored.request())[0].done().answers[0].text
+
+    def fail(step: object) -> None:
+        raise MemoryError("planted")
+
+    with monkeypatch.context() as planted:
+        planted.setattr(service._core._executor, "run", fail)
+        listeners = [submit(service, stored.request())[0] for _ in range(2)]
+        for listener in listeners:
+            last = listener.last.result(WAIT_S)
+            assert isinstance(last, Failed)
+            assert "planted" in str(last.error)
+    assert submit(service, stored.request())[0].done().answers[0].text == expected
+    assert service.stats().running == 0
+
+
 def test_work_runs_in_the_engines_thread(stored: StoredEngine, service: AsyncEngine) -> None:
     thread = service.between_steps(lambda runtime: threading.current_thread().name).result(WAIT_S)
     assert thread == "cacheblend-engine"

@@ -85,7 +85,7 @@ def test_a_fault_of_one_answer_ends_no_other(stored: StoredEngine, plant: Callab
 
 
 class Elsewhere(OwnDecoder):
-    """A second decoder, which takes the second request. where: "takes" or "decode", which fails."""
+    """A second decoder, which takes the second request. where: "takes", "batches" or "decode", which fails."""
 
     def __init__(self, core: EngineCore, where: str) -> None:
         super().__init__(core._runtime.decoder, core.worker)
@@ -98,7 +98,7 @@ class Elsewhere(OwnDecoder):
         return True
 
 
-@pytest.mark.parametrize("where", ["takes", "decode"])
+@pytest.mark.parametrize("where", ["takes", "batches", "decode"])
 def test_a_fault_of_a_hand_over_or_of_another_decoder_ends_no_other(stored: StoredEngine, where: str) -> None:
     driver, listeners = three_at_once(stored, BATCH)
     driver.run()

@@ -19,6 +19,7 @@ from checkpoints import WORDS, write_checkpoint
 from fake_gpu import installed
 from hypothesis import given
 from hypothesis import strategies as st
+from page_map import pages_by_level
 
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.config import EngineConfig
@@ -27,7 +28,7 @@ from cacheblend_cli.engine.measured_prefill import Prefilled, prefill
 from cacheblend_cli.engine.request.resolve import resolve
 from cacheblend_cli.kv import loader
 from cacheblend_cli.kv.load_queue import Workers
-from cacheblend_cli.kv.loader import make_loader
+from cacheblend_cli.kv.loader import StoredLoader, make_loader
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.stored_prompt import KVBatch, StoredPrompt, StoredSpan, batches_of, row_chunks_of
 from cacheblend_cli.kv.transfer import CudaTransfer, HostTransfer
@@ -201,6 +202,53 @@ def test_a_damaged_blob_on_the_way_is_computed(tmp_path: Path, staged: list[Lazy
     assert any("digest" in note for note in found.request.notes)
     assert [s.status for s in found.plan.chunks][2] == "computed"
     torch.testing.assert_close(found.result.logits, good.result.logits)
+
+
+def test_chunks_below_a_damaged_page_are_computed(tmp_path: Path, staged: list[LazyTransfer]) -> None:
+    stored = Stored(tmp_path, "auto")
+    stored.store.close()
+    path = tmp_path / "store" / "data.mdb"
+    levels, page_size = pages_by_level(path, "blobs")
+    content = bytearray(path.read_bytes())
+    for pgno in levels[-1]:
+        content[pgno * page_size : (pgno + 1) * page_size] = bytes(page_size)
+    path.write_bytes(content)
+    stored.store = ChunkStore.open(tmp_path / "store", mode="read")
+    found = stored.prefill(stored.keys[:4])
+    assert [s.status for s in found.plan.chunks] == ["computed"] * 4
+    assert sum("damaged" in note for note in found.request.notes) >= 4
+
+
+def test_the_snapshot_is_closed_once_all_is_read(tmp_path: Path) -> None:
+    """Its file may be replaced while the prompt is computed, and is opened again when no snapshot is open."""
+    stored = Stored(tmp_path, "auto")
+    plan, decoder = stored.prefill(stored.keys[:4]).plan, stored.engine.model.decoder
+    pool = KVPool.of(decoder, -(-plan.num_tokens // 16), 16)
+    with make_loader(decoder, stored.store, pool.new_sequence(plan.num_tokens), plan) as made:
+        assert isinstance(made, StoredLoader)
+        for layer in range(decoder.spec.num_kv_layers):
+            made.wait(layer)
+        for running in made._running:
+            running.result()
+        assert stored.store._environment().transactions == 0
+
+
+@pytest.mark.parametrize("where", ["open", "memory", "send"])
+def test_a_fault_while_loading_is_raised_and_leaves_nothing_open(
+    tmp_path: Path, staged: list[LazyTransfer], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    stored = Stored(tmp_path, "auto")
+    good = stored.prefill(stored.keys[:4])
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as planted:
+        planted.setattr(LazyTransfer, where, fail)
+        with pytest.raises(MemoryError):
+            stored.prefill(stored.keys[:4])
+    assert stored.store._environment().transactions == 0
+    assert torch.equal(stored.prefill(stored.keys[:4]).result.logits, good.result.logits)
 
 
 @pytest.mark.parametrize("codec", CODECS)

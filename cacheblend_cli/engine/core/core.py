@@ -118,10 +118,13 @@ class EngineCore:
         self._outputs.flush()
         return self._outputs.take_events()
 
-    def close(self) -> None:
-        """Drop all requests and give back their blocks."""
+    def drop_all(self) -> None:
+        """Drop all requests, without an event, and give back their blocks."""
         for state in list(self.scheduler.states):
             self._outputs.drop(state)
+
+    def close(self) -> None:
+        self.drop_all()
         self.worker.close()
 
 

@@ -105,7 +105,12 @@ class Executor:
             except Exception as error:
                 output.failed.append((sequence, error))
         for backend, sequences in decoding.items():
-            for batch in backend.batches(sequences):
+            try:
+                batches = backend.batches(sequences)
+            except Exception as error:
+                output.failed += [(sequence, error) for sequence in sequences]
+                continue
+            for batch in batches:
                 try:
                     out = backend.decode(batch, step.pending)
                 except Exception as error:

@@ -255,9 +255,7 @@ class OutputProcessor:
         sequence.release(SequenceStatus.FINISHED)
         if any(state.unfinished):
             return
-        if (
-            state.parent is None and state.num_started < state.num_answers
-        ):  # the next wave: its prompt is computed again
+        if state.parent is None and state.num_started < state.num_answers:  # the next wave computes its prompt again
             state.sequences.append(Sequence(state, state.num_started))
             return
         outputs = [s.output for s in state.sequences if s.output is not None]
@@ -305,19 +303,15 @@ class OutputProcessor:
 
     def _conclude_next(self) -> None:
         """Do the next piece of a hook's work for the first complete request. After the last one it is done."""
-        state, answers, pieces = self._concluding[0]
+        state, answers, pieces = self._concluding.popleft()
         try:
-            if not state.cancelled:
-                next(pieces)
+            if not state.cancelled and next(pieces, "end") is None:
+                self._concluding.appendleft((state, answers, pieces))
                 return
-        except StopIteration:
-            pass
         except Exception as error:
-            self._concluding.popleft()
             self._emit_failed(state, error)
-            return
-        self._concluding.popleft()
-        self._emit_done(state, answers, None)
+        else:
+            self._emit_done(state, answers, None)
 
     def _emit_done(self, state: RequestState, answers: list[Answer], early: Early | None) -> None:
         if early is None:

@@ -16,7 +16,7 @@ from cacheblend_cli.types import Answer
 
 
 def admit(runtime: Runtime, request: Request) -> tuple[Request, Hook | None]:
-    return request, None if request.store is None or request.blend.mode == "full" else KeptChunks(request.store)
+    return request, None if request.store is None else KeptChunks(request.store)
 
 
 class KeptChunks(Hook):
@@ -31,6 +31,8 @@ class KeptChunks(Hook):
 
     def on_done(self, report: PrefillReport, answers: Sequence[Answer], emit: OnEvent) -> Iterator[None] | None:
         request = report.request
+        if request.blend.mode == "full":  # it reused nothing
+            return None
         if request.tiered is not None and self._store.tier is not None:
             from cacheblend_cli.engine.request.tiered import remember_speed
 

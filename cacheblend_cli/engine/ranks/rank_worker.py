@@ -64,13 +64,7 @@ class Follower:
     def _do(self, message: RankMessage) -> None:
         match message:
             case LoadModel(model, path, config):
-                try:
-                    loaded = load_part(Path(path), path, config, self._ranks)
-                    self._models[model] = loaded.decoder, config
-                except OtherRankFailed:
-                    pass
-                except CacheBlendError as error:
-                    _write(self._ranks.rank, error)
+                self._load(model, path, config)
             case Calibrate(model, prefix_ids):
                 decoder, config = self._models[model]
                 decoder.kv_scales = calibrate(decoder, prefix_ids, config.block_size)
@@ -97,6 +91,14 @@ class Follower:
                     self._memories.pop(number, None)
             case NewPlace() | CollectPieces():
                 self._places.do(self._models[message.model][0], message)
+
+    def _load(self, model: int, path: str, config: EngineConfig) -> None:
+        try:
+            self._models[model] = load_part(Path(path), path, config, self._ranks).decoder, config
+        except OtherRankFailed:
+            pass
+        except CacheBlendError as error:
+            _write(self._ranks.rank, error)
 
     def _begin(self, worker: int, given: PrefillInput, folder: str) -> None:
         store = None
