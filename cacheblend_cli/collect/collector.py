@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
 
-from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
+from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, StoreReader
 from cacheblend_store.format.blobs import FINER
 from cacheblend_store.format.codecs import decode_kv, view_kv
 from cacheblend_store.format.records import encode_manifest
@@ -220,16 +220,15 @@ def _layers(store: ChunkStore, key: bytes, planned: PlannedChunk) -> list[tuple[
         if manifest is None or not manifest.has_kv or manifest.token_ids != planned.chunk.token_ids:
             return None
         try:
-            return [
-                decode_kv(
-                    view_kv(reader.layer(manifest, layer), manifest.codec, manifest.num_tokens, *shape),
-                    manifest.codec,
-                    manifest.v_head_dim,
-                )
-                for layer, shape in enumerate(manifest.shapes)
-            ]
+            return [stored_kv(reader, manifest, layer) for layer in range(manifest.num_layers)]
         except BadBlob:
             return None
+
+
+def stored_kv(reader: StoreReader, manifest: ChunkManifest, layer: int) -> tuple[Tensor, Tensor]:
+    """Return stored K and V of a layer in fp32. Raises BadBlob."""
+    codec, data = manifest.codec, reader.layer(manifest, layer)
+    return decode_kv(view_kv(data, codec, manifest.num_tokens, *manifest.shapes[layer]), codec, manifest.v_head_dim)
 
 
 def prefix_chunk(collection: Collection) -> PlannedChunk:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
-from cacheblend_store.format.codecs import CODECS, coded, decode_kv, view_kv
+from cacheblend_store.format.codecs import CODECS, coded, decode_kv
 from torch import Tensor
 
-from cacheblend_cli.collect.collector import Collector, planned_of
+from cacheblend_cli.collect.collector import Collector, planned_of, stored_kv
 from cacheblend_cli.collect.prefill import ChunkKV
 from cacheblend_cli.prompt.collection import Collection
 
@@ -100,11 +100,7 @@ def _compare(store: ChunkStore, manifest: ChunkManifest, fresh: ChunkKV, noise: 
     for layer, (k, v) in enumerate(zip(fresh.k, fresh.v, strict=True)):
         computed = k.cpu(), v.cpu()
         with store.read() as reader:
-            stored = decode_kv(
-                view_kv(reader.layer(manifest, layer), manifest.codec, manifest.num_tokens, *manifest.shapes[layer]),
-                manifest.codec,
-                manifest.v_head_dim,
-            )
+            stored = stored_kv(reader, manifest, layer)
         again = decode_kv(coded(*computed, manifest.codec), manifest.codec, manifest.v_head_dim)
         for part, was, now, through in zip("kv", stored, computed, again, strict=True):
             now = now.float()

@@ -103,8 +103,7 @@ class SourceSettings:
     @property
     def paths(self) -> list[str]:
         """Sorted paths that were given for this model."""
-        own = {r.path for r in self._known if r.model == self._model and not is_stdin(r.path)}
-        return sorted(own)
+        return sorted({r.path for r in self._known if r.model == self._model and not is_stdin(r.path)})
 
     def nearest(self, name: str) -> DocumentRoot | None:
         """Return the nearest root at or above a document or root."""
@@ -126,11 +125,11 @@ class SourceSettings:
         looked_at = set(paths)
         own = [r for r in self._known if r.model == self._model]
         lost = {name for r in own if r.path in looked_at for name in r.linked} - kept
-        return {
-            name
-            for name in lost
-            if not any(is_within(name, r.path) or (name in r.linked and r.path not in looked_at) for r in own)
-        }
+
+        def is_reached(name: str) -> bool:
+            return any(is_within(name, r.path) or (name in r.linked and r.path not in looked_at) for r in own)
+
+        return {name for name in lost if not is_reached(name)}
 
     def remember(
         self, store: ChunkStore, roots: Iterable[DocumentRoot], given: Mapping[str, Any], *, done: bool
@@ -149,11 +148,8 @@ class SourceSettings:
                 linked = root.linked if done else root.linked | old.linked
                 root = replace(root, linked=linked, projects=root.projects | old.projects)
                 root = replace(root, collections=root.collections | old.collections)
-            inherits = above is not None and (above.model, above.settings, above.selection) == (
-                self._model,
-                root.settings,
-                root.selection,
-            )
+            wants = self._model, root.settings, root.selection
+            inherits = above is not None and (above.model, above.settings, above.selection) == wants
             if old is not None or root.linked or root.projects or root.collections or not inherits:
                 after[path] = replace(root, updated=now)
             for below in known.values():
