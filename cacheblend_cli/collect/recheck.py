@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
-from cacheblend_store.format.codecs import CODECS, coded, decode_kv
+from cacheblend_store.format.blobs import CODECS
+from cacheblend_store.format.codecs import coded, decode_kv
 from torch import Tensor
 
 from cacheblend_cli.collect.collector import Collector, planned_of, stored_kv

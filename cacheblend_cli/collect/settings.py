@@ -12,7 +12,7 @@ from msgspec import convert, to_builtins
 
 from cacheblend_cli.corpus.places import is_below, is_stdin, is_within
 from cacheblend_cli.corpus.scopes import ROOTS
-from cacheblend_cli.corpus.search import check_context
+from cacheblend_cli.corpus.search import CONTEXTS
 from cacheblend_cli.corpus.walk import ALL, Selection
 from cacheblend_cli.errors import UsageError, check_known
 from cacheblend_cli.prompt.collection import Collection
@@ -31,7 +31,7 @@ class CollectSettings:
     overlap: int = 0  # maximum tokens of the preceding text that a chunk repeats
 
     def __post_init__(self) -> None:
-        check_context(self.context)
+        check_known("context", self.context, CONTEXTS)
         if self.chunk_tokens < 1:
             raise UsageError(f"--chunk-tokens {self.chunk_tokens} is not 1 or more", "512 is the default")
         if not 0 <= self.overlap <= self.chunk_tokens // 2:
