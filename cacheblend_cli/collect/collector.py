@@ -116,11 +116,9 @@ class Collector:
                 yield CollectedChunk(key, status, how)
 
     def put(self, planned: PlannedChunk, kv: ChunkKV) -> None:
-        """Encode and commit the KV of one chunk."""
         self._store.put_chunks([self._whole(planned, kv)], self._keep)
 
     def put_blobs(self, planned: PlannedChunk, blobs: Sequence[bytes]) -> None:
-        """Commit the encoded KV of one chunk, a blob per layer."""
         self._store.put_chunks([(chunk_manifest(self.collection, planned), blobs)], self._keep)
 
     def store_texts(self, chunks: Sequence[PlannedChunk]) -> None:
@@ -267,7 +265,6 @@ def chunk_manifest(collection: Collection, planned: PlannedChunk) -> ChunkManife
 
 
 def planned_of(manifest: ChunkManifest) -> PlannedChunk:
-    """Return the chunk of a manifest."""
     chunk = Chunk(manifest.index, manifest.text, manifest.token_ids, *manifest.span)
     return PlannedChunk(manifest.key, manifest.source, chunk, manifest.left_context_ids, manifest.context)
 

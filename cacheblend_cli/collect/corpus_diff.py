@@ -84,7 +84,6 @@ class CorpusDiff:
         return names - current - ending - self.digests.keys()
 
     def versions(self, name: str) -> list[StoredDocument]:
-        """Return all records of a document."""
         return self._by_name.get(name, [])
 
     def replaced(self, name: str, collection: Collection, context: str) -> list[StoredDocument]:

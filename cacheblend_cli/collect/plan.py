@@ -66,7 +66,6 @@ class Part:
             yield from document.sizes
 
     def stored_bytes(self, size: ChunkSize) -> int:
-        """Return the blob bytes of a chunk."""
         return self.collection.stored_bytes(size.num_tokens)
 
 

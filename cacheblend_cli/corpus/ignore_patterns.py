@@ -74,14 +74,12 @@ class IgnorePatterns:
 
     @classmethod
     def of_text(cls, text: str) -> IgnorePatterns:
-        """Return the patterns of an ignore file."""
         return cls(line.removesuffix("\r") for line in text.removeprefix("\ufeff").split("\n"))
 
     def __bool__(self) -> bool:
         return bool(self._includes)
 
     def within(self, folder: Folder, name: str) -> Folder:
-        """Return a subfolder."""
         return Folder(f"{folder.path}{name}/", self._advance(folder.state, f"{name}/"))
 
     def verdict(self, folder: Folder, name: str, *, is_folder: bool) -> bool | None:
@@ -183,7 +181,6 @@ class _Automaton:
         self.start = self._with_skipped(self._bits(self._starts))
 
     def step(self, state: int, c: str) -> int:
-        """Return the states after a character."""
         mask = self._masks.get(c)
         if mask is None:
             mask = self._mask(c)

@@ -151,7 +151,6 @@ def describe(spec: ModelSpec, dtype: torch.dtype, weight_dtype: str) -> dict[str
 
 
 def cpu_name() -> str:
-    """Return the CPU's model name."""
     return next((s.split(":")[1].strip() for s in _cpu_info() if s.startswith("model name")), platform.machine())
 
 

@@ -81,7 +81,6 @@ def giving(attended: Tensor) -> Iterator[None]:
 
 
 def register() -> None:
-    """Register our functions with transformers."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

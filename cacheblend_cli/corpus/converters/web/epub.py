@@ -79,7 +79,6 @@ class _Book:
         yield from sorted(name for name in self._package.names if name.endswith(".opf"))
 
     def _encrypted_parts(self) -> frozenset[str]:
-        """Return the lower-case names of the encrypted parts, without fonts."""
         try:
             elements = list(self._package.xml(_ENCRYPTION).iter("EncryptedData"))
         except DamagedPart:
