@@ -4,13 +4,13 @@ correct."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
 from cacheblend_store.format.blobs import CODECS
 from cacheblend_store.format.codecs import coded, decode_kv
+from cacheblend_store.upkeep import Progress
 from torch import Tensor
 
 from cacheblend_cli.collect.collector import Collector, planned_of, stored_kv
@@ -50,12 +50,7 @@ class RecheckReport:
 
 
 def recheck(
-    collection: Collection,
-    store: ChunkStore,
-    count: int,
-    *,
-    repair: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    collection: Collection, store: ChunkStore, count: int, *, repair: bool = False, progress: Progress | None = None
 ) -> RecheckReport:
     """Compute `count` random chunks of this model again and compare each token of each layer with the stored KV.
 

@@ -99,8 +99,7 @@ def check_finite(excess: Sequence[float], codec: str) -> None:
     for value in excess:
         if value and codec in PLAIN:
             raise CodecError(
-                f"the KV has values up to {value:.3g}, which {codec} cannot hold",
-                "use --kv-dtype bfloat16 or float32",
+                f"the KV has values up to {value:.3g}, which {codec} cannot hold", "use --kv-dtype bfloat16 or float32"
             )
         if value:
             raise CodecError(
