@@ -17,7 +17,8 @@ from typing import Any, cast
 import torch
 from cacheblend_kernels import select_backend
 from cacheblend_store import ChunkManifest, ChunkStore, KeyParts, chunk_key, collection_id
-from cacheblend_store.format.codecs import CODECS, encode_kv, is_lossless
+from cacheblend_store.format.blobs import CODECS
+from cacheblend_store.format.codecs import encode_kv, is_lossless
 from cacheblend_store.lmdb_file.datafile import DATA
 from machine import ROOT, write_checkpoint
 from torch import Tensor

@@ -16,7 +16,7 @@ from cacheblend_cli.cli import options
 from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.output import Output, show_table
 from cacheblend_cli.cli.stores import open_store
-from cacheblend_cli.errors import UsageError
+from cacheblend_cli.errors import UsageError, check_known
 from cacheblend_cli.evaluation.plot import check_plot
 from cacheblend_cli.evaluation.plot import plot as draw
 from cacheblend_cli.settings import Settings, grouped, resolve
@@ -135,14 +135,14 @@ def _grid(
     own: BlendParams,
 ) -> list[Setting]:
     """Return the settings to compare. own: blending at the ratio of --ratio model. Raises UsageError."""
-    from cacheblend_cli.corpus.search import check_context
+    from cacheblend_cli.corpus.search import CONTEXTS
     from cacheblend_cli.evaluation.settings import grid
     from cacheblend_cli.types.blend import parse_selector
 
     for name in selectors or ():
         parse_selector(name)
     for name in contexts or ():
-        check_context(name)
+        check_known("context", name, CONTEXTS)
     return grid(
         replace(own, mode="blend", ratio=settings.ratio_floor, checks=(), max_risk=None),
         modes=modes or ("blend", "full", "reuse"),

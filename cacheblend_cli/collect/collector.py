@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
 
-from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
+from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, StoreReader
 from cacheblend_store.format.blobs import FINER
 from cacheblend_store.format.codecs import decode_kv, view_kv
 from cacheblend_store.format.records import encode_manifest
@@ -116,11 +116,9 @@ class Collector:
                 yield CollectedChunk(key, status, how)
 
     def put(self, planned: PlannedChunk, kv: ChunkKV) -> None:
-        """Encode and commit the KV of one chunk."""
         self._store.put_chunks([self._whole(planned, kv)], self._keep)
 
     def put_blobs(self, planned: PlannedChunk, blobs: Sequence[bytes]) -> None:
-        """Commit the encoded KV of one chunk, a blob per layer."""
         self._store.put_chunks([(chunk_manifest(self.collection, planned), blobs)], self._keep)
 
     def store_texts(self, chunks: Sequence[PlannedChunk]) -> None:
@@ -220,16 +218,15 @@ def _layers(store: ChunkStore, key: bytes, planned: PlannedChunk) -> list[tuple[
         if manifest is None or not manifest.has_kv or manifest.token_ids != planned.chunk.token_ids:
             return None
         try:
-            return [
-                decode_kv(
-                    view_kv(reader.layer(manifest, layer), manifest.codec, manifest.num_tokens, *shape),
-                    manifest.codec,
-                    manifest.v_head_dim,
-                )
-                for layer, shape in enumerate(manifest.shapes)
-            ]
+            return [stored_kv(reader, manifest, layer) for layer in range(manifest.num_layers)]
         except BadBlob:
             return None
+
+
+def stored_kv(reader: StoreReader, manifest: ChunkManifest, layer: int) -> tuple[Tensor, Tensor]:
+    """Return stored K and V of a layer in fp32. Raises BadBlob."""
+    codec, data = manifest.codec, reader.layer(manifest, layer)
+    return decode_kv(view_kv(data, codec, manifest.num_tokens, *manifest.shapes[layer]), codec, manifest.v_head_dim)
 
 
 def prefix_chunk(collection: Collection) -> PlannedChunk:
@@ -268,7 +265,6 @@ def chunk_manifest(collection: Collection, planned: PlannedChunk) -> ChunkManife
 
 
 def planned_of(manifest: ChunkManifest) -> PlannedChunk:
-    """Return the chunk of a manifest."""
     chunk = Chunk(manifest.index, manifest.text, manifest.token_ids, *manifest.span)
     return PlannedChunk(manifest.key, manifest.source, chunk, manifest.left_context_ids, manifest.context)
 

@@ -57,8 +57,7 @@ class CorpusDiff:
     earlier: dict[str, date | None]
     source_settings: SourceSettings  # remembered by the store
     selections: dict[str, Selection]  # name of each given path -> which files below it to read
-    conversions: Conversions  # cache of converted files
-    name: str = ""  # name for the paths, to use with --collection
+    given: Paths
 
     @cached_property
     def linked(self) -> dict[str, set[str]]:
@@ -85,20 +84,12 @@ class CorpusDiff:
         return names - current - ending - self.digests.keys()
 
     def versions(self, name: str) -> list[StoredDocument]:
-        """Return all records of a document."""
         return self._by_name.get(name, [])
 
     def replaced(self, name: str, collection: Collection, context: str) -> list[StoredDocument]:
         """Return a document's records in a codec and context, including an earlier date or version of cacheblend."""
-        return [
-            r
-            for r in self.versions(name)
-            if r.context == context
-            and (
-                r.collection == collection.id
-                or (r.collection in self.earlier and self.codecs[r.collection] == collection.codec)
-            )
-        ]
+        alike = {collection.id, *(id for id in self.earlier if self.codecs[id] == collection.codec)}
+        return [r for r in self.versions(name) if r.context == context and r.collection in alike]
 
     def is_outdated(self, record: StoredDocument | DocumentRecord) -> bool:
         """Return whether the document has changed, or its record has an earlier date."""
@@ -128,22 +119,13 @@ class CorpusDiff:
                 return found
         return CollectSettings()
 
-    def given_roots(self, given: Mapping[str, Any]) -> list[DocumentRoot]:
-        """Return the roots to remember for the given paths. given: settings from the command line, by name."""
-        of = self.collection
-        return [
-            DocumentRoot(
-                path,
-                of.model.fingerprint,
-                of.salt_digest,
-                replace(self.settings_of(path, path), **given),
-                frozenset(self.linked.get(path, ())),
-                frozenset(filter(None, [project])),
-                selection=self.selections[path],
-                collections=frozenset(filter(None, [self.name])),
-            )
-            for path, project in self.paths.items()
-        ]
+    def given_roots(self, given: Mapping[str, Any]) -> Iterator[DocumentRoot]:
+        """Yield the roots to remember for the given paths. given: settings from the command line, by name."""
+        of, names = self.collection, frozenset(filter(None, [self.given.collection]))
+        for path, project in self.paths.items():
+            settings, linked = replace(self.settings_of(path, path), **given), frozenset(self.linked.get(path, ()))
+            about = path, of.model.fingerprint, of.salt_digest, settings, linked, frozenset(filter(None, [project]))
+            yield DocumentRoot(*about, selection=self.selections[path], collections=names)
 
 
 def diff_corpus(
@@ -201,19 +183,7 @@ def diff_corpus(
     gone = gone_documents(records, digests, no_documents, names)
     gone |= gone_documents(stored, digests, no_documents | unlinked, names)
     return CorpusDiff(
-        collection,
-        names,
-        documents,
-        digests,
-        stored,
-        gone,
-        codecs,
-        worded,
-        earlier,
-        source_settings,
-        selections,
-        paths.conversions,
-        paths.collection,
+        collection, names, documents, digests, stored, gone, codecs, worded, earlier, source_settings, selections, paths
     )
 
 

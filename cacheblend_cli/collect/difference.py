@@ -149,20 +149,10 @@ class _Comparison:
 
 def _changes(record: StoredDocument, diff: CorpusDiff, part: Part) -> list[tuple[str, str]]:
     """Return (flag as stored, flag now) for each setting that differs between a document's record and this run."""
-    was: dict[str, Any] = {
-        "overlap": 0,
-        "head": "",
-        **record.settings,
-        "context": record.context,
-        "kv_dtype": diff.codecs[record.collection],
-    }
-    now: dict[str, Any] = {
-        "overlap": 0,
-        "head": part.collection.template.wording.head,
-        **part.settings.of_record(),
-        "context": part.settings.context,
-        "kv_dtype": part.collection.codec,
-    }
+    unset: dict[str, Any] = {"overlap": 0, "head": ""}
+    was = {**unset, **record.settings, "context": record.context, "kv_dtype": diff.codecs[record.collection]}
+    now = unset | {"head": part.collection.template.wording.head, **part.settings.of_record()}
+    now |= {"context": part.settings.context, "kv_dtype": part.collection.codec}
     if record.collection in diff.earlier:
         if (day := diff.earlier[record.collection]) is not None:
             was["date"], now["date"] = day, part.collection.day

@@ -66,7 +66,6 @@ class Part:
             yield from document.sizes
 
     def stored_bytes(self, size: ChunkSize) -> int:
-        """Return the blob bytes of a chunk."""
         return self.collection.stored_bytes(size.num_tokens)
 
 
@@ -126,12 +125,11 @@ class Planner:
 
     def _plan_each(self, part: Part, files: Sequence[DocumentFile]) -> Iterator[PlannedDocument]:
         """Plan documents whose chunks do not depend on other documents, in batches."""
-        now, context = record_settings(part.collection, part.settings), part.settings.context
-        id = part.collection.id
+        now, id = record_settings(part.collection, part.settings), part.collection.id
         current = dict[str, list[bytes]]()
         waiting, count = list[DocumentFile](), 0
         for file in files:
-            record = self.diff.stored.get(document_key(id, file.source, context))
+            record = self.diff.stored.get(document_key(id, file.source, part.settings.context))
             is_stored = record is not None and is_current(record, file, now)
             if record is not None and is_stored and record.tokens is not None and not self._with_records:
                 if self._settle and record.file == file.state:
@@ -142,8 +140,8 @@ class Planner:
                     yield PlannedDocument(file, sizes, is_current=True)
                 continue
             if record is not None and is_stored:
-                current[file.source] = record.chunk_keys
-                count += len(current[file.source])
+                current[file.source] = keys = record.chunk_keys
+                count += len(keys)
             waiting.append(file)
             if count >= _READ_CHUNKS:
                 yield from self._plan_read(part, waiting, current)
@@ -203,15 +201,10 @@ class Planner:
                 sources = diff.digests.keys() | {r.source for r in diff.gone.values()}
                 others = [*passages, *stored_passages(part.collection, self._store, sources)]
             planned = plan_documents(part.collection, [found for _, found in own], part.settings, others)
-            part.documents.extend(
-                PlannedDocument(
-                    file,
-                    self._with_kv(part.collection, [self._size(part.collection, c) for c in chunks]),
-                    chunks,
-                    record_bytes=self._record_bytes(part, file, chunks),
-                )
-                for (file, _), (_, chunks) in zip(own, planned, strict=True)
-            )
+            for (file, _), (_, chunks) in zip(own, planned, strict=True):
+                sizes = self._with_kv(part.collection, [self._size(part.collection, c) for c in chunks])
+                num_bytes = self._record_bytes(part, file, chunks)
+                part.documents.append(PlannedDocument(file, sizes, chunks, record_bytes=num_bytes))
 
     def _size(self, collection: Collection, chunk: PlannedChunk) -> ChunkSize:
         num_bytes = record_bytes(collection, chunk) if self._with_records else 0
@@ -230,10 +223,9 @@ class Planner:
             record = document_record(part.collection, file, chunks, part.settings)
             return len(encode_document(replace(record, updated=_LONG_TIME)))
         assert self._store is not None
+        key = document_key(part.collection.id, file.source, part.settings.context)
         with self._store.read() as reader:
-            return len(
-                reader.get("documents", document_key(part.collection.id, file.source, part.settings.context)) or b""
-            )
+            return len(reader.get("documents", key) or b"")
 
     def _cut(self, file: DocumentFile, part: Part, on_cut: OnCut | None = None) -> tuple[Document, list[Chunk]] | None:
         """Read and cut a document.
@@ -249,7 +241,7 @@ class Planner:
         """Read a document, and return it with its chunks. Their iterator raises what `DocumentCutter.cut` does."""
         of, settings = part.collection, part.settings
         cut = CutSettings(settings.chunk_tokens, settings.overlap, of.template.wording.head)
-        document = file.read(self.diff.conversions)
+        document = file.read(self.diff.given.conversions)
 
         def cutting() -> Iterator[Chunk]:
             for chunk in cutter_of(of.model.tokenizer).cut(document, cut):

@@ -15,11 +15,7 @@ from cacheblend_store import ChunkStore
 from cacheblend_cli.collect.collector import Cluster
 from cacheblend_cli.collect.corpus_diff import CorpusDiff, Paths, diff_corpus
 from cacheblend_cli.collect.difference import Difference, compare, estimate_seconds
-from cacheblend_cli.collect.document_records import (
-    StoredDocument,
-    rename_documents,
-    stored_documents,
-)
+from cacheblend_cli.collect.document_records import StoredDocument, rename_documents, stored_documents
 from cacheblend_cli.collect.events import Incomplete, OnEvent, PrecomputeEvent, PrecomputeReport
 from cacheblend_cli.collect.plan import Part, Planner
 from cacheblend_cli.collect.prefill import pack_tokens

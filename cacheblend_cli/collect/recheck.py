@@ -4,15 +4,16 @@ correct."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
-from cacheblend_store.format.codecs import CODECS, coded, decode_kv, view_kv
+from cacheblend_store.format.blobs import CODECS
+from cacheblend_store.format.codecs import coded, decode_kv
+from cacheblend_store.upkeep import Progress
 from torch import Tensor
 
-from cacheblend_cli.collect.collector import Collector, planned_of
+from cacheblend_cli.collect.collector import Collector, planned_of, stored_kv
 from cacheblend_cli.collect.prefill import ChunkKV
 from cacheblend_cli.prompt.collection import Collection
 
@@ -49,12 +50,7 @@ class RecheckReport:
 
 
 def recheck(
-    collection: Collection,
-    store: ChunkStore,
-    count: int,
-    *,
-    repair: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    collection: Collection, store: ChunkStore, count: int, *, repair: bool = False, progress: Progress | None = None
 ) -> RecheckReport:
     """Compute `count` random chunks of this model again and compare each token of each layer with the stored KV.
 
@@ -100,11 +96,7 @@ def _compare(store: ChunkStore, manifest: ChunkManifest, fresh: ChunkKV, noise: 
     for layer, (k, v) in enumerate(zip(fresh.k, fresh.v, strict=True)):
         computed = k.cpu(), v.cpu()
         with store.read() as reader:
-            stored = decode_kv(
-                view_kv(reader.layer(manifest, layer), manifest.codec, manifest.num_tokens, *manifest.shapes[layer]),
-                manifest.codec,
-                manifest.v_head_dim,
-            )
+            stored = stored_kv(reader, manifest, layer)
         again = decode_kv(coded(*computed, manifest.codec), manifest.codec, manifest.v_head_dim)
         for part, was, now, through in zip("kv", stored, computed, again, strict=True):
             now = now.float()

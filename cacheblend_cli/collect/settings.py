@@ -12,7 +12,7 @@ from msgspec import convert, to_builtins
 
 from cacheblend_cli.corpus.places import is_below, is_stdin, is_within
 from cacheblend_cli.corpus.scopes import ROOTS
-from cacheblend_cli.corpus.search import check_context
+from cacheblend_cli.corpus.search import CONTEXTS
 from cacheblend_cli.corpus.walk import ALL, Selection
 from cacheblend_cli.errors import UsageError, check_known
 from cacheblend_cli.prompt.collection import Collection
@@ -31,7 +31,7 @@ class CollectSettings:
     overlap: int = 0  # maximum tokens of the preceding text that a chunk repeats
 
     def __post_init__(self) -> None:
-        check_context(self.context)
+        check_known("context", self.context, CONTEXTS)
         if self.chunk_tokens < 1:
             raise UsageError(f"--chunk-tokens {self.chunk_tokens} is not 1 or more", "512 is the default")
         if not 0 <= self.overlap <= self.chunk_tokens // 2:
@@ -103,8 +103,7 @@ class SourceSettings:
     @property
     def paths(self) -> list[str]:
         """Sorted paths that were given for this model."""
-        own = {r.path for r in self._known if r.model == self._model and not is_stdin(r.path)}
-        return sorted(own)
+        return sorted({r.path for r in self._known if r.model == self._model and not is_stdin(r.path)})
 
     def nearest(self, name: str) -> DocumentRoot | None:
         """Return the nearest root at or above a document or root."""
@@ -126,11 +125,11 @@ class SourceSettings:
         looked_at = set(paths)
         own = [r for r in self._known if r.model == self._model]
         lost = {name for r in own if r.path in looked_at for name in r.linked} - kept
-        return {
-            name
-            for name in lost
-            if not any(is_within(name, r.path) or (name in r.linked and r.path not in looked_at) for r in own)
-        }
+
+        def is_reached(name: str) -> bool:
+            return any(is_within(name, r.path) or (name in r.linked and r.path not in looked_at) for r in own)
+
+        return {name for name in lost if not is_reached(name)}
 
     def remember(
         self, store: ChunkStore, roots: Iterable[DocumentRoot], given: Mapping[str, Any], *, done: bool
@@ -149,11 +148,8 @@ class SourceSettings:
                 linked = root.linked if done else root.linked | old.linked
                 root = replace(root, linked=linked, projects=root.projects | old.projects)
                 root = replace(root, collections=root.collections | old.collections)
-            inherits = above is not None and (above.model, above.settings, above.selection) == (
-                self._model,
-                root.settings,
-                root.selection,
-            )
+            wants = self._model, root.settings, root.selection
+            inherits = above is not None and (above.model, above.settings, above.selection) == wants
             if old is not None or root.linked or root.projects or root.collections or not inherits:
                 after[path] = replace(root, updated=now)
             for below in known.values():

@@ -94,7 +94,6 @@ class PlanStorage:
         return Collector(part.collection, self._store, self._keep, with_prefix=with_prefix), _BATCH_TOKENS
 
     def _is_complete(self, planned: PlannedDocument) -> bool:
-        """Return whether all chunks that should have KV have it."""
         return all(size.has_kv or size.key not in self._room for size in planned.sizes)
 
     def _keep_document(self, part: Part, planned: PlannedDocument) -> None:

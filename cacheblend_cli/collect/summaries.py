@@ -34,7 +34,6 @@ class SummaryWriter:
 
 
 def split_keys(keys: bytes) -> list[bytes]:
-    """Split joined chunk keys."""
     return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
 
 

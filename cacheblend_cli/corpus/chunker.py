@@ -246,12 +246,8 @@ def _fill(pieces: _Pieces, first: int, encode: Encode, max_tokens: int, length: 
     and by at least twice the last step. Then the end is interpolated by token count, and bisected after a few misses.
     A chunk takes only a few calls of `encode`, even if the pieces are small.
     """
-    stop, over, misses, step = (
-        first,
-        0,
-        0,
-        0,
-    )  # stop: end of the longest run that fits. over: of the shortest that does not
+    stop, over = first, 0  # end of the longest run that fits, and of the shortest that does not
+    misses = step = 0
     ids, too_many = list[int](), list[int]()  # token ids of these two
     end = pieces.reaching(pieces.start(first) + length)
     while end > stop:

@@ -193,25 +193,18 @@ class SentenceModel:
         context = getattr(self._model.config, "max_position_embeddings", None)
         self.most_tokens = min(filter(None, (most, context, self._tokenizer.model_max_length)))
         prompts = _json(folder / "config_sentence_transformers.json").get("prompts") or {}
-        self.prompts = {
-            "query": prompts.get("query", ""),
-            "document": prompts.get("document") or prompts.get("passage", ""),
-        }
+        document = prompts.get("document") or prompts.get("passage", "")
+        self.prompts = {"query": prompts.get("query", ""), "document": document}
 
     def encode(self, texts: Sequence[str], max_length: int) -> NDArray[np.float32]:
         """Return [num_texts, dim] fp32. max_length: tokens to read per text, capped by the model's own limit."""
         import torch
 
-        found = []
+        found, most = [], min(max_length, self.most_tokens)
         with torch.inference_mode():
             for start in range(0, len(texts), _BATCH):
-                tokens = self._tokenizer(
-                    list(texts[start : start + _BATCH]),
-                    padding=True,
-                    truncation=True,
-                    max_length=min(max_length, self.most_tokens),
-                    return_tensors="pt",
-                )
+                batch = list(texts[start : start + _BATCH])
+                tokens = self._tokenizer(batch, padding=True, truncation=True, max_length=most, return_tensors="pt")
                 hidden = self._model(**tokens).last_hidden_state
                 found.append(pooled(hidden, tokens["attention_mask"], self._mode))
         vectors: NDArray[np.float32] = torch.cat(found).numpy()

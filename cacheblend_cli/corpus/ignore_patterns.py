@@ -7,7 +7,6 @@ a dictionary. Differences from git: `?` and sets match characters, not bytes.
 
 from __future__ import annotations
 
-import string
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,19 +16,10 @@ _MAX_LENGTH = 4096
 """Longest pattern with wildcards, in characters. No path is longer; longer patterns are disregarded."""
 _CACHED_MASKS = 256
 _SETS = {
-    "alnum": string.ascii_letters + string.digits,
-    "alpha": string.ascii_letters,
-    "blank": " \t",
-    "cntrl": "".join(map(chr, (*range(32), 127))),
-    "digit": string.digits,
-    "graph": string.ascii_letters + string.digits + string.punctuation,
-    "lower": string.ascii_lowercase,
-    "print": string.ascii_letters + string.digits + string.punctuation + " ",
-    "punct": string.punctuation,
-    "space": " \t\n\r",
-    "upper": string.ascii_uppercase,
-    "xdigit": string.hexdigits,
-}
+    "alnum": "09AZaz", "alpha": "AZaz", "blank": "  \t\t", "cntrl": "\0\x1f\x7f\x7f", "digit": "09", "graph": "!~", "lower": "az",
+    "print": " ~", "punct": "!/:@[`{~", "space": "  \t\n\r\r", "upper": "AZ", "xdigit": "09AFaf",
+}  # fmt: skip
+"""POSIX class -> first and last characters of its ranges."""
 
 
 class _NeverMatches(Exception):
@@ -40,12 +30,11 @@ class _NeverMatches(Exception):
 class _Set:
     """Characters between brackets."""
 
-    ranges: tuple[tuple[str, str], ...]  # disjoint, sorted; both ends belong to a range
+    ranges: tuple[tuple[str, str], ...]  # both ends belong to a range
     negated: bool
 
     def __contains__(self, c: str) -> bool:
-        found = bisect_right(self.ranges, (c, "\U0010ffff"))
-        return (found > 0 and c <= self.ranges[found - 1][1]) != self.negated
+        return any(first <= c <= last for first, last in self.ranges) != self.negated
 
 
 # Tokens of a pattern, next to single characters and sets.
@@ -85,14 +74,12 @@ class IgnorePatterns:
 
     @classmethod
     def of_text(cls, text: str) -> IgnorePatterns:
-        """Return the patterns of an ignore file."""
         return cls(line.removesuffix("\r") for line in text.removeprefix("\ufeff").split("\n"))
 
     def __bool__(self) -> bool:
         return bool(self._includes)
 
     def within(self, folder: Folder, name: str) -> Folder:
-        """Return a subfolder."""
         return Folder(f"{folder.path}{name}/", self._advance(folder.state, f"{name}/"))
 
     def verdict(self, folder: Folder, name: str, *, is_folder: bool) -> bool | None:
@@ -194,7 +181,6 @@ class _Automaton:
         self.start = self._with_skipped(self._bits(self._starts))
 
     def step(self, state: int, c: str) -> int:
-        """Return the states after a character."""
         mask = self._masks.get(c)
         if mask is None:
             mask = self._mask(c)
@@ -296,7 +282,7 @@ def _set(pattern: str, at: int) -> tuple[_Set, int]:
         if pattern.startswith("[:", at) and (name := _posix_name(pattern, at + 2)) is not None:
             if name not in _SETS:
                 raise _NeverMatches
-            ranges += ((c, c) for c in _SETS[name])
+            ranges += zip(_SETS[name][::2], _SETS[name][1::2], strict=True)
             at, previous = at + len(name) + 4, ""
         elif previous and pattern[at : at + 1] == "-" and pattern[at + 1 : at + 2] not in ("", "]"):
             at += 1
@@ -305,12 +291,7 @@ def _set(pattern: str, at: int) -> tuple[_Set, int]:
         else:
             previous = char()
             ranges.append((previous, previous))
-    merged = list[tuple[str, str]]()
-    for low, high in sorted(r for r in ranges if r[0] <= r[1]):
-        if merged and low <= merged[-1][1]:
-            low, high = merged[-1][0], max(high, merged.pop()[1])
-        merged.append((low, high))
-    return _Set(tuple(merged), negated), at + 1
+    return _Set(tuple(dict.fromkeys(ranges)), negated), at + 1
 
 
 def _posix_name(pattern: str, at: int) -> str | None:

@@ -51,7 +51,6 @@ class IgnoreRules:
         return rules, unread
 
     def within(self, name: str) -> IgnoreRules:
-        """Return these rules for the entries of a subfolder."""
         chains = (tuple((patterns, patterns.within(f, name)) for patterns, f in chain) for chain in self.chains)
         return replace(self, chains=tuple(chains))
 
@@ -74,7 +73,6 @@ class IgnoreRules:
         return replace(self, chains=tuple(chains)), unread
 
     def ignore(self, name: str, *, is_folder: bool) -> bool:
-        """Return whether to ignore an entry of the folder."""
         for chain in self.chains:
             for patterns, folder in chain:
                 verdict = patterns.verdict(folder, name, is_folder=is_folder)

@@ -119,13 +119,8 @@ def recognised(data: bytes, languages: str, pages: Sequence[int] = (), limits: O
 def _command(languages: str, pages: Sequence[int], limits: OcrLimits) -> list[str]:
     flags = ["--quiet", "--output-type", "pdf", "--optimize", "0", "--force-ocr", "--rotate-pages"]
     flags += ["--jobs", str(min(limits.jobs, os.cpu_count() or 1)), "--language", languages]
-    return [
-        PROGRAM,
-        *flags,
-        *(["--pages", ",".join(number_ranges(pages[:_MOST_PAGES]))] if pages else []),
-        "in.pdf",
-        "out.pdf",
-    ]
+    flags += ["--pages", ",".join(number_ranges(pages[:_MOST_PAGES]))] if pages else []
+    return [PROGRAM, *flags, "in.pdf", "out.pdf"]
 
 
 def _run(command: Sequence[str], folder: Path, limits: OcrLimits, seconds: float) -> int:
@@ -136,14 +131,9 @@ def _run(command: Sequence[str], folder: Path, limits: OcrLimits, seconds: float
     kept = {name: os.environ[name] for name in ("PATH", "TESSDATA_PREFIX") if name in os.environ}
     environment = {**kept, "HOME": str(folder), "TMPDIR": str(folder), "LANG": "C.UTF-8"}
     with (folder / "messages").open("wb") as messages:
+        null = subprocess.DEVNULL
         process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=messages,
-            start_new_session=True,
+            command, cwd=folder, env=environment, stdin=null, stdout=null, stderr=messages, start_new_session=True
         )
         try:
             _limit(process.pid, limits, seconds)
@@ -162,11 +152,7 @@ def _limit(pid: int, limits: OcrLimits, seconds: float) -> None:
     """Limit the process and its later children. If this process is killed, the limit of CPU time ends them."""
     if not hasattr(resource, "prlimit"):  # not Linux
         return
-    maximums = {
-        resource.RLIMIT_AS: limits.memory,
-        resource.RLIMIT_CPU: int(seconds) + 1,
-        resource.RLIMIT_FSIZE: limits.file_size,
-    }
-    for limit, most in maximums.items():
+    kinds = resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE
+    for limit, most in zip(kinds, (limits.memory, int(seconds) + 1, limits.file_size), strict=True):
         with suppress(OSError, ValueError):  # it has ended, or has a lower limit
             resource.prlimit(pid, limit, (most, most))

@@ -195,9 +195,8 @@ def _definitions(text: str) -> Iterator[_Title]:
     for start, line in _lines(text):
         body = line.lstrip(" \t")
         if found := _DEFINITION.match(body):
-            yield _Title(
-                start, start + len(line), _width(line[: len(line) - len(body)]), found[1].rstrip(":.")[:_SHOWN]
-            )
+            indent = _width(line[: len(line) - len(body)])
+            yield _Title(start, start + len(line), indent, found[1].rstrip(":.")[:_SHOWN])
 
 
 def _width(blanks: str) -> int:

@@ -81,7 +81,6 @@ def is_within(name: str, path: str) -> bool:
 
 
 def with_parents(name: str) -> Iterator[str]:
-    """Yield the path and its parents."""
     while name:
         yield name
         name = name.rpartition("/")[0]

@@ -242,7 +242,6 @@ class ByWords:
             self._db.execute(_FIND.format(where=searched.where), parameters)
 
     def __iter__(self) -> Iterator[Row]:
-        """Yield rows by BM25, best first."""
         yield from _rows(self._db, self._db.execute(_BEST))
 
     def of(self, row: Row) -> tuple[float, float]:
@@ -274,7 +273,6 @@ class ByMeaning:
         self._ids, self._scores = cosines(db, query.embedder, query.vector, searched)
 
     def __iter__(self) -> Iterator[Row]:
-        """Yield rows with a cosine of at least LEAST_LIKE, best first."""
         order = (-self._scores).argsort(kind="stable")
         order = order[self._scores[order] >= LEAST_LIKE]
         yield from _rows(self._db, zip(self._scores[order].tolist(), self._ids[order].tolist(), strict=True))

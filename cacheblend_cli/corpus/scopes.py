@@ -33,7 +33,6 @@ def scope_of(text: str) -> Scope:
 
 
 def holds(scope: Scope, name: str) -> bool:
-    """Return whether a document is in the scope."""
     if not scope.path:
         return not name.startswith(SENT)
     if scope.typed and not is_file(name):

@@ -64,7 +64,7 @@ class Lookup(SearchParams):
         say: callback for a message if meaning was asked for and no embeddings are installed. Raises UsageError for
         unknown values, NotFoundError if the named embeddings do not exist.
         """
-        check_context(params.context)
+        check_known("context", params.context, CONTEXTS)
         check_known("order", params.order, ORDERS)
         check_known("on_weak_match", params.on_weak_match, ON_WEAK_MATCH)
         check_known("search", params.by, ("auto", *BY))
@@ -295,8 +295,3 @@ def found_elsewhere(
         what = f"no match in these documents; other stored documents match ({_not_searched(count)})"
         return NotFoundError(what, "search them too: --all")
     return None
-
-
-def check_context(name: str) -> None:
-    """Raise UsageError for an unknown context."""
-    check_known("context", name, CONTEXTS)

@@ -90,16 +90,13 @@ class DecoderLayer:
         self.attention = AttentionParams(scale, spec.sliding_windows[index], spec.attention_soft_cap, sinks)
 
     def project_qkv(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v of the rows."""
         q, kv = self._qkv.both(h)
         return self._queries(q), *self._keys_and_values(kv)
 
     def project_q(self, h: Tensor) -> Tensor:
-        """Return q of the rows."""
         return self._queries(self._qkv.first(h))
 
     def project_kv(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        """Return k and v of the rows."""
         return self._keys_and_values(self._qkv.rest(h))
 
     @property

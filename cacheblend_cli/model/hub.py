@@ -121,41 +121,26 @@ def _explained(name: HubName, error: BaseException) -> BaseException:
 
     page = f"https://huggingface.co/{name.id}"
     if isinstance(error, errors.GatedRepoError):
-        return ModelNotFound(
-            name.text,
-            f"the hub gives {name.id} only to those who accepted its terms",
-            f"accept them on {page}, then run `hf auth login` or set HF_TOKEN",
-        )
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return ModelNotFound(
-            name.text,
-            f"there is no directory {name.text}, and the hub has no model {name.id}, or it is private",
-            "check the name; for a private model run `hf auth login` or set HF_TOKEN",
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return ModelNotFound(
-            name.text, f"{name.id} has no revision {name.revision}", f"its branches and tags are on {page}"
-        )
-    if isinstance(error, errors.RemoteEntryNotFoundError) and name.file:
+        what = f"the hub gives {name.id} only to those who accepted its terms"
+        hint = f"accept them on {page}, then run `hf auth login` or set HF_TOKEN"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        what = f"there is no directory {name.text}, and the hub has no model {name.id}, or it is private"
+        hint = "check the name; for a private model run `hf auth login` or set HF_TOKEN"
+    elif isinstance(error, errors.RevisionNotFoundError):
+        what, hint = f"{name.id} has no revision {name.revision}", f"its branches and tags are on {page}"
+    elif isinstance(error, errors.RemoteEntryNotFoundError) and name.file:
         there = list[str]()
         with suppress(errors.HTTPError, OSError):
             there = gguf_files(name)
-        return ModelNotFound(
-            name.text, f"{name.id} has no file {name.file}", f"it has {', '.join(there) or 'no GGUF file'}"
-        )
-    causes = (error, error.__cause__)
-    if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in causes):
-        return ModelNotFound(
-            name.text,
-            f"model {name.text} is not a local directory and is not cached, and HF_HUB_OFFLINE forbids fetching it",
-            "set HF_HUB_OFFLINE=0, or give a local directory",
-        )
-    if isinstance(error, OSError) and error.errno is not None:
+        what, hint = f"{name.id} has no file {name.file}", f"it has {', '.join(there) or 'no GGUF file'}"
+    elif any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in (error, error.__cause__)):
+        what = f"model {name.text} is not a local directory and is not cached, and HF_HUB_OFFLINE forbids fetching it"
+        hint = "set HF_HUB_OFFLINE=0, or give a local directory"
+    elif isinstance(error, OSError) and error.errno is not None:
         return error
-    missing = isinstance(error, errors.LocalEntryNotFoundError)  # its cause says why the hub did not help
-    reason = type(error.__cause__ or error if missing else error).__name__
-    return ModelNotFound(
-        name.text,
-        f"model {name.text} is not a local directory, is not cached in full, and could not be fetched ({reason})",
-        "give a local directory, or check the network and the hub id, and try again: what was fetched is kept",
-    )
+    else:
+        missing = isinstance(error, errors.LocalEntryNotFoundError)  # its cause says why the hub did not help
+        reason = type(error.__cause__ or error if missing else error).__name__
+        what = f"model {name.text} is not a local directory, is not cached in full, and could not be fetched ({reason})"
+        hint = "give a local directory, or check the network and the hub id, and try again: what was fetched is kept"
+    return ModelNotFound(name.text, what, hint)

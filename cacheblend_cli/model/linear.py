@@ -15,7 +15,7 @@ from cacheblend_kernels import compiled
 from cacheblend_kernels.torch_attention import onednn_multiplies
 from torch import Tensor
 
-from cacheblend_cli.errors import DeviceError, UsageError
+from cacheblend_cli.errors import DeviceError, check_known
 
 WEIGHT_DTYPES = ("auto", "int8")  # auto: the compute dtype
 CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "64"}
@@ -196,8 +196,7 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def check_weight_dtype(name: str, device: torch.device) -> None:
     """Raise UsageError for an unknown name, DeviceError if this machine cannot multiply in it."""
-    if name not in WEIGHT_DTYPES:
-        raise UsageError(f"unknown weight dtype {name!r}", f"known: {', '.join(WEIGHT_DTYPES)}")
+    check_known("weight dtype", name, WEIGHT_DTYPES)
     if name == "int8" and (device.type != "cpu" or not torch.cpu._is_vnni_supported()):
         raise DeviceError(
             "--weight-dtype int8 requires a CPU with VNNI, which this machine does not have", "leave --weight-dtype out"

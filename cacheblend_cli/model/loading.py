@@ -153,51 +153,49 @@ def _kernels(attention_backend: str, device: torch.device, spec: ModelSpec) -> K
     )
 
 
+@dataclass
 class _Build:
     """Builds the decoder of a checkpoint, see `packed_cache.Build`. Raises UsageError."""
 
-    def __init__(
-        self,
-        part: Shard,
-        path: Path,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: KernelBackend,
-        precision: Precision,
-        adapter: LoraAdapter | None,
-        progress: Callable[[float], None] | None,
-    ) -> None:
-        spec = part.whole
-        if spec.generic and precision.weights != "auto":
+    part: Shard
+    path: Path
+    dtype: torch.dtype
+    device: torch.device
+    kernels: KernelBackend
+    precision: Precision
+    adapter: LoraAdapter | None
+    progress: Callable[[float], None] | None
+
+    def __post_init__(self) -> None:
+        spec = self.part.whole
+        if spec.generic and self.precision.weights != "auto":
             raise UsageError(
-                f"--weight-dtype {precision.weights} is not implemented for model_type {spec.config['model_type']!r}, whose "
+                f"--weight-dtype {self.precision.weights} is not implemented for model_type {spec.config['model_type']!r}, whose "
                 "weights transformers holds (generic path)",
                 "leave it at auto",
             )
-        self._part, self._path, self._dtype, self._device = part, path, dtype, device
-        self._kernels, self._adapter, self._progress = kernels, adapter, progress
-        self._packed, self._held_as = device.type == "cpu" and not spec.generic, precision.weights
-        if self._packed and self._held_as == "auto" and weight_layout(spec, dtype) == "plain":
+        self._packed, self._held_as = self.device.type == "cpu" and not spec.generic, self.precision.weights
+        if self._packed and self._held_as == "auto" and weight_layout(spec, self.dtype) == "plain":
             self._packed, self._held_as = False, "plain"
 
     @property
     def can_be_kept(self) -> bool:
         """Return whether the cache of packed weights supports the model: without adapter, shard and experts."""
-        return self._packed and self._adapter is None and self._part.is_whole and self._part.whole.experts is None
+        return self._packed and self.adapter is None and self.part.is_whole and self.part.whole.experts is None
 
     def __call__(self, *, hollow: bool = False) -> Decoder:
-        part, spec = self._part, self._part.whole
+        part, spec = self.part, self.part.whole
         if spec.generic:
             from cacheblend_cli.model.generic.decoder import load_generic
 
-            return load_generic(spec, self._path, self._dtype, self._device, self._kernels, self._adapter)
+            return load_generic(spec, self.path, self.dtype, self.device, self.kernels, self.adapter)
         if self._packed and not hollow:
-            check_host_room(part.own, self._dtype, self._held_as, available_memory())
-        copied = self._packed and (self._held_as == "int8" or can_pack(torch.empty(0, dtype=self._dtype)))
+            check_host_room(part.own, self.dtype, self._held_as, available_memory())
+        copied = self._packed and (self._held_as == "int8" or can_pack(torch.empty(0, dtype=self.dtype)))
         matrices: Matrices = "hollow" if hollow else "late" if copied else "now"
-        progress = None if hollow else self._progress
-        weights = load_weights(part, self._path, self._dtype, self._device, self._adapter, matrices, progress)
-        return Decoder(spec, weights, self._kernels, self._held_as, part)
+        progress = None if hollow else self.progress
+        weights = load_weights(part, self.path, self.dtype, self.device, self.adapter, matrices, progress)
+        return Decoder(spec, weights, self.kernels, self._held_as, part)
 
 
 def resolve_model(name: str, say: Callable[[str], None] | None = None) -> Path:
@@ -218,8 +216,7 @@ def resolve_dtype(name: str, device: torch.device, spec: ModelSpec, model_dir: P
     """Return the compute dtype. `auto`: the checkpoint's own dtype; on a CPU bf16 if that is the checkpoint's and
     faster here, else fp32."""
     if name != "auto":
-        if name not in DTYPES:
-            raise UsageError(f"unknown dtype {name!r}", f"known: auto, {', '.join(DTYPES)}")
+        check_known("dtype", name, ("auto", *DTYPES))
         return DTYPES[name]
     named = str(spec.config.get("dtype") or spec.config.get("torch_dtype") or weights_dtype(model_dir))
     stated = DTYPES.get(named.removeprefix("torch."), torch.float32)

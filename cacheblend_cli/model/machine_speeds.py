@@ -151,7 +151,6 @@ def describe(spec: ModelSpec, dtype: torch.dtype, weight_dtype: str) -> dict[str
 
 
 def cpu_name() -> str:
-    """Return the CPU's model name."""
     return next((s.split(":")[1].strip() for s in _cpu_info() if s.startswith("model name")), platform.machine())
 
 
@@ -170,11 +169,7 @@ def _cpu_info() -> list[str]:
 
 
 def _kept(
-    kind: str,
-    cases: tuple[str, str],
-    names: tuple[str, ...],
-    shape: tuple[object, ...],
-    candidates: Callable[[], Runs],
+    kind: str, cases: tuple[str, str], names: tuple[str, ...], shape: tuple[object, ...], candidates: Callable[[], Runs]
 ) -> CandidateSpeeds:
     """Return the stored record of this kind and shape, or measure and store it. The first process's record counts."""
     machine = cpu_name(), *cpu_features(), os.cpu_count(), torch.__version__

@@ -56,6 +56,5 @@ class ModuleWeights:
         return linear(self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"), weight_dtype=self.weight_dtype)
 
     def norm(self, name: str) -> Norm:
-        """Return a norm as the spec has it."""
         bias = self.tensors.get(f"{name}.bias")
         return Norm(self.kernels, self.tensors[f"{name}.weight"], self.spec.rms_norm_eps, bias, self.spec.layer_norm)

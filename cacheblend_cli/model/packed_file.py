@@ -149,7 +149,6 @@ class PackedFile:
 
 
 def num_bytes(products: Mapping[str, Product]) -> int:
-    """Return the bytes of the packed weights."""
     return sum(_num_bytes(product.weight) for product in products.values())
 
 

@@ -105,7 +105,6 @@ class Packed(QuantisedWeight):
         return ((values - zeros[groups]).float() * scales[groups]).T
 
     def _groups(self) -> Tensor:
-        """Return the group of each input."""
         if "g_idx" in self.stored:
             return self.stored.whole("g_idx").long()
         size = self.how.group_size

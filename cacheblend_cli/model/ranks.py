@@ -68,7 +68,6 @@ class Ranks(OneRank):
         return self.sum(x) / self.size
 
     def largest(self, x: Tensor) -> Tensor:
-        """Return the maximum over the ranks, in place where possible."""
         if not x.numel():
             return x
         x = x.contiguous()

@@ -74,7 +74,6 @@ def _read(files: list[str]) -> int:
 
 
 def _place(start: Start, part: Part) -> Path:
-    files = [
-        os.path.realpath(name) if os.path.exists(name) else name for name in (start.model or "", start.decode_model)
-    ]
+    names = start.model or "", start.decode_model
+    files = [os.path.realpath(name) if os.path.exists(name) else name for name in names]
     return user_cache.place(KIND, part, files, start.dtype, start.weight_dtype, start.decode_with)

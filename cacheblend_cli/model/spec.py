@@ -86,7 +86,6 @@ class LayerShapes:
     values_of_keys: tuple[bool, ...]  # V is made from the output of K's projection, before its norm
 
     def first(self, num_layers: int) -> LayerShapes:
-        """Shapes of the first layers."""
         return LayerShapes(*(values[:num_layers] for values in vars(self).values()))
 
 

@@ -48,7 +48,6 @@ class Tokenizer:
         self.text_encoder = TextEncoder(self._plain, self._control, self._num_embeddings)
 
     def _read(self, raw: str) -> None:
-        """Read a tokenizer.json."""
         data = json.loads(raw)
         check_growth(data)
         self._tokenizer = tokenizers.Tokenizer.from_str(raw)

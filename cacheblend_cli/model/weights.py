@@ -206,24 +206,22 @@ def _check_unused(spec: ModelSpec, source: TensorSource, stored: str, found: Sha
     raise UsageError(f"unexpected tensor {stored} in {model_dir}", hint)
 
 
+@dataclass
 class _Loader:
     """Decides for each tensor where its numbers are until they are used, and adds it to the weights."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        source: TensorSource,
-        dtype: torch.dtype,
-        device: torch.device,
-        deltas: Mapping[str, Delta],
-        matrices: Matrices,
-        report: Callable[[int], None],
-    ) -> None:
-        self._spec, self._source, self._dtype, self._device = spec, source, dtype, device
-        self._deltas, self._matrices, self._report = deltas, matrices, report
-        folded = spec.residual_scale != 1 or head_order(spec) is not None
-        self._stays = device.type == "cpu" and not deltas and spec.experts is None and not folded
-        self._weights = Weights(matrices == "late", report)
+    spec: ModelSpec
+    source: TensorSource
+    dtype: torch.dtype
+    device: torch.device
+    deltas: Mapping[str, Delta]
+    matrices: Matrices
+    report: Callable[[int], None]
+
+    def __post_init__(self) -> None:
+        folded = self.spec.residual_scale != 1 or head_order(self.spec) is not None
+        self._stays = self.device.type == "cpu" and not self.deltas and self.spec.experts is None and not folded
+        self._weights = Weights(self.matrices == "late", self.report)
         self._late: dict[str, tuple[Shape, dict[int, Tensor | StoredPart]]] = {}  # parts by their first row
 
     def add(self, tensor: WeightTensor) -> None:
@@ -231,17 +229,17 @@ class _Loader:
         match self._place(tensor):
             case "mapped", Tensor() as numbers:
                 weights[IN_FILE if tensor.name == EMBEDDING else target] = numbers
-                self._report(numbers.numel())
+                self.report(numbers.numel())
             case "hollow", _:
-                weights.setdefault(target, torch.empty(tensor.full_shape, dtype=self._dtype, device="meta"))
+                weights.setdefault(target, torch.empty(tensor.full_shape, dtype=self.dtype, device="meta"))
             case "late", part if part is not None:
                 self._late.setdefault(target, (tensor.full_shape, {}))[1][start] = part
             case _:
                 if target not in weights:
-                    weights[target] = _room(tensor.full_shape, self._dtype_of(target), self._device)
+                    weights[target] = _room(tensor.full_shape, self._dtype_of(target), self.device)
                 rows = weights[target][start : start + tensor.shape[0]]
-                _copy(self._source, tensor.stored, rows, self._deltas.get(tensor.name))
-                self._report(math.prod(tensor.shape))
+                _copy(self.source, tensor.stored, rows, self.deltas.get(tensor.name))
+                self.report(math.prod(tensor.shape))
 
     def finish(self) -> Weights:
         """Return the weights. A tensor stays in its file if no part of it was copied."""
@@ -251,36 +249,36 @@ class _Loader:
                 for start, rows in parts.items():
                     assert isinstance(rows, Tensor)
                     weights[target][start : start + len(rows)] = rows
-                    self._report(rows.numel())
+                    self.report(rows.numel())
             elif isinstance(only := parts[min(parts)], Tensor) and only.shape == shape:
                 weights[target] = only
-                self._report(only.numel())
+                self.report(only.numel())
             else:
-                weights.leave(target, shape, self._dtype, parts)
+                weights.leave(target, shape, self.dtype, parts)
         return weights
 
     def _place(self, tensor: WeightTensor) -> Place:
         of_tokens = tensor.name == EMBEDDING or tensor.target == TOKEN_EMBEDDING
-        if of_tokens and self._device.type == "cpu" and tensor.name not in self._deltas:  # a prompt needs few rows
-            in_file = self._source.whole(tensor.stored)
+        if of_tokens and self.device.type == "cpu" and tensor.name not in self.deltas:  # a prompt needs few rows
+            in_file = self.source.whole(tensor.stored)
             if in_file is not None:
                 return "mapped", in_file
-        is_large = len(tensor.full_shape) == 2 and math.prod(tensor.full_shape) * self._dtype.itemsize >= OWN_MAPPING
-        if is_large and self._matrices == "hollow" and _is_of_product(self._spec, tensor):
+        is_large = len(tensor.full_shape) == 2 and math.prod(tensor.full_shape) * self.dtype.itemsize >= OWN_MAPPING
+        if is_large and self.matrices == "hollow" and _is_of_product(self.spec, tensor):
             return "hollow", None
         if is_large and self._stays:
-            rows = self._source.whole(tensor.stored)
-            if rows is not None and rows.dtype == self._dtype:
+            rows = self.source.whole(tensor.stored)
+            if rows is not None and rows.dtype == self.dtype:
                 return "late", rows
-            if self._matrices == "late" and _is_of_product(self._spec, tensor):
-                return "late", StoredPart(self._source, tensor.stored)
+            if self.matrices == "late" and _is_of_product(self.spec, tensor):
+                return "late", StoredPart(self.source, tensor.stored)
         return "copied", None
 
     def _dtype_of(self, target: str) -> torch.dtype:
         part = target.split(".", 1)[-1]
-        wide = self._spec.norm_offset and _is_norm(part)  # 1 + weight would be rounded in 16 bits
+        wide = self.spec.norm_offset and _is_norm(part)  # 1 + weight would be rounded in 16 bits
         wide = wide or part == "router_correction"  # it decides between scores that are close to each other
-        return torch.float32 if wide else self._dtype
+        return torch.float32 if wide else self.dtype
 
 
 def _is_of_product(spec: ModelSpec, tensor: WeightTensor) -> bool:
@@ -346,7 +344,6 @@ def deltas_of(
 
 
 def _copy(source: TensorSource, name: str, target: Tensor, delta: Delta | None = None) -> None:
-    """Copy a tensor in blocks of rows."""
     row_bytes = 4 * max(1, target[0].numel())
     step = max(1, source.block_bytes // row_bytes)
     for start in range(0, target.shape[0], step):

@@ -101,25 +101,20 @@ class StoreReader:
         self, manifests: Sequence[ChunkManifest], layers: Sequence[int], places: Sequence[Mapping[str, tuple[int, int]]]
     ) -> CompiledReads | None:
         """Return compiled reads, one group a layer; None if a blob is missing or not of the expected size."""
-        of_chunks = list[list[Value]]()
-        for manifest in manifests:
+        of_chunks, parts = list[list[Value]](), list[list[tuple[int, int]]]()
+        for manifest, own in zip(manifests, places, strict=True):
             spec = records.layer_spec(manifest, layers[0])
             size, prefix, keys = blob_size(spec), blob_prefix(spec), [blob_key(manifest.key, n) for n in layers]
             with self._look_up:
                 placed = self.pages.place("blobs", keys, size)
             if placed is None or any(manifest.blob_sizes[n] != size for n in layers):
                 return None
-            of_chunks.append(
-                [
-                    Value(
-                        offset, header + prefix, records.blob_seed(key, manifest.num_tokens), manifest.blob_digests[n]
-                    )
-                    for (offset, header), key, n in zip(placed, keys, layers, strict=True)
-                ]
-            )
-        parts = [
-            [own[name] for name in records.layer_spec(m, layers[0])] for m, own in zip(manifests, places, strict=True)
-        ]
+            values = list[Value]()
+            for (offset, header), key, n in zip(placed, keys, layers, strict=True):
+                seed = records.blob_seed(key, manifest.num_tokens)
+                values.append(Value(offset, header + prefix, seed, manifest.blob_digests[n]))
+            of_chunks.append(values)
+            parts.append([own[name] for name in spec])
         return CompiledReads(self.pages.handle, list(zip(*of_chunks, strict=True)), parts) if of_chunks else None
 
     def blob(self, manifest: ChunkManifest, layer: int) -> bytes:

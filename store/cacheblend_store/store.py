@@ -450,11 +450,9 @@ class ChunkStore:
                 most = min(2 * most, _STEP)
 
     def _until_done(self, work: Callable[[int, StoreWriter], bool]) -> None:
-        """Run `work` in short transactions until it returns True."""
         any(self._in_steps(work))
 
     def _free(self, keys: Iterable[bytes], free: Callable[[StoreWriter, Sequence[bytes]], T]) -> list[T]:
-        """Free records in short transactions. Return the results."""
         left, results = list(keys), list[T]()
         steps = self._in_steps(lambda most, writer: (len(left[:most]), free(writer, left[:most])))
         while left:

@@ -70,7 +70,6 @@ class StoreWriter:
         self.state = replace(self.state, generation=max(self._before.generation + 1, time.time_ns()))
 
     def get(self, database: str, key: bytes) -> bytes | None:
-        """Return a copy of a value."""
         self._check(database, key)
         value = self._txn.get(key, db=self._dbs[database])
         return None if value is None else bytes(value)
@@ -284,7 +283,6 @@ class StoreWriter:
         return orphans
 
     def is_referred(self, key: bytes) -> bool:
-        """Return whether a document refers to the chunk."""
         self._pages.check_beside("refs", key)  # the cursor can move on to the next leaf
         self._pages.check_beside("refs", key + b"\xff" * 16)
         cursor = self._txn.cursor(db=self._dbs["refs"])

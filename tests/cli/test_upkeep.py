@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 from cacheblend_store import ChunkStore, StoreNoSpace
-from cacheblend_store.format.codecs import CODECS
+from cacheblend_store.format.blobs import CODECS
 from cacheblend_store.lmdb_file.environment import Environment
 from checkpoints import write_checkpoint
 from forging import forge

@@ -8,7 +8,8 @@ import pytest
 import torch
 from cacheblend_store import CodecError
 from cacheblend_store.format import codecs
-from cacheblend_store.format.codecs import CODECS, encode_kv
+from cacheblend_store.format.blobs import CODECS
+from cacheblend_store.format.codecs import encode_kv
 from fake_gpu import FakeGpu, installed
 
 from cacheblend_cli.collect import encoding, prefill

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from cacheblend_store import BadBlob, CodecError
-from cacheblend_store.format.blobs import PLAIN, blob_size, blob_spec
+from cacheblend_store.format.blobs import CODECS, PLAIN, blob_size, blob_spec
 from cacheblend_store.format.codecs import (
-    CODECS,
     check_finite,
     coded,
     coded_unchecked,

@@ -38,8 +38,8 @@ from cacheblend_store import (
     verify,
 )
 from cacheblend_store import reader as store_reader
-from cacheblend_store.format.blobs import BlobSpec, blob_spec
-from cacheblend_store.format.codecs import CODECS, encode_kv
+from cacheblend_store.format.blobs import CODECS, BlobSpec, blob_spec
+from cacheblend_store.format.codecs import encode_kv
 from cacheblend_store.format.keys import blob_key
 from cacheblend_store.format.records import blob_hasher, layer_spec
 from cacheblend_store.lmdb_file.datafile import open_lmdb

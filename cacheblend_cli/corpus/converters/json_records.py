@@ -34,16 +34,12 @@ def _lines(text: str, omissions: Omissions, reasons: list[str]) -> Iterator[tupl
             try:
                 record = json.loads(line)
                 found = (record_text(record), _part(record)) if isinstance(record, Mapping) else (_plain(record), "")
-            except ValueError:
-                what = "is not JSON"
-                omissions.add(f"line {what}", f"line {number}", plural="lines are not JSON")
-            except RecursionError:
-                what = "is nested too deeply"
-                omissions.add(f"line {what}", f"line {number}", plural="lines are nested too deeply")
+            except (ValueError, RecursionError) as error:
+                what = "not JSON" if isinstance(error, ValueError) else "nested too deeply"
+                omissions.add(f"line is {what}", f"line {number}", plural=f"lines are {what}")
+                reasons[:] = reasons or [f"line {number} is {what}"]
             else:
                 yield found[0], Mark(0, found[1], number)
-                continue
-            reasons[:] = reasons or [f"line {number} {what}"]
 
 
 def from_json_records(data: bytes) -> Converted:

@@ -39,12 +39,9 @@ def read_v3(fields: ConfigFields) -> ModelSpec:
     spec = replace(_latent_decoder(fields), interleaved=fields.flag("rope_interleave", True))
     _expect(fields, "scoring_func", "sigmoid")
     _expect(fields, "topk_method", "noaux_tc")
-    routing = Routing(
-        sigmoid=True,
-        groups=fields.integer("n_group"),
-        groups_kept=fields.integer("topk_group"),
-        factor=fields.factor("routed_scaling_factor", 1.0),
-    )
+    groups, kept = fields.integer("n_group"), fields.integer("topk_group")
+    factor = fields.factor("routed_scaling_factor", 1.0)
+    routing = Routing(sigmoid=True, groups=groups, groups_kept=kept, factor=factor)
     return _with_experts(spec, fields, routing, normed=fields.flag("norm_topk_prob", True))
 
 
@@ -60,12 +57,9 @@ def read_glm(fields: ConfigFields) -> ModelSpec:
 def read_minicpm(fields: ConfigFields) -> ModelSpec:
     spec, depth = _latent_decoder(fields), fields.optional_factor("scale_depth", 1.4)
     base = fields.optional_integer("dim_model_base", 256)
-    return replace(
-        spec,
-        embedding_scale=fields.factor("scale_emb", 12),
-        residual_scale=1.0 if depth is None else depth / math.sqrt(spec.num_layers),
-        logit_scale=1.0 if base is None else base / spec.hidden_size,
-    )
+    residual = 1.0 if depth is None else depth / math.sqrt(spec.num_layers)
+    logits, embedding = 1.0 if base is None else base / spec.hidden_size, fields.factor("scale_emb", 12)
+    return replace(spec, embedding_scale=embedding, residual_scale=residual, logit_scale=logits)
 
 
 def read_youtu(fields: ConfigFields) -> ModelSpec:
@@ -81,12 +75,10 @@ def _latent_decoder(fields: ConfigFields) -> ModelSpec:
         )
     rotated = fields.integer("qk_rope_head_dim")  # transformers too uses it as head_dim
     spec = plain_decoder(fields.changed(num_key_value_heads=1, head_dim=rotated))
-    latent = LatentSpec(
-        rank=fields.integer("kv_lora_rank"),
-        nope_dim=fields.integer("qk_nope_head_dim"),
-        value_dim=fields.optional_integer("v_head_dim") or spec.hidden_size // heads,
-        query_rank=fields.optional_integer("q_lora_rank") or 0,
-    )
+    rank, nope_dim = fields.integer("kv_lora_rank"), fields.integer("qk_nope_head_dim")
+    value_dim = fields.optional_integer("v_head_dim") or spec.hidden_size // heads
+    query_rank = fields.optional_integer("q_lora_rank") or 0
+    latent = LatentSpec(rank=rank, nope_dim=nope_dim, value_dim=value_dim, query_rank=query_rank)
     if not latent.value_dim:
         raise UsageError(f"{heads} attention heads are more than hidden_size, {spec.hidden_size}", "check config.json")
     if spec.qkv_bias and not latent.query_rank:
@@ -114,17 +106,9 @@ def _with_experts(spec: ModelSpec, fields: ConfigFields, routing: Routing, *, no
     layers after the model's own, which are not read."""
     if layers := _sparse_layers(fields, spec):
         count, width = fields.integer("n_routed_experts"), fields.integer("moe_intermediate_size")
-        experts = ExpertsSpec(
-            count=count,
-            per_token=fields.integer("num_experts_per_tok"),
-            width=width,
-            layers=layers,
-            normed=normed,
-            shared_width=width * fields.integer("n_shared_experts"),
-            shared="shared_experts",
-            shared_gate=False,
-            routing=routing,
-        )
+        per_token, shared_width = fields.integer("num_experts_per_tok"), width * fields.integer("n_shared_experts")
+        experts = ExpertsSpec(count, per_token, width, layers, normed=normed, shared_width=shared_width)
+        experts = replace(experts, shared="shared_experts", shared_gate=False, routing=routing)
         groups, kept = routing.groups, routing.groups_kept
         if count % groups or (routing.sigmoid and count // groups < 2):
             raise wrong_value("n_group", groups, f"a divisor of the {count} experts, with two or more in a group")

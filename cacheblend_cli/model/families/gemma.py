@@ -77,21 +77,17 @@ def read_3n(fields: ConfigFields) -> ModelSpec:
     one = fields.without_rope().changed(intermediate_size=max(widths))
     spec = plain_decoder(one, activation="hidden_activation")
     spec = replace(spec, sliding_windows=windows_by_pattern(fields, layers, every=5, window=512))
-    shapes = LayerShapes(
-        kv_heads=(spec.num_kv_heads,) * layers,
-        head_dims=(spec.head_dim,) * layers,
-        kv_layers=_shared_kv_layers(fields, spec),
-        mlp_widths=tuple(widths),
-        values_of_keys=(False,) * layers,
-    )
+    heads, dims = (spec.num_kv_heads,) * layers, (spec.head_dim,) * layers
+    shapes = LayerShapes(heads, dims, _shared_kv_layers(fields, spec), tuple(widths), values_of_keys=(False,) * layers)
     spec = _normed_values(replace(_with_ropes(spec, fields), shapes=shapes), fields)
-    return replace(
-        spec,
-        token_width=fields.integer("hidden_size_per_layer_input", 256),
-        token_vocab=fields.integer("vocab_size_per_layer_input", 262144),
-        streams=_streams(fields),
-        sparsity=_sparsity(fields, layers),
-    )
+    width, vocabulary = _token_inputs(fields, least=1)
+    spec = replace(spec, token_width=width, token_vocab=vocabulary)
+    return replace(spec, streams=_streams(fields), sparsity=_sparsity(fields, layers))
+
+
+def _token_inputs(fields: ConfigFields, least: int) -> tuple[int, int]:
+    width = fields.integer("hidden_size_per_layer_input", 256, least=least)
+    return width, fields.integer("vocab_size_per_layer_input", 262144)
 
 
 def _normed_values(spec: ModelSpec, fields: ConfigFields) -> ModelSpec:
@@ -168,22 +164,13 @@ def read_4(fields: ConfigFields) -> ModelSpec:
     wide, and every layer gets an input by token. In the large model, V of full attention is made from K's projection.
     26B-A4B has experts beside each layer's MLP.
     """
-    spec = replace(
-        read_4_unified(fields),
-        token_width=fields.integer("hidden_size_per_layer_input", 256, least=0),
-        token_vocab=fields.integer("vocab_size_per_layer_input", 262144),
-    )
+    width, vocabulary = _token_inputs(fields, least=0)
+    spec = replace(read_4_unified(fields), token_width=width, token_vocab=vocabulary)
     if not fields.flag("enable_moe_block"):
         return spec
-    experts = ExpertsSpec(
-        count=fields.integer("num_experts"),
-        per_token=fields.integer("top_k_experts"),
-        width=fields.integer("moe_intermediate_size"),
-        layers=tuple(range(spec.num_layers)),
-        base="",
-        router="router.proj",
-        beside=True,
-    )
+    count, per_token = fields.integer("num_experts"), fields.integer("top_k_experts")
+    experts = ExpertsSpec(count, per_token, fields.integer("moe_intermediate_size"), tuple(range(spec.num_layers)))
+    experts = replace(experts, base="", router="router.proj", beside=True)
     return replace(spec, norms=AROUND_EXPERTS, experts=checked(experts, "top_k_experts"))
 
 
@@ -202,20 +189,14 @@ def read_4_unified(fields: ConfigFields) -> ModelSpec:
 
 def _shapes(fields: ConfigFields, spec: ModelSpec) -> LayerShapes:
     full = [window is None for window in spec.sliding_windows]
-    heads = [_heads(fields, spec, layer, is_full) for layer, is_full in enumerate(full)]
+    heads, dims = zip(*(_heads(fields, spec, layer, is_full) for layer, is_full in enumerate(full)), strict=True)
     kv_layers = _shared_kv_layers(fields, spec)
     wide = 2 if fields.flag("use_double_wide_mlp") else 1
     widths = (
         spec.intermediate_size if source == i else wide * spec.intermediate_size for i, source in enumerate(kv_layers)
     )
     same = fields.flag("attention_k_eq_v")
-    return LayerShapes(
-        kv_heads=tuple(number for number, _ in heads),
-        head_dims=tuple(dim for _, dim in heads),
-        kv_layers=kv_layers,
-        mlp_widths=tuple(widths),
-        values_of_keys=tuple(same and is_full for is_full in full),
-    )
+    return LayerShapes(heads, dims, kv_layers, tuple(widths), tuple(same and is_full for is_full in full))
 
 
 def _heads(fields: ConfigFields, spec: ModelSpec, layer: int, full: bool) -> tuple[int, int]:

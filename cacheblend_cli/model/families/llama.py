@@ -33,13 +33,8 @@ MINISTRAL3_ROPE: dict[str, Any] = {
 def read_granite(fields: ConfigFields) -> ModelSpec:
     """Granite 3: factors on the embedding, the scores, the output of each layer and the logits."""
     embedding, attention, residual, logits = (fields.factor(name, 1.0) for name in FACTORS)
-    return replace(
-        plain_decoder(fields),
-        embedding_scale=embedding,
-        attention_scale=attention,  # in place of head_dim ** -0.5
-        residual_scale=residual,
-        logit_scale=1 / logits,
-    )
+    spec = replace(plain_decoder(fields), attention_scale=attention)  # in place of head_dim ** -0.5
+    return replace(spec, embedding_scale=embedding, residual_scale=residual, logit_scale=1 / logits)
 
 
 def read_mistral(fields: ConfigFields) -> ModelSpec:
@@ -150,29 +145,16 @@ def read_cohere2(fields: ConfigFields) -> ModelSpec:
 def read_stablelm(fields: ConfigFields) -> ModelSpec:
     """StableLM: LayerNorms with biases, RoPE over a quarter of the head; by its config parallel attention and MLP."""
     spec, parallel = plain_decoder(fields, eps="layer_norm_eps"), fields.flag("use_parallel_residual")
-    return replace(
-        spec,
-        norms=spec.norms[:1] if parallel else spec.norms,
-        parallel=parallel,
-        layer_norm=True,
-        norm_bias=True,
-        qkv_bias=fields.flag("use_qkv_bias"),
-    )
+    spec = replace(spec, layer_norm=True, norm_bias=True, qkv_bias=fields.flag("use_qkv_bias"))
+    return replace(spec, norms=spec.norms[:1] if parallel else spec.norms, parallel=parallel)
 
 
 def read_starcoder2(fields: ConfigFields) -> ModelSpec:
     """StarCoder 2: LayerNorms with biases, biases everywhere, an MLP without a gate, and one window for all layers."""
     spec, bias = plain_decoder(fields, eps="norm_epsilon"), fields.flag("use_bias", True)
-    return replace(
-        _with_one_window(spec, fields),
-        layer_norm=True,
-        norm_bias=True,
-        gated_mlp=False,
-        renamed=(("up_proj", "mlp.c_fc"), ("down_proj", "mlp.c_proj")),
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=bias,
-    )
+    spec = replace(_with_one_window(spec, fields), qkv_bias=bias, o_bias=bias, mlp_bias=bias)
+    renamed = ("up_proj", "mlp.c_fc"), ("down_proj", "mlp.c_proj")
+    return replace(spec, layer_norm=True, norm_bias=True, gated_mlp=False, renamed=renamed)
 
 
 def _with_one_window(spec: ModelSpec, fields: ConfigFields) -> ModelSpec:

@@ -40,28 +40,15 @@ def _qwen_experts(fields: ConfigFields, num_layers: int) -> ExpertsSpec:
     named = fields.integer("num_local_experts", fields.integer("num_experts"))
     if fields.values.get("num_experts", named) != named:
         raise wrong_value("num_local_experts", named, "what num_experts is")
-    return checked(
-        ExpertsSpec(
-            count=named,
-            per_token=fields.integer("num_experts_per_tok"),
-            width=fields.integer("moe_intermediate_size"),
-            layers=tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0),
-            normed=fields.flag("norm_topk_prob"),
-        )
-    )
+    per_token, width = fields.integer("num_experts_per_tok"), fields.integer("moe_intermediate_size")
+    layers = tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
+    return checked(ExpertsSpec(named, per_token, width, layers, normed=fields.flag("norm_topk_prob")))
 
 
 def read_mixtral(fields: ConfigFields) -> ModelSpec:
     spec, window = plain_decoder(fields), fields.optional_integer("sliding_window")
-    experts = ExpertsSpec(
-        count=fields.integer("num_local_experts"),
-        per_token=fields.integer("num_experts_per_tok"),
-        width=spec.intermediate_size,
-        layers=tuple(range(spec.num_layers)),
-        base="block_sparse_moe",
-        names=("w1", "w3", "w2"),
-    )
-    return replace(spec, sliding_windows=(window,) * spec.num_layers, experts=checked(experts))
+    experts = replace(_local_experts(fields, spec), base="block_sparse_moe", names=("w1", "w3", "w2"))
+    return replace(spec, sliding_windows=(window,) * spec.num_layers, experts=experts)
 
 
 def read_gpt_oss(fields: ConfigFields) -> ModelSpec:
@@ -69,17 +56,15 @@ def read_gpt_oss(fields: ConfigFields) -> ModelSpec:
     if not fields.values.get("rope_scaling") and not fields.values.get("rope_parameters"):
         fields = fields.changed(rope_parameters=GPT_OSS_ROPE)
     spec = plain_decoder(fields)
-    experts = ExpertsSpec(
-        count=fields.integer("num_local_experts"),
-        per_token=fields.integer("num_experts_per_tok"),
-        width=spec.intermediate_size,
-        layers=tuple(range(spec.num_layers)),
-        router="router",
-        bias=True,
-        clamped=(fields.factor("swiglu_alpha", 1.702), fields.factor("swiglu_limit", 7.0)),
-    )
+    clamped = fields.factor("swiglu_alpha", 1.702), fields.factor("swiglu_limit", 7.0)
+    experts = replace(_local_experts(fields, spec), router="router", bias=True, clamped=clamped)
     windows = windows_by_pattern(fields, spec.num_layers, every=2, window=128)
-    return replace(spec, sinks=True, sliding_windows=windows, experts=checked(experts))
+    return replace(spec, sinks=True, sliding_windows=windows, experts=experts)
+
+
+def _local_experts(fields: ConfigFields, spec: ModelSpec) -> ExpertsSpec:
+    count, per_token = fields.integer("num_local_experts"), fields.integer("num_experts_per_tok")
+    return checked(ExpertsSpec(count, per_token, spec.intermediate_size, tuple(range(spec.num_layers))))
 
 
 def checked(experts: ExpertsSpec, name: str = "num_experts_per_tok") -> ExpertsSpec:

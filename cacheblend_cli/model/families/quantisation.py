@@ -69,11 +69,8 @@ def _compressed(values: Mapping[str, Any]) -> Quantisation:
     if groups in (None, {}) and values.get("kv_cache_scheme"):  # only KV is quantised, and only in the engine
         return Quantisation("scaled", FP8)
     _expect(values, "format", *COMPRESSED_FORMATS)
-    kinds = (
-        [group.get("weights") for group in groups.values() if isinstance(group, dict)]
-        if isinstance(groups, dict)
-        else []
-    )
+    given = groups.values() if isinstance(groups, dict) else ()
+    kinds = [group.get("weights") for group in given if isinstance(group, dict)]
     weights = next((kind for kind in kinds if isinstance(kind, dict)), None)
     if weights is None or any(kind != weights for kind in kinds):
         raise refused(FIELD, values, "and its config_groups do not quantise all weights in one way")
@@ -88,14 +85,8 @@ def _compressed(values: Mapping[str, Any]) -> Quantisation:
         block = _block(values, "group_size", [1, weights.get("group_size")])
     elif weights["strategy"] == "block":
         block = _block(values, "block_structure", weights.get("block_structure"))
-    return Quantisation(
-        "scaled",
-        FP8 if weights["type"] == "float" else INT8,
-        packed=packed,
-        block=block,
-        bits=weights["num_bits"],
-        symmetric=weights.get("symmetric") is not False,
-    )
+    kind, symmetric = FP8 if weights["type"] == "float" else INT8, weights.get("symmetric") is not False
+    return Quantisation("scaled", kind, packed, block, weights["num_bits"], symmetric=symmetric)
 
 
 def _gptq(values: Mapping[str, Any]) -> Quantisation:

@@ -69,7 +69,6 @@ class ConfigFields:
         self.values, self.missing = values, missing
 
     def changed(self, **values: Any) -> ConfigFields:
-        """Return the fields with other values."""
         return ConfigFields({**self.values, **values}, self.missing)
 
     def without_rope(self) -> ConfigFields:
@@ -77,7 +76,6 @@ class ConfigFields:
         return self.changed(rope_parameters=None, rope_scaling=None)
 
     def value(self, name: str, default: Any = None) -> Any:
-        """Return a field of any type."""
         return self.values.get(name, self.missing.get(name, default))
 
     def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:

@@ -185,12 +185,9 @@ def called(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> L
 
 
 def _rope_of(call: LayerCall) -> tuple[Tensor, Tensor]:
-    turn = call.get("position_embeddings")
-    if (
-        not isinstance(turn, tuple | list)
-        or len(turn) != 2
-        or not all(isinstance(t, Tensor) and t.is_floating_point() and t.ndim == 3 for t in turn)
-    ):
+    turn: Any = call.get("position_embeddings")
+    is_pair = isinstance(turn, tuple | list) and len(turn) == 2
+    if not is_pair or not all(isinstance(t, Tensor) and t.is_floating_point() and t.ndim == 3 for t in turn):
         raise ValueError("its layers do not get RoPE as cos and sin")
     return turn[0], turn[1]
 

@@ -81,7 +81,6 @@ def giving(attended: Tensor) -> Iterator[None]:
 
 
 def register() -> None:
-    """Register our functions with transformers."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -90,13 +89,7 @@ def register() -> None:
 
 
 def _attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any = None,
-    scaling: float | None = None,
-    **named: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **named: Any
 ) -> tuple[Tensor, None]:
     """query, key, value: [1, heads, num_rows, head_dim]. Layers are called without a mask."""
     if attention_mask is not None:
@@ -104,7 +97,7 @@ def _attention(
     given = _given.get()
     if given is None:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        raise Stopped(Projected(q, k, v, scaling, named.get("softcap"), named.get("s_aux")))
+        raise Stopped(Projected(q, k, v, named.get("scaling"), named.get("softcap"), named.get("s_aux")))
     return given[None].to(query.dtype), None
 
 

@@ -109,12 +109,8 @@ def _rope_of(keys: Keys, rotated: int, context: int, given: Factors) -> dict[str
         return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
     if kind == "yarn":
         original = keys.integer("rope.scaling.original_context_length", max(1, round(context / factor)))
-        return {
-            "rope_type": "yarn",
-            "rope_theta": theta,
-            "factor": factor,
-            "original_max_position_embeddings": original,
-        }
+        rope = {"rope_type": "yarn", "rope_theta": theta, "factor": factor}
+        return rope | {"original_max_position_embeddings": original}
     if kind != "none":
         raise keys.refusal("rope.scaling.type", "known: none, linear, yarn")
     return {"rope_type": "default", "rope_theta": theta}

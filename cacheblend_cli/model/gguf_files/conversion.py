@@ -147,19 +147,15 @@ def _index_of(reader: GGUFReader, config: dict[str, Any], metadata: Metadata) ->
     arch, architecture = next(k for k, n in MODEL_ARCH_NAMES.items() if n == name), architecture_of(name, metadata)
     name_map, spec = get_tensor_name_map(arch, config["num_hidden_layers"]), spec_from_config(config)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    heads = heads if architecture.permuted else {}
     held, used, index = {t.name: t for t in reader.tensors}, set[str](), dict[str, StoredTensor]()
     for name, (shape, *_) in expected_shapes(spec).items():
         own, expert = _own_name(name, spec, name_map, held)
         if own not in held or (expert is not None and expert >= held[own].shape[-1]):
             continue  # loading the weights reports what is missing
         part = name.split(".")[-2]
-        index[name] = _stored(
-            held[own],
-            shape,
-            expert,
-            permuted_heads=heads.get(part, 0) if architecture.permuted else 0,
-            offset_of_norm=architecture.norm_offset if part.endswith("norm") else 0.0,
-        )
+        offset, permuted = architecture.norm_offset if part.endswith("norm") else 0.0, heads.get(part, 0)
+        index[name] = _stored(held[own], shape, expert, permuted_heads=permuted, offset_of_norm=offset)
         used.add(own)
     for own in held.keys() - used - set(FACTORS):
         index[own] = _stored(held[own], (), None)

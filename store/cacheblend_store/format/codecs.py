@@ -21,22 +21,8 @@ import torch
 from torch import Tensor
 
 from cacheblend_store.errors import CodecError
-from cacheblend_store.format.blobs import CODECS, FLOAT8, PLAIN, blob_spec, encode_blob
+from cacheblend_store.format.blobs import FLOAT8, PLAIN, blob_spec, encode_blob
 from cacheblend_store.format.levels import PLANES, bits_of, levels_of
-
-__all__ = [
-    "CODECS",
-    "blob_spec",
-    "check_finite",
-    "coded",
-    "coded_unchecked",
-    "decode_kv",
-    "encode_kv",
-    "is_lossless",
-    "level_table",
-    "rotated",
-    "view_kv",
-]
 
 DTYPES = {
     "F32": torch.float32,
@@ -113,8 +99,7 @@ def check_finite(excess: Sequence[float], codec: str) -> None:
     for value in excess:
         if value and codec in PLAIN:
             raise CodecError(
-                f"the KV has values up to {value:.3g}, which {codec} cannot hold",
-                "use --kv-dtype bfloat16 or float32",
+                f"the KV has values up to {value:.3g}, which {codec} cannot hold", "use --kv-dtype bfloat16 or float32"
             )
         if value:
             raise CodecError(

@@ -65,15 +65,8 @@ def _digest(
     kind: bytes, model: str, tokenizer: str, prefix_ids: tuple[int, ...], codec: str, salt: str
 ) -> hashlib.blake2b:
     digest = hashlib.blake2b(digest_size=KEY_BYTES)
-    for field in (
-        kind,
-        struct.pack("<I", FORMAT_VERSION),
-        model.encode(),
-        tokenizer.encode(),
-        pack_ids(prefix_ids),
-        codec.encode(),
-        salt.encode(),
-    ):
+    fields = kind, struct.pack("<I", FORMAT_VERSION), model.encode(), tokenizer.encode(), pack_ids(prefix_ids)
+    for field in (*fields, codec.encode(), salt.encode()):
         _add(digest, field)
     return digest
 

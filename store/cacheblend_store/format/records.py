@@ -93,7 +93,6 @@ class ChunkManifest:
         return not self.has_kv and any(map(any, self.blob_digests))
 
     def without_kv(self) -> ChunkManifest:
-        """Return the manifest of this chunk without KV."""
         digests = self.blob_digests or (bytes(DIGEST_BYTES),) * self.num_layers
         return replace(self, blob_sizes=(0,) * self.num_layers, blob_digests=digests)
 
@@ -167,7 +166,6 @@ class Memo:
 
 
 def layer_spec(manifest: ChunkManifest, layer: int) -> BlobSpec:
-    """Return the tensors of a layer's blob."""
     return blob_spec(manifest.codec, manifest.num_tokens, *manifest.shapes[layer])
 
 
@@ -261,7 +259,6 @@ def decode_memo(key: bytes, value: bytes | memoryview) -> Memo:
 
 
 def memo_key(kind: str, name: str) -> bytes:
-    """Return the key of a memo in the database `meta`."""
     return MEMO_KEYS + xxhash.xxh3_128_digest(f"{kind}\0{name}".encode("utf-8", "surrogatepass"))
 
 

@@ -110,12 +110,10 @@ def _make_directory(path: Path, mode: int = 0o700) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """fsync a directory."""
     _sync(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
 def sync_file(path: Path) -> None:
-    """fsync a file of a store."""
     _sync(open_file(path, anywhere=True))
 
 

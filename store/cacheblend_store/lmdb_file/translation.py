@@ -94,12 +94,9 @@ def full_disk(store: Path) -> StoreNoSpace:
 
 
 def bad_disk(store: Path, error: Exception) -> StoreIOError:
-    is_bad_sector = os.strerror(errno.EIO) in str(error)
-    hint = (
-        "check the disk (dmesg names bad sectors)"
-        if is_bad_sector
-        else "check its path and filesystem, or name another --store"
-    )
+    hint = "check its path and filesystem, or name another --store"
+    if os.strerror(errno.EIO) in str(error):
+        hint = "check the disk (dmesg names bad sectors)"
     return StoreIOError(f"reading or writing the store at {store} failed: {error}", hint)
 
 

@@ -146,7 +146,6 @@ class Tier:
         return None if self._cipher is None else self._cipher.name("tier")
 
     def name(self, collection: str, key: bytes) -> str:
-        """Return the name of a chunk's object."""
         return f"{self._folder(collection)}/{self._hidden(f'{collection}/{key.hex()}', key.hex())}"
 
     def _folder(self, collection: str) -> str:
@@ -177,7 +176,6 @@ class Tier:
         return ObjectLayout.of(chunk, size, encrypted=self._cipher is not None)
 
     def read(self, name: str, start: int, end: int) -> memoryview:
-        """Return exactly these bytes of an object."""
         if not self._may_read(name):
             raise BadBlob("its object is not a regular file")
         with _errors(self.url):

@@ -22,8 +22,6 @@ class PruneReport:
 
 
 class _Chunk(NamedTuple):
-    """A chunk that can be pruned."""
-
     used: float  # last use, or creation, in seconds since the epoch
     key: bytes
     size: int  # bytes of its blobs

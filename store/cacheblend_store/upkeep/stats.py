@@ -23,7 +23,6 @@ class Amount:
         return round(self.bytes / max(self.kv_tokens, 1))
 
     def add(self, num_tokens: int, num_bytes: int) -> None:
-        """Add one chunk."""
         self.chunks += 1
         self.tokens += num_tokens
         self.bytes += num_bytes

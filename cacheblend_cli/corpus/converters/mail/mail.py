@@ -36,8 +36,6 @@ def from_mail(data: bytes) -> Converted:
 
 
 class _Mail:
-    """Reads the parts of one file."""
-
     def __init__(self, omissions: Omissions) -> None:
         self._omissions = omissions
         self._num_parts = 0

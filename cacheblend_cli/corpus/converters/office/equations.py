@@ -144,20 +144,12 @@ def _barred(element: Element, depth: int) -> str:
     return _called(name, _part(element, "m:e", depth))
 
 
-def _nothing(element: Element, depth: int) -> str:
-    return ""
-
-
 _FORMS: dict[str, Callable[[Element, int], str]] = {
-    "m:t": _run,
-    "w:t": _run,
+    **dict.fromkeys(("m:t", "w:t"), _run),
     "m:f": _fraction,
-    "m:sSup": _script,
-    "m:sSub": _script,
-    "m:sSubSup": _script,
+    **dict.fromkeys(("m:sSup", "m:sSub", "m:sSubSup"), _script),
     "m:sPre": _before,
-    "m:limLow": _limit,
-    "m:limUpp": _limit,
+    **dict.fromkeys(("m:limLow", "m:limUpp"), _limit),
     "m:nary": _nary,
     "m:rad": _root,
     "m:func": _function,
@@ -167,6 +159,5 @@ _FORMS: dict[str, Callable[[Element, int], str]] = {
     "m:oMathPara": _equations,
     "m:acc": _accented,
     "m:bar": _barred,
-    "w:del": _nothing,
-    "w:moveFrom": _nothing,
+    **dict.fromkeys(("w:del", "w:moveFrom"), lambda element, depth: ""),
 }

@@ -144,13 +144,8 @@ def dehyphenated(lines: Iterable[str]) -> str:
     parts: list[str] = []
     for line in lines:
         line = line.strip()
-        if (
-            parts
-            and len(parts[-1]) > 1
-            and parts[-1][-1] in _HYPHENS
-            and line[:1].islower()
-            and parts[-1][-2].isalpha()
-        ):
+        before = parts[-1][-2:] if parts else ""
+        if len(before) > 1 and before[0].isalpha() and before[1] in _HYPHENS and line[:1].islower():
             parts[-1] = parts[-1][:-1]
         elif parts:
             parts.append("\n")

@@ -118,10 +118,5 @@ def _format(code: str) -> _Format:
     if not digits.strip(",.") or letters:  # exponents, fractions
         return _Format(is_percent=is_percent and bool(digits))
     zeros = len(digits) if len(digits) > 1 and not digits.strip("0") else 0
-    return _Format(
-        is_percent=is_percent,
-        before=before.lstrip(),
-        after=after.rstrip(),
-        thousands=len(digits) - len(digits.rstrip(",")),
-        zeros=zeros,
-    )
+    thousands, before = len(digits) - len(digits.rstrip(",")), before.lstrip()
+    return _Format(is_percent=is_percent, before=before, after=after.rstrip(), thousands=thousands, zeros=zeros)

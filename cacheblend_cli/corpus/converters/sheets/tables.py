@@ -210,13 +210,8 @@ def _is_header(names: Cells, below: Sequence[Cells]) -> bool | None:
             differing, alike = differing + is_name, alike + (not is_name)
     if differing > alike:
         return True
-    is_usual = (
-        not alike
-        and labels == len(names)
-        and max(map(len, names.values())) <= _LONGEST_LABEL
-        and any(len(row) > 1 for row in below)
-    )
-    return None if differing or not is_usual else False
+    is_usual = not alike and labels == len(names) and any(len(row) > 1 for row in below)
+    return None if differing or not is_usual or max(map(len, names.values())) > _LONGEST_LABEL else False
 
 
 def _is_upper(upper: Cells, lower: Cells) -> bool:

@@ -6,6 +6,7 @@ import re
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters.converter import NoDocument, comment_mark, joined, parsing
@@ -158,20 +159,15 @@ class _Presentation:
         return self._authors.get(identifier, "")
 
 
+@dataclass
 class _Slide:
     """Shapes of a slide as text."""
 
-    def __init__(
-        self,
-        package: OfficePackage,
-        relations: dict[str, Relation],
-        boxes: Mapping[str, Box],
-        omissions: Omissions,
-        place: str,
-    ) -> None:
-        """boxes: those of the placeholders that the slide inherits. place: of the slide, for omissions."""
-        self._package, self._relations, self._boxes = package, relations, boxes
-        self._omissions, self._place = omissions, place
+    package: OfficePackage
+    relations: dict[str, Relation]
+    boxes: Mapping[str, Box]  # of the placeholders that the slide inherits
+    omissions: Omissions
+    place: str  # of the slide, for omissions
 
     def texts(self, container: Element, depth: int = 0) -> list[str]:
         """Return the texts of the shapes in reading order; in document order if the place of one is unknown."""
@@ -201,13 +197,13 @@ class _Slide:
         for element in frame.iter():
             if (thing := _FRAMES.get(element.tag)) is not None:
                 if thing in ("chart", "diagram"):
-                    relation = self._relations.get(element.get("r:id") or element.get("r:dm") or "")
-                    yield drawn_text(self._package, relation, thing, self._omissions, self._place)
+                    relation = self.relations.get(element.get("r:id") or element.get("r:dm") or "")
+                    yield drawn_text(self.package, relation, thing, self.omissions, self.place)
                 else:
-                    self._omissions.add(thing, self._place)
+                    self.omissions.add(thing, self.place)
 
     def _box(self, shape: Element) -> Box | None:
-        return _own_box(shape) or next((self._boxes[name] for name in _names(shape) if name in self._boxes), None)
+        return _own_box(shape) or next((self.boxes[name] for name in _names(shape) if name in self.boxes), None)
 
 
 def _placeholder(shape: Element) -> Element | None:

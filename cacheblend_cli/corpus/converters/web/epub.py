@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
@@ -72,15 +73,12 @@ class _Book:
 
     def _package_documents(self) -> Iterator[str]:
         """Yield the package documents: those that the container names, then others."""
-        try:
+        with suppress(DamagedPart):
             for element in self._package.xml(_CONTAINER).iter("rootfile"):
                 yield posixpath.normpath(unquote(element.get("full-path", "")).lstrip("/"))
-        except DamagedPart:
-            pass
         yield from sorted(name for name in self._package.names if name.endswith(".opf"))
 
     def _encrypted_parts(self) -> frozenset[str]:
-        """Return the lower-case names of the encrypted parts, without fonts."""
         try:
             elements = list(self._package.xml(_ENCRYPTION).iter("EncryptedData"))
         except DamagedPart:

@@ -39,17 +39,12 @@ class _Level:
 
     @classmethod
     def of(cls, element: Element) -> _Level:
-        text = value_of(element, "w:lvlText")[:_LONGEST]
-        fonts = child(element, "w:rPr", "w:rFonts")
-        restart = value_of(element, "w:lvlRestart")
-        return cls(
-            _bounded(value_of(element, "w:start")),
-            value_of(element, "w:numFmt") or "decimal",
-            without_font_codes(text, "" if fonts is None else fonts.get("ascii", "")),
-            value_of(element, "w:pStyle"),
-            integer(restart) if restart else None,
-            bool(is_on(element, "w:isLgl")),
-        )
+        fonts, restart = child(element, "w:rPr", "w:rFonts"), value_of(element, "w:lvlRestart")
+        font = "" if fonts is None else fonts.get("ascii", "")
+        text = without_font_codes(value_of(element, "w:lvlText")[:_LONGEST], font)
+        start, form = _bounded(value_of(element, "w:start")), value_of(element, "w:numFmt") or "decimal"
+        style, is_legal = value_of(element, "w:pStyle"), bool(is_on(element, "w:isLgl"))
+        return cls(start, form, text, style, integer(restart) if restart else None, is_legal)
 
 
 @dataclass

@@ -84,8 +84,6 @@ class _State:
 
 
 class _Reader:
-    """State of reading a file."""
-
     def __init__(self) -> None:
         self._main, self._title, self._author = RtfText(), RtfText(), RtfText()
         self._omissions = Omissions()

@@ -30,6 +30,7 @@ _DEEPEST = 120  # maximum nesting of elements; deeper text loses its structure
 _HEADING = 200  # maximum characters of a heading without a heading style
 _PLACE = 40  # maximum characters of a heading as the place of an omission
 _SHOWN = frozenset(("w:t", "a:t", "m:t", "c:chart", "chart", "dgm:relIds", "textpath", "w:sym", "docPr"))
+_SKIPPED = ("w:pPr", "w:rPr", "w:tblPr", "w:sdtPr", "w:sectPr", "w:del", "w:moveFrom", "w:delText")
 _GENERATED = "Description automatically generated"
 _FILE = re.compile(r"[\\/]|\.\w{3,4}$")
 
@@ -75,17 +76,13 @@ class Walk:
             "w:p": self._paragraph,
             "w:tbl": self._table,
             "w:r": self._run,
-            "w:t": self._text,
-            "a:t": self._text,
-            "w:tab": lambda element: self._add(" "),
-            "w:ptab": lambda element: self._add(" "),
-            "w:br": lambda element: self._add("\n"),
-            "w:cr": lambda element: self._add("\n"),
+            **dict.fromkeys(("w:t", "a:t"), self._text),
+            **dict.fromkeys(("w:tab", "w:ptab"), lambda element: self._add(" ")),
+            **dict.fromkeys(("w:br", "w:cr"), lambda element: self._add("\n")),
             "w:noBreakHyphen": lambda element: self._add("-"),
             "w:sym": self._symbol,
             "w:ruby": lambda element: self._visit(children(element, "w:rubyBase")),
-            "m:oMath": self._equation,
-            "m:oMathPara": self._equation,
+            **dict.fromkeys(("m:oMath", "m:oMathPara"), lambda element: self._add(equation_text(element))),
             "w:fldChar": self._field_mark,
             "w:fldSimple": self._simple_field,
             "w:instrText": lambda element: self._story.fields.add_code(element.text or ""),
@@ -93,22 +90,18 @@ class Walk:
             "w:sdt": self._control,
             "w:footnoteReference": lambda element: self._note("footnote", element),
             "w:endnoteReference": lambda element: self._note("endnote", element),
-            "w:commentReference": self._comment,
-            "w:commentRangeStart": self._comment,
+            **dict.fromkeys(("w:commentReference", "w:commentRangeStart"), self._comment),
             "w:txbxContent": self._text_box,
             "textpath": lambda element: self._story.boxes.append(Block(" ".join(element.get("string", "").split()))),
             "docPr": self._picture,
             "mc:AlternateContent": self._alternate,
-            "c:chart": lambda element: self._drawing("chart", element.get("r:id", "")),
-            "chart": lambda element: self._drawing("chart", element.get("r:id", "")),
+            **dict.fromkeys(("c:chart", "chart"), lambda element: self._drawing("chart", element.get("r:id", ""))),
             "dgm:relIds": lambda element: self._drawing("diagram", element.get("r:dm", "")),
             "OLEObject": self._object,
             "w:control": lambda element: self._left_out("form control"),
             "w:altChunk": lambda element: self._left_out("embedded document"),
             "w:subDoc": lambda element: self._left_out("linked document"),
-            **dict.fromkeys(
-                ("w:pPr", "w:rPr", "w:tblPr", "w:sdtPr", "w:sectPr", "w:del", "w:moveFrom", "w:delText"), _skip
-            ),
+            **dict.fromkeys(_SKIPPED, lambda element: None),
         }
 
     def body(self, elements: Iterable[Element]) -> list[Block]:
@@ -254,9 +247,6 @@ class Walk:
         with suppress(ValueError):
             self._add(symbol(element.get("font", ""), int(element.get("char", ""), 16)))
 
-    def _equation(self, element: Element) -> None:
-        self._add(equation_text(element))
-
     # Fields and controls
 
     def _field_mark(self, element: Element) -> None:
@@ -335,10 +325,6 @@ class Walk:
 
     def _left_out(self, thing: str) -> None:
         self._omissions.add(thing, self._heading)
-
-
-def _skip(element: Element) -> None:
-    pass
 
 
 def _joined(blocks: Iterable[Block]) -> str:

@@ -39,7 +39,7 @@ class PageReader:
     page. Not thread-safe: use one per transaction. store: the directory, for messages."""
 
     def __init__(self, handle: int, meta: Meta, store: Path) -> None:
-        self._handle, self.meta, self.store = handle, meta, store
+        self.handle, self.meta, self.store = handle, meta, store  # descriptor: open as long as the snapshot
         self._branches: dict[int, Branch] = {}
         self._leaves: dict[int, Leaf] = {}
         self._trees: dict[str, Tree] = {}
@@ -61,17 +61,14 @@ class PageReader:
         return self._find(tree, key) if tree else None
 
     def _find(self, tree: Tree, key: bytes) -> Node | None:
-        node = self._located(tree, key)
-        if node is not None:
-            self.check_extent(node)
-        return node
-
-    def _located(self, tree: Tree, key: bytes) -> Node | None:
         if tree.root == NO_PAGE:
             return None
         leaf = self._leaf_of(tree, key)
         at = bisect_right(leaf.keys, key) - 1
-        return leaf.node(at) if at >= 0 and leaf.keys[at] == key else None
+        if at < 0 or leaf.keys[at] != key:
+            return None
+        self.check_extent(node := leaf.node(at))
+        return node
 
     def nodes(self, database: str, start: bytes = b"", *, skip_damaged: bool = False) -> Iterator[Node]:
         """Yield a database's nodes from `start` on. skip_damaged: skip unreadable pages and all below them."""
@@ -146,11 +143,6 @@ class PageReader:
                 return None
             found.append((node.pgno * page_size, header))
         return found
-
-    @property
-    def handle(self) -> int:
-        """Descriptor of the file, open as long as the snapshot."""
-        return self._handle
 
     def used_bytes(self, database: str) -> int:
         """Return the page bytes of a database, from LMDB's counters."""
@@ -274,7 +266,7 @@ class PageReader:
     def _fill(self, buffers: Sequence[memoryview], pgno: int, start: int) -> None:
         """Read from the file, starting at byte `start` of a page."""
         try:
-            count = os.preadv(self._handle, buffers, pgno * self.meta.page_size + start)
+            count = os.preadv(self.handle, buffers, pgno * self.meta.page_size + start)
         except OSError as error:
             raise bad_disk(self.store, error) from error
         if count != sum(map(len, buffers)):
