@@ -38,8 +38,8 @@ class Norm:
 
 @dataclass(frozen=True)
 class ModuleWeights:
-    """Weights, what computes with them, and their storage (`weight_dtype`, see `linear`). The parts of a model do not
-    keep this object: once packed, the original of a weight is freed."""
+    """Weights, with their kernels and storage (`weight_dtype`, see `linear`). Parts of a model do not keep this object,
+    so that the original of a packed weight is freed."""
 
     spec: ModelSpec
     tensors: MutableMapping[str, Tensor]  # by name, in a layer without the layer's number
@@ -56,6 +56,6 @@ class ModuleWeights:
         return linear(self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"), weight_dtype=self.weight_dtype)
 
     def norm(self, name: str) -> Norm:
-        """Return a norm as the spec has it."""
+        """Return a norm of the spec's kind."""
         bias = self.tensors.get(f"{name}.bias")
         return Norm(self.kernels, self.tensors[f"{name}.weight"], self.spec.rms_norm_eps, bias, self.spec.layer_norm)

@@ -95,7 +95,7 @@ class Asking:
         missing = frozenset(c["id"] for c in chunks if c["status"] == "computed")  # type: ignore[union-attr, index]
         for id_ in missing:
             assert id_[:12] in err, "a chunk is computed and nothing said so"
-        places_are_lost = "records of documents are damaged" in err
+        places_are_lost = "document records are damaged" in err
         for prefix in (False, True):
             expected = self.expected(missing, prefix)
             if said == expected or (places_are_lost and _without_places(said) == _without_places(expected)):

@@ -189,7 +189,7 @@ def test_many_at_once_in_a_small_pool(stored: StoredEngine) -> None:
     scheduler = together.core.scheduler
     while together.core.busy:
         together.step()
-        decoding = [s for s in scheduler.those(SequenceStatus.RUNNING) if s.elsewhere is not None]
+        decoding = [s for s in scheduler.with_status(SequenceStatus.RUNNING) if s.elsewhere is not None]
         if decoding and rng.random() < 0.2:
             scheduler.preempt(rng.choice(decoding))
     assert [ids_of(listener) for listener in listeners] == [ids_of(listener) for listener in expected]
@@ -209,7 +209,7 @@ def test_a_preempted_sequence_goes_on_where_it_was(stored: StoredEngine) -> None
     listener, _ = driver.arrive(question)
     for _ in range(4):
         driver.step()
-    [sequence] = driver.core.scheduler.those(SequenceStatus.RUNNING)
+    [sequence] = driver.core.scheduler.with_status(SequenceStatus.RUNNING)
     assert sequence.elsewhere is not None
     driver.core.scheduler.preempt(sequence)
     for layer in driver.core.worker._pool.layers:  # what the pool has of generated tokens is nobody's
@@ -372,14 +372,14 @@ def test_a_file_whose_kv_differs_is_not_loaded_again(tmp_path: Path, monkeypatch
     write_checkpoint(tmp_path / "m", "llama-gqa")
     write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F32")
     monkeypatch.setattr(speeds, "_probe", lambda file, num_threads: 1e-9)
-    monkeypatch.setattr(LlamaCpp, "check", Mock(side_effect=LlamaError("its KV is not that of the model")))
+    monkeypatch.setattr(LlamaCpp, "check", Mock(side_effect=LlamaError("its KV differs from the model's")))
     config = EngineConfig(str(tmp_path / "m.gguf"), dtype="float32", threads=1, block_size=16)
     assert llama_of(Engine.load(config)) is None
     monkeypatch.setattr(decoder, "LlamaCpp", lambda *args: pytest.fail("it is known"))
     engine, said = Engine.load(config), list[str]()
     engine.runtime.say = said.append
     assert llama_of(engine) is None
-    assert "its KV is not that of the model" in said[0]
+    assert "its KV differs from the model's" in said[0]
 
 
 def test_both_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -305,7 +305,9 @@ def test_kv_that_the_swap_space_has_no_room_for_is_computed_again(stored: Stored
     for number, question in enumerate(questions):
         listeners.append(together.arrive(question, verify=number % 10 == 0)[0])
         together.step()
-        assert scheduler.num_swapped <= blocks or any(s.state.parent for s in scheduler.those(SequenceStatus.SWAPPED))
+        assert scheduler.num_swapped <= blocks or any(
+            s.state.parent for s in scheduler.with_status(SequenceStatus.SWAPPED)
+        )
     together.run()
     assert [answers_of(listener) for listener in listeners] == expected
     assert together.core.counts.recomputed > 0
@@ -324,7 +326,7 @@ def test_answers_begin_only_where_all_fit_the_pool_and_the_swap_space(stored: St
         most = 0
         while driver.core.busy:
             driver.step()
-            most = max(most, len(driver.core.scheduler.those(SequenceStatus.RUNNING)))
+            most = max(most, len(driver.core.scheduler.with_status(SequenceStatus.RUNNING)))
         counts.append((most, driver.core.counts.preempted))
     assert counts[0] == (2, 0)
     assert counts[1][0] == 3

@@ -29,7 +29,7 @@ def most_used(driver: CoreDriver) -> int:
     most = 0
     while driver.core.busy:
         driver.step()
-        if all(not s.prefilling for s in driver.core.scheduler.those(SequenceStatus.RUNNING)):
+        if all(not s.prefilling for s in driver.core.scheduler.with_status(SequenceStatus.RUNNING)):
             most = max(most, driver.core.blocks.space.allocator.num_used - 1)
     driver.core.blocks.check_idle()
     return most
@@ -68,9 +68,11 @@ def test_preempted_behind_the_window(stored: StoredEngine) -> None:
     preempted = 0
     while driver.core.busy:
         running = [
-            s for s in driver.core.scheduler.those(SequenceStatus.RUNNING) if s.paged is not None and s.paged.gone
+            s
+            for s in driver.core.scheduler.with_status(SequenceStatus.RUNNING)
+            if s.paged is not None and s.paged.num_freed_blocks
         ]
-        if running and preempted < 5 and not driver.core.scheduler.those(SequenceStatus.SWAPPED):
+        if running and preempted < 5 and not driver.core.scheduler.with_status(SequenceStatus.SWAPPED):
             preempted += 1
             driver.core.scheduler.preempt(running[-1])
         driver.step()

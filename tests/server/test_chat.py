@@ -95,7 +95,7 @@ def test_the_risk_of_an_answer_is_judged_whole_and_a_stream_is_refused(server: A
     answer = client.ask(asked)
     assert answer.risk is not None
     assert whole["blend"]["risk"]["full_prefill_at"] == answer.risk.full_prefill_at == 0
-    with pytest.raises(CacheBlendError, match="whole answers"):
+    with pytest.raises(CacheBlendError, match="complete answers"):
         list(client.stream(asked))
 
 

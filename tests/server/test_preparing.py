@@ -41,7 +41,7 @@ def held(server: Any) -> Iterator[None]:
 
 
 def no_space(path: object, *_: object) -> None:
-    raise StoreNoSpace(f"the disk of {path} has 64 MiB free, and 65 MiB are needed", "free some space")
+    raise StoreNoSpace(f"the disk of {path} has 64 MiB free; 65 MiB are needed", "free some space")
 
 
 def test_requests_are_prepared_while_the_engine_is_busy(server: Any) -> None:

@@ -193,7 +193,7 @@ def test_a_meta_page_cannot_pass_for_a_newer_one(tmp_path: Path, whole: tuple[Pa
         stream.seek(page * page_size + 144)
         stream.write((numbers[page] + (2 if older else -2)).to_bytes(8, "little"))
     for mode in ("read", "write"):
-        with pytest.raises(StoreCorrupt, match="not of the commit"):
+        with pytest.raises(StoreCorrupt, match="does not belong to the commit"):
             ChunkStore.open(path, mode=mode)
     salvage(path)
     with ChunkStore.open(path, mode="write") as store:

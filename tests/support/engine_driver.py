@@ -109,7 +109,7 @@ class CoreDriver:
             self.listeners[state](event)
         scheduler = self.core.scheduler
         assert (
-            len(scheduler.those(SequenceStatus.RUNNING)) + len(scheduler.those(SequenceStatus.SWAPPED))
+            len(scheduler.with_status(SequenceStatus.RUNNING)) + len(scheduler.with_status(SequenceStatus.SWAPPED))
             <= scheduler.max_sequences
         )
         self.seen |= {s.status for state in scheduler.states for s in state.sequences}

@@ -95,4 +95,4 @@ REFUSED = [
     HubModel("a number as text", OlmoConfig, edit={"hidden_size": "32"}, refused="hidden_size"),
     HubModel("an MLP of another size", OlmoConfig, edit={"intermediate_size": 64}, refused="mismatched keys"),
 ]  # fmt: skip
-DIFFERENTIAL = refused("two attentions in one", DiffLlamaConfig, "is not what transformers computes")
+DIFFERENTIAL = refused("two attentions in one", DiffLlamaConfig, "differs from transformers'")

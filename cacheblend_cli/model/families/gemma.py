@@ -95,7 +95,7 @@ def read_3n(fields: ConfigFields) -> ModelSpec:
 
 
 def _normed_values(spec: ModelSpec, fields: ConfigFields) -> ModelSpec:
-    """Return the spec with what Gemma 3n and 4 have in common. `spec.shapes` must be set."""
+    """Return the spec with the common features of Gemma 3n and 4. `spec.shapes` must be set."""
     return replace(
         spec,
         norms=AROUND,
