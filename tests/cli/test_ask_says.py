@@ -1,4 +1,4 @@
-"""What `ask` says beside the answer: notes, --explain, what it left out, and which model answered."""
+"""Messages of `ask` besides the answer: notes, --explain, omitted hits, and the model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_chunk_with_bad_kv_is_named_in_the_json(cli: Cli, stored: list[str], t
 
 
 def test_damaged_records_behind_a_sound_chunk_are_named(cli: Cli, stored: list[str], tmp_path: Path) -> None:
-    """Of the prefix, which is computed, and of its document, which says where it stands."""
+    """The record of the prefix, which is then computed, and of the document, which has the chunk's place."""
     ask = ("ask", "who leads?", "--chunks", stored[0], "--max-tokens", "2", "--json", "--no-save")
     [sound] = cli(*ask).records
     assert sound["chunks"][0]["place"]

@@ -1,5 +1,4 @@
-"""The block manager against a model that knows what every sequence holds: no block is lost, and none has two
-writers."""
+"""The block manager against a model of the contents of every sequence: no block is lost, and none has two writers."""
 
 from __future__ import annotations
 
@@ -125,7 +124,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: any(h.paged for h in self.held))
     @rule(data=st.data())
     def give_back(self, data: st.DataObject) -> None:
-        """What is behind the window."""
+        """Give back the blocks outside the window."""
         held = data.draw(st.sampled_from([h for h in self.held if h.paged]))
         assert held.paged is not None
         unseen = self.blocks.num_unseen(len(held.ids))

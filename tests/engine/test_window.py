@@ -1,4 +1,4 @@
-"""Blocks that no layer looks at any more are others': an answer over a sliding window holds as much of the pool as the
+"""Blocks outside every layer's window are freed: an answer with a sliding window holds as much of the pool as the
 window."""
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def test_several_answers_each_leave_the_prompt_behind(stored: StoredEngine) -> N
     assert ids_of(listener) == alone
 
 
-def test_preempted_behind_the_window(stored: StoredEngine) -> None:
+def test_a_preempted_answer_resumes_outside_the_window(stored: StoredEngine) -> None:
     """Swapped out are the blocks that are left."""
     driver = CoreDriver(stored, LIMITS)
     questions = [
@@ -81,7 +81,7 @@ def test_preempted_behind_the_window(stored: StoredEngine) -> None:
     assert [ids_of(listener) for listener in listeners] == [CoreDriver(stored, LIMITS).ask(q) for q in questions]
 
 
-def test_what_was_left_behind_stays_hot(stored: StoredEngine) -> None:
+def test_blocks_outside_the_window_stay_cached(stored: StoredEngine) -> None:
     driver, question = (
         CoreDriver(stored, replace(LIMITS, enable_prefix_caching=True)),
         replace(stored.question(max_tokens=70), blend=FULL),

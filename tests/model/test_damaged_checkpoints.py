@@ -154,7 +154,9 @@ HUGE = (2**31, 10**12, 2**63)
         (config(num_attention_heads=2**16, head_dim=2**16), "num_heads 65,536"),
     ],
 )
-def test_it_is_refused_with_what_is_wrong(tmp_path: Path, damage: Callable[[Path], None], told: str) -> None:
+def test_a_damaged_checkpoint_is_refused_with_the_reason(
+    tmp_path: Path, damage: Callable[[Path], None], told: str
+) -> None:
     path = tmp_path / "m"
     write_checkpoint(path, "qwen2-window")
     load_model(path, "m", torch.device("cpu"), Precision("float32"), "torch")

@@ -219,7 +219,7 @@ def test_a_question_of_stop_words_is_not_searched(start: Any) -> None:
 
 
 def test_nothing_found_for_a_chat_reads_no_chunk(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason, which needs all chunks, is for those who asked for a search."""
+    """The reason needs a pass over all chunks, so it is only given for a requested search."""
     server = start(retrieve=True)
     server.client.put("/v1/documents/a", json={"text": PAGE})
 

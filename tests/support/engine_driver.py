@@ -1,4 +1,4 @@
-"""An engine over a small store, and who listens to what it says, for tests of many questions at once."""
+"""An engine over a small store, with listeners for its events, for tests of concurrent requests."""
 
 from __future__ import annotations
 
